@@ -1,6 +1,7 @@
 """The pure parts of the data plane: plans, stores, references, metadata, shares of data sets, checks before dispatch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -512,6 +513,23 @@ def test_who_takes_part_in_nothing_of_a_request_is_sent_an_empty() -> None:
     assert manifest.flush(["m/0", "m/1", "m/2", "m/3"]).ranks == [0, 1, 2]
     # On fewer processes first.
     assert [r.id for r in manifest.in_order()] == [2, 1]
+
+
+def test_the_digest_of_a_call_covers_its_hooks() -> None:
+    hooks = [
+        PlannedHook(message=Offload(role=role, place=place), workers=workers)
+        for role, place, workers in (
+            ("r", "host", ("m/0",)),
+            ("s", "host", ("m/0",)),
+            ("r", "disk", ("m/0",)),
+            ("r", "host", ("m/1",)),
+        )
+    ]
+    calls = [call(1, ["m/0"])]
+    for hook in hooks:
+        calls += [replace(calls[0], before=[hook]), replace(calls[0], after=[hook])]
+    assert len({planned.digest for planned in calls}) == len(calls) == 9
+    assert call(1, ["m/0"]).digest == calls[0].digest
 
 
 def test_a_missing_empty_is_found_before_anything_is_sent() -> None:
