@@ -16,10 +16,10 @@ from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.registry import is_installed
 from drivetrain.losses.sft import SFTLoss
+from helpers.controller import Worker
 from helpers.engines import build, reference_steps, steps
 from helpers.gpus import VISIBLE, gpu_environment
 from helpers.harness import run_ranks
-from helpers.leader import Worker
 
 pytestmark = pytest.mark.gpu
 

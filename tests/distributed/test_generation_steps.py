@@ -1,4 +1,4 @@
-"""Generation steps by frames: what leaders in any language send, what goes wrong, and the leader that ships."""
+"""Generation steps by frames: what controllers in any language send, what goes wrong, and the controller that ships."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from drivetrain.workers.protocol.comm_id import mint
 from drivetrain.workers.supervision.child_process import ChildProcess
 from drivetrain.workers.tensor_parallel import ranks
 from drivetrain.workers.tensor_parallel.generator import TensorParallelGenerator
-from helpers.leader import Worker
+from helpers.controller import Worker
 from helpers.vision import image_uri, prompt_with, save_vision_model
 
 GREEDY = SamplingOptions(max_tokens=10, temperature=0.0, ignore_eos=True)
@@ -81,7 +81,7 @@ def kinds(replies: list[dict[str, Any]]) -> list[str]:
     return [reply.get("kind", reply["op"]) for reply in replies]
 
 
-def test_a_leader_loads_steps_rolls_back_and_unloads(folder: Path, pair: list[Worker]) -> None:
+def test_a_controller_loads_steps_rolls_back_and_unloads(folder: Path, pair: list[Worker]) -> None:
     assert kinds(ask(step([5], 0), *pair)) == ["model_not_loaded"] * 2
     assert kinds(ask({"op": "clear_kv_cache", "model_id": "m"}, *pair)) == ["model_not_loaded"] * 2
     for name in ("m", "n"):
@@ -230,10 +230,10 @@ def test_a_rank_that_is_killed_or_wedged_in_a_step(folder: Path, kind: signal.Si
         second.process.kill()
 
 
-# ---- the leader that ships ----------------------------------------------------------------------------------------------
+# ---- the controller that ships ----------------------------------------------------------------------------------------------
 
 
-def leader(folder: Path, **options: Any) -> TensorParallelGenerator:
+def controller(folder: Path, **options: Any) -> TensorParallelGenerator:
     model = ModelConfig(path=str(folder))
     return TensorParallelGenerator(RolloutConfig(model=model, generator="tensor_parallel", options={"tp": 2, **options}))
 
@@ -247,9 +247,9 @@ def plain(folder: Path, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.usefixtures("real_commands")
-def test_the_leader_survives_its_ranks(folder: Path, tmp_path: Path) -> None:
+def test_the_controller_survives_its_ranks(folder: Path, tmp_path: Path) -> None:
     expected = plain(folder, [5, 6, 7])
-    generator = leader(folder)
+    generator = controller(folder)
     try:
         ((answer,),) = generator.generate([[5, 6, 7]], GREEDY)
         assert answer.response == expected
@@ -263,7 +263,7 @@ def test_the_leader_survives_its_ranks(folder: Path, tmp_path: Path) -> None:
         aborted, execute = threading.Event(), ranks.local.execute
 
         def execute_beside_a_dying_rank(request: Any) -> Any:
-            # Between two requests the leader would notice the death, and start the ranks anew without an error.
+            # Between two requests the controller would notice the death, and start the ranks anew without an error.
             os.kill(ranks._processes[0].pid, signal.SIGKILL)
             return execute(request) if aborted.wait(60) else None
 
@@ -296,7 +296,7 @@ def test_the_leader_survives_its_ranks(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "other")
     (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "intermediate_size": 100}))
     with pytest.raises(ModelError, match="they do not belong together"):
-        leader(tmp_path / "other")
+        controller(tmp_path / "other")
     assert not dist.is_initialized()
 
 
@@ -310,13 +310,13 @@ def test_a_rank_that_dies_at_its_start_is_noticed_at_once(folder: Path, monkeypa
     monkeypatch.setattr(ranks, "ChildProcess", Dies)
     began = time.monotonic()
     with pytest.raises(WorkerLostError, match="tp-rank-1 was killed by SIGKILL"):
-        leader(folder, tp=2, start_s=120)
+        controller(folder, tp=2, start_s=120)
     assert time.monotonic() - began < 60
 
 
-def test_the_leader_takes_images(tmp_path: Path) -> None:
+def test_the_controller_takes_images(tmp_path: Path) -> None:
     folder = save_vision_model(tmp_path / "model", "qwen2_5_vl")
-    generator = leader(folder, tp=1)
+    generator = controller(folder, tp=1)
     images = [image_uri(1, 84, 56), image_uri(2, 56, 112)]
     alone = [generator.submit(prompt_with(1), GREEDY, images=[image]) for image in images]
     both = generator.submit(prompt_with(2), GREEDY, images=images)
@@ -341,9 +341,9 @@ def test_the_leader_takes_images(tmp_path: Path) -> None:
         ({"tp": "2"}, "tp='2'; it must be an integer of at least 1"),
     ],
 )
-def test_options_of_the_leader_are_checked(folder: Path, options: dict[str, Any], message: str) -> None:
+def test_options_of_the_controller_are_checked(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        leader(folder, **options)
+        controller(folder, **options)
 
 
 @pytest.mark.slow
@@ -367,7 +367,7 @@ def test_weights_of_8_bits(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_leader_conforms(tied: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_controller_conforms(tied: bool, capsys: pytest.CaptureFixture[str]) -> None:
     # What depends on the head, which is tied or not; the rest once.
     checks = ["greedy", "log_probs", "weights_in_flight", "incomplete_weights"]
     if tied:
@@ -376,6 +376,6 @@ def test_the_leader_conforms(tied: bool, capsys: pytest.CaptureFixture[str]) -> 
     assert conformance(words) == 0, capsys.readouterr().out
 
 
-def test_the_leader_conforms_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_controller_conforms_alone(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tensor_parallel", "--only", *(name for name in CHECKS if name not in ("frequencies", "seeds"))]
     assert conformance(words) == 0, capsys.readouterr().out

@@ -23,8 +23,8 @@ from drivetrain.workers.protocol.comm_id import CommId, CommIdError, mint, parse
 from drivetrain.workers.protocol.names import Names
 from drivetrain.workers.protocol.transports.zeromq import CurveKeys
 from drivetrain.workers.supervision.controller import Controller
+from helpers.controller import Worker, flush_of, initialize
 from helpers.harness import run_ranks
-from helpers.leader import Worker, flush_of, initialize
 
 ALLOW = ("--allow", "helpers.roles:Troubled", "--allow", "helpers.roles:Trouble")
 ROOT = Path(__file__).parents[2]
@@ -262,7 +262,7 @@ def test_a_signal_ends_it_also_in_the_middle_of_a_collective(pair: list[Worker])
         time.sleep(0.5)
         first.process.send_signal(signal.SIGTERM)
         assert first.process.wait(5) == -signal.SIGTERM
-        # The leader of the second closes both its ends while it is running.
+        # The controller of the second closes both its ends while it is running.
         second.run(call("hang"))
         time.sleep(0.5)
         assert second.process.stdin is not None
@@ -274,7 +274,7 @@ def test_a_signal_ends_it_also_in_the_middle_of_a_collective(pair: list[Worker])
 
 
 @pytest.mark.slow
-def test_a_leader_that_reads_nothing_does_not_keep_a_wedged_worker_alive() -> None:
+def test_a_controller_that_reads_nothing_does_not_keep_a_wedged_worker_alive() -> None:
     """Neither a full pipe of replies nor one of prints stops the watchdog."""
     with Worker(0, 1, *ALLOW, "--watchdog", "call=1") as worker:
         worker.join(new_comm_id())
@@ -303,7 +303,7 @@ def test_a_large_reply_arrives_whole_beside_small_ones(pair: list[Worker]) -> No
     assert large["result"] == "y" * 3_000_000
 
 
-def test_a_socket_as_standard_output_tells_the_end_of_the_leader() -> None:
+def test_a_socket_as_standard_output_tells_the_end_of_the_controller() -> None:
     """What other languages give their children instead of pipes."""
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(
@@ -316,7 +316,7 @@ def test_a_socket_as_standard_output_tells_the_end_of_the_leader() -> None:
     assert process.wait(10) in (0, 1)
 
 
-LEADER = """
+CONTROLLER = """
 import sys, time
 from drivetrain import ProcessWorkerGroup, RoleSpec
 from helpers.roles import Trouble, Troubled
@@ -329,19 +329,19 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_no_process_outlives_a_killed_leader(tmp_path: Path, rank: int) -> None:
-    program = tmp_path / "leader.py"
-    program.write_text(LEADER)
+def test_no_process_outlives_a_killed_controller(tmp_path: Path, rank: int) -> None:
+    program = tmp_path / "controller.py"
+    program.write_text(CONTROLLER)
     path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    leader = subprocess.Popen(
+    controller = subprocess.Popen(
         [sys.executable, str(program), str(rank)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
     )
-    assert leader.stdout is not None
-    *pids, _address = leader.stdout.readline().split()
+    assert controller.stdout is not None
+    *pids, _address = controller.stdout.readline().split()
     time.sleep(0.5)
-    leader.kill()
-    leader.wait()
-    leader.stdout.close()
+    controller.kill()
+    controller.wait()
+    controller.stdout.close()
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in pids):
         time.sleep(0.1)
@@ -383,7 +383,7 @@ def test_a_comm_id_holds_an_address_and_a_run() -> None:
 
 @pytest.mark.usefixtures("real_commands")
 def test_meetings_that_fail_say_why() -> None:
-    """A rank that never comes, another number of ranks, two of one rank, another run, a second leader."""
+    """A rank that never comes, another number of ranks, two of one rank, another run, a second controller."""
     with Worker(0, 3, "--init-timeout", "3") as first, Worker(1, 3, "--init-timeout", "3") as second:
         comm_id = new_comm_id()
         for worker in (first, second):
@@ -417,7 +417,7 @@ def test_meetings_that_fail_say_why() -> None:
         alone.join(new_comm_id())
         reply = alone.ask({"op": "init", "comm_id": new_comm_id()})
         assert reply["kind"] == "nccl_init_failed"
-        assert "by another comm_id: are there two leaders?" in reply["message"]
+        assert "by another comm_id: are there two controllers?" in reply["message"]
         assert alone.ask({"op": "hello", "protocol": 99})["message"].startswith(
             "the controller speaks version 99 of the protocol"
         )
@@ -445,8 +445,8 @@ def test_an_address_that_accepts_but_does_not_answer_is_given_up() -> None:
         assert alone.port != found.port
 
 
-def rank_leader_is_rank_0(comm_id: str) -> int:
-    """A Python leader that is itself rank 0, with the worker as rank 1."""
+def rank_controller_is_rank_0(comm_id: str) -> int:
+    """A Python controller that is itself rank 0, with the worker as rank 1."""
     import datetime
 
     import torch
@@ -470,8 +470,8 @@ def rank_leader_is_rank_0(comm_id: str) -> int:
     return int(one)
 
 
-def test_a_leader_in_python_may_be_rank_0() -> None:
-    assert run_ranks(rank_leader_is_rank_0, 1, new_comm_id()) == [2]
+def test_a_controller_in_python_may_be_rank_0() -> None:
+    assert run_ranks(rank_controller_is_rank_0, 1, new_comm_id()) == [2]
 
 
 @pytest.mark.parametrize(

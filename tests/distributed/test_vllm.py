@@ -242,8 +242,8 @@ if __name__ == "__main__":
         time.sleep(0.1)
 
 
-def _group_of(leader: int) -> list[str]:
-    return subprocess.run(["pgrep", "-g", str(leader)], capture_output=True, text=True).stdout.split()
+def _group_of(controller: int) -> list[str]:
+    return subprocess.run(["pgrep", "-g", str(controller)], capture_output=True, text=True).stdout.split()
 
 
 @needs_vllm

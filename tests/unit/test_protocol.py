@@ -366,7 +366,7 @@ def test_a_new_operation_is_a_struct_and_a_line() -> None:
 def test_an_error_that_an_operation_does_not_declare_is_a_defect(caplog: pytest.LogCaptureFixture) -> None:
     op = REGISTRY.ops["clear_kv_cache"]
     assert error_of(op, OpError("model_not_loaded", "x")).kind == "model_not_loaded"
-    # The leader still gets an answer, of a kind that it expects.
+    # The controller still gets an answer, of a kind that it expects.
     assert error_of(op, OpError("load_failed", "x")).kind == op.failure
     assert "clear_kv_cache does not declare the error load_failed" in caplog.text
 

@@ -1,4 +1,4 @@
-"""Comparison of short values between ranks, through the store where they have met: unlike a collective, it cannot wedge."""
+"""Comparison of short values between ranks, through the store of their rendezvous: unlike a collective, it cannot deadlock."""
 
 import time
 from collections.abc import Sequence

@@ -58,14 +58,14 @@ def shutdown(worker: ModelWorker, request: m.Shutdown) -> m.Bye:
 
 
 def init(worker: ModelWorker, request: m.Init) -> m.InitOk:
-    """Meet the other ranks at the address in the id."""
+    """Join the other ranks at the address in the id."""
     settings = worker.settings
     try:
         comm_id = comm_ids.parse(request.comm_id)
     except comm_ids.CommIdError as e:
         raise OpError("bad_request", str(e)) from None
     if worker.joined is not None:
-        other = "" if worker.joined == comm_id else ", by another comm_id: are there two leaders?"
+        other = "" if worker.joined == comm_id else ", by another comm_id: are there two controllers?"
         raise OpError("nccl_init_failed", f"rank {settings.rank} has its communicator already{other}")
     settings.export()
     import torch
@@ -111,7 +111,7 @@ def nccl_sanity_check(worker: ModelWorker, request: m.NcclSanityCheck) -> m.Nccl
 
 
 def check_joined() -> None:
-    """Check that the ranks have met.
+    """Check that the process group is initialized.
 
     Raises:
         OpError: They have not.
@@ -119,7 +119,7 @@ def check_joined() -> None:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        raise OpError("nccl_not_initialised", "the ranks have not met; send init first")
+        raise OpError("nccl_not_initialised", "process group not initialized; send init first")
 
 
 # ---- roles --------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ..protocol.codec import Codec, FrameError, text
 from ..protocol.compute_messages import ComputeRequest, Flush
 from ..protocol.data_messages import GetOk
 from ..protocol.messages import Beat, Bye, Error, Reply, Request, Shutdown
-from ..protocol.transports.base import Frame, FrameTooLargeError, LeaderLostError, Transport
+from ..protocol.transports.base import ControllerLostError, Frame, FrameTooLargeError, Transport
 from . import metrics
 from .background import Background
 from .flush import run_flush
@@ -57,11 +57,11 @@ class _Waiting:
 
 
 class RequestLoop:
-    """Serves the requests of one leader.
+    """Serves the requests of one controller.
 
     Args:
         worker: The worker.
-        transport: The connection to the leader.
+        transport: The connection to the controller.
         parent: The process whose end ends this one; None to not watch any.
     """
 
@@ -83,7 +83,7 @@ class RequestLoop:
         worker.cancel_waiting = self._cancel
 
     def run(self) -> int:
-        """Serve until the leader sends `shutdown` or closes its end; return the exit code.
+        """Serve until the controller sends `shutdown` or closes its end; return the exit code.
 
         The calling thread, the main one of a worker program, becomes the executor.
         """
@@ -223,10 +223,10 @@ class RequestLoop:
     def _send(self, reply: Reply) -> None:
         try:
             self._transport.send(self._encode(reply))
-        except LeaderLostError as e:
-            # A leader that has read the last reply may be gone.
+        except ControllerLostError as e:
+            # A controller that has read the last reply may be gone.
             if not self._done:
-                self._lose_leader(e)
+                self._lose_controller(e)
 
     def _encode(self, reply: Reply) -> Frame:
         try:
@@ -258,9 +258,9 @@ class RequestLoop:
                 for frame in frames or ():
                     self._accept(frame)
                 self._tick()
-        except LeaderLostError as e:
+        except ControllerLostError as e:
             if not self._done:
-                self._lose_leader(e)
+                self._lose_controller(e)
         except BaseException:
             # Nobody would answer or end this process any more.
             with suppress(OSError):
@@ -328,7 +328,7 @@ class RequestLoop:
                 self._send(waiting.reply or Error(id=request_id, kind="cancelled", message=self._refusal))
                 return
             self._outstanding += 1
-            # Without an id, a refusal could not be told from the reply to an earlier request, so the leader is held back.
+            # Without an id, a refusal could not be told from the reply to an earlier request, so the controller is held back.
             if self._held or len(self._queue) >= self._worker.settings.queue_size:
                 self._held.append(waiting)
                 return
@@ -364,7 +364,7 @@ class RequestLoop:
 
     def _tick(self) -> None:
         if self._parent is not None and os.getppid() != self._parent:
-            self._lose_leader(LeaderLostError("the parent process has ended"))
+            self._lose_controller(ControllerLostError("the parent process has ended"))
         error = self._watchdog.check()
         if error is not None:
             self._send(error)
@@ -387,9 +387,9 @@ class RequestLoop:
             beat.running, beat.running_s = running.op.name, round(time.monotonic() - running.since, 3)
         self._send(beat)
 
-    def _lose_leader(self, error: LeaderLostError) -> None:
+    def _lose_controller(self, error: ControllerLostError) -> None:
         """End at once: the main thread may be in a collective that never ends."""
-        # The reader of standard error has often gone with the leader.
+        # The reader of standard error has often gone with the controller.
         with suppress(OSError):
             print(f"model worker {self._worker.settings.rank} ends: {error}", file=sys.stderr, flush=True)
         if self._parent is not None and os.getsid(0) == os.getpid():

@@ -2,7 +2,7 @@
 
 python -m drivetrain.workers.process --rank R --world-size N --transport stdio
 drivetrain worker run --rank R --world-size N --transport stdio       the same
-drivetrain worker comm-id                                             an id for `init`, for leaders in other languages
+drivetrain worker comm-id                                             an id for `init`, for controllers in other languages
 """
 
 import argparse
@@ -25,7 +25,7 @@ from .worker import ModelWorker, WorkerSettings
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Serve requests until the leader ends; return the exit code."""
+    """Serve requests until the controller ends; return the exit code."""
     args = _parser().parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:

@@ -1,4 +1,4 @@
-"""The meeting of all ranks at the address in a communicator id. Also for a leader in Python that is itself rank 0."""
+"""The rendezvous of all ranks at the address in a communicator id. Also for a controller in Python that is itself rank 0."""
 
 import socket
 import threading
@@ -15,7 +15,7 @@ from ..protocol import comm_id as comm_ids
 from ..protocol.comm_id import CommId
 
 _failed: list[Store] = []
-"""The stores of meetings that failed, kept because the other ranks read in them who is missing."""
+"""The stores of rendezvous that failed, kept because the other ranks read in them who is missing."""
 
 
 def join(
@@ -27,7 +27,7 @@ def join(
     timeout: timedelta,
     listener: socket.socket | None = None,
 ) -> torch.device:
-    """Meet the other ranks and create the default process group. Collective.
+    """Join the other ranks and create the default process group. Collective.
 
     Args:
         comm_id: The address and the run.
@@ -52,7 +52,7 @@ def join(
     _meet(store, rank, world_size, deadline, wait_s)
     device = init_distributed(timeout, store=PrefixStore("default", store), rank=rank, world_size=world_size)
     if device.type == "cuda":
-        # NCCL connects in the first collective; what is wrong with that is an error of the meeting.
+        # NCCL connects in the first collective; what is wrong with that is an error of the rendezvous.
         dist.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
     _failed.clear()

@@ -15,7 +15,7 @@ ScheduledRequest = Stream | Embed
 
 
 class Serving:
-    """Passes requests to the schedulers of their roles, and what has become of them to the leader.
+    """Passes requests to the schedulers of their roles, and what has become of them to the controller.
 
     Args:
         worker: The worker.
@@ -34,7 +34,7 @@ class Serving:
         """Take a request; if it cannot be taken, it is answered at once."""
         try:
             self._accept(request, load)
-        except Exception as e:  # sent to the leader
+        except Exception as e:  # sent to the controller
             reply = error_of(self._worker.registry.of(request), e)
             reply.id = request.id
             self._send(reply)

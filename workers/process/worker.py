@@ -217,7 +217,7 @@ class ModelWorker:
         """This worker's part in comparisons between ranks."""
         if self._agreement is None:
             if self.joined is None and not _has_process_group():
-                raise OpError("nccl_not_initialised", "the ranks have not met; send init first")
+                raise OpError("nccl_not_initialised", "process group not initialized; send init first")
             from .agreement import Agreement
 
             self._agreement = Agreement(self.settings.rank, self.settings.flush_s, self.settings.timeout_s, self.name)
@@ -299,7 +299,7 @@ class ModelWorker:
                     reply = self.execute(self.loaded(request, load))
         except AbandonedError:
             raise
-        except BaseException as e:  # sent to the leader; a role that calls sys.exit does not end the worker
+        except BaseException as e:  # sent to the controller; a role that calls sys.exit does not end the worker
             reply = error_of(op, e)
         reply.id = request.id
         return reply

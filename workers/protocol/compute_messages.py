@@ -1,4 +1,4 @@
-"""Messages of a trainer's master: requests that wait for a flush, and the flush itself. Imports no torch."""
+"""Messages of a trainer's controller: requests that wait for a flush, and the flush itself. Imports no torch."""
 
 from typing import Any, ClassVar
 

@@ -1,4 +1,4 @@
-"""The messages between a leader and a model worker. Imports no torch.
+"""The messages between a controller and a model worker. Imports no torch.
 
 A request is answered by exactly one reply, which repeats the request's `id` if it has one. Messages are msgspec structs tagged by
 `op`; fields with their default value are omitted.
@@ -44,11 +44,11 @@ def tag_of(struct: type[Message]) -> str:
 
 
 class Request(Message, kw_only=True):
-    """A message from the leader to a worker."""
+    """A message from the controller to a worker."""
 
 
 class Reply(Message, kw_only=True):
-    """A message from a worker to the leader."""
+    """A message from a worker to the controller."""
 
 
 class Error(Reply, kw_only=True):
@@ -93,11 +93,11 @@ class Beat(Reply, kw_only=True):
 
 
 class Hello(Request, kw_only=True):
-    """Check that leader and worker belong together. Sent by Drivetrain's controllers before anything else.
+    """Check that controller and worker belong together. Sent by Drivetrain's controllers before anything else.
 
     Args:
-        protocol: The version of the leader's protocol.
-        world_size: The number of ranks that the leader expects; None does not check it.
+        protocol: The version of the controller's protocol.
+        world_size: The number of ranks that the controller expects; None does not check it.
         pool: The name of the worker's pool, by which plans refer to it.
     """
 
@@ -205,7 +205,7 @@ class LoadDenseShard(Request, kw_only=True):
     model_id: str
     config_json: str
     safetensors_paths: list[str]
-    # With a factory, msgspec always writes the field, as leaders of this protocol do.
+    # With a factory, msgspec always writes the field, as controllers of this protocol do.
     quant: str | None = msgspec.field(default_factory=lambda: None)
 
 

@@ -1,4 +1,4 @@
-"""The functions that serve generation steps: models of which every rank holds a part, driven by a leader token by token."""
+"""The functions that serve generation steps: models of which every rank holds a part, driven by a controller token by token."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ class SteppedModel:
     def __init__(self, lm: ShardedLM, folder: Path) -> None:
         self.lm = lm
         self.logits: Tensor | None = None
-        """The logits `[V]` after the last step, from which the leader samples if it is rank 0 itself."""
+        """The logits `[V]` after the last step, from which the controller samples if it is rank 0 itself."""
         self._folder = folder
         self._reader: ImageReader | None = None
 

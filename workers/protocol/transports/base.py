@@ -12,7 +12,7 @@ class FrameTooLargeError(ValueError):
     """A frame is larger than the transport accepts; it was skipped."""
 
 
-class LeaderLostError(ConnectionError):
+class ControllerLostError(ConnectionError):
     """Nobody reads the replies of this worker any longer."""
 
 
@@ -21,11 +21,11 @@ Frame = Sequence[FramePart]
 
 
 class Transport(Protocol):
-    """One end of a connection between a leader and a worker. Only the I/O thread receives; any thread may send.
+    """One end of a connection between a controller and a worker. Only the I/O thread receives; any thread may send.
 
     Args:
         binary: Whether frames are msgpack with parts, instead of lines of JSON.
-        greets: Whether the leader waits to hear of the worker before it sends anything.
+        greets: Whether the controller waits to hear of the worker before it sends anything.
     """
 
     binary: bool
@@ -42,7 +42,7 @@ class Transport(Protocol):
             The frames; None at the end of the input. After the end it only waits.
 
         Raises:
-            LeaderLostError: The leader is gone.
+            ControllerLostError: The controller is gone.
         """
         ...
 
@@ -50,7 +50,7 @@ class Transport(Protocol):
         """Send a message.
 
         Raises:
-            LeaderLostError: The leader is gone.
+            ControllerLostError: The controller is gone.
         """
         ...
 

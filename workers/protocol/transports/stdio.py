@@ -8,7 +8,7 @@ import time
 from typing import Self
 
 from ....engine.errors import ConfigError
-from .base import Frame, FrameTooLargeError, LeaderLostError, Wakeup
+from .base import ControllerLostError, Frame, FrameTooLargeError, Wakeup
 
 MAX_LINE_BYTES = 256 * 2**20
 CLOSE_S = 5.0
@@ -74,7 +74,7 @@ class StdioTransport:
         ready = dict(self._poll.poll(timeout_s * 1000))
         # A pipe tells by an error that its reader is gone, a socket by a hang-up.
         if ready.get(self._write, 0) & (select.POLLERR | select.POLLHUP | select.POLLNVAL):
-            raise LeaderLostError("the reader of the replies has closed its end")
+            raise ControllerLostError("the reader of the replies has closed its end")
         if waiting:
             self._poll.modify(self._write, 0)
             self._flush()
@@ -124,7 +124,7 @@ class StdioTransport:
         self._wakeup.set()
 
     def send(self, frame: Frame) -> None:
-        """Write a line, or as much of it as the leader has room for; the I/O thread writes the rest."""
+        """Write a line, or as much of it as the controller has room for; the I/O thread writes the rest."""
         with self._lock:
             self._outgoing += frame[0]
             self._outgoing += b"\n"
@@ -133,7 +133,7 @@ class StdioTransport:
             self._wakeup.set()
 
     def _flush(self) -> None:
-        """Write without ever waiting: a leader that does not read must not stop beats and the watchdog."""
+        """Write without ever waiting: a controller that does not read must not stop beats and the watchdog."""
         with self._lock:
             try:
                 while self._outgoing and self._room.poll(0):
@@ -141,10 +141,10 @@ class StdioTransport:
                     count = os.write(self._write, self._outgoing[: select.PIPE_BUF])
                     del self._outgoing[:count]
             except OSError as e:
-                raise LeaderLostError(f"the replies cannot be written ({e.strerror})") from e
+                raise ControllerLostError(f"the replies cannot be written ({e.strerror})") from e
 
     def close(self) -> None:
-        """Write what is still waiting, if the leader reads, and close both descriptors."""
+        """Write what is still waiting, if the controller reads, and close both descriptors."""
         deadline = time.monotonic() + CLOSE_S
         while self._outgoing and time.monotonic() < deadline:
             self._flush()

@@ -16,7 +16,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ....engine.errors import ConfigError
-from .base import Frame, FrameTooLargeError, LeaderLostError, Wakeup
+from .base import ControllerLostError, Frame, FrameTooLargeError, Wakeup
 
 SCHEME = "zmq://"
 HEARTBEAT_MS = 5_000
@@ -144,11 +144,11 @@ class ZmqTransport:
             frames.append([received[0].bytes, *(part.buffer for part in received[1:])])
         self._heard = self._heard or bool(frames)
         if not self._heard and time.monotonic() - self._since > self._patience_s:
-            raise LeaderLostError(f"no controller answers at {self._address} (--init-timeout {self._patience_s:g})")
+            raise ControllerLostError(f"no controller answers at {self._address} (--init-timeout {self._patience_s:g})")
         if not frames and self._events in ready:
             event = zmq.Event(recv_monitor_message(self._events)["event"])
             why = "closed the connection" if event == zmq.Event.DISCONNECTED else "does not accept this worker's keys"
-            raise LeaderLostError(f"the controller at {self._address} {why}")
+            raise ControllerLostError(f"the controller at {self._address} {why}")
         return frames
 
     def send(self, frame: Frame) -> None:

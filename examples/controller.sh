@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Drives two model workers over pipes, with nothing but the shell: what a leader in any language does.
+# Drives two model workers over pipes, with nothing but the shell: what a controller in any language does.
 #
-#     bash examples/leader.sh
+#     bash examples/controller.sh
 #
 # Prints every frame. Ends with 1 if a worker answers anything but what is expected, or does not exit with 0.
 set -euo pipefail

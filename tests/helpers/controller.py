@@ -1,4 +1,4 @@
-"""A leader that drives model workers over pipes, as a program in any language would."""
+"""A controller that drives model workers over pipes, as a program in any language would."""
 
 import hashlib
 import json
