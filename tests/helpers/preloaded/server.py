@@ -40,6 +40,8 @@ PRELOAD = (
 ANY = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES", "GLOO_"),
     *("DRIVETRAIN_", "PYTEST_", "COLUMNS", "LINES", "CUBLAS_", "NVTE_", "WANDB_SERVICE", "_TORCHINDUCTOR"),
+    # What torchrun sets for NCCL, and `drivetrain serve` for the hub's bars.
+    *("TORCH_NCCL_", "HF_HUB_DISABLE_PROGRESS_BARS"),
 )
 """The beginnings of the variables that no import reads, or that libraries set while they work."""
 SET_HERE = ("PYTHON", "PYTHONPATH", "PWD", "OLDPWD", "SHLVL", "_")
