@@ -2,6 +2,8 @@
 .PHONY: setup demo demo-rl bench-trl test test-all test-share test-unit durations mutants coverage slow-map test-gpu test-vllm setup-vllm wheels-gpu check bench soak decoders docs clean
 
 SHELL := bash
+# Tests start many processes, which would compile every module anew where the environment forbids to keep compiled ones.
+export PYTHONDONTWRITEBYTECODE :=
 
 ifdef PYTHON
 PY := $(PYTHON)
@@ -48,7 +50,7 @@ test-share: $(SETUP)
 	$(PYTEST) --slow-share $(SHARE) $(if $(SINCE),--changed-since $(SINCE))
 
 test-unit: $(SETUP)
-	$(PYTEST) -m "unit and not slow"
+	$(PYTEST) -m "not slow" tests/unit
 
 durations: $(SETUP)
 	$(PYTEST) -m "not slow" --durations 20 --durations-min 0.5

@@ -59,10 +59,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection() -> None:
+    """Look for no garbage while files of tests are imported: what is imported stays."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Keep what was imported by now out of garbage collections, which engines ask for: each would take half a second."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def function_of(item: pytest.Item) -> str:

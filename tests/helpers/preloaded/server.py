@@ -218,8 +218,10 @@ def _kill(pid: int) -> None:
 if __name__ == "__main__":
     # Before the imports: who connects meanwhile waits for them.
     server = Server(*sys.argv[1:])
+    gc.disable()
     for name in PRELOAD:
         import_module(name)
     # A collection in a fork would walk through all of it, half a second each time.
     gc.freeze()
+    gc.enable()
     server.serve()
