@@ -20,22 +20,12 @@ from pathlib import Path
 from typing import Any
 
 PRELOAD = (
-    "torch",
-    "torch.distributed.fsdp",
+    "drivetrain.tests.helpers.preloaded.imports",
     "torch.distributed.run",
-    "transformers",
-    "transformers.models.qwen3.modeling_qwen3",
-    "peft",
-    "accelerate",
     "datasets",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "drivetrain.cli",
-    "drivetrain.engine.fsdp.engine",
-    "drivetrain.engine.mcore.engine",
-    "drivetrain.trainers.run",
-    "drivetrain.trainers.rl.trainer",
-    "drivetrain.workers.process.worker",
 )
 ANY = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES", "GLOO_"),
