@@ -12,7 +12,7 @@ import torch
 
 from helpers.gpus import hide_gpus
 from helpers.preloaded import preloaded, real_processes
-from helpers.slow_share import changed_since, load_slow_map, part_of, tests_of_change
+from helpers.slow_share import changed_since, chosen_for_change, load_slow_map, part_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = {test for test in slow.values() if part_of(test, parts) == share}
     changed = changed_since(commit) if (commit := config.getoption("changed_since")) else None
     if changed is not None:
-        chosen.update(tests_of_change(set(slow.values()), load_slow_map(), changed))
+        chosen.update(chosen_for_change(set(slow.values()), load_slow_map(), changed))
     left_out = {item for item, test in slow.items() if test not in chosen}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
 
@@ -115,8 +115,8 @@ def main() -> None:
     files = parser.parse_args().files or files_with_slow_tests()
     executed = {test: set(modules) for test, modules in load_slow_map().items() if (ROOT / test.partition("::")[0]).exists()}
     with ThreadPoolExecutor(2) as pool:
-        for recorded in pool.map(record, files):
-            executed |= recorded
+        for recorded in as_completed([pool.submit(record, file) for file in files]):
+            executed |= recorded.result()
             # An interrupted run keeps what it has recorded.
             write_slow_map(executed)
 

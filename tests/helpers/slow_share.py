@@ -26,7 +26,7 @@ def part_of(test: str, parts: int) -> int:
     return zlib.crc32(test.encode()) % parts
 
 
-def tests_of_change(tests: Collection[str], executed: Mapping[str, Collection[str]], changed: Collection[str]) -> list[str]:
+def chosen_for_change(tests: Collection[str], executed: Mapping[str, Collection[str]], changed: Collection[str]) -> list[str]:
     """Return the tests to run because of a change, the most specific first.
 
     Each changed module counts as one divided by the number of tests that execute it. The file of a test is a module that all
@@ -51,24 +51,20 @@ def tests_of_change(tests: Collection[str], executed: Mapping[str, Collection[st
 
 
 def load_slow_map(path: Path = SLOW_MAP) -> dict[str, list[str]]:
-    """Read what each recorded test executes. Of a folder's modules, the file has the folder once."""
-    entries: dict[str, dict[str, str]] = json.loads(path.read_text()) if path.exists() else {}
-    return {
-        test: [f"{folder}/{name}.py".removeprefix("./") for folder, names in folders.items() for name in names.split()]
-        for test, folders in entries.items()
-    }
+    """Read which modules each recorded test executes."""
+    if not path.exists():
+        return {}
+    stored = json.loads(path.read_text())
+    modules: list[str] = stored["modules"]
+    masks = {test: int(mask, 16) for test, mask in stored["tests"].items()}
+    return {test: [module for i, module in enumerate(modules) if mask >> i & 1] for test, mask in masks.items()}
 
 
 def write_slow_map(executed: Mapping[str, Collection[str]], path: Path = SLOW_MAP) -> None:
-    """Write what each test executes, a line each."""
-    lines = []
-    for test in sorted(executed):
-        folders: dict[str, list[str]] = {}
-        for module in sorted(executed[test]):
-            folder, _, name = module.removesuffix(".py").rpartition("/")
-            folders.setdefault(folder or ".", []).append(name)
-        lines.append(f"{json.dumps(test)}: {json.dumps({folder: ' '.join(names) for folder, names in folders.items()})}")
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    """Write which modules each test executes: for each test, a number whose bits stand for the modules, the first the lowest."""
+    modules = sorted({module for names in executed.values() for module in names})
+    tests = {test: f"{sum(1 << modules.index(module) for module in set(executed[test])):x}" for test in sorted(executed)}
+    path.write_text(json.dumps({"modules": modules, "tests": tests}, indent=0) + "\n")
 
 
 def changed_since(commit: str) -> list[str] | None:
