@@ -1,11 +1,12 @@
-"""The `drivetrain` command, which dispatches to the module that does the work and imports nothing else."""
+"""The `drivetrain` command, which dispatches to the module that does the work, and imports no other one."""
 
 import difflib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
+
+from .commands import COMMANDS, Command
 
 PACKAGE = __package__ or "drivetrain"
 LAUNCHER_OPTIONS = (
@@ -20,84 +21,6 @@ LAUNCHER_OPTIONS = (
 """Options of torchrun for runs on several machines, which are passed on."""
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command.
-
-    Args:
-        module: The module that does the work, by its name in the package. It has a function `main`, which takes the arguments and returns an
-            exit code.
-        help: What it does, in a line.
-        names_itself: Whether `main` takes the name of the command before the arguments, since the module has several.
-        trains: Whether it takes the place of this process, with a launcher in front if it has several processes.
-        starts_workers: Whether it starts its processes itself, unless `group.kind=local`.
-        extra: The optional dependencies that it needs, as in `pip install 'drivetrain[NAME]'`; empty without any.
-    """
-
-    module: str
-    help: str
-    names_itself: bool = False
-    trains: bool = False
-    starts_workers: bool = False
-    extra: str = ""
-
-
-def _trainer(name: str, help: str, *, starts_workers: bool = False) -> Command:
-    return Command(f"trainers.{name}", help, trains=True, starts_workers=starts_workers)
-
-
-def _checkpoint_tool(help: str) -> Command:
-    return Command("checkpoint_tools.commands", help, names_itself=True)
-
-
-COMMANDS = {
-    "sft": _trainer("sft", "supervised fine-tuning: key=value ..., --nproc N for more than one process"),
-    "dpo": _trainer("dpo", "preference learning: DPO, IPO, hinge, SimPO, ORPO, CPO, KTO; same arguments as sft"),
-    "rm": _trainer("rm", "reward model training; same arguments as sft"),
-    "grpo": _trainer(
-        "grpo",
-        "reinforcement learning: GRPO, DAPO, GSPO, RLOO and others: key=value ..., --nproc N worker processes",
-        starts_workers=True,
-    ),
-    "ppo": _trainer("ppo", "reinforcement learning with a critic; same arguments as grpo", starts_workers=True),
-    "online_dpo": _trainer(
-        "online_dpo", "preference learning on the policy's own answers; same arguments as grpo", starts_workers=True
-    ),
-    "rl": Command("trainers.rl.phase_commands", "the phases of a step by themselves: rl rollout, rl score, rl train"),
-    "data": Command("trainers.data_show.data_command", "look at data before training: data show SOURCE ... --model MODEL"),
-    "demo": Command(
-        "trainers.demo.demo_command",
-        "train, export and query a tiny model on an embedded task; demo dpo and demo rm use preference data",
-    ),
-    "parity": Command("trainers.parity.parity_command", "compare engines and layouts with plain Hugging Face, step by step"),
-    "merge": _checkpoint_tool("convert a checkpoint from any engine and layout into a Hugging Face folder"),
-    "inspect": _checkpoint_tool("describe a checkpoint without reading its tensors"),
-    "verify": _checkpoint_tool("check a checkpoint against its checksums, or compare two checkpoints tensor by tensor"),
-    "import": _checkpoint_tool(
-        "import a sharded checkpoint from another program: PyTorch DCP, Megatron torch_dist or verl shards"
-    ),
-    "conformance": Command(
-        "engine.conformance", "check a backend against the contract: BACKEND [cp=2 ...], --nproc N", trains=True
-    ),
-    "conformance-rollout": Command(
-        "generation.conformance.__main__", "check a generator against plain transformers: NAME [setting=value ...]"
-    ),
-    "serve": Command(
-        "serve.openai.serve_command",
-        "serve a model, a run or a checkpoint over HTTP, for clients of OpenAI's interface: MODEL|RUN|CHECKPOINT ...",
-        extra="serve",
-    ),
-    "chat": Command(
-        "trainers.chat", "talk to a model, a run or a checkpoint in the terminal: MODEL|RUN|CHECKPOINT ...", extra="serve"
-    ),
-    "generate": Command("trainers.generate", "answer the prompts of a file: MODEL|RUN|CHECKPOINT PROMPTS OUT"),
-    "worker": Command(
-        "workers.process.program",
-        "run a model worker, which answers requests on a pipe or a socket; worker comm-id prints an id for its ranks",
-    ),
-    "backends": Command("engine.registry", "list the engines that engine.backend accepts"),
-    "generators": Command("generation.registry", "list the generators that rollout.generator accepts"),
-}
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "peft", "megatron-core", "vllm", "ray")
 """Packages whose versions `--version --verbose` prints."""
 OPTIONAL = ("fastapi", "uvicorn", "prometheus_client", "starlette", "pydantic")
@@ -132,11 +55,11 @@ def _run(arguments: list[str]) -> int:
             f"error: {arguments[0]} belongs behind a command, as in drivetrain sft {' '.join(arguments)} ...", file=sys.stderr
         )
         return 2
-    command, rest = arguments[0], arguments[1:]
+    command, words = arguments[0], arguments[1:]
     if command in COMMANDS:
-        return _call(command, COMMANDS[command], rest)
-    near = difflib.get_close_matches(command, COMMANDS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+        return _call(command, COMMANDS[command], words)
+    close_matches = difflib.get_close_matches(command, COMMANDS, n=1)
+    hint = f"did you mean {close_matches[0]!r}? " if close_matches else ""
     print(f"error: unknown command {command!r}; {hint}the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 
@@ -205,16 +128,16 @@ def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     """
     from .engine.config import MOST_PROCESSES
 
-    rest: list[str] = []
+    settings: list[str] = []
     options: dict[str, str] = {}
     words = iter(arguments)
     for word in words:
-        name, given, value = word.partition("=")
+        name, separator, value = word.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
         if name not in ("--nproc", *LAUNCHER_OPTIONS):
-            rest.append(word)
+            settings.append(word)
             continue
-        value = value if given else next(words, "")
+        value = value if separator else next(words, "")
         if name == "--nproc" and not (value.isdigit() and 0 < int(value) <= MOST_PROCESSES):
             raise ValueError(
                 f"--nproc {value}: give the number of processes on this machine, from 1 to {MOST_PROCESSES}".replace("  ", " ")
@@ -222,7 +145,7 @@ def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
         if not value:
             raise ValueError(f"{name} has no value; it is passed to torchrun")
         options[name] = value
-    return rest, options
+    return settings, options
 
 
 if __name__ == "__main__":

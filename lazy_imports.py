@@ -15,6 +15,7 @@ _ROOT = __name__.rpartition(".")[0]
 
 MOVED_MODULES = {
     "checkpoint_tools.cli": "checkpoint_tools.commands",
+    "engine.checkpointable": "engine.base",
     "serve.app": "serve.openai.app",
     "serve.chat": "trainers.chat",
     "serve.cli": "serve.openai.serve_command",
@@ -26,9 +27,19 @@ MOVED_MODULES = {
     "trainers.data_show.cli": "trainers.data_show.data_command",
     "trainers.demo.cli": "trainers.demo.demo_command",
     "trainers.parity.cli": "trainers.parity.parity_command",
+    "trainers.dry_run": "trainers.offline.dry_run",
+    "trainers.hub": "trainers.loop.hub",
+    "trainers.launch": "trainers.main",
+    "trainers.loop.parts": "trainers.loop.training_run",
+    "trainers.report": "trainers.offline.report",
     "trainers.rl.cli": "trainers.rl.phase_commands",
+    "trainers.rl.controllers": "trainers.loop.ranks",
     "trainers.rl.lane": "trainers.rl.reward_runner",
     "trainers.rl.ledger": "trainers.rl.memory_manager",
+    "trainers.rl.step_bundles": "trainers.rl.bundle",
+    "trainers.run": "trainers.offline.run",
+    "trainers.run_folder": "trainers.loop.run_folder",
+    "trainers.trainer": "trainers.offline.trainer",
     "workers.advantages": "losses.advantages",
     "workers.batch_adapters": "workers.roles.batch_adapters",
     "workers.dispatch": "workers.roles.dispatch",
@@ -71,6 +82,9 @@ MOVED_MODULES = {
 }
 """Modules and packages by their old names, with the new ones; what is in a package has moved with it unless it is listed itself."""
 
+RENAMED = {"RLOutcome": "TrainResult", "RunOutcome": "TrainResult"}
+"""Public names by their old ones."""
+
 
 def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Build a package's `__getattr__` and `__dir__` (PEP 562) from the stub beside it, which type checkers read.
@@ -88,6 +102,9 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
         }
 
     def resolve(name: str) -> Any:
+        if name in RENAMED:
+            # An AttributeError would be replaced by a message that does not say what the name is now.
+            raise ImportError(f"{name} is now {RENAMED[name]}: use from {_ROOT} import {RENAMED[name]}")
         # Names of the import system and of other programs that look at modules need no stub.
         if name.startswith("_") or name not in modules():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -134,7 +134,7 @@ def main() -> None:
             account(f"rollout, {name}", generate, fastest)
             generator.close()
         engine = engine_class("fsdp")(model=config.model, engine=config.engine, optim=config.optim).initialize()
-        loss = PolicyLoss(aggregation="seq-mean-token-mean", dual_clip=None, on_policy=True)
+        loss = PolicyLoss.from_settings(aggregation="seq-mean-token-mean", dual_clip=None, on_policy=True)
         batch = from_lists(
             [[*g.prompt, *g.response] for g in answers],
             supervised=[[False] * len(g.prompt) + [True] * len(g.response) for g in answers],

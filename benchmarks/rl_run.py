@@ -5,6 +5,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from drivetrain.generation.registry import build_generator
 from drivetrain.losses.policy import PolicyLoss
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import GRPOConfig, RLConfig
+from drivetrain.trainers.loop.callbacks import Callback
 from drivetrain.trainers.rl.roles import rollout_config
 from drivetrain.trainers.rl.trainer import RLTrainer
 
@@ -58,7 +60,7 @@ def bare(config: RLConfig, prompts: list[list[int]]) -> dict[str, float]:
     generator = build_generator(rollout_config(config))
     options = SamplingOptions(max_tokens=config.rollout.max_tokens, samples=case.GROUP, seed=1)
     engine = engine_class("fsdp")(model=config.model, engine=config.engine, optim=config.optim).initialize()
-    loss = PolicyLoss(aggregation="seq-mean-token-mean", dual_clip=None, on_policy=True)
+    loss = PolicyLoss.from_settings(aggregation="seq-mean-token-mean", dual_clip=None, on_policy=True)
     seconds: dict[str, list[float]] = {"rollout": [], "update": []}
     for _ in range(case.STEPS):
         start = time.perf_counter()
@@ -77,16 +79,16 @@ def bare(config: RLConfig, prompts: list[list[int]]) -> dict[str, float]:
     return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
-class Measured(RLTrainer):
-    """A trainer that notes the CPU time at the end of every step."""
+class Usage(Callback):
+    """The CPU time at the end of every step."""
 
-    cpu: list[float]
-    prompts: list[list[int]]
-    peak_gib: float
+    def __init__(self) -> None:
+        self.cpu: list[float] = []
+        self.prompts: list[list[int]] = []
+        self.peak_gib = 0.0
 
-    def _log_step(self, *args: Any, **options: Any) -> None:
-        super()._log_step(*args, **options)
-        run = args[0]
+    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        """Note it."""
         self.prompts = [run.prompts.train[i].ids for i in range(len(case.PROMPTS))]
         self.peak_gib = case.usage()["peak_gib"]
         self.cpu.append(case.usage()["cpu"])
@@ -103,20 +105,19 @@ def main() -> None:
         case.write_tokenizer(folder)
         rows = [json.dumps({"prompt": text}) for text in case.prompts()]
         (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
-        trainer = Measured(config_of(folder, args.generator), rewards=[case.reward])
-        trainer.cpu = []
-        trainer.train()
+        usage, config = Usage(), config_of(folder, args.generator)
+        RLTrainer(config, rewards=[case.reward], callbacks=[usage]).train()
         records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][1:]
         # The generator and the engine of the run are gone.
-        alone = bare(trainer.config, trainer.prompts)
+        alone = bare(config, usage.prompts)
     phases = {name: statistics.median(r[name] for r in records) for name in records[0] if name.startswith("seconds/")}
     seconds = statistics.median(record["seconds"] for record in records)
     print(
         json.dumps(
             {
                 "seconds": seconds,
-                "cpu": (trainer.cpu[-1] - trainer.cpu[0]) / (len(trainer.cpu) - 1),
-                "peak_gib": trainer.peak_gib,
+                "cpu": (usage.cpu[-1] - usage.cpu[0]) / (len(usage.cpu) - 1),
+                "peak_gib": usage.peak_gib,
                 "mean_length": records[-1]["length"],
                 "controller_share": 1 - sum(phases.values()) / seconds,
                 **phases,

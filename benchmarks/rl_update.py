@@ -99,7 +99,7 @@ def steps_of(folder: str, names: list[str]) -> dict[str, Callable[[PackedBatch],
         else:
             share: SharePrefixes = "auto" if name == "shared" else "off"
             engine = build(folder, share)
-            loss = PolicyLoss(clip_low=CLIP, dual_clip=None)
+            loss = PolicyLoss.from_settings(clip_low=CLIP, dual_clip=None)
             found[name] = lambda batch, engine=engine, loss=loss: engine.train_batch(batch, loss)  # type: ignore[misc]
     return found
 

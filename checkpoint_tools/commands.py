@@ -137,10 +137,10 @@ def _merge(a: argparse.Namespace) -> int:
     if a.dry_run:
         print("nothing was written (--dry-run)")
         return 0
-    began = time.perf_counter()
+    start = time.perf_counter()
     with _bar("merging", plan.folder.total_bytes) as progress:
         apply(plan, a.workers, progress)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     print(f"done in {seconds:.1f} s, {plan.folder.total_bytes / 1e9 / seconds:.2f} GB/s")
     return 0
 
@@ -155,7 +155,7 @@ def _import(a: argparse.Namespace) -> int:
             print("\n".join(plan_import(foreign.kinds["value"], a.output, dtype=a.dtype, shard_bytes=a.shard_size).lines()))
         print("nothing was written (--dry-run)")
         return 0
-    began = time.perf_counter()
+    start = time.perf_counter()
     with _bar("importing", None) as progress:
         written = import_checkpoint(
             a.source,
@@ -170,7 +170,7 @@ def _import(a: argparse.Namespace) -> int:
             workers=a.workers,
             progress=progress,
         )
-    print(f"{written}: done in {time.perf_counter() - began:.1f} s")
+    print(f"{written}: done in {time.perf_counter() - start:.1f} s")
     return 0
 
 

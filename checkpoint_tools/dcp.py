@@ -39,7 +39,7 @@ def _allowed(module: str, name: str) -> Any:
     if module == "torch":
         value = getattr(torch, name, None)
         return value if isinstance(value, torch.dtype) or value is torch.Size else None
-    known: dict[tuple[str, str], Any] = {
+    classes: dict[tuple[str, str], Any] = {
         ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
         ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): filesystem._StoragePrefix,
@@ -54,7 +54,7 @@ def _allowed(module: str, name: str) -> Any:
         module.startswith("megatron.core.dist_checkpointing.") and name.startswith("MCore")
     ):
         return _Placeholder
-    return known.get((module, name))
+    return classes.get((module, name))
 
 
 class DCPTensors:

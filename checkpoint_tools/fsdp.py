@@ -45,8 +45,8 @@ def kinds_of(
     on_disk = {
         s.name: [StoredSlice(s.name, s.shape, whole(s.shape))] for stored_slices in parts.values() for s in stored_slices
     }
-    known = parts if any(name.endswith(tuple(parts.keys() - on_disk.keys())) for name in tensors.entries) else on_disk
-    shapes = {name: in_memory.get(name, stored_slices[0].shape) for name, stored_slices in known.items()}
+    kinds = parts if any(name.endswith(tuple(parts.keys() - on_disk.keys())) for name in tensors.entries) else on_disk
+    shapes = {name: in_memory.get(name, stored_slices[0].shape) for name, stored_slices in kinds.items()}
     prefix = _prefix(tensors, shapes, "")
     roots = {name.partition(".")[0] for name in shapes}
     unknown = [
@@ -64,24 +64,24 @@ def kinds_of(
             f"{tensors.label} has {unknown[0]} ({len(unknown)} in total), which the model does not have; it is a checkpoint "
             "of a different model than --model"
         )
-    mapped = {"value": MappedSource(tensors, _places(tensors, known, shapes, prefix, ""), files)}
+    mapped = {"value": MappedSource(tensors, _places(tensors, kinds, shapes, prefix, ""), files)}
     stems = [_prefix(tensors, shapes, f".{kind}", partly=True) for kind in MOMENTS]
     if None in stems or any(
         f"{stem}{n}.{kind}" not in tensors.entries for n in shapes for kind, stem in zip(MOMENTS, stems, strict=True)
     ):
         return mapped, {}
     for kind, stem in zip(MOMENTS, stems, strict=True):
-        mapped[kind] = MappedSource(tensors, _places(tensors, known, shapes, stem, f".{kind}"), files)
-    return mapped, {s.name: f"{stems[0]}{name}.step" for name, stored_slices in known.items() for s in stored_slices}
+        mapped[kind] = MappedSource(tensors, _places(tensors, kinds, shapes, stem, f".{kind}"), files)
+    return mapped, {s.name: f"{stems[0]}{name}.step" for name, stored_slices in kinds.items() for s in stored_slices}
 
 
 def _prefix(tensors: ForeignTensors, shapes: Mapping[str, tuple[int, ...]], suffix: str, *, partly: bool = False) -> Any:
     """Find the prefix of the parameter names, by majority; with `partly`, return None if no parameter matches."""
     votes = Counter(
-        name[: -len(known + suffix)]
-        for known in shapes
+        name[: -len(name_in_model + suffix)]
+        for name_in_model in shapes
         for name, (_, shape) in tensors.entries.items()
-        if name.endswith(known + suffix) and shape == shapes[known]
+        if name.endswith(name_in_model + suffix) and shape == shapes[name_in_model]
     )
     if votes:
         prefix = min(votes, key=lambda p: (-votes[p], len(p)))
@@ -102,13 +102,13 @@ def _prefix(tensors: ForeignTensors, shapes: Mapping[str, tuple[int, ...]], suff
 
 def _places(
     tensors: ForeignTensors,
-    known: Mapping[str, Sequence[StoredSlice]],
+    slices_by_name: Mapping[str, Sequence[StoredSlice]],
     shapes: Mapping[str, tuple[int, ...]],
     prefix: str,
     suffix: str,
 ) -> list[TensorPlacement]:
     places = []
-    for name, stored_slices in known.items():
+    for name, stored_slices in slices_by_name.items():
         foreign = f"{prefix}{name}{suffix}"
         if tensors.entries[foreign][1] != shapes[name]:
             raise CheckpointError(
@@ -157,10 +157,10 @@ class ShardFiles:
             shape, local, local_slice = tuple(tensor.shape), tensor, whole(tensor.shape)
         else:
             raise CheckpointError(f"{path} has {name} as {type(tensor).__name__}, which is not a tensor")
-        known = self.entries.setdefault(name, (DTYPES[tensor.dtype], shape))
-        if known != (DTYPES[tensor.dtype], shape):
+        entry = self.entries.setdefault(name, (DTYPES[tensor.dtype], shape))
+        if entry != (DTYPES[tensor.dtype], shape):
             raise CheckpointError(
-                f"{path} has {name} as {DTYPES[tensor.dtype]} {list(shape)}, but another rank has it as {known}"
+                f"{path} has {name} as {DTYPES[tensor.dtype]} {list(shape)}, but another rank has it as {entry}"
             )
         parts = self._parts.setdefault(name, [])
         # Replicas hold the same slice.

@@ -163,7 +163,7 @@ def read_foreign(
         # Megatron stores a single step count, in a pickle outside its tensors, and names its folders after it.
         number = re.fullmatch(r"iter_(\d+)", folder.name)
         steps = dict.fromkeys(kinds["main"].entries, None if number is None else float(number[1]))
-    known = {name: count for name, count in steps.items() if count is not None}
+    known_steps = {name: count for name, count in steps.items() if count is not None}
     moments = any(kind.startswith("exp_avg") for kind in kinds)
     moment_names = [name for name in tensors.entries if ".exp_avg" in name]
     notes = (
@@ -173,7 +173,7 @@ def read_foreign(
     )
     return ForeignCheckpoint(
         kinds=kinds,
-        steps=known if len(known) == len(steps) else {},
+        steps=known_steps if len(known_steps) == len(steps) else {},
         backend="mcore" if source_kind == "torch_dist" else "fsdp",
         model=path,
         notes=notes,

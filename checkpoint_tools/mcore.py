@@ -107,14 +107,14 @@ def _unstacked(
         yield (), name, TensorPart(), shape
         return
     inner = name.removeprefix(_LAYERS)
-    number, _, rest = inner.partition(".")
+    number, _, suffix = inner.partition(".")
     layers = [((), int(number), shape)] if number.isdigit() else [((i,), i, shape[1:]) for i in range(shape[0])]
-    rest = rest if number.isdigit() else inner
-    rest = ALIASES.get(rest, rest)
+    suffix = suffix if number.isdigit() else inner
+    suffix = ALIASES.get(suffix, suffix)
     for lead, layer, own_shape in layers:
-        if not rest.startswith(_EXPERT):
-            yield lead, f"{_LAYERS}{layer}.{rest}", TensorPart(), own_shape
+        if not suffix.startswith(_EXPERT):
+            yield lead, f"{_LAYERS}{layer}.{suffix}", TensorPart(), own_shape
             continue
-        full = f"{_LAYERS}{layer}.mlp.experts.{rest.removeprefix(_EXPERT)}"
+        full = f"{_LAYERS}{layer}.mlp.experts.{suffix.removeprefix(_EXPERT)}"
         for expert in range(own_shape[0]):
             yield (*lead, expert), full, TensorPart(first_expert=expert), own_shape[1:]

@@ -56,11 +56,11 @@ def blocks_of(entry: Entry, limit: int = BLOCK_BYTES) -> Iterator[tuple[TensorSl
     if not shape:
         yield TensorSlice((), ()), 0
         return
-    rest = (0,) * (len(shape) - 1)
+    inner_offset = (0,) * (len(shape) - 1)
     row = tensor_bytes(dtype, shape[1:])
     step = max(1, limit // max(1, row))
     for first in range(0, shape[0], step):
-        yield TensorSlice((first, *rest), (min(step, shape[0] - first), *shape[1:])), first * row
+        yield TensorSlice((first, *inner_offset), (min(step, shape[0] - first), *shape[1:])), first * row
 
 
 def copy_tensors(

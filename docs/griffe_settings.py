@@ -17,6 +17,9 @@ class Settings(griffe.Extension):
         positional = [a for a in call.arguments if not isinstance(a, griffe.ExprKeyword)]
         keywords = {a.name: a.value for a in call.arguments if isinstance(a, griffe.ExprKeyword)}
         text = positional[1] if len(positional) > 1 else keywords.get("help")
+        if isinstance(text, griffe.ExprName):
+            # A constant of the module, which several settings share.
+            text = attr.module[text.name].value
         if text is not None:
             # A bracket would begin a link.
             attr.docstring = griffe.Docstring(literal_eval(str(text)).replace("[", r"\["), parent=attr)

@@ -7,23 +7,29 @@ policy, modes) are implemented once, in this module.
 
 import math
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .backend import Adapters, check_adapters
-from .checkpointable import CheckpointableEngine, EngineMode
+from .backend import Adapters, Backend, check_adapters
+from .checkpoint.full_weights import load_full_weights
+from .checkpoint.load import RestoredState, load_state, restore_random_state
+from .checkpoint.save import HostCopies, Snapshot, take_snapshot, write_snapshot
+from .checkpoint.storage import open_store
 from .config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig, SharePrefixes
 from .errors import BatchError, ConfigError, NonFiniteError
 from .hf.config import read_config
+from .hf.model_path import fingerprint
 from .hf.shape import router_aux_coef
 from .loss import Loss, OutputRequest, StepResult
 from .lr_schedule import learning_rate
@@ -36,8 +42,10 @@ from .rope import length_dependent_rope
 from .step import LossAccumulator, OutputCollector
 from .step_plan import StepPlan, StepPlanner
 
+EngineMode = Literal["train", "eval", "save"]
 
-class BaseEngine(CheckpointableEngine):
+
+class BaseEngine(Backend):
     """A sharded model with an optimizer that trains and infers on packed batches.
 
     Public methods are collective unless stated otherwise: all ranks of the engine must call them in the same order.
@@ -447,3 +455,140 @@ class BaseEngine(CheckpointableEngine):
                 # waiting in.
                 for _ in stream:
                     pass
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def snapshot(self, step: int, extra: Mapping[str, Any] | None, copies: HostCopies) -> Snapshot:
+        """Copy this rank's part of a checkpoint of the current state. The copy does not change while training continues.
+
+        Args:
+            step: The step of the checkpoint.
+            extra: The JSON-serializable state of the trainer and the data loader.
+            copies: The host buffers for the copies, which are reused from one save to the next.
+        """
+        with self._offloader.on_device(PARTS):
+            return take_snapshot(step, self.local_shards(), self._manifest_fields(extra), lambda: self.model_files, copies)
+
+    @contextmanager
+    def live_snapshot(self, step: int, extra: Mapping[str, Any] | None = None) -> Iterator[Snapshot]:
+        """Yield a snapshot of live memory, without copies. Nothing can be trained or offloaded until the `with` block ends.
+
+        Args:
+            step: The step of the checkpoint.
+            extra: The JSON-serializable state of the trainer and the data loader.
+
+        Raises:
+            ConfigError: The engine is in a mode.
+        """
+        if self._mode is not None:
+            raise ConfigError(f"live_snapshot() inside {self._mode}_mode(); leave the mode first")
+        with self._offloader.on_device(PARTS):
+            self._mode = "save"
+            try:
+                yield take_snapshot(step, self.local_shards(), self._manifest_fields(extra), lambda: self.model_files, None)
+            finally:
+                self._mode = None
+
+    def _manifest_fields(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        return {
+            "backend": self.config.backend,
+            "engine": asdict(self.config),
+            "model": asdict(self.model_config),
+            "fingerprint": self.model_fingerprint,
+            "optim": None if self.optim_config is None else asdict(self.optim_config),
+            "schedule": {"step": self.step},
+            "optimizer": None if self.optim_config is None else self.optimizer_scalars(),
+            "extra": dict(extra or {}),
+        }
+
+    @cached_property
+    def model_fingerprint(self) -> str:
+        """The fingerprint of the model that training started from. It must match when resuming a run or merging adapters."""
+        return fingerprint(self.model_config.path)
+
+    @cached_property
+    def model_files(self) -> Mapping[str, bytes]:
+        """The config, generation config and tokenizer files. They do not change, so transformers writes them only once."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_model_files(Path(folder))
+            files = sorted(p for p in Path(folder).rglob("*") if p.is_file())
+            return {p.relative_to(folder).as_posix(): p.read_bytes() for p in files}
+
+    def save_checkpoint(self, root: Path | str, step: int, extra: Mapping[str, Any] | None = None) -> str:
+        """Write the checkpoint `root/step-XXXXXXXX` atomically. `CheckpointManager` saves in the background instead.
+
+        Args:
+            root: The folder of all checkpoints of a run, or its URL.
+            step: The step of the checkpoint.
+            extra: The JSON-serializable state of the trainer and the data loader.
+
+        Returns:
+            The folder of the checkpoint, or its URL.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be written; earlier checkpoints are unchanged.
+        """
+        with self.live_snapshot(step, extra) as snapshot:
+            return write_snapshot(snapshot, open_store(root), self.topology, self.topology.host)
+
+    def load_checkpoint(self, folder: Path | str, *, verify: bool = True) -> RestoredState:
+        """Load a checkpoint that any backend saved in any layout. Each rank reads only the slices that it needs.
+
+        Args:
+            folder: The folder of the checkpoint, or its URL.
+            verify: Whether to verify the checksums of the data that is read.
+
+        Returns:
+            The restored state that does not belong to the engine.
+
+        Raises:
+            CheckpointError: The checkpoint is incomplete, damaged, or of another model. The engine's state is then unchanged,
+                unless the damage is only detected while reading.
+        """
+        optimizer = None if self.optim_config is None else self.optim_config.name
+        with self._offloader.on_device(PARTS):
+            manifest = load_state(
+                open_store(folder), topology=self.topology, local_shards=self.local_shards, optimizer=optimizer, verify=verify
+            )
+            self.restore_optimizer(None if optimizer is None else manifest.data["optimizer"])
+            self.zero_grad()
+        self._incomplete = ""
+        self.step = manifest.data["schedule"]["step"]
+        same_layout = restore_random_state(manifest, self.topology, self.config.seed, self.step)
+        return RestoredState(
+            step=manifest.step,
+            extra=manifest.data["extra"],
+            same_layout=same_layout,
+            model=manifest.data["model"].get("path"),
+            fingerprint=manifest.data.get("fingerprint"),
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
+        """Load full tensors under Hugging Face names, as `named_weights` of another engine streams them. Collective.
+
+        The optimizer keeps its state. Until a complete set has been loaded, the engine refuses to compute.
+
+        Args:
+            weights: The names and tensors, the same on all ranks.
+            eta: The weight of the new tensors in a moving average: eta x new + (1 - eta) x current. A small one needs parameters of
+                32 bits (`engine.precision.params`): in 16 bits small changes are rounded away.
+
+        Raises:
+            ConfigError: `eta` is not between 0 and 1, the engine is in a mode, or its model has adapters.
+            ModelError: A tensor is unknown, has another shape, or is missing.
+        """
+        if not 0 <= eta <= 1:
+            raise ConfigError(f"eta={eta}; the weight of the new tensors must be between 0 and 1")
+        if self._mode is not None:
+            raise ConfigError(f"load_weights() inside {self._mode}_mode(); leave the mode first")
+        if self.model_config.lora.rank:
+            raise ConfigError(
+                "this engine trains adapters, so full weights cannot be loaded into it; load a checkpoint instead"
+            )
+        with self._offloader.on_device(PARTS), torch.no_grad():
+            self._incomplete = "a load of weights was not finished"
+            shapes = {name: shape for name, (_, shape) in self.weight_shapes().items()}
+            load_full_weights(weights, self.local_shards(), shapes, eta)
+            # As after a checkpoint: what is derived from the values is brought up to date.
+            self.restore_optimizer(None if self.optim_config is None else self.optimizer_scalars())
+        self._incomplete = ""

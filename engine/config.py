@@ -201,17 +201,17 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _wanted(hint: Any) -> str:
     names = {float: "a number", int: "a whole number", str: "text", bool: "true or false", type(None): "null"}
-    told = []
+    descriptions = []
     for part in _parts(hint):
         if get_origin(part) is Literal:
-            told.append(f"one of {', '.join(map(str, get_args(part)))}")
+            descriptions.append(f"one of {', '.join(map(str, get_args(part)))}")
         elif get_origin(part) is tuple:
             inner = get_args(part)
             plural = {float: "numbers", int: "whole numbers", str: "texts"}.get(inner[0], "values")
-            told.append(f"a list of {plural if Ellipsis in inner else f'{len(inner)} {plural}'}")
+            descriptions.append(f"a list of {plural if Ellipsis in inner else f'{len(inner)} {plural}'}")
         else:
-            told.append(names.get(part) or (_article(part.__name__) if isinstance(part, type) else str(part)))
-    return " or ".join(told)
+            descriptions.append(names.get(part) or (_article(part.__name__) if isinstance(part, type) else str(part)))
+    return " or ".join(descriptions)
 
 
 def _article(name: str) -> str:

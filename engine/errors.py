@@ -89,10 +89,10 @@ class DataMissingError(DrivetrainError, LookupError):
     @classmethod
     def of(cls, ids: Sequence[str], keys: Sequence[str] = ()) -> Self:
         """Return the error for samples that lack some columns, or everything."""
-        shown = ", ".join(repr(sample) for sample in ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+        listed = ", ".join(repr(sample) for sample in ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
         if keys:
-            return cls(f"the samples {shown} have no {', '.join(keys)}; compute or put it first", ids)
-        return cls(f"the samples {shown} are not in the data store; they were dropped, or never put there", ids)
+            return cls(f"the samples {listed} have no {', '.join(keys)}; compute or put it first", ids)
+        return cls(f"the samples {listed} are not in the data store; they were dropped, or never put there", ids)
 
 
 class HookError(DrivetrainError):

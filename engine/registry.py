@@ -72,11 +72,11 @@ def unregister(name: str) -> None:
 
 
 def _known() -> dict[str, BackendSpec]:
-    known = dict(_BACKENDS)
+    specs = dict(_BACKENDS)
     for point in entry_points(group=ENTRY_POINT_GROUP):
-        if point.name in known:
+        if point.name in specs:
             raise ConfigError(
-                f"two backends are called {point.name!r}: {known[point.name].engine} and the entry point {point.value}; "
+                f"two backends are called {point.name!r}: {specs[point.name].engine} and the entry point {point.value}; "
                 "uninstall one of the two packages, or rename its entry point"
             )
         spec = point.load()
@@ -85,8 +85,8 @@ def _known() -> dict[str, BackendSpec]:
                 f"entry point {point.name} = {point.value} of group {ENTRY_POINT_GROUP} is a {type(spec).__name__}; "
                 "it must be a drivetrain.engine.registry.BackendSpec"
             )
-        known[point.name] = spec
-    return known
+        specs[point.name] = spec
+    return specs
 
 
 def backends() -> dict[str, BackendSpec]:
@@ -125,16 +125,16 @@ def spec_of(name: str) -> BackendSpec:
     Raises:
         ConfigError: There is no backend of this name; the message suggests the closest one.
     """
-    known = _known()
-    if name not in known:
-        near = get_close_matches(name, known, n=1)
+    specs = _known()
+    if name not in specs:
+        close_matches = get_close_matches(name, specs, n=1)
         hint = (
-            f"did you mean {near[0]!r}?"
-            if near
+            f"did you mean {close_matches[0]!r}?"
+            if close_matches
             else "a backend of your own comes with the package that provides it; sharding is engine.parallel.*, offloading engine.offload.*"
         )
-        raise ConfigError(f"engine.backend={name!r} is unknown; available: {', '.join(sorted(known))}; {hint}")
-    return known[name]
+        raise ConfigError(f"engine.backend={name!r} is unknown; available: {', '.join(sorted(specs))}; {hint}")
+    return specs[name]
 
 
 def _resolve(path: str) -> Any:

@@ -112,10 +112,10 @@ class LossAccumulator:
             sums += [[s for s, _ in pairs], [c for _, c in pairs]]
         *totals, aux = _totals([*sums, self._aux])
         terms = dict(zip(self._terms, totals, strict=False))
-        rest = totals[len(terms) :]
+        remaining = totals[len(terms) :]
         return {
             "terms": terms,
-            "metrics": {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(self._metrics)},
+            "metrics": {name: (remaining[2 * i], remaining[2 * i + 1]) for i, name in enumerate(self._metrics)},
             "aux": aux if self._aux else None,
             "peak": peak_bytes(topology.device),
         }

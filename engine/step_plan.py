@@ -110,10 +110,10 @@ class StepPlan:
         part, count = self.parts[index], len(self.parts)
         if not part:
             return MicroBatch(batch=unsupervised(1, device), index=index, count=count, is_dummy=True)
-        some = batch.select(part)
-        layout = None if self.prefixes is None else shared_layout(some.lengths, self.prefixes.select(part))
+        micro_batch = batch.select(part)
+        layout = None if self.prefixes is None else shared_layout(micro_batch.lengths, self.prefixes.select(part))
         return MicroBatch(
-            batch=some.to(device), index=index, count=count, layout=None if layout is None else layout.to(device)
+            batch=micro_batch.to(device), index=index, count=count, layout=None if layout is None else layout.to(device)
         )
 
 

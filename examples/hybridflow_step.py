@@ -38,8 +38,8 @@ from drivetrain.workers.roles.reward import RewardWorker
 ROLLOUTS = Path(__file__).parent / "rollouts.json"
 KL_COEF, GAMMA, LAM = 0.05, 1.0, 0.95
 STEPS = MiniBatches(size=4, epochs=2, shuffle=True, seed=1)
-PPO = PolicyLoss(clip_low=0.2, entropy_coef=0.01)
-GRPO = PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.04, aggregation="seq-mean-token-mean")
+PPO = PolicyLoss.from_settings(clip_low=0.2, entropy_coef=0.01)
+GRPO = PolicyLoss.from_settings(clip_low=0.2, clip_high=0.28, kl_coef=0.04, aggregation="seq-mean-token-mean")
 
 
 def roles_on(backend: str, models: Path, parallel: ParallelConfig) -> dict[str, RoleSpec]:
@@ -58,8 +58,8 @@ def roles_on(backend: str, models: Path, parallel: ParallelConfig) -> dict[str, 
             worker=ReferenceWorker, config=ReferenceWorkerConfig(model=ModelConfig(path=str(models / "reference")), **common)
         ),
         "reward": RoleSpec(worker=RewardWorker, config=WorkerConfig(model=reward, **common)),
-        "gae": RoleSpec(worker=AdvantageWorker, config=AdvantageConfig(kl_coef=KL_COEF, gamma=GAMMA, lam=LAM)),
-        "grpo": RoleSpec(worker=AdvantageWorker, config=AdvantageConfig(estimator="grpo")),
+        "gae": RoleSpec(worker=AdvantageWorker, config=AdvantageConfig.from_settings(kl_coef=KL_COEF, gamma=GAMMA, lam=LAM)),
+        "grpo": RoleSpec(worker=AdvantageWorker, config=AdvantageConfig.from_settings(estimator="grpo")),
     }
 
 

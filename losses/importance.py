@@ -14,7 +14,7 @@ from torch import Tensor
 from ..engine.errors import ConfigError
 from ..engine.packing.batch import PackedBatch
 from .names import Correction, Level, Rejection
-from .objectives import MAX_LOG_RATIO
+from .objectives.base import MAX_LOG_RATIO
 from .sequences import sequence_of, sequence_sums
 
 _ESTIMATES: Mapping[str, Callable[[Tensor], Tensor]] = {

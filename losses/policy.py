@@ -8,9 +8,10 @@ Axes: T tokens, N sequences.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from functools import cached_property
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -18,22 +19,13 @@ from torch import Tensor
 from ..engine.errors import ConfigError
 from ..engine.loss import LossSums, OutputRequest, TokenOutputs, loss_mask
 from ..engine.packing.batch import PackedBatch
+from .algorithms import ALGORITHMS
 from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, token_field
-from .names import Aggregation, KLEstimator, Objective, Ratio
-from .objectives import (
-    MAX_LOG_RATIO,
-    Clipped,
-    cispo_objective,
-    clip_cov_objective,
-    clipped_objective,
-    dppo_kl_objective,
-    dppo_tv_objective,
-    gmpo_objective,
-    gpg_objective,
-    kl_cov_objective,
-    sapo_objective,
-)
-from .sequences import sequence_of, sequence_sums
+from .names import Aggregation, KLEstimator
+from .objectives.base import MAX_LOG_RATIO, OBJECTIVES, Objective
+from .objectives.clipped import ClippedObjective
+from .registry import ByName, LossRegistry, check_not_negative
+from .sequences import sequence_log_ratio, sequence_sums
 
 MAX_K3 = 10.0
 """Upper bound on the k3 estimate, as in verl."""
@@ -68,20 +60,6 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KLEstimator, *,
     return estimate.detach() + surrogate - surrogate.detach()
 
 
-def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, batch: PackedBatch) -> Tensor:
-    """Return `[T]`: for each token, the mean log-ratio of its response, which is the log of the length-normalized ratio.
-
-    Args:
-        log_ratio: `[T]`, the log-ratio of each token.
-        mask: `[T]` float mask of the response tokens.
-        batch: The batch that maps tokens to sequences.
-
-    Source: Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 7.
-    """
-    means = sequence_sums(log_ratio * mask, batch) / sequence_sums(mask, batch).clamp(min=1)
-    return means[sequence_of(batch)]
-
-
 def response_tokens(batch: PackedBatch) -> Tensor:
     """Return `[T]` bool: the mask of the tokens that a loss over responses uses."""
     mask, response_mask = loss_mask(batch), batch.token_fields.get("response_mask")
@@ -99,41 +77,67 @@ def check_response_mask(batch: PackedBatch) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Inputs:
-    """What objectives read of a micro-batch, `[T]` each; 0 outside the responses."""
+class PolicyTokens:
+    """What objectives read of a micro-batch, `[T]` each; 0 outside the responses.
+
+    Args:
+        log_probs: log p, the log-probabilities under the current policy.
+        old: log q, those under the policy that sampled the responses.
+        advantages: A, the advantages.
+        mask: Float mask of the response tokens.
+        batch: The batch.
+    """
 
     log_probs: Tensor
     old: Tensor
-    log_ratio: Tensor
-    ratio: Tensor
     advantages: Tensor
     mask: Tensor
     batch: PackedBatch
-    selected: Tensor | None
+
+    @cached_property
+    def log_ratio(self) -> Tensor:
+        """The logarithm of `ratio`, without its bound."""
+        return self.log_probs - self.old
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        """r, the probability under the current policy divided by that under the policy that sampled the response."""
+        return self.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+    def sequence_ratio(self, *, token_gradients: bool = False) -> Tensor:
+        """Return the ratio of the response that each token belongs to, normalized by its length.
+
+        Args:
+            token_gradients: Whether its gradient is that of the token's own ratio.
+        """
+        log_ratio = sequence_log_ratio(self.log_ratio, self.mask, self.batch)
+        if token_gradients:
+            log_ratio = log_ratio.detach() + self.log_ratio - self.log_ratio.detach()
+        return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+    def field(self, name: str) -> Tensor:
+        """Return a token field of the batch.
+
+        Args:
+            name: Its name; the objective has it in its `token_fields`.
+        """
+        return _masked(self.batch, name, self.mask)
+
+
+def _masked(batch: PackedBatch, name: str, mask: Tensor) -> Tensor:
+    # Positions outside the responses may hold anything; even multiplied by zero, a NaN would corrupt the gradient.
+    return torch.where(mask > 0, token_field(batch, name).to(mask.dtype), torch.zeros_like(mask))
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLoss:
+class PolicyLoss(ByName):
     """The loss of a policy update.
 
     Advantages are an input, so PPO, GRPO, RLOO and REINFORCE++ differ only in how their advantages are computed.
 
     Args:
-        objective: One of the functions of `losses.objectives`: `clipped` is PPO's, and the only one that `dual_clip` and a `ratio`
-            other than `token` are for. `gmpo` needs the aggregation `seq-mean-token-mean`. `clip_cov` and `kl_cov` read the
-            token field `high_covariance`, which `AdvantageWorker.select_by_covariance` computes.
-        clip_low: See the objective.
-        clip_high: See the objective; None uses the value of `clip_low`.
-        dual_clip: See `clipped_objective`.
-        tau_positive: See `sapo_objective`.
-        tau_negative: See `sapo_objective`.
-        max_ratio: See `dppo_tv_objective`.
-        cov_fraction: The share of tokens that `clip_cov` and `kl_cov` select; see `losses.covariance`.
-        cov_bounds: The covariances that `clip_cov` selects between.
-        cov_coef: The weight of the penalty of `kl_cov`.
-        ratio: What the importance ratio is taken over. `token`: each token. `sequence`: the entire response (GSPO).
-            `sequence-token`: the value of the sequence ratio with per-token gradients (GSPO-token, equation 13 of the paper),
-            for advantages that vary within a response.
+        objective: The loss of a token, with its settings: one of `losses.objectives`, or an instance of a subclass of `Objective` of
+            one's own. `PolicyLoss.from_settings(objective="cispo", clip_high=0.28)` takes both in one.
         aggregation: How the token losses are averaged. `token-mean`: mean over all tokens. `seq-mean-token-sum` and
             `seq-mean-token-mean`: mean over responses of each response's sum or mean. `seq-mean-token-sum-norm`: like
             `seq-mean-token-sum`, divided by `length_norm` (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
@@ -151,17 +155,7 @@ class PolicyLoss:
         ConfigError: A setting is out of range.
     """
 
-    objective: Objective = "clipped"
-    clip_low: float = 0.2
-    clip_high: float | None = None
-    dual_clip: float | None = 3.0
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
-    max_ratio: float = 20.0
-    cov_fraction: float = 2e-4
-    cov_bounds: tuple[float, float] = (1.0, 5.0)
-    cov_coef: float = 1.0
-    ratio: Ratio = "token"
+    objective: Objective = ClippedObjective()
     aggregation: Aggregation = "token-mean"
     length_norm: int | None = None
     entropy_coef: float = 0.0
@@ -172,47 +166,22 @@ class PolicyLoss:
     on_policy: bool = False
     log_entropy: bool = False
     linear: bool = False
-    token_fields: ClassVar[frozenset[str]] = TOKEN_FIELDS
     sequence_fields: ClassVar[frozenset[str]] = SEQUENCE_FIELDS
+    part: ClassVar[str] = "objective"
+    registry: ClassVar[LossRegistry[Any]] = OBJECTIVES
 
     def __post_init__(self) -> None:
-        for name, values in (
-            ("objective", Objective),
-            ("ratio", Ratio),
-            ("aggregation", Aggregation),
-            ("kl_estimator", KLEstimator),
-        ):
+        self._check_part(Objective)
+        for name, values in (("aggregation", Aggregation), ("kl_estimator", KLEstimator)):
             if getattr(self, name) not in get_args(values):
                 raise ConfigError(f"{name}={getattr(self, name)}; choose one of {', '.join(get_args(values))}")
-        for name in ("clip_low", "clip_high", "kl_coef", "cov_coef"):
-            value = getattr(self, name)
-            if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise ConfigError(f"{name}={value}; it must be 0 or more")
-        lowest = {"clipped": self.clip_low < 1, "clip_cov": self.clip_low < 1, "cispo": self.clip_low <= 1}
-        if not lowest.get(self.objective, True):
-            raise ConfigError(f"clip_low={self.clip_low}; ratios are always positive, so it must be less than 1")
-        if self.objective != "clipped" and (self.dual_clip is not None or self.ratio != "token"):
+        check_not_negative(self, "kl_coef")
+        if (needed := self.objective.aggregation) not in (None, self.aggregation):
             raise ConfigError(
-                f"objective={self.objective} with dual_clip={self.dual_clip} and ratio={self.ratio}; it needs dual_clip=None and "
-                "ratio=token"
+                f"objective={self.objective.name} with aggregation={self.aggregation}; it is defined for {needed} alone and needs that"
             )
-        if self.objective == "gmpo" and self.aggregation != "seq-mean-token-mean":
-            raise ConfigError(
-                f"objective=gmpo with aggregation={self.aggregation}; it is a mean over responses and needs seq-mean-token-mean"
-            )
-        for name in ("tau_positive", "tau_negative", "max_ratio"):
-            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
-                raise ConfigError(f"{name}={getattr(self, name)}; it must be more than 0")
-        if not 0 < self.cov_fraction <= 1:
-            raise ConfigError(f"cov_fraction={self.cov_fraction}; it is a share of the tokens, above 0 and at most 1")
-        if not self.cov_bounds[0] < self.cov_bounds[1]:
-            raise ConfigError(f"cov_bounds={list(self.cov_bounds)}; the lower bound must be below the upper one")
         if not math.isfinite(self.entropy_coef):
             raise ConfigError(f"entropy_coef={self.entropy_coef}; it must be a finite number")
-        if self.dual_clip is not None and not (self.dual_clip > 1 and math.isfinite(self.dual_clip)):
-            raise ConfigError(
-                f"dual_clip={self.dual_clip}; it is an upper bound on the ratio and must be more than 1, or None"
-            )
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ConfigError(f"temperature={self.temperature}; it must be more than 0")
         if (self.aggregation == "seq-mean-token-sum-norm") != (self.length_norm is not None) or (
@@ -224,20 +193,15 @@ class PolicyLoss:
             )
 
     @property
+    def token_fields(self) -> frozenset[str]:
+        """The token fields that a batch may have."""
+        return TOKEN_FIELDS | frozenset(self.objective.token_fields)
+
+    @property
     def request(self) -> OutputRequest:
         """The requested outputs: log-probabilities, and the entropy if it has a weight."""
         entropy = self.entropy_coef != 0 or self.log_entropy
         return OutputRequest(log_probs=True, entropy=entropy, temperature=self.temperature)
-
-    @property
-    def selects_by_covariance(self) -> bool:
-        """Whether the token field `high_covariance` is needed."""
-        return self.objective in ("clip_cov", "kl_cov")
-
-    @property
-    def clip_bounds(self) -> tuple[float, float]:
-        """`clip_low` and `clip_high`, which is the former if it is not set."""
-        return self.clip_low, self.clip_low if self.clip_high is None else self.clip_high
 
     def tokens(self, batch: PackedBatch) -> Tensor:
         """Return the mask of the response tokens."""
@@ -251,7 +215,7 @@ class PolicyLoss:
             *([] if self.on_policy else ["old_log_probs"]),
             "advantages",
             *(["reference_log_probs"] if self.kl_coef else []),
-            *(["high_covariance"] if self.selects_by_covariance else []),
+            *self.objective.token_fields,
         ]
         for name in needed:
             token_field(batch, name, tokens)
@@ -267,38 +231,19 @@ class PolicyLoss:
         mask = outputs.mask.to(outputs.log_probs.dtype)
         log_probs = outputs.log_probs
 
-        def masked_field(name: str) -> Tensor:
-            # Positions outside the responses may hold anything; even multiplied by zero, a NaN would corrupt the gradient.
-            return torch.where(outputs.mask, token_field(batch, name).to(mask.dtype), torch.zeros_like(log_probs))
-
-        advantages = masked_field("advantages")
         masked_log_probs = torch.where(outputs.mask, log_probs, torch.zeros_like(log_probs))
-        old = masked_log_probs.detach() if self.on_policy else masked_field("old_log_probs")
-        log_ratio = masked_log_probs - old
-        bound = MAX_LOG_RATIO
-        if self.ratio == "token":
-            ratio = log_ratio.clamp(-bound, bound).exp()
-        else:
-            sequence_ratio = sequence_log_ratio(log_ratio, mask, batch)
-            if self.ratio == "sequence-token":
-                sequence_ratio = sequence_ratio.detach() + log_ratio - log_ratio.detach()
-            ratio = sequence_ratio.clamp(-bound, bound).exp()
-        objective = _OBJECTIVES[self.objective](
-            self,
-            _Inputs(
-                log_probs=masked_log_probs,
-                old=old,
-                log_ratio=log_ratio,
-                ratio=ratio,
-                advantages=advantages,
-                mask=mask,
-                batch=batch,
-                selected=masked_field("high_covariance") > 0 if self.selects_by_covariance else None,
-            ),
+        x = PolicyTokens(
+            log_probs=masked_log_probs,
+            old=masked_log_probs.detach() if self.on_policy else _masked(batch, "old_log_probs", mask),
+            advantages=_masked(batch, "advantages", mask),
+            mask=mask,
+            batch=batch,
         )
-        losses = objective.losses
+        ratio = self.objective.importance_ratio(x)
+        computed = self.objective.token_losses(x, ratio)
+        losses = computed.losses
         if "importance_weights" in batch.token_fields:
-            losses = losses * masked_field("importance_weights")
+            losses = losses * x.field("importance_weights")
         terms = {"policy": self._sum(losses, mask, batch)}
         tokens = mask.sum()
         metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {}
@@ -307,21 +252,21 @@ class PolicyLoss:
                 terms["entropy"] = -self.entropy_coef * self._sum(outputs.entropy, mask, batch)
             metrics["entropy"] = ((outputs.entropy.detach() * mask).sum(), tokens)
         if self.kl_coef:
-            kl = kl_estimate(masked_log_probs, masked_field("reference_log_probs"), self.kl_estimator, clamp=self.kl_clamp)
+            kl = kl_estimate(masked_log_probs, x.field("reference_log_probs"), self.kl_estimator, clamp=self.kl_clamp)
             terms["kl"] = self.kl_coef * self._sum(kl, mask, batch)
             metrics["kl"] = ((kl.detach() * mask).sum(), tokens)
         with torch.no_grad():
             metrics |= {
-                "clip_fraction": ((objective.clipped & outputs.mask).sum(), tokens),
+                "clip_fraction": (0.0 if computed.clipped is None else (computed.clipped & outputs.mask).sum(), tokens),
                 "ratio": ((ratio.detach() * mask).sum(), tokens),
-                "approx_kl": (-(log_ratio.detach() * mask).sum(), tokens),
-                "advantages": ((advantages * mask).sum(), tokens),
+                "approx_kl": (-(x.log_ratio.detach() * mask).sum(), tokens),
+                "advantages": ((x.advantages * mask).sum(), tokens),
             }
             if self.on_policy and "rollout_log_probs" in batch.token_fields:
-                gap = (masked_log_probs - masked_field("rollout_log_probs")).abs()
+                gap = (masked_log_probs - x.field("rollout_log_probs")).abs()
                 metrics["log_prob_gap"] = ((gap * mask).sum(), tokens)
-            if self.dual_clip is not None:
-                metrics["dual_clip_fraction"] = ((objective.dual & outputs.mask).sum(), tokens)
+            if computed.dual is not None:
+                metrics["dual_clip_fraction"] = ((computed.dual & outputs.mask).sum(), tokens)
         return LossSums(terms=terms, metrics=metrics)
 
     def _sum(self, values: Tensor, mask: Tensor, batch: PackedBatch) -> Tensor:
@@ -352,44 +297,10 @@ def aggregate(values: Tensor, mask: Tensor, batch: PackedBatch, aggregation: Agg
     return values.sum() / (length_norm or 1)
 
 
-def _selected(x: _Inputs) -> Tensor:
-    assert x.selected is not None
-    return x.selected
-
-
-_OBJECTIVES: Mapping[Objective, Callable[[PolicyLoss, _Inputs], Clipped]] = {
-    "clipped": lambda s, x: clipped_objective(x.ratio, x.advantages, *s.clip_bounds, s.dual_clip),
-    "cispo": lambda s, x: cispo_objective(x.log_probs, x.ratio, x.advantages, *s.clip_bounds),
-    "gpg": lambda s, x: gpg_objective(x.log_probs, x.advantages),
-    "sapo": lambda s, x: sapo_objective(x.ratio, x.advantages, s.tau_positive, s.tau_negative),
-    "dppo_tv": lambda s, x: dppo_tv_objective(x.log_probs, x.old, x.ratio, x.advantages, *s.clip_bounds, s.max_ratio),
-    "dppo_kl": lambda s, x: dppo_kl_objective(x.log_probs, x.old, x.ratio, x.advantages, *s.clip_bounds, s.max_ratio),
-    "gmpo": lambda s, x: gmpo_objective(x.log_ratio, x.advantages, x.mask, x.batch, *s.clip_bounds),
-    "clip_cov": lambda s, x: clip_cov_objective(x.ratio, x.advantages, _selected(x), *s.clip_bounds),
-    "kl_cov": lambda s, x: kl_cov_objective(x.log_ratio, x.ratio, x.advantages, _selected(x), s.cov_coef),
-}
-_BY_ANSWER: Aggregation = "seq-mean-token-mean"
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {
-    "ppo": PolicyLoss(),
-    "grpo": PolicyLoss(aggregation="seq-mean-token-mean", dual_clip=None, kl_coef=0.04),
-    "dr_grpo": PolicyLoss(aggregation="seq-mean-token-sum", dual_clip=None),
-    "dapo": PolicyLoss(clip_high=0.28),
-    "cispo": PolicyLoss(objective="cispo", clip_low=1.0, clip_high=0.28, dual_clip=None),
-    "gspo": PolicyLoss(ratio="sequence", aggregation="seq-mean-token-mean", clip_low=3e-4, clip_high=4e-4, dual_clip=None),
-    "gpg": PolicyLoss(objective="gpg", dual_clip=None),
-    "sapo": PolicyLoss(objective="sapo", aggregation=_BY_ANSWER, dual_clip=None),
-    "gmpo": PolicyLoss(objective="gmpo", aggregation=_BY_ANSWER, clip_low=0.4, dual_clip=None),
-    "dppo_tv": PolicyLoss(objective="dppo_tv", clip_low=0.15, dual_clip=None),
-    "dppo_kl": PolicyLoss(objective="dppo_kl", clip_low=0.05, dual_clip=None),
-    "clip_cov": PolicyLoss(objective="clip_cov", dual_clip=None),
-    "kl_cov": PolicyLoss(objective="kl_cov", cov_fraction=2e-3, dual_clip=None),
+    name: PolicyLoss.from_settings(**spec.loss) for name, spec in ALGORITHMS.all().items() if spec.loss is not None
 }
-"""Settings of published algorithms. Use `dataclasses.replace` to change individual settings.
+"""The losses of the published algorithms, which are registered in `losses.algorithms` and beside their objectives and estimators.
 
-Source: ppo with verl's dual clip; GRPO Shao et al. 2024, arXiv:2402.03300, equation 3 and section 4.2; Dr. GRPO Liu et al.
-2025, arXiv:2503.20783 (its sum is divided by a constant, `length_norm`, which depends on the run); DAPO Yu et al. 2025,
-arXiv:2503.14476; CISPO MiniMax 2025, arXiv:2506.13585, without a lower bound as there; its upper one is DAPO's;
-GSPO Zheng et al. 2025, arXiv:2507.18071, equation 5 and section 5.1; GPG Chu et al. 2025, arXiv:2504.02546; SAPO Gao et al. 2025,
-arXiv:2511.20347; GMPO Zhao et al. 2025, arXiv:2507.20673; DPPO Qi et al. 2026, arXiv:2602.04879, with the thresholds
-of verl's example; Clip-Cov and KL-Cov Cui et al. 2025, arXiv:2505.22617, as in verl.
+Use `dataclasses.replace` to change individual settings.
 """

@@ -4,7 +4,7 @@ Axes: T tokens, N sequences, P pairs.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
@@ -14,17 +14,14 @@ from torch import Tensor
 from ..engine.errors import BatchError, ConfigError
 from ..engine.loss import LossSums, OutputRequest, TokenOutputs, loss_mask
 from ..engine.packing.batch import PackedBatch
-from . import pairs as p
 from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, sequence_field, token_field
-from .names import BY_DIVERGENCE, SMOOTHED, Divergence, PairLoss
+from .names import Divergence
+from .pair_losses.base import PAIR_LOSSES, PairLossSpec, readers_of
+from .pairs import divergence_score
 from .sequences import CHOSEN, MATCHED, REFERENCE, pairs_of, sequence_sums
 
-REFERENCE_FREE: frozenset[str] = frozenset({"simpo", "orpo", "cpo", "sft"})
-"""Losses that do not use a reference model."""
-LENGTH_NORMALIZED: frozenset[str] = frozenset({"ipo", "simpo", "orpo"})
-"""Losses that by default divide a sequence's log-probability by its number of supervised tokens."""
-SFT_WEIGHT: Mapping[str, float] = {"cpo": 1.0, "orpo": 1.0, "sft": 1.0}
-"""Default weight of the chosen side's negative log-likelihood, for the losses that add it."""
+SFT = "sft"
+"""The name of the chosen side's negative log-likelihood among the weighted losses."""
 BASELINE = "kl_baseline"
 """Sequence field `[N]`: KTO's reference point z0, the same value throughout the global batch."""
 
@@ -66,8 +63,18 @@ def check_supervised(batch: PackedBatch) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Sides:
-    """What the losses read of the pairs of a micro-batch, `[P]` each."""
+class PairSides:
+    """What the losses read of the pairs of a micro-batch, `[P]` each.
+
+    Args:
+        margin: The chosen side's distance to the reference minus the rejected side's; without a reference their log-probabilities take
+            their place.
+        chosen: The chosen side's log-ratio to the reference.
+        rejected: The rejected side's.
+        chosen_policy: The chosen side's log-probability.
+        rejected_policy: The rejected side's.
+        matched: The sequence field `matched_margin`; None if no loss needs it.
+    """
 
     margin: Tensor
     chosen: Tensor
@@ -86,19 +93,19 @@ class PreferenceLoss:
     sequence field `matched_margin` of `losses.pairs.matched_quantiles` as well.
 
     Args:
-        kind: The formula to use, one of those of `losses.pairs`.
+        kind: The formula to use, one of those of `losses.pair_losses`.
         loss_weights: The weights of several formulas, whose weighted sum is the loss instead of `kind`. `sft` is the chosen side's
             per-token negative log-likelihood.
         beta: The scale of the implicit reward; tau for IPO, lambda for ORPO.
-        label_smoothing: The assumed fraction of flipped labels, for the losses in `SMOOTHED`.
+        label_smoothing: The assumed fraction of flipped labels, for the losses that read it.
         gamma: SimPO's target reward margin.
         tau: The width of DiscoPOP's transition.
-        divergence: How the distance to the reference is measured, for the losses in `BY_DIVERGENCE`; see `divergence_score`.
+        divergence: How the distance to the reference is measured, for the losses that read it; see `divergence_score`.
         alpha: The parameter of the alpha-divergence.
         length_normalize: Whether to divide a sequence's log-probability by its number of supervised tokens; None follows the
-            definition of the loss (`LENGTH_NORMALIZED`).
-        sft_weight: The weight of the chosen side's per-token negative log-likelihood; None follows the definition of the loss
-            (`SFT_WEIGHT`). With the sigmoid loss this is RPO's term (Pang et al. 2024, arXiv:2404.19733, equation 1), except
+            definition of the loss.
+        sft_weight: The weight of the chosen side's per-token negative log-likelihood; None follows the definition of the loss.
+            With the sigmoid loss this is RPO's term (Pang et al. 2024, arXiv:2404.19733, equation 1), except
             that it is a mean over all chosen tokens of the batch, while the paper averages each response's mean.
         temperature: The temperature of the log-probabilities: that at which the responses were sampled.
 
@@ -106,7 +113,7 @@ class PreferenceLoss:
         ConfigError: A setting is out of range, or does not apply to the loss.
     """
 
-    kind: PairLoss = "sigmoid"
+    kind: str = "sigmoid"
     loss_weights: Mapping[str, float] | None = None
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -125,9 +132,9 @@ class PreferenceLoss:
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ConfigError(f"temperature={self.temperature}; it must be more than 0")
         for kind, weight in self.weighted.items():
-            if kind not in (*get_args(PairLoss), *(["sft"] if self.loss_weights else [])):
-                given = f"loss_weights.{kind}={weight}" if self.loss_weights else f"loss={kind}"
-                raise ConfigError(f"{given}; choose one of {', '.join(get_args(PairLoss))}")
+            if kind not in PAIR_LOSSES.all() and not (self.loss_weights and kind == SFT):
+                setting = f"loss_weights.{kind}={weight}" if self.loss_weights else f"loss={kind}"
+                raise ConfigError(f"{setting}; choose one of {', '.join(PAIR_LOSSES.all())}")
             if isinstance(weight, bool) or not (isinstance(weight, (int, float)) and 0 < weight < math.inf):
                 raise ConfigError(f"loss_weights.{kind}={weight}; it must be a number above 0")
         for name in ("beta", "tau"):
@@ -143,28 +150,28 @@ class PreferenceLoss:
             raise ConfigError(
                 f"label_smoothing={self.label_smoothing}; it is a fraction of flipped labels, at least 0 and below 0.5"
             )
-        if self.label_smoothing and not SMOOTHED & self.weighted.keys():
+        if self.label_smoothing and not any("label_smoothing" in spec.reads for spec in self._specs.values()):
             raise ConfigError(
                 f"label_smoothing={self.label_smoothing} with loss={self.names}, which does not support it; "
-                f"use {', '.join(sorted(SMOOTHED))}, or set it to 0"
+                f"use {', '.join(readers_of('label_smoothing'))}, or set it to 0"
             )
-        if "exo_pair" in self.weighted and not self.label_smoothing:
-            raise ConfigError("label_smoothing=0 with loss=exo_pair, which is infinite then; the paper uses 0.001")
         if self.divergence not in get_args(Divergence):
             raise ConfigError(f"divergence={self.divergence}; choose one of {', '.join(get_args(Divergence))}")
-        if self.divergence != "reverse_kl" and (other := sorted(self.weighted.keys() - BY_DIVERGENCE - {"sft"})):
+        by_divergence = readers_of("divergence")
+        if self.divergence != "reverse_kl" and (other := sorted(self.weighted.keys() - {*by_divergence, SFT})):
             raise ConfigError(
-                f"divergence={self.divergence} with loss={other[0]}, which does not support it; use {', '.join(sorted(BY_DIVERGENCE))}, "
+                f"divergence={self.divergence} with loss={other[0]}, which does not support it; use {', '.join(by_divergence)}, "
                 "or reverse_kl"
             )
         if not (self.gamma >= 0 and math.isfinite(self.gamma)):
             raise ConfigError(f"gamma={self.gamma}; it is a margin and must be 0 or more")
         if self.sft_weight is not None and not (self.sft_weight >= 0 and math.isfinite(self.sft_weight)):
             raise ConfigError(f"sft_weight={self.sft_weight}; it must be 0 or more")
-        if self.sft_weight is not None and "sft" in self.weighted:
-            raise ConfigError(f"sft_weight={self.sft_weight} with loss_weights.sft={self.weighted['sft']}; give one of them")
-        if self.length_normalize is False and "orpo" in self.weighted:
-            raise ConfigError("length_normalize=false with loss=orpo, whose odds are defined per token; unset it")
+        if self.sft_weight is not None and SFT in self.weighted:
+            raise ConfigError(f"sft_weight={self.sft_weight} with loss_weights.sft={self.weighted[SFT]}; give one of them")
+        for spec in self._specs.values():
+            if spec.check is not None:
+                spec.check(self)
 
     @property
     def request(self) -> OutputRequest:
@@ -184,18 +191,26 @@ class PreferenceLoss:
     @property
     def needs_reference(self) -> bool:
         """Whether the batch must hold log-probabilities of a reference model."""
-        return not REFERENCE_FREE.issuperset(self.weighted)
+        return any(spec.needs_reference for spec in self._specs.values())
 
     @property
     def needs_matching(self) -> bool:
         """Whether the batch must hold `matched_margin`."""
-        return "aot" in self.weighted
+        return any(spec.needs_matching for spec in self._specs.values())
+
+    @property
+    def _specs(self) -> dict[str, PairLossSpec]:
+        """The formulas with a registration, which `sft` is without."""
+        return {kind: PAIR_LOSSES.get(kind) for kind in self.weighted if kind != SFT}
+
+    def _is_per_token(self, kind: str) -> bool:
+        return kind != SFT and PAIR_LOSSES.get(kind).per_token if self.length_normalize is None else self.length_normalize
 
     @property
     def _sft_weight(self) -> float:
         if self.sft_weight is not None:
             return self.sft_weight
-        return sum(weight * SFT_WEIGHT.get(kind, 0.0) for kind, weight in self.weighted.items())
+        return self.weighted.get(SFT, 0.0) + sum(self.weighted[kind] * spec.sft_weight for kind, spec in self._specs.items())
 
     def tokens(self, batch: PackedBatch) -> Tensor:
         """Return the mask of the supervised tokens."""
@@ -228,18 +243,14 @@ class PreferenceLoss:
         reference = _reference_sums(batch, outputs.mask) if self.needs_reference else torch.zeros_like(sums)
         matched = batch.sequence_fields[MATCHED].to(sums.dtype)[pairs.chosen] if self.needs_matching else None
         terms: dict[str, Tensor] = {}
-        for kind, weight in self.weighted.items():
-            if kind == "sft":
-                continue
-            normalizes = kind in LENGTH_NORMALIZED if self.length_normalize is None else self.length_normalize
-            scale = 1 / counts if normalizes else torch.ones_like(counts)
-            free = kind in REFERENCE_FREE
-            ratio = sums if free else sums - reference
-            score = (ratio if free else p.divergence_score(ratio, self.divergence, self.alpha)) * scale
+        for kind, spec in self._specs.items():
+            scale = 1 / counts if self._is_per_token(kind) else torch.ones_like(counts)
+            ratio = sums - reference if spec.needs_reference else sums
+            score = (divergence_score(ratio, self.divergence, self.alpha) if spec.needs_reference else ratio) * scale
             ratio, policy = ratio * scale, sums * scale
-            losses = PAIR_LOSSES[kind](
+            losses = spec.function(
                 self,
-                _Sides(
+                PairSides(
                     margin=score[pairs.chosen] - score[pairs.rejected],
                     chosen=ratio[pairs.chosen],
                     rejected=ratio[pairs.rejected],
@@ -248,7 +259,7 @@ class PreferenceLoss:
                     matched=matched,
                 ),
             )
-            terms["preference"] = weight * losses.sum() + terms.get("preference", 0.0)
+            terms["preference"] = self.weighted[kind] * losses.sum() + terms.get("preference", 0.0)
         if "preference" not in terms:
             terms["preference"] = 0.0 * sums.sum()
         if self._sft_weight:
@@ -256,10 +267,9 @@ class PreferenceLoss:
         with torch.no_grad():
             # The reward is the log-ratio summed over the response, even where the loss averages it over tokens. Without a
             # reference it is the quantity that the loss compares.
-            first = next(iter(self.weighted))
-            normalizes = first in LENGTH_NORMALIZED if self.length_normalize is None else self.length_normalize
             rewards = sums - reference
-            rewards = rewards / counts if normalizes and not self.needs_reference else rewards
+            if not self.needs_reference and self._is_per_token(next(iter(self.weighted))):
+                rewards = rewards / counts
             metrics = self._metrics(sums.detach(), counts, rewards.detach(), pairs.chosen, pairs.rejected)
         return LossSums(terms=terms, metrics=metrics)
 
@@ -283,31 +293,6 @@ class PreferenceLoss:
             metrics["log_ratio_chosen"] = (ratio[chosen].sum(), pairs)
             metrics["log_ratio_rejected"] = (ratio[rejected].sum(), pairs)
         return metrics
-
-
-def _matched(x: _Sides) -> Tensor:
-    assert x.matched is not None
-    return x.matched
-
-
-PAIR_LOSSES: Mapping[str, Callable[[PreferenceLoss, _Sides], Tensor]] = {
-    "sigmoid": lambda s, x: p.sigmoid_loss(x.margin, s.beta, s.label_smoothing),
-    "ipo": lambda s, x: p.ipo_loss(x.margin, s.beta),
-    "hinge": lambda s, x: p.hinge_loss(x.margin, s.beta),
-    "exo_pair": lambda s, x: p.exo_loss(x.margin, s.beta, s.label_smoothing),
-    "robust": lambda s, x: p.robust_loss(x.margin, s.beta, s.label_smoothing),
-    "nca_pair": lambda s, x: p.nca_loss(x.chosen, x.rejected, s.beta),
-    "bco_pair": lambda s, x: p.bco_loss(x.chosen, x.rejected, s.beta),
-    "sppo_hard": lambda s, x: p.sppo_loss(x.chosen, x.rejected, s.beta),
-    "apo_zero": lambda s, x: p.apo_zero_loss(x.chosen, x.rejected, s.beta),
-    "apo_down": lambda s, x: p.apo_down_loss(x.chosen, x.rejected, s.beta),
-    "aot": lambda s, x: p.aot_loss(x.chosen_policy - x.rejected_policy, _matched(x), s.beta, s.label_smoothing),
-    "discopop": lambda s, x: p.discopop_loss(x.margin, s.beta, s.tau),
-    "simpo": lambda s, x: p.simpo_loss(x.margin, s.beta, s.gamma, s.label_smoothing),
-    "orpo": lambda s, x: p.orpo_loss(x.chosen_policy, x.rejected_policy, s.beta),
-    "cpo": lambda s, x: p.cpo_loss(x.margin, s.beta, s.label_smoothing),
-}
-"""The losses by name."""
 
 
 def _reference_sums(batch: PackedBatch, mask: Tensor) -> Tensor:

@@ -34,6 +34,20 @@ def sequence_sums(values: Tensor, batch: PackedBatch) -> Tensor:
     return values.new_zeros(batch.num_sequences).index_add(0, sequence_of(batch), values)
 
 
+def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, batch: PackedBatch) -> Tensor:
+    """Return `[T]`: for each token, the mean log-ratio of its response, which is the log of the length-normalized ratio.
+
+    Args:
+        log_ratio: `[T]`, the log-ratio of each token.
+        mask: `[T]` float mask of the response tokens.
+        batch: The batch that maps tokens to sequences.
+
+    Source: Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 7.
+    """
+    means = sequence_sums(log_ratio * mask, batch) / sequence_sums(mask, batch).clamp(min=1)
+    return means[sequence_of(batch)]
+
+
 def last_tokens(batch: PackedBatch) -> Tensor:
     """Return `[N]` int64: the index of each sequence's last token."""
     return batch.cu_seqlens[1:].long() - 1

@@ -27,19 +27,19 @@ def match_answer(completion: str, *, answer: Any, extract: str = "auto", toleran
     Raises:
         ValueError: The reference is empty.
     """
-    found = final_answer(completion, extract)
-    if found is None:
+    extracted = final_answer(completion, extract)
+    if extracted is None:
         return 0.0
     reference = _reference(answer)
-    if _same_text(found, reference) or _same_number(found, reference, tolerance):
+    if _same_text(extracted, reference) or _same_number(extracted, reference, tolerance):
         return 1.0
-    return float(_same_mathematics(found, reference))
+    return float(_same_mathematics(extracted, reference))
 
 
 def match_exact(completion: str, *, answer: Any, extract: str = "auto") -> float:
     """Return 1 if the final answer is the text of the reference, apart from white space at its ends; otherwise 0."""
-    found = final_answer(completion, extract)
-    return float(found is not None and _same_text(found, _reference(answer)))
+    extracted = final_answer(completion, extract)
+    return float(extracted is not None and _same_text(extracted, _reference(answer)))
 
 
 def match_number(completion: str, *, answer: Any, extract: str = "auto", tolerance: float = 0.0) -> float:
@@ -51,8 +51,8 @@ def match_number(completion: str, *, answer: Any, extract: str = "auto", toleran
     reference = _reference(answer)
     if _number(reference) is None:
         raise ValueError(f"the reference {reference:.80} is not a number; use the reward answer or exact")
-    found = final_answer(completion, extract)
-    return float(found is not None and _same_number(found, reference, tolerance))
+    extracted = final_answer(completion, extract)
+    return float(extracted is not None and _same_number(extracted, reference, tolerance))
 
 
 def final_answer(completion: str, extract: str = "auto") -> str | None:
@@ -73,8 +73,8 @@ def final_answer(completion: str, extract: str = "auto") -> str | None:
     if extract == "boxed":
         return _last_boxed(completion)
     if extract == "number":
-        found = _NUMBER.findall(completion)
-        return found[-1] if found else None
+        numbers = _NUMBER.findall(completion)
+        return numbers[-1] if numbers else None
     if kind == "tag" and detail:
         return _last_group(rf"<{re.escape(detail)}>(.*?)</{re.escape(detail)}>", completion)
     if kind == "regex" and detail:
@@ -117,22 +117,22 @@ def _reference(value: Any) -> str:
     return text
 
 
-def _same_text(found: str, reference: str) -> bool:
-    return found.strip() == reference
+def _same_text(answer: str, reference: str) -> bool:
+    return answer.strip() == reference
 
 
 def _number(text: str) -> Decimal | None:
     try:
         # Commas between thousands only: 3,14 is not 314.
         plain = text.strip().replace("$", "")
-        found = Decimal(plain.replace(",", "") if _THOUSANDS.fullmatch(plain) else plain)
+        number = Decimal(plain.replace(",", "") if _THOUSANDS.fullmatch(plain) else plain)
     except InvalidOperation:
         return None
-    return found if found.is_finite() else None
+    return number if number.is_finite() else None
 
 
-def _same_number(found: str, reference: str, tolerance: float) -> bool:
-    first, second = _number(found), _number(reference)
+def _same_number(answer: str, reference: str, tolerance: float) -> bool:
+    first, second = _number(answer), _number(reference)
     if first is None or second is None:
         return False
     if first == second:
@@ -141,16 +141,16 @@ def _same_number(found: str, reference: str, tolerance: float) -> bool:
     return tolerance > 0 and math.isclose(float(first), float(second), rel_tol=tolerance)
 
 
-def _same_mathematics(found: str, reference: str) -> bool:
+def _same_mathematics(answer: str, reference: str) -> bool:
     if _WORD.search(_COMMAND.sub(" ", reference)):
         # A word is not the product of its letters.
-        return found.casefold() == reference.casefold()
+        return answer.casefold() == reference.casefold()
     # A moment to import.
     from math_verify import parse, verify
 
     gold = _parsed(reference)
     # Its own time limits need signals, and hang all the same; this process can be killed.
-    return bool(gold) and bool(verify(list(gold), parse(_marked(found), parsing_timeout=None), timeout_seconds=None))
+    return bool(gold) and bool(verify(list(gold), parse(_marked(answer), parsing_timeout=None), timeout_seconds=None))
 
 
 @lru_cache(maxsize=256)

@@ -37,15 +37,15 @@ def check_json(completion: str, *, schema: Mapping[str, Any] | str = "{}") -> fl
     from jsonschema import SchemaError, ValidationError
     from jsonschema.validators import validator_for
 
-    wanted = json.loads(schema) if isinstance(schema, str) else schema
-    validator = validator_for(wanted)
+    parsed_schema = json.loads(schema) if isinstance(schema, str) else schema
+    validator = validator_for(parsed_schema)
     try:
-        validator.check_schema(wanted)
+        validator.check_schema(parsed_schema)
     except SchemaError as e:
         raise ValueError(f"the schema is invalid: {e.message}") from e
     fenced = re.fullmatch(r"\s*```(?:json)?\s*\n(.*?)\n\s*```\s*", completion, re.DOTALL)
     try:
-        validator(wanted).validate(json.loads(fenced.group(1) if fenced else completion, parse_constant=_refuse))
+        validator(parsed_schema).validate(json.loads(fenced.group(1) if fenced else completion, parse_constant=_refuse))
     except (ValueError, RecursionError, ValidationError):
         return 0.0
     return 1.0

@@ -71,7 +71,7 @@ class RewardPool:
             ConfigError: It cannot be imported or called, or importing it takes too long.
         """
         try:
-            found: Signature = self._pool.submit(_describe, target, timeout_s=LOAD_S).result()
+            signature: Signature = self._pool.submit(_describe, target, timeout_s=LOAD_S).result()
         except ConfigError:
             raise
         except TimeoutError:
@@ -85,7 +85,7 @@ class RewardPool:
             raise ConfigError(
                 f"the reward {title_of(target)} cannot be used: {_text(e)}; it must be at the top level of a module"
             ) from e
-        return found
+        return signature
 
     def submit(
         self,

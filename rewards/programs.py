@@ -71,7 +71,7 @@ def find_program(completion: str) -> str:
 def _cases(tests: Any) -> list[str | tuple[str, str]]:
     if isinstance(tests, str) and tests.lstrip().startswith(("{", "[")):
         tests = json.loads(tests)
-    found: list[str | tuple[str, str]]
+    cases: list[str | tuple[str, str]]
     if isinstance(tests, Mapping):
         inputs: Any = tests.get("inputs")
         outputs: Any = tests.get("outputs")
@@ -84,18 +84,18 @@ def _cases(tests: Any) -> list[str | tuple[str, str]]:
             raise ValueError(
                 f"tests needs inputs and outputs, lists of texts of equal length, and nothing else; it has {', '.join(tests)}"
             )
-        found = list(zip(inputs, outputs, strict=True))
+        cases = list(zip(inputs, outputs, strict=True))
     elif isinstance(tests, str):
-        found = [tests] if tests.strip() else []
+        cases = [tests] if tests.strip() else []
     elif isinstance(tests, Sequence) and all(isinstance(test, str) for test in tests):
-        found = list(tests)
+        cases = list(tests)
     else:
         raise ValueError(
             f"tests is a {type(tests).__name__}; it must be a mapping with inputs and outputs, or statements with assert"
         )
-    if not found:
+    if not cases:
         raise ValueError("there are no tests")
-    return found
+    return cases
 
 
 def _are_texts(values: Any) -> bool:

@@ -34,15 +34,15 @@ def rewards() -> dict[str, str]:
     Raises:
         ConfigError: Two of them have the same name.
     """
-    known = {name: f"{_PACKAGE}.{location}" for name, location in _FUNCTIONS.items()}
+    locations = {name: f"{_PACKAGE}.{location}" for name, location in _FUNCTIONS.items()}
     for point in entry_points(group=ENTRY_POINT_GROUP):
-        if point.name in known:
+        if point.name in locations:
             raise ConfigError(
-                f"two rewards are called {point.name!r}: {known[point.name]} and the entry point {point.value}; uninstall one of the "
+                f"two rewards are called {point.name!r}: {locations[point.name]} and the entry point {point.value}; uninstall one of the "
                 "two packages, or rename its entry point"
             )
-        known[point.name] = point.value
-    return dict(sorted(known.items()))
+        locations[point.name] = point.value
+    return dict(sorted(locations.items()))
 
 
 def location_of(name: str) -> str:
@@ -56,12 +56,12 @@ def location_of(name: str) -> str:
     """
     if ":" in name:
         return name
-    known = rewards()
-    if name in known:
-        return known[name]
-    near = get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "give one of your own as module:function"
-    raise ConfigError(f"rewards.use={name!r} is unknown; available: {', '.join(known)}; {hint}")
+    locations = rewards()
+    if name in locations:
+        return locations[name]
+    close_matches = get_close_matches(name, locations, n=1)
+    hint = f"did you mean {close_matches[0]!r}?" if close_matches else "give one of your own as module:function"
+    raise ConfigError(f"rewards.use={name!r} is unknown; available: {', '.join(locations)}; {hint}")
 
 
 def import_function(location: str) -> Callable[..., Any]:
@@ -77,13 +77,13 @@ def import_function(location: str) -> Callable[..., Any]:
             "and run in the module's folder or name that in PYTHONPATH"
         )
     try:
-        found: Any = import_module(module)
+        function: Any = import_module(module)
         for attribute in attributes.split("."):
-            found = getattr(found, attribute)
+            function = getattr(function, attribute)
     except (ImportError, AttributeError) as e:
         raise ConfigError(f"the reward {location} cannot be imported: {e}") from e
-    if isinstance(found, type):
-        found = found()
-    if not callable(found):
-        raise ConfigError(f"the reward {location} is a {type(found).__name__}, which cannot be called")
-    return found  # type: ignore[no-any-return]
+    if isinstance(function, type):
+        function = function()
+    if not callable(function):
+        raise ConfigError(f"the reward {location} is a {type(function).__name__}, which cannot be called")
+    return function  # type: ignore[no-any-return]

@@ -36,8 +36,8 @@ def repetition_penalty(completion: str, *, words: int = 3, most: float = 1.0) ->
     """
     if words < 1:
         raise ValueError(f"words={words}; it must be at least 1")
-    found = completion.lower().split()
-    phrases = [tuple(found[i : i + words]) for i in range(len(found) - words + 1)]
+    tokens = completion.lower().split()
+    phrases = [tuple(tokens[i : i + words]) for i in range(len(tokens) - words + 1)]
     if not phrases:
         return 0.0
     return -most * (1 - len(set(phrases)) / len(phrases))
@@ -53,5 +53,5 @@ def script_share(completion: str, *, script: str = "LATIN") -> float:
     letters = [character for character in completion if character.isalpha()]
     if not letters:
         return 1.0
-    wanted = script.upper()
-    return sum(unicodedata.name(letter, "").split(" ")[0].split("-")[0] == wanted for letter in letters) / len(letters)
+    upper_name = script.upper()
+    return sum(unicodedata.name(letter, "").split(" ")[0].split("-")[0] == upper_name for letter in letters) / len(letters)

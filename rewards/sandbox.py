@@ -112,11 +112,11 @@ def check_sandbox() -> str:
     if python is None:
         raise ConfigError(f"the sandbox needs a Python of the system ({' or '.join(_PYTHONS)}): apt-get install python3")
     secret = secrets.token_hex(8)
-    found = _run(python, f"import os; print(os.getpid() < 9, {secret!r})", "", SandboxLimits(seconds=60))
-    if found.stdout != f"True {secret}\n":
+    result = _run(python, f"import os; print(os.getpid() < 9, {secret!r})", "", SandboxLimits(seconds=60))
+    if result.stdout != f"True {secret}\n":
         raise ConfigError(
             "the sandbox does not work on this machine: bubblewrap says: "
-            f"{found.stderr.strip()[-300:] or found.kind}; it needs unprivileged user namespaces (in a container: "
+            f"{result.stderr.strip()[-300:] or result.kind}; it needs unprivileged user namespaces (in a container: "
             "--security-opt seccomp=unconfined, or sysctl kernel.unprivileged_userns_clone=1). Leave out the reward code, or run where "
             "they are allowed"
         )
@@ -128,7 +128,7 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Progra
     # Encoded before there is anything to clean up; half of a character is no text.
     texts = program.encode(errors="replace"), stdin.encode(errors="replace")
     source, write = os.pipe()
-    began, begin = os.pipe()
+    start_read, begin = os.pipe()
     about, tell = os.pipe()
     denied = _as_file(seccomp_filter() or b"")
     # The program itself has this descriptor no more.
@@ -166,7 +166,7 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Progra
                 extra_groups=None if uid is None else [],
             )
         except OSError as e:
-            for number in (write, began, about):
+            for number in (write, start_read, about):
                 os.close(number)
             return ProgramResult(kind="not_started", exit_code=127, stdout="", stderr=f"bwrap cannot be started: {e}")
         finally:
@@ -178,8 +178,8 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Progra
             finally:
                 _kill(process)
                 _reap(process.pid, _first_process(about))
-                started = os.read(began, 1) == b"1"
-                os.close(began)
+                started = os.read(start_read, 1) == b"1"
+                os.close(start_read)
     code = process.returncode
     return ProgramResult(
         kind=kind if started else "not_started",
@@ -238,15 +238,15 @@ def _watch(
 
 
 def _write(number: int, inputs: dict[int, memoryview], unregister: Callable[[int], object]) -> None:
-    rest = inputs[number]
+    unwritten = inputs[number]
     try:
-        sent = os.write(number, rest[:65536]) if rest else 0
+        sent = os.write(number, unwritten[:65536]) if unwritten else 0
     except BlockingIOError:
         return
     except BrokenPipeError:
         # It does not read all of it, or has ended.
-        sent = len(rest)
-    inputs[number] = rest[sent:]
+        sent = len(unwritten)
+    inputs[number] = unwritten[sent:]
     if not inputs[number]:
         unregister(number)
         os.close(number)
@@ -271,13 +271,13 @@ def _first_process(about: int) -> int | None:
     """Return the first process of the sandbox, from what bwrap tells about it, and close the pipe; None if it has made none."""
     os.set_blocking(about, False)
     try:
-        told = os.read(about, 65536)
+        status = os.read(about, 65536)
     except BlockingIOError:
-        told = b""
+        status = b""
     finally:
         os.close(about)
-    found = re.search(rb'"child-pid": *(\d+)', told)
-    return int(found[1]) if found else None
+    match = re.search(rb'"child-pid": *(\d+)', status)
+    return int(match[1]) if match else None
 
 
 def _reap(group: int, first: int | None) -> None:

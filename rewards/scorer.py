@@ -30,8 +30,8 @@ class Scores:
 
     def counts(self, name: str) -> dict[OutcomeKind, int]:
         """Return how often a function came to each kind of outcome."""
-        found = Counter(outcome.kind for outcome in self.outcomes[name] if outcome is not None)
-        return {kind: found[kind] for kind in OUTCOME_KINDS}
+        by_kind = Counter(outcome.kind for outcome in self.outcomes[name] if outcome is not None)
+        return {kind: by_kind[kind] for kind in OUTCOME_KINDS}
 
     def mean(self, name: str) -> float:
         """Return the mean of a function's values; NaN if it has none."""
@@ -93,14 +93,14 @@ class PendingScores:
         outcomes = dict(self._outcomes)
         for name, rows in self._asked_of_models.items():
             values = (models or {})[name]
-            found: list[RewardOutcome | None] = [None] * self._count
+            results: list[RewardOutcome | None] = [None] * self._count
             for row in rows:
                 finite = math.isfinite(values[row])
                 message = "" if finite else f"the reward model returned {values[row]}"
-                found[row] = RewardOutcome(
+                results[row] = RewardOutcome(
                     kind="value" if finite else "error", value=values[row] if finite else None, message=message
                 )
-            outcomes[name] = found
+            outcomes[name] = results
         return self._scorer.add_up(self._count, outcomes)
 
 
@@ -131,10 +131,10 @@ class RewardScorer:
         if not self.names:
             raise ConfigError("there is no reward; name one in rewards.use, such as answer, or module:function")
         for setting in ("weights", "settings"):
-            known = self.names if setting == "weights" else list(self._targets)
-            if unknown := sorted(set(getattr(config, setting)) - set(known)):
+            names = self.names if setting == "weights" else list(self._targets)
+            if unknown := sorted(set(getattr(config, setting)) - set(names)):
                 raise ConfigError(
-                    f"rewards.{setting} has {', '.join(unknown)}, which rewards.use has not ({', '.join(known)})"
+                    f"rewards.{setting} has {', '.join(unknown)}, which rewards.use has not ({', '.join(names)})"
                 )
         self._pool = RewardPool(config.workers, config.timeout_s, config.memory_mb, tuple(self._targets.values()))
         try:
@@ -274,9 +274,9 @@ class RewardScorer:
         """Return the weighted sums of what the functions made of `count` answers."""
         totals = [0.0] * count
         judged = [False] * count
-        for name, found in outcomes.items():
+        for name, values in outcomes.items():
             weight = self._config.weights.get(name, 1.0)
-            for row, outcome in enumerate(found):
+            for row, outcome in enumerate(values):
                 if outcome is None or outcome.kind == "not_applicable":
                     continue
                 judged[row] = True
@@ -290,7 +290,7 @@ class RewardScorer:
                 elif self._config.on_failure == "drop":
                     totals[row] = math.nan
         # An answer that no function had anything to say about has no reward, which is not a reward of 0.
-        rewards = [total if known else math.nan for total, known in zip(totals, judged, strict=True)]
+        rewards = [total if has_value else math.nan for total, has_value in zip(totals, judged, strict=True)]
         return Scores(rewards=rewards, outcomes=outcomes)
 
     def close(self) -> None:
@@ -319,19 +319,25 @@ class RewardScorer:
         route = self._config.route
         if not route:
             return {name: list(range(len(samples))) for name in self.names}
-        found: dict[str, list[int]] = {name: [] for name in self.names}
+        rows_by_name: dict[str, list[int]] = {name: [] for name in self.names}
         for row, sample in enumerate(samples):
-            wanted, title = sample.columns.get(route), _title(row, names)
-            routed = [part.strip() for part in wanted.split(",") if part.strip()] if isinstance(wanted, str) else wanted
+            names_asked, title = sample.columns.get(route), _title(row, names)
+            routed = (
+                [part.strip() for part in names_asked.split(",") if part.strip()]
+                if isinstance(names_asked, str)
+                else names_asked
+            )
             if not isinstance(routed, Sequence) or not routed:
-                raise ConfigError(f"rewards.route={route}: {title} has {wanted!r:.80} there; give it the name of a reward")
+                raise ConfigError(
+                    f"rewards.route={route}: {title} has {names_asked!r:.80} there; give it the name of a reward"
+                )
             for name in routed:
-                if name not in found:
+                if name not in rows_by_name:
                     raise ConfigError(
-                        f"rewards.route={route}: {title} is routed to {name!r}, but rewards.use has {', '.join(found)}"
+                        f"rewards.route={route}: {title} is routed to {name!r}, but rewards.use has {', '.join(rows_by_name)}"
                     )
-                found[name].append(row)
-        return found
+                rows_by_name[name].append(row)
+        return rows_by_name
 
     def _check_columns(
         self, samples: Sequence[RewardSample], asked: Mapping[str, Sequence[int]], names: Sequence[str] | None = None

@@ -85,22 +85,22 @@ def signature_of(function: Callable[..., Any]) -> Signature:
             f"the reward {title}({', '.join(named)}) does not ask for the answer; give it one of the parameters "
             f"{', '.join(sorted(_GIVEN))}, {', '.join(_MARKS)}"
         )
-    own = {
+    sample_parameters = {
         "trl": {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"},
         "verl_batch": {"data_sources", "solution_strs", "ground_truths", "extra_infos"},
         "verl": {"data_source", "solution_str", "ground_truth", "extra_info"},
         "samples": {"samples"},
         "each": _GIVEN,
     }[convention]
-    rest = {name: p for name, p in named.items() if name not in own}
+    column_parameters = {name: p for name, p in named.items() if name not in sample_parameters}
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return Signature(
         convention=convention,
         # Those that wait for a network wait together.
         at_once=convention in _BATCHED or is_async,
         named=frozenset(named),
-        required=frozenset(name for name, p in rest.items() if p.default is p.empty),
-        optional=frozenset(name for name, p in rest.items() if p.default is not p.empty),
+        required=frozenset(name for name, p in column_parameters.items() if p.default is p.empty),
+        optional=frozenset(name for name, p in column_parameters.items() if p.default is not p.empty),
         takes_all=len(named) < len(parameters),
     )
 
@@ -200,8 +200,10 @@ def _checked(value: Any, *, none_is_allowed: bool = False) -> RewardOutcome:
 def _described(error: Exception) -> str:
     """Return an error and the line of the function's own code that raised it, or called what did."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [frame for frame in frames if not any(part in frame.filename for part in _INSTALLED)] or frames
-    where = f" ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})" if own else ""
+    frames_of_user = [frame for frame in frames if not any(part in frame.filename for part in _INSTALLED)] or frames
+    where = (
+        f" ({frames_of_user[-1].filename}:{frames_of_user[-1].lineno}, in {frames_of_user[-1].name})" if frames_of_user else ""
+    )
     return f"{type(error).__name__}: {error}{where}"
 
 
@@ -235,14 +237,14 @@ def _arguments(signature: Signature, sample: RewardSample, settings: Mapping[str
     columns = {**sample.columns, **settings}
     if signature.convention == "verl":
         return {**_wanted(signature, columns), **_asked(signature, _verl(sample))}
-    given = {
+    arguments = {
         "sample": sample,
         "prompt": sample.prompt,
         "completion": sample.completion,
         "completion_ids": list(sample.completion_ids),
         "truncated": sample.truncated,
     }
-    return {**_wanted(signature, columns), **_asked(signature, given)}
+    return {**_wanted(signature, columns), **_asked(signature, arguments)}
 
 
 def _arguments_at_once(signature: Signature, samples: Sequence[RewardSample], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,11 +252,11 @@ def _arguments_at_once(signature: Signature, samples: Sequence[RewardSample], se
         return {"samples": list(samples), **_wanted(signature, settings)}
     if signature.convention == "verl_batch":
         each = [_verl(sample) for sample in samples]
-        given: dict[str, Any] = {_PLURALS[name]: [one[name] for one in each] for name in _PLURALS}
-        return {**_wanted(signature, settings), **_asked(signature, given)}
+        arguments: dict[str, Any] = {_PLURALS[name]: [one[name] for one in each] for name in _PLURALS}
+        return {**_wanted(signature, settings), **_asked(signature, arguments)}
     names = dict.fromkeys(name for sample in samples for name in sample.columns)
     columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
-    given = {
+    arguments = {
         "prompts": [sample.prompt for sample in samples],
         "completions": [
             sample.completion if isinstance(sample.prompt, str) else [{"role": "assistant", "content": sample.completion}]
@@ -266,17 +268,17 @@ def _arguments_at_once(signature: Signature, samples: Sequence[RewardSample], se
         "log_extra": _ignore,
         "log_metric": _ignore,
     }
-    return {**_wanted(signature, {**columns, **settings}), **_asked(signature, given)}
+    return {**_wanted(signature, {**columns, **settings}), **_asked(signature, arguments)}
 
 
 def _ignore(*args: Any, **more: Any) -> None:
     pass
 
 
-def _asked(signature: Signature, given: Mapping[str, Any]) -> dict[str, Any]:
+def _asked(signature: Signature, arguments: Mapping[str, Any]) -> dict[str, Any]:
     # A function that takes any name still gets an answer only under those that it knows.
     every = signature.takes_all and signature.convention != "each"
-    return {name: value for name, value in given.items() if every or name in signature.named}
+    return {name: value for name, value in arguments.items() if every or name in signature.named}
 
 
 def _verl(sample: RewardSample) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class Job:
 
     def __init__(self, arguments: list[str], nproc: int, log: Path) -> None:
         context: Any = mp.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOAD, "drivetrain.trainers.run"])
+        context.set_forkserver_preload([*PRELOAD, "drivetrain.trainers.offline.run"])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -1,24 +1,11 @@
-"""Preference learning: DPO, IPO, hinge, SimPO, ORPO, CPO and KTO (dpo.loss).
+"""Preference learning: `drivetrain dpo`, or `torchrun -m drivetrain.trainers.dpo`; see `--help`."""
 
-drivetrain dpo --nproc N recipe=NAME key=value ...
-torchrun --nproc-per-node N -m drivetrain.trainers.dpo recipe=NAME key=value ...          (the same)
-"""
-
-from collections.abc import Sequence
+from functools import partial
 
 from ..engine.parallel.process import exit_process
-from .config.runs import DPOConfig
-from .launch import launch
+from .main import train
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the trainer and return its exit code.
-
-    Args:
-        argv: The command-line arguments, or None for those of this process.
-    """
-    return launch(DPOConfig, "DPOTrainer", argv, __doc__)
-
+main = partial(train, "dpo")
 
 if __name__ == "__main__":
     exit_process(main())

@@ -129,7 +129,7 @@ def _generate(args: argparse.Namespace, data: PromptsConfig, options: SamplingOp
         args.prompts, tokenizer, data, {args.column, "finish_reason", *(["sample"] if options.samples > 1 else [])}
     )
     unfinished = _unfinished(out, args, options, folder, prompts)
-    total, began = len(prompts) * options.samples, time.monotonic()
+    total, start = len(prompts) * options.samples, time.monotonic()
     with _appended(unfinished) as file:
         done = _completed(unfinished)
         if done:
@@ -138,7 +138,7 @@ def _generate(args: argparse.Namespace, data: PromptsConfig, options: SamplingOp
         # Another command may have written it meanwhile.
         _check_out(out, overwrite=args.overwrite)
         os.replace(unfinished, out)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     print(
         f"{total} responses to {len(prompts)} prompts: {out} ({tokens} tokens, {tokens / max(seconds, 1e-9):.0f} per second)"
     )
@@ -234,8 +234,8 @@ def _read(name: str, tokenizer: Any, data: PromptsConfig, added: set[str]) -> tu
                 ) from e
             ours = with_our_columns(row, data.columns, place)
             if ours.get("prompt") is None:
-                given = next((c for c in ("messages", "text") if ours.get(c) is not None), None)
-                ours = {**ours, "prompt": ours[given]} if given else ours
+                column = next((c for c in ("messages", "text") if ours.get(c) is not None), None)
+                ours = {**ours, "prompt": ours[column]} if column else ours
             prompts.append(encode_prompt(tokenizer, ours, place, data))
             rows.append(row)
     return prompts, rows

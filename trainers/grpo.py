@@ -1,24 +1,11 @@
-"""GRPO, Dr. GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE++ and ReMax (rl.algorithm).
+"""Reinforcement learning without a critic: `drivetrain grpo`, or `torchrun -m drivetrain.trainers.grpo`; see `--help`."""
 
-drivetrain grpo recipe=grpo model.path=PATH data.train=[PROMPTS] rewards.use=[answer] ...          starts its workers itself
-torchrun --nproc-per-node N -m drivetrain.trainers.grpo group.kind=local ...                              runs in torchrun's processes
-"""
-
-from collections.abc import Sequence
+from functools import partial
 
 from ..engine.parallel.process import exit_process
-from .config.rl import GRPOConfig
-from .launch import launch_rl
+from .main import train
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the trainer and return its exit code.
-
-    Args:
-        argv: The command-line arguments, or None for those of this process.
-    """
-    return launch_rl(GRPOConfig, "GRPOTrainer", argv, __doc__)
-
+main = partial(train, "grpo")
 
 if __name__ == "__main__":
     exit_process(main())

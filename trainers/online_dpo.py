@@ -1,24 +1,11 @@
-"""Online DPO: preference learning on pairs of the policy's own answers (dpo.loss).
+"""Preference learning on the policy's own answers: `drivetrain online_dpo`, or `torchrun -m drivetrain.trainers.online_dpo`; see `--help`."""
 
-drivetrain online_dpo recipe=online_dpo model.path=PATH data.train=[PROMPTS] rewards.use=[answer] ...          starts its workers itself
-torchrun --nproc-per-node N -m drivetrain.trainers.online_dpo group.kind=local ...                              runs in torchrun's processes
-"""
-
-from collections.abc import Sequence
+from functools import partial
 
 from ..engine.parallel.process import exit_process
-from .config.rl import OnlineDPOConfig
-from .launch import launch_rl
+from .main import train
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the trainer and return its exit code.
-
-    Args:
-        argv: The command-line arguments, or None for those of this process.
-    """
-    return launch_rl(OnlineDPOConfig, "OnlineDPOTrainer", argv, __doc__)
-
+main = partial(train, "online_dpo")
 
 if __name__ == "__main__":
     exit_process(main())

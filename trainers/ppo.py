@@ -1,24 +1,11 @@
-"""PPO with a critic.
+"""Reinforcement learning with a critic: `drivetrain ppo`, or `torchrun -m drivetrain.trainers.ppo`; see `--help`."""
 
-drivetrain ppo recipe=ppo model.path=PATH data.train=[PROMPTS] rewards.use=[answer] ...          starts its workers itself
-torchrun --nproc-per-node N -m drivetrain.trainers.ppo group.kind=local ...                              runs in torchrun's processes
-"""
-
-from collections.abc import Sequence
+from functools import partial
 
 from ..engine.parallel.process import exit_process
-from .config.rl import PPOConfig
-from .launch import launch_rl
+from .main import train
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the trainer and return its exit code.
-
-    Args:
-        argv: The command-line arguments, or None for those of this process.
-    """
-    return launch_rl(PPOConfig, "PPOTrainer", argv, __doc__)
-
+main = partial(train, "ppo")
 
 if __name__ == "__main__":
     exit_process(main())

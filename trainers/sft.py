@@ -1,24 +1,11 @@
-"""Supervised fine-tuning.
+"""Supervised fine-tuning: `drivetrain sft`, or `torchrun -m drivetrain.trainers.sft`; see `--help`."""
 
-drivetrain sft --nproc N recipe=NAME key=value ...
-torchrun --nproc-per-node N -m drivetrain.trainers.sft recipe=NAME key=value ...          (the same)
-"""
-
-from collections.abc import Sequence
+from functools import partial
 
 from ..engine.parallel.process import exit_process
-from .config.runs import SFTConfig
-from .launch import launch
+from .main import train
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the trainer and return its exit code.
-
-    Args:
-        argv: The command-line arguments, or None for those of this process.
-    """
-    return launch(SFTConfig, "SFTTrainer", argv, __doc__)
-
+main = partial(train, "sft")
 
 if __name__ == "__main__":
     exit_process(main())

@@ -98,11 +98,14 @@ class ColumnParallel:
 
     def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return one stored slice for each stacked tensor."""
-        rows, rest = shape[0] // len(names), shape[1:]
-        zeros = (0,) * len(rest)
+        rows, inner_shape = shape[0] // len(names), shape[1:]
+        zeros = (0,) * len(inner_shape)
         return [
             StoredSlice(
-                name, (rows * part.size, *rest), TensorSlice((i * rows, *zeros), (rows, *rest)), (part.rank * rows, *zeros)
+                name,
+                (rows * part.size, *inner_shape),
+                TensorSlice((i * rows, *zeros), (rows, *inner_shape)),
+                (part.rank * rows, *zeros),
             )
             for i, name in enumerate(names)
         ]
@@ -271,10 +274,10 @@ def _qkv_slices(
         part: The part that the rank holds.
         decoder: The sizes of the model.
     """
-    size, rest = decoder.head_dim, shape[1:]
+    size, inner_shape = decoder.head_dim, shape[1:]
     per_group = decoder.heads // decoder.kv_heads
     groups = decoder.kv_heads // part.size
-    zeros = (0,) * len(rest)
+    zeros = (0,) * len(inner_shape)
     slices = []
     for local in range(groups):
         group, at = part.rank * groups + local, local * (per_group + 2) * size
@@ -282,8 +285,8 @@ def _qkv_slices(
             slices.append(
                 StoredSlice(
                     name,
-                    (total, *rest),
-                    TensorSlice((at, *zeros), (heads * size, *rest)),
+                    (total, *inner_shape),
+                    TensorSlice((at, *zeros), (heads * size, *inner_shape)),
                     (first + group * heads * size, *zeros),
                 )
             )
@@ -341,13 +344,13 @@ class FusedColumnParallel(_SingleModule):
 
     def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return two stored slices."""
-        rows, rest = shape[0] // 2, shape[1:]
-        zeros = (0,) * len(rest)
+        rows, inner_shape = shape[0] // 2, shape[1:]
+        zeros = (0,) * len(inner_shape)
         return [
             StoredSlice(
                 names[0],
-                (2 * rows * part.size, *rest),
-                TensorSlice((half * rows, *zeros), (rows, *rest)),
+                (2 * rows * part.size, *inner_shape),
+                TensorSlice((half * rows, *zeros), (rows, *inner_shape)),
                 ((half * part.size + part.rank) * rows, *zeros),
             )
             for half in range(2)

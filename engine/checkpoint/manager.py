@@ -37,15 +37,15 @@ class Checkpointable(Protocol):
         ...
 
     def snapshot(self, step: int, extra: Mapping[str, Any] | None, copies: HostCopies) -> Snapshot:
-        """Copy the state; see `CheckpointableEngine.snapshot`."""
+        """Copy the state; see `BaseEngine.snapshot`."""
         ...
 
     def live_snapshot(self, step: int, extra: Mapping[str, Any] | None = None) -> AbstractContextManager[Snapshot]:
-        """View the state without copying it; see `CheckpointableEngine.live_snapshot`."""
+        """View the state without copying it; see `BaseEngine.live_snapshot`."""
         ...
 
     def load_checkpoint(self, folder: Path | str, *, verify: bool = True) -> RestoredState:
-        """Restore the state; see `CheckpointableEngine.load_checkpoint`."""
+        """Restore the state; see `BaseEngine.load_checkpoint`."""
         ...
 
 

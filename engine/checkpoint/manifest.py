@@ -117,16 +117,16 @@ class CheckpointManifest:
 
     def _check_file(self, name: str, entry: Mapping[str, Any]) -> None:
         parts = name.removeprefix(MODEL).split("/")
-        known = name.startswith(f"{MODEL}{TEMPLATES}/") and len(parts) == 2
-        if (len(parts) > 1 and not known) or any(p in ("", ".", "..") or "\\" in p or "\0" in p for p in parts):
+        is_template = name.startswith(f"{MODEL}{TEMPLATES}/") and len(parts) == 2
+        if (len(parts) > 1 and not is_template) or any(p in ("", ".", "..") or "\\" in p or "\0" in p for p in parts):
             raise CheckpointError(
                 f"{self.store}/{MANIFEST} lists the file {name!r}, which is not a plain name inside the folder"
             )
         expected, actual = count(entry["bytes"]), self.store.size(name)
         if actual != expected:
-            shown = "missing" if actual is None else f"{actual} bytes"
+            actual_text = "missing" if actual is None else f"{actual} bytes"
             raise DamagedError(
-                f"{self.store}/{name} is {shown}; the manifest says {expected} bytes: the checkpoint is damaged"
+                f"{self.store}/{name} is {actual_text}; the manifest says {expected} bytes: the checkpoint is damaged"
             )
         if len(entry["xxh3"]) != -(-expected // CHUNK_BYTES) or not all(isinstance(d, str) for d in entry["xxh3"]):
             raise ValueError(f"{name} has {len(entry['xxh3'])} checksums for {expected} bytes")
@@ -245,10 +245,10 @@ def merge_index(parts: list[dict[str, Any]]) -> dict[str, Any]:
             if merged["shape"] != entry["shape"]:
                 raise CheckpointError(f"ranks disagree on the shape of {name}: {merged['shape']} and {entry['shape']}")
             for kind, stored in entry["kinds"].items():
-                known = merged["kinds"].setdefault(kind, {"dtype": stored["dtype"], "boxes": []})
-                if known["dtype"] != stored["dtype"]:
-                    raise CheckpointError(f"ranks disagree on {kind} of {name}: {known['dtype']} and {stored['dtype']}")
-                known["boxes"].extend(stored["boxes"])
+                merged_entry = merged["kinds"].setdefault(kind, {"dtype": stored["dtype"], "boxes": []})
+                if merged_entry["dtype"] != stored["dtype"]:
+                    raise CheckpointError(f"ranks disagree on {kind} of {name}: {merged_entry['dtype']} and {stored['dtype']}")
+                merged_entry["boxes"].extend(stored["boxes"])
     for name, entry in tensors.items():
         for kind, stored in entry["kinds"].items():
             if not covers(entry["shape"], [TensorSlice(tuple(b["offset"]), tuple(b["length"])) for b in stored["boxes"]]):

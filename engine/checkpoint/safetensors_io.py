@@ -278,9 +278,9 @@ class TensorFiles:
         block = np.empty((min(step, rows), *array.shape[1:]), out.dtype)
         inside = tuple(slice(o, o + n) for o, n in zip(part.offset[1:], part.length[1:], strict=True))
         for done in range(0, rows, step):
-            some = block[: min(step, rows - done)]
-            checked.read_into(array.start + (first + done) * row_bytes, _flat(some))
-            out[done : done + len(some)] = some[(slice(None), *inside)]
+            piece = block[: min(step, rows - done)]
+            checked.read_into(array.start + (first + done) * row_bytes, _flat(piece))
+            out[done : done + len(piece)] = piece[(slice(None), *inside)]
 
     def _open(self, file: str) -> tuple[CheckedFile, dict[str, StoredArray]]:
         entry = self._files.get(file)

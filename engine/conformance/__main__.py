@@ -29,14 +29,14 @@ def parse_layout(words: list[str]) -> ParallelConfig:
         ConfigError: An axis is unknown, or its size is not a number.
     """
     layout = ParallelConfig()
-    known = {f.name for f in fields(ParallelConfig)}
+    axis_names = {f.name for f in fields(ParallelConfig)}
     for word in words:
         axis, _, value = word.partition("=")
         switch = {"true": True, "false": False}.get(value.lower())
         is_switch = isinstance(getattr(layout, axis, None), bool)
-        if axis not in known or (switch is None if is_switch else not value.isdigit()):
+        if axis not in axis_names or (switch is None if is_switch else not value.isdigit()):
             raise ConfigError(
-                f"{word!r} is not an axis with a size (axis=N, tp_sequence=true); the axes are {', '.join(sorted(known))}"
+                f"{word!r} is not an axis with a size (axis=N, tp_sequence=true); the axes are {', '.join(sorted(axis_names))}"
             )
         sizes: dict[str, Any] = {axis: switch if is_switch else int(value)}
         layout = replace(layout, **sizes)

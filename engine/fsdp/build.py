@@ -236,12 +236,12 @@ def fill(
 
 
 def draw(
-    root: PackedModel, meta_model: PackedModel, experts: ExpertShards | None, seed: int, wanted: Callable[[str], bool]
+    root: PackedModel, meta_model: PackedModel, experts: ExpertShards | None, seed: int, is_needed: Callable[[str], bool]
 ) -> None:
     """Draw random weights, and write this rank's part of them to its shards."""
     targets: dict[str, Tensor] = {**dict(root.named_parameters()), **dict(root.named_buffers())}
     with torch.no_grad():
-        for name, value in init_random(meta_model, seed, lambda name: name in targets and wanted(name)):
+        for name, value in init_random(meta_model, seed, lambda name: name in targets and is_needed(name)):
             tensor_slice, local = local_slice(targets[name])
             tensor_slice = tensor_slice if experts is None else experts.box(name, tensor_slice)
             if local.numel():

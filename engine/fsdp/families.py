@@ -109,18 +109,18 @@ def check_family(config: PreTrainedConfig, *, allow_unverified: bool) -> None:
         status = f"is verified, but not with {', '.join(unseen)}"
     try:
         trial = trial_config(config)
-        found = compare_packed(trial)
-        if not found.is_exact():
+        comparison = compare_packed(trial)
+        if not comparison.is_exact():
             # Where a token's experts are chosen by a hair, rounding decides; what is wrong is wrong at other weights too.
-            found = compare_packed(trial, seed=1)
+            comparison = compare_packed(trial, seed=1)
     except Exception as e:
         raise ModelError(
             f"model family {family!r} {status}, and trying it at small widths failed "
             f"({type(e).__name__}: {e}); engine.options.allow_unverified_family=true runs it at your own risk"
         ) from e
-    if not found.is_exact():
+    if not comparison.is_exact():
         raise ModelError(
             f"model family {family!r} {status}, and gives different logits for packed documents than for each document alone: off by "
-            f"{found.difference:.1e} of the largest logit at small widths, and by {found.leak:.1e} when other documents "
-            f"are replaced, where rounding explains {found.noise:.1e}; it cannot run on packed sequences; use another model"
+            f"{comparison.difference:.1e} of the largest logit at small widths, and by {comparison.leak:.1e} when other documents "
+            f"are replaced, where rounding explains {comparison.noise:.1e}; it cannot run on packed sequences; use another model"
         )

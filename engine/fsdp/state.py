@@ -132,10 +132,10 @@ def stream_weights(
 
 def _is_exported(name: str, tensor: Tensor, *, only_adapters: bool) -> bool:
     """Return whether a tensor is in an export of the adapters alone, which has the modules trained beside them, or of the rest."""
-    found = hf_name(name)
+    exported_name = hf_name(name)
     if not only_adapters:
-        return not found.adapter
-    return found.adapter or (tensor.requires_grad and not found.name.startswith("score."))
+        return not exported_name.adapter
+    return exported_name.adapter or (tensor.requires_grad and not exported_name.name.startswith("score."))
 
 
 def _export_name(name: str, *, only_adapters: bool) -> str:

@@ -102,8 +102,8 @@ def describe_kind(kind: LayerKind) -> str:
     """Return the class of a layer, those of its parts and their windows or types, for an error message."""
     name, settings, children = kind
     parts = [describe_kind(child) for _, child in children if "Norm" not in child[0]] if isinstance(children, tuple) else []
-    own = [f"{k}={v}" if isinstance(v, str) else k for k, v in settings if re.search("window|_type$", k) and v]
-    inside = ", ".join(dict.fromkeys([*own, *(part for part in parts if not part.startswith(("Linear", "Dropout")))]))
+    differences = [f"{k}={v}" if isinstance(v, str) else k for k, v in settings if re.search("window|_type$", k) and v]
+    inside = ", ".join(dict.fromkeys([*differences, *(part for part in parts if not part.startswith(("Linear", "Dropout")))]))
     return f"{name}({inside})" if inside else str(name)
 
 
@@ -134,7 +134,7 @@ def trial_config(config: PreTrainedConfig) -> PreTrainedConfig:
     if not lists:
         raise ModelError(f"{config.model_type} has no list of layers")
     longest = max(lists, key=len)
-    wanted = _inventory(lists)
+    needed = _inventory(lists)
     problem = ""
     for depth in dict.fromkeys((_shortest_prefix(longest), len(longest))):
         for scale in _scales(config):
@@ -145,8 +145,8 @@ def trial_config(config: PreTrainedConfig) -> PreTrainedConfig:
                 # Validators and asserts of a family raise what they like; another scale may satisfy them.
                 problem = problem or f"{type(e).__name__}: {e}"
                 continue
-            found = _inventory(layer_kinds(model))
-            missing = (wanted[0] ^ found[0]) or {kind for pair in wanted[1] ^ found[1] for kind in pair}
+            present = _inventory(layer_kinds(model))
+            missing = (needed[0] ^ present[0]) or {kind for pair in needed[1] ^ present[1] for kind in pair}
             size = sum(p.numel() for p in model.parameters())
             if not missing and size <= MAX_PARAMETERS:
                 return candidate
@@ -301,10 +301,10 @@ def compare_packed(config: PreTrainedConfig, seed: int = 0) -> TrialComparison:
         return float(max((a[n] - b[n]).abs().max() for n in which) / size)
 
     every = range(len(documents))
-    found = TrialComparison(off(packed, alone, every), off(packed, beside, kept), off(nearby, alone, every))
-    if not math.isfinite(found.difference + found.leak + found.noise):
+    comparison = TrialComparison(off(packed, alone, every), off(packed, beside, kept), off(nearby, alone, every))
+    if not math.isfinite(comparison.difference + comparison.leak + comparison.noise):
         raise ModelError("the logits of random weights are not finite, so nothing can be compared")
-    return found
+    return comparison
 
 
 def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:

@@ -69,19 +69,19 @@ class DiskLayout:
     def _fused(self, name: str, shape: tuple[int, ...], converter: WeightConverter, target: str) -> list[StoredSlice]:
         operations = [(type(op), getattr(op, "dim", None)) for op in converter.operations]
         sources = list(converter.source_patterns)
-        known = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
-        if len(converter.target_patterns) != 1 or operations not in known or (len(operations) == 1 and len(sources) != 1):
+        supported = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+        if len(converter.target_patterns) != 1 or operations not in supported or (len(operations) == 1 and len(sources) != 1):
             steps = ", ".join(op.__name__ for op, _ in operations)
             raise ModelError(f"{name} is stored with {steps} of {sources}; drivetrain has no rule for this family yet")
         if shape[1] % len(sources):
             raise ModelError(f"{name} has {shape[1]} rows, which is not divisible by its {len(sources)} parts on disk")
-        rows, rest = shape[1] // len(sources), shape[2:]
+        rows, inner_shape = shape[1] // len(sources), shape[2:]
         stem = name[: -len(target)]
         return [
             StoredSlice(
                 self._rename(stem + pattern.replace("*", str(expert))),
-                (rows, *rest),
-                TensorSlice((expert, part * rows, *(0,) * len(rest)), (1, rows, *rest)),
+                (rows, *inner_shape),
+                TensorSlice((expert, part * rows, *(0,) * len(inner_shape)), (1, rows, *inner_shape)),
                 dropped=1,
             )
             for expert in range(shape[0])

@@ -98,29 +98,29 @@ def modules_to_save(lora: LoraConfig, model: PreTrainedModel) -> list[nn.Module]
     """
     named = dict(model.named_modules())
     parameters = {name for name, _ in model.named_parameters()}
-    found: list[nn.Module] = []
-    for wanted in lora.modules_to_save:
-        names = [name for name in named if name == wanted or name.endswith(f".{wanted}")]
+    modules: list[nn.Module] = []
+    for pattern in lora.modules_to_save:
+        names = [name for name in named if name == pattern or name.endswith(f".{pattern}")]
         if not any(list(named[name].parameters()) for name in names):
-            near = difflib.get_close_matches(wanted, {n.rpartition(".")[2] for n in named}, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            close_matches = difflib.get_close_matches(pattern, {n.rpartition(".")[2] for n in named}, n=1, cutoff=0.4)
+            hint = f"; did you mean {close_matches[0]!r}?" if close_matches else ""
             raise ModelError(
-                f"model.lora.modules_to_save names {wanted!r}, which is no module of {type(model).__name__} with weights{hint}"
+                f"model.lora.modules_to_save names {pattern!r}, which is no module of {type(model).__name__} with weights{hint}"
             )
         if any(p.dim() > 2 for name in names for p in named[name].parameters()):
             raise ModelError(
-                f"model.lora.modules_to_save names {wanted!r}, which has experts fused into one tensor, for which peft has no place in its "
+                f"model.lora.modules_to_save names {pattern!r}, which has experts fused into one tensor, for which peft has no place in its "
                 "files; name other modules, or train the whole model"
             )
         for name in names:
             # A tied parameter is listed under the first of its names.
             if other := next((n for n, _ in named[name].named_parameters() if f"{name}.{n}" not in parameters), None):
                 raise ModelError(
-                    f"model.lora.modules_to_save names {wanted!r}, whose {other} is that of the input embeddings "
+                    f"model.lora.modules_to_save names {pattern!r}, whose {other} is that of the input embeddings "
                     "(tie_word_embeddings); name the embeddings instead, which trains both"
                 )
-        found += [named[name] for name in names]
-    return found
+        modules += [named[name] for name in names]
+    return modules
 
 
 def add_adapters(model: PreTrainedModel, config: PeftLoraConfig, lora: LoraConfig) -> None:

@@ -106,8 +106,8 @@ def freeze(root: HFModel, patterns: Sequence[str]) -> None:
     names = {name: hf_name(name).name for name, _ in root.named_parameters()}
     for pattern in patterns:
         if not fnmatch.filter(names.values(), pattern):
-            near = difflib.get_close_matches(pattern, names.values(), n=1, cutoff=0.3)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            close_matches = difflib.get_close_matches(pattern, names.values(), n=1, cutoff=0.3)
+            hint = f"; did you mean {close_matches[0]!r}?" if close_matches else ""
             raise ModelError(f"model.freeze: {pattern!r} matches no parameter of {type(root.lm).__name__}{hint}")
     for name, parameter in root.named_parameters():
         if any(fnmatch.fnmatchcase(names[name], pattern) for pattern in patterns):

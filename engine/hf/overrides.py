@@ -32,11 +32,11 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any], path: str) 
     Raises:
         ModelError: The config has no such setting, its shapes would no longer be those of the weights, or it refuses a value.
     """
-    known = config.to_dict()
+    defaults = config.to_dict()
     for name, value in overrides.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+        if name not in defaults:
+            close_matches = difflib.get_close_matches(name, defaults, n=1)
+            hint = f"; did you mean {close_matches[0]}?" if close_matches else ""
             raise ModelError(f"model.overrides.{name}={value}: the config of {path} has no such setting{hint}")
         if name in ("model_type", "architectures", "auto_map"):
             raise ModelError(
@@ -52,7 +52,7 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any], path: str) 
         except Exception as e:  # a config may check its values, and raise anything
             raise ModelError(f"model.overrides.{name}={value}: the config of {path} refuses it: {_cause(e)}") from e
     if overrides:
-        _check_layers(config, known, overrides, path)
+        _check_layers(config, defaults, overrides, path)
         try:
             # Values that fit their fields may contradict each other.
             config.validate()

@@ -71,12 +71,12 @@ def experts_per_token(config: PreTrainedConfig) -> int:
     """
     names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
     # HunYuan may have one number for each layer; the largest bounds the cost.
-    found = next((getattr(config, n) for n in names if getattr(config, n, None)), None)
-    if found is None:
+    count = next((getattr(config, n) for n in names if getattr(config, n, None)), None)
+    if count is None:
         raise ModelError(
             f"the config of {config.model_type} does not say how many experts a token takes; none of {', '.join(names)} is set"
         )
-    return max(found) if isinstance(found, list) else int(found)
+    return max(count) if isinstance(count, list) else int(count)
 
 
 def router_aux_coef(config: PreTrainedConfig, model: ModelConfig) -> float:

@@ -77,17 +77,17 @@ class WeightFolder:
         return cls(folders.pop(), canonical, [Path(file).name for file in files])
 
     def _keys_of(self, files: Sequence[str]) -> dict[str, str]:
-        found: dict[str, str] = {}
+        keys_by_name: dict[str, str] = {}
         for file in files:
             try:
                 keys = self._files.arrays(file)
             except (CheckpointError, OSError) as e:
                 raise ModelError(f"{self.folder / file} cannot be read: {e}") from e
             for key in keys:
-                if key in found:
-                    raise ModelError(f"{key} is in {found[key]} and in {file}; the files do not belong together")
-                found[key] = file
-        return found
+                if key in keys_by_name:
+                    raise ModelError(f"{key} is in {keys_by_name[key]} and in {file}; the files do not belong together")
+                keys_by_name[key] = file
+        return keys_by_name
 
     @property
     def names(self) -> list[str]:
@@ -286,16 +286,16 @@ def load_weights(
 @contextmanager
 def quiet_loading() -> Iterator[None]:
     """Keep transformers from drawing a bar while it loads the weights of a folder, which each process of a group would draw."""
-    shown = bars.is_progress_bar_enabled()
+    was_enabled = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             bars.enable_progress_bar()
 
 
-def init_random(meta_model: HFModel, seed: int, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+def init_random(meta_model: HFModel, seed: int, is_needed: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     """Yield random weights that depend only on the seed and the names: they are equal in every layout and on every engine.
 
     One module at a time is materialized in full on the CPU and initialized by the family's own `_init_weights`.
@@ -303,7 +303,7 @@ def init_random(meta_model: HFModel, seed: int, wanted: Callable[[str], bool]) -
     Args:
         meta_model: The model on the meta device.
         seed: The value of `engine.seed`.
-        wanted: A function that returns whether to draw a parameter, given its name in `meta_model`.
+        is_needed: A function that returns whether to draw a parameter, given its name in `meta_model`.
 
     Yields:
         The name in `meta_model` and the tensor.
@@ -311,7 +311,7 @@ def init_random(meta_model: HFModel, seed: int, wanted: Callable[[str], bool]) -
     for module_name, module in meta_model.named_modules():
         tensors = [*module.named_parameters(recurse=False), *persistent_buffers(module)]
         names = {n: f"{module_name}.{n}" if module_name else n for n, _ in tensors}
-        chosen = [n for n, _ in tensors if wanted(names[n])]
+        chosen = [n for n, _ in tensors if is_needed(names[n])]
         if not chosen:
             continue
         meta = {n: t for n, t in tensors if t.is_meta}

@@ -156,7 +156,7 @@ class ModelState:
             adapters: Whether to export the adapters' parameters with those of the modules that are trained beside them; otherwise
                 all but the adapters' own.
         """
-        wanted = [
+        needed = [
             (p, _of_adapters(p) if adapters else p.stored_slices) for p in self._param_shards if self._adapted or not adapters
         ]
         local_items = [
@@ -167,7 +167,7 @@ class ModelState:
                 tuple(param_shard.parameter.shape),
                 tuple(stored_slices),
             )
-            for param_shard, stored_slices in wanted
+            for param_shard, stored_slices in needed
             if (stored_slices if adapters else not param_shard.adapter)
             and param_shard.unique
             and self._data_group(param_shard).rank() == 0

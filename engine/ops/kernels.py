@@ -200,8 +200,11 @@ def by_document(
     keys, values = k.split(sizes, 2), v.split(sizes, 2)
     if context.parents is not None:
         keys, values = (
-            tuple(x if parent < 0 else torch.cat([own[parent], x], 2) for x, parent in zip(own, context.parents, strict=True))
-            for own in (keys, values)
+            tuple(
+                x if parent < 0 else torch.cat([tensor[parent], x], 2)
+                for x, parent in zip(tensor, context.parents, strict=True)
+            )
+            for tensor in (keys, values)
         )
     documents = zip(q.split(sizes, 2), keys, values, strict=True)
     if softcap is None and sinks is None:

@@ -247,13 +247,13 @@ def _chunk_outputs(z_cv: Tensor, targets_c1: Tensor, s: _Settings) -> ChunkOutpu
 class _Accumulator:
     """The gradients with respect to hidden states, weight and bias, accumulated chunk by chunk."""
 
-    def __init__(self, h_th: Tensor, w_vh: Tensor, bias_v: Tensor | None, wanted: tuple[bool, bool, bool]) -> None:
+    def __init__(self, h_th: Tensor, w_vh: Tensor, bias_v: Tensor | None, needs_grad: tuple[bool, bool, bool]) -> None:
         self.h_th, self.w_vh = h_th, w_vh
-        self.hidden = torch.empty_like(h_th) if wanted[0] else None
+        self.hidden = torch.empty_like(h_th) if needs_grad[0] else None
         # Partial sums are in float32, so that 16-bit weights lose no precision over many chunks.
         accurate = torch.promote_types(w_vh.dtype, torch.float32)
-        self.weight = torch.zeros(w_vh.shape, dtype=accurate, device=w_vh.device) if wanted[1] else None
-        self.bias = torch.zeros_like(bias_v, dtype=accurate) if bias_v is not None and wanted[2] else None
+        self.weight = torch.zeros(w_vh.shape, dtype=accurate, device=w_vh.device) if needs_grad[1] else None
+        self.bias = torch.zeros_like(bias_v, dtype=accurate) if bias_v is not None and needs_grad[2] else None
 
     def add(
         self,
@@ -356,12 +356,12 @@ class _LinearHead(torch.autograd.Function):
         likeliest = torch.empty(tokens if s.greedy else 0, dtype=torch.int64, device=h_th.device)
         squares = torch.empty(tokens if s.squares else 0, dtype=accurate, device=h_th.device)
         lse = torch.empty_like(log_probs)
-        wanted = ctx.needs_input_grad[:3]
-        early = _Accumulator(h_th, w_vh, bias_v, wanted) if expected_grads is not None and any(wanted) else None
+        needs_grad = ctx.needs_input_grad[:3]
+        early = _Accumulator(h_th, w_vh, bias_v, needs_grad) if expected_grads is not None and any(needs_grad) else None
         budget = KEPT_BYTES.get(h_th.device.type, KEPT_BYTES["cuda"])
         # With a soft cap its derivative is kept too.
         size = tokens * len(w_vh) * accurate.itemsize * (1 if s.transform.softcap is None else 2)
-        keeps = any(wanted) and early is None and size <= budget
+        keeps = any(needs_grad) and early is None and size <= budget
         kept: list[tuple[Tensor, Tensor | None]] = []
         for start in range(0, tokens, s.chunk):
             part = slice(start, start + s.chunk)

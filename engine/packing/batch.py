@@ -260,8 +260,10 @@ def check_read(fields: Iterable[str], read: Collection[str], extra_fields: Colle
     for name in fields:
         if name in read or name in extra_fields:
             continue
-        near = difflib.get_close_matches(name, read, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(sorted(read)) or 'none'}."
+        close_matches = difflib.get_close_matches(name, read, n=1)
+        hint = (
+            f"did you mean {close_matches[0]!r}?" if close_matches else f"known fields: {', '.join(sorted(read)) or 'none'}."
+        )
         raise BatchError(
             f"the batch has the field {name!r}, which is never read; {hint} Remove it, or declare it: extra_fields=({name!r},) "
             f"in a worker's config, or batch.with_extra_fields({name!r})"

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from ..errors import BudgetError
@@ -58,8 +59,8 @@ def _units(
     sets = [tuple(m) for m in members.values()]
     if groups is None and cut is not None:
         # What no caller has grouped may be cut, and every part has a parent of its own.
-        sets = [part for found in sets for part in cut(found)]
-    units = [_unit(found, lengths, ratio, prefixes) for found in sets]
+        sets = [part for indices in sets for part in cut(indices)]
+    units = [_unit(indices, lengths, ratio, prefixes) for indices in sets]
     # Most expensive first; ties are broken by members, so that the order does not depend on how groups are numbered.
     return sorted(units, key=lambda u: (-u.cost, u.members))
 
@@ -100,24 +101,24 @@ def _cut(members: tuple[int, ...], lengths: Sequence[int], prefixes: Prefixes, b
     """Cut a family that exceeds the budget into as few parts as possible, of similar size."""
     family = prefixes.families[members[0]]
     parent = prefixes.parents[family] if family >= 0 else 0
-    own = [lengths[i] - parent for i in members]
+    new_lengths = [lengths[i] - parent for i in members]
     room = budget - parent
-    if len(members) < 2 or sum(own) <= room:
+    if len(members) < 2 or sum(new_lengths) <= room:
         return [members]
-    if max(own) > room:
+    if max(new_lengths) > room:
         # A document is too long by itself, which is for the caller to say.
         return [(i,) for i in members]
     limit = room
-    parts = _in_order(members, own, limit)
+    parts = _in_order(members, new_lengths, limit)
     # The smallest limit with as many parts makes them even.
-    low, high = max(own), room
+    low, high = max(new_lengths), room
     while low < high:
         limit = (low + high) // 2
-        if len(_in_order(members, own, limit)) <= len(parts):
+        if len(_in_order(members, new_lengths, limit)) <= len(parts):
             high = limit
         else:
             low = limit + 1
-    return _in_order(members, own, low)
+    return _in_order(members, new_lengths, low)
 
 
 def _in_order(members: Sequence[int], sizes: Sequence[int], limit: int) -> list[tuple[int, ...]]:
@@ -161,7 +162,7 @@ def balance(
     whole = _units(lengths, groups, ratio, prefixes)
     largest = max((len(unit.members) for unit in whole), default=1) if groups is None and parts > 1 else 1
     while pieces == 1 or pieces < 2 * largest:
-        units = whole if pieces == 1 else _units(lengths, groups, ratio, prefixes, lambda found, n=pieces: _pieces(found, n))  # type: ignore[misc]
+        units = whole if pieces == 1 else _units(lengths, groups, ratio, prefixes, partial(_pieces, count=pieces))
         bins = _refine(_difference(units, parts))
         highest = max(sum(unit.cost for unit in contents) for contents in bins)
         if highest < lowest * (1 - WORTH_CUTTING):
@@ -217,8 +218,8 @@ def _exchange(heavy: list[_Unit], light: list[_Unit], budget: int | None) -> boo
     best: tuple[float, _Unit, _Unit | None] | None = None
     for unit in heavy:
         # The gap closes if half of it moves to the other bin, so only the candidates around that cost can be the best.
-        near = bisect_left(costs, unit.cost - gap / 2)
-        for other in candidates[max(near - 1, 0) : near + 1]:
+        nearest = bisect_left(costs, unit.cost - gap / 2)
+        for other in candidates[max(nearest - 1, 0) : nearest + 1]:
             delta = unit.cost - (other.cost if other else 0.0)
             gained = unit.tokens - (other.tokens if other else 0)
             new_gap = abs(gap - 2 * delta)

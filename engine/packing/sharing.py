@@ -60,8 +60,8 @@ def find_prefixes(batch: PackedBatch, least: float = 1) -> Prefixes | None:
             for i in members[first:last]:
                 families[i] = len(parents)
             parents.append(parent)
-    found = Prefixes(families=tuple(families), parents=tuple(parents))
-    return found if found.saved() >= least else None
+    prefixes = Prefixes(families=tuple(families), parents=tuple(parents))
+    return prefixes if prefixes.saved() >= least else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,7 +103,7 @@ def shared_layout(lengths: Sequence[int], prefixes: Prefixes) -> SharedLayout | 
     for i, family in enumerate(prefixes.families):
         if family >= 0:
             members.setdefault(family, []).append(i)
-    members = {family: found for family, found in members.items() if len(found) > 1}
+    members = {family: documents for family, documents in members.items() if len(documents) > 1}
     if not members:
         return None
     starts = [0, *accumulate(lengths)]

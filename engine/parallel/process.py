@@ -82,8 +82,8 @@ def _is_reporter(error: BaseException) -> bool:
         # torchrun gives each process its own folder, and the parent folder is shared.
         return _claim(Path(report).parent.parent / "first-failure", patient=isinstance(error, RemoteError))
     # A single process, or ranks not started by torchrun: rank 0 prints errors known to all ranks, other ranks only their own.
-    known = isinstance(error, RemoteError) or bool(getattr(error, "raised_on_ranks", ()))
-    return os.environ.get("RANK", "0") == "0" or not known
+    was_exchanged = isinstance(error, RemoteError) or bool(getattr(error, "raised_on_ranks", ()))
+    return os.environ.get("RANK", "0") == "0" or not was_exchanged
 
 
 def _claim(file: Path, *, patient: bool) -> bool:

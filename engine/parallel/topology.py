@@ -53,17 +53,17 @@ def resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfi
     product = 1
     for size in axes.values():
         product *= size
-    shown = " x ".join(f"{name}={size}" for name, size in axes.items() if size > 1 or name == "dp_shard") or "1"
+    layout = " x ".join(f"{name}={size}" for name, size in axes.items() if size > 1 or name == "dp_shard") or "1"
     if parallel.dp_shard is not None:
         if product != world_size:
             raise TopologyError(
-                f"engine.parallel requires {product} processes ({shown}), but the world size is {world_size}; start "
+                f"engine.parallel requires {product} processes ({layout}), but the world size is {world_size}; start "
                 f"{product}, for example with --nproc {product}, or leave dp_shard unset to have it inferred"
             )
         return parallel
     if world_size % product:
         raise TopologyError(
-            f"engine.parallel ({shown}) needs a multiple of {product} processes, but the world size is {world_size}; start "
+            f"engine.parallel ({layout}) needs a multiple of {product} processes, but the world size is {world_size}; start "
             f"a multiple, for example with --nproc {product} (torchrun: --nproc-per-node {product}; a worker group: its pool), or make the "
             "layout smaller"
         )

@@ -74,7 +74,7 @@ def create_app(settings: ServeSettings, model: ServedModel, replicas: Replicas) 
     app.add_middleware(
         KeyGuard,
         keys=settings.api_keys,
-        own={"/weights": settings.weights_key} if settings.weights_dir else {},
+        keys_by_path={"/weights": settings.weights_key} if settings.weights_dir else {},
         open_paths=["/health"],
     )
     app.add_middleware(HostGuard, hosts=settings.hosts())
@@ -99,13 +99,13 @@ class Service:
 
     async def count(self, request: Request, pass_on: Callable[[Request], Awaitable[Response]]) -> Response:
         """Count a request."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         route = request.url.path if not request.url.path.startswith("/v1/models") else "/v1/models"
         response = await pass_on(request)
         # Paths that do not exist are not counted one by one.
         path = route if response.status_code != 404 else "other"
         self._metrics.requests.labels(path, str(response.status_code)).inc()
-        self._metrics.seconds.labels(path).observe(time.perf_counter() - began)
+        self._metrics.seconds.labels(path).observe(time.perf_counter() - start)
         return response
 
     async def health(self) -> Response:
@@ -162,14 +162,14 @@ class Service:
     def _requests(
         self, body: Sampling, prompts: Sequence[list[int]], max_tokens: int | None, images: list[str]
     ) -> list[GenerationRequest]:
-        found = []
+        requests = []
         for row, prompt in enumerate(prompts):
             options = self._model.options(body, len(prompt), max_tokens)
-            found += [
+            requests += [
                 GenerationRequest(prompt=prompt, options=options, row=row, sample=sample, images=images)
                 for sample in range(body.n)
             ]
-        return found
+        return requests
 
     def _check_count(self, prompts: int, n: int) -> None:
         """Refuse requests for more responses than the service allows, before anything is done for them."""
@@ -204,16 +204,16 @@ class Service:
         first = await self._unless_gone(request, anext(pieces))
 
         async def events() -> AsyncIterator[bytes]:
-            found = {first.response.index: first.response}
+            by_index = {first.response.index: first.response}
             try:
                 if (chunk := form.chunk(first)) is not None:
                     yield _event(chunk)
                 async for piece in pieces:
-                    found[piece.response.index] = piece.response
+                    by_index[piece.response.index] = piece.response
                     if (chunk := form.chunk(piece)) is not None:
                         yield _event(chunk)
                 if body.wants_usage:
-                    yield _event(form.usage_chunk(usage_of(prompts, list(found.values()))))
+                    yield _event(form.usage_chunk(usage_of(prompts, list(by_index.values()))))
                 yield b"data: [DONE]\n\n"
             except DrivetrainError as e:
                 # The status was sent long ago.
@@ -224,12 +224,12 @@ class Service:
         return _ClosingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     async def _timed(self, pieces: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        began = time.perf_counter()
+        start = time.perf_counter()
         first = True
         try:
             async for piece in pieces:
                 if first:
-                    self._metrics.first_token.observe(time.perf_counter() - began)
+                    self._metrics.first_token.observe(time.perf_counter() - start)
                     first = False
                 yield piece
         finally:
@@ -298,10 +298,10 @@ class _ClosingResponse(StreamingResponse):
 
 
 async def _collect(pieces: AsyncIterator[Any], count: int) -> list[Generated]:
-    found: dict[int, Generated] = {}
+    by_index: dict[int, Generated] = {}
     async for piece in pieces:
-        found[piece.response.index] = piece.response
-    return [found[i] for i in range(count)]
+        by_index[piece.response.index] = piece.response
+    return [by_index[i] for i in range(count)]
 
 
 async def _disconnected(request: Request) -> None:

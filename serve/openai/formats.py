@@ -76,11 +76,11 @@ class CompletionFormat:
         return choice
 
     def _chat_log_probs(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        found = []
+        entries = []
         for token in tokens:
             text = self._texts.token(token.token)
-            found.append({"token": text, "logprob": token.log_prob, "bytes": list(text.encode()), "top_logprobs": []})
-        return {"content": found, "refusal": None}
+            entries.append({"token": text, "logprob": token.log_prob, "bytes": list(text.encode()), "top_logprobs": []})
+        return {"content": entries, "refusal": None}
 
     def _log_probs_of(self, response: Response, tokens: Sequence[Token]) -> dict[str, Any]:
         offset = self._offsets.get(response.index, 0)

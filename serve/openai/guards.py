@@ -50,24 +50,24 @@ class KeyGuard:
 
     Args:
         app: The application.
-        keys: The keys; without any, only paths of `own` are guarded.
-        own: Paths with keys of their own.
+        keys: The keys; without any, only the paths of `keys_by_path` are guarded.
+        keys_by_path: Paths with a key that differs from these.
         open_paths: Paths that need no key.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], own: dict[str, str], open_paths: Sequence[str]) -> None:
-        self._app, self._keys, self._own, self._open = app, list(keys), own, set(open_paths)
+    def __init__(self, app: ASGIApp, keys: Sequence[str], keys_by_path: dict[str, str], open_paths: Sequence[str]) -> None:
+        self._app, self._keys, self._keys_by_path, self._open = app, list(keys), keys_by_path, set(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         path = scope.get("path", "")
-        keys = [self._own[path]] if path in self._own else self._keys
+        keys = [self._keys_by_path[path]] if path in self._keys_by_path else self._keys
         if scope["type"] != "http" or not keys or path in self._open:
             await self._app(scope, receive, send)
             return
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        scheme, _, presented = Headers(scope=scope).get("authorization", "").partition(" ")
         # All are compared, so that the time says nothing.
-        matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
+        matches = [hmac.compare_digest(presented.strip().encode(), key.encode()) for key in keys]
         if scheme.lower() != "bearer" or not any(matches):
             message = "the key is missing or wrong; send it as: Authorization: Bearer KEY"
             await refuse(send, 401, message, "authentication_error", [("www-authenticate", "Bearer")])

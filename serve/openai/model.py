@@ -104,7 +104,7 @@ class ServedModel:
         Raises:
             ConfigError: A message has no role, or content of another kind; or there are too many images.
         """
-        found: list[dict[str, Any]] = []
+        parsed: list[dict[str, Any]] = []
         images: list[str] = []
         for i, message in enumerate(messages):
             content = message.get("content")
@@ -114,10 +114,10 @@ class ServedModel:
                 content = [_part(i, part, images) for part in content]
                 if all(part["type"] == "text" for part in content):
                     content = "".join(part["text"] for part in content)
-            found.append({"role": message["role"], "content": content})
+            parsed.append({"role": message["role"], "content": content})
         if len(images) > max_images:
             raise ConfigError(f"the messages have {len(images)} images; at most {max_images} are allowed")
-        return found, images
+        return parsed, images
 
 
 def _part(number: int, part: Any, images: list[str]) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _client_settings(body: Sampling) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ConfigError("generation_config is no object")
     defaults = GenerationConfig().to_dict()
-    found: dict[str, Any] = {}
+    client_settings: dict[str, Any] = {}
     for name, value in settings.items():
         kind = _CLIENT_SETTINGS.get(name)
         if value is None or name in _NO_SETTINGS:
@@ -156,10 +156,10 @@ def _client_settings(body: Sampling) -> dict[str, Any]:
         elif isinstance(value, bool) != (kind is bool) or not isinstance(value, int | float if kind is float else kind):
             raise ConfigError(f"generation_config.{name}={value!r:.50}; it must be a {kind.__name__}")
         else:
-            found[name] = value
-    if found.pop("do_sample", None) is False:
-        found["temperature"] = 0.0
-    return found
+            client_settings[name] = value
+    if client_settings.pop("do_sample", None) is False:
+        client_settings["temperature"] = 0.0
+    return client_settings
 
 
 _CLIENT_SETTINGS: dict[str, type] = {

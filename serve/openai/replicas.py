@@ -72,8 +72,8 @@ class Replicas:
         self.workers: list[SupervisedWorker] = []
         for number in range(count):
             environment = {**settings.environment, **({VISIBLE: gpus[number]} if gpus else {})}
-            own = replace(settings, name=f"{settings.name}-{number}", environment=environment)
-            self.workers.append(start_model_worker(factory, config, own, host))
+            worker_settings = replace(settings, name=f"{settings.name}-{number}", environment=environment)
+            self.workers.append(start_model_worker(factory, config, worker_settings, host))
         self._active = [0] * count
         self._lock = asyncio.Lock()
 
@@ -122,14 +122,14 @@ class Replicas:
         """
         number = self._choose()
         self._active[number] += len(requests)
-        found: list[ResponseStream] = []
+        streams: list[ResponseStream] = []
         try:
             for request in requests:
-                found.append(self.workers[number].stream(request))
-            yield found
+                streams.append(self.workers[number].stream(request))
+            yield streams
         finally:
             self._active[number] -= len(requests)
-            for stream in found:
+            for stream in streams:
                 stream.cancel()
 
     async def embed(self, texts: Sequence[list[int]]) -> list[Any]:

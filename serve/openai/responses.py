@@ -78,12 +78,12 @@ class RequestCompletions:
                 for stream, response in zip(streams, responses, strict=True)
             ]
             try:
-                rest = len(readers)
-                while rest:
+                open_count = len(readers)
+                while open_count:
                     piece = await queue.get()
                     if isinstance(piece, Exception):
                         raise piece
-                    rest -= piece.ended
+                    open_count -= piece.ended
                     yield piece
             finally:
                 for reader in readers:

@@ -62,8 +62,8 @@ class ServeSettings:
 
     def hosts(self) -> list[str]:
         """Return the names under which the service may be addressed, without ports."""
-        own = [] if self.host in ("0.0.0.0", "::") else [self.host]
-        names = {"localhost", "127.0.0.1", "::1", *own, *self.allowed_hosts}
+        bound_hosts = [] if self.host in ("0.0.0.0", "::") else [self.host]
+        names = {"localhost", "127.0.0.1", "::1", *bound_hosts, *self.allowed_hosts}
         return sorted(name.strip("[]") for name in names)
 
 

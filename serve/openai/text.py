@@ -61,12 +61,12 @@ class Texts:
         if not self.tokenizer.chat_template:
             raise ConfigError("the model's tokenizer has no chat template; use /v1/completions, or train on chats")
         try:
-            found = self.tokenizer.apply_chat_template(
+            encoded = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
             )
         except Exception as e:  # whatever a template raises
             raise ConfigError(f"the messages do not fit the model's chat template: {e}") from e
-        ids: list[int] = found["input_ids"]
+        ids: list[int] = encoded["input_ids"]
         return ids
 
     def stream(self, stops: Sequence[str]) -> "TextStream":
@@ -98,10 +98,10 @@ class TextStream:
             return ""
         self._tokens.append(token)
         self._held += self._decoder.step(self._backend, token) or ""
-        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
-        if found:
+        positions = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        if positions:
             self.stopped = True
-            return self._give(min(found))
+            return self._give(min(positions))
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         return self._give(len(self._held) - keep)
 
@@ -115,9 +115,9 @@ class TextStream:
         return self._give(len(self._held))
 
     def _give(self, count: int) -> str:
-        given, self._held = self._held[:count], self._held[count:]
-        self.text += given
-        return given
+        text, self._held = self._held[:count], self._held[count:]
+        self.text += text
+        return text
 
 
 def _overlap(text: str, stop: str) -> int:

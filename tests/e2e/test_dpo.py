@@ -34,7 +34,6 @@ from drivetrain.trainers.methods.base import TrainingMethod
 from drivetrain.trainers.methods.preference import PreferenceMethod
 from drivetrain.trainers.methods.reward import RewardMethod
 from drivetrain.trainers.tasks.addition import make_tokenizer
-from drivetrain.trainers.validate import sample_budget
 from helpers.harness import run_ranks
 from helpers.preferences import AGAINST, Document, Pair, Trained, kto_loss, pair_loss, reward_loss
 from helpers.runs import make_task, records
@@ -269,7 +268,7 @@ def rank_lora(folder: str, cache: str) -> Any:
         optim=OptimConfig(lr=1e-2),
     )
     method = PreferenceMethod(config)
-    data = load_data(config, method.kind, sample_budget(config, method))
+    data = load_data(config.model, config.data, kind=method.kind, budget=method.budget)
     samples = data.train
     engine = engine_class("fsdp")(model=config.model, engine=config.engine, optim=config.optim)
     method.setup(engine, data.tokenizer, data.train, None)
@@ -478,7 +477,7 @@ def layout_steps(
         )
         method = PreferenceMethod(config)
     method.check()
-    data = load_data(config, method.kind, sample_budget(config, method))
+    data = load_data(config.model, config.data, kind=method.kind, budget=method.budget)
     samples = data.train
     engine = engine_class(backend)(model=config.model, engine=config.engine, optim=config.optim)
     method.setup(engine, data.tokenizer, data.train, None)
@@ -537,7 +536,7 @@ def rank_first_loss(
         real = module.log_probs_of
         module.log_probs_of = lambda engine, drawn, training: real(engine, drawn, training=False)
     method = PreferenceMethod(config)
-    data = load_data(config, method.kind, sample_budget(config, method))
+    data = load_data(config.model, config.data, kind=method.kind, budget=method.budget)
     samples = data.train
     cls: Any = engine_class(backend)
     run, ran = cls.run_micro_batches, []

@@ -11,8 +11,7 @@ import pytest
 
 from drivetrain.engine.errors import ConfigError, RemoteError
 from drivetrain.engine.parallel.process import report_failure
-from drivetrain.trainers import run as run_module
-from drivetrain.trainers import run_folder
+from drivetrain.trainers.loop import ranks, run_folder
 from helpers.harness import run_ranks
 from helpers.runs import words
 
@@ -124,20 +123,18 @@ def test_a_rank_that_is_killed_is_told_in_one_line(task: Path, planted: dict[str
 
 
 def failed_alone(words: list[str]) -> str:
-    """`run` as a program calls it: it raises, and leaves the default group to its peers."""
+    """A trainer as a program calls it: it raises, and leaves the default group to its peers."""
     import torch.distributed as dist
 
-    from drivetrain.trainers.config.parse import parse
     from drivetrain.trainers.config.runs import SFTConfig
-    from drivetrain.trainers.methods.sft import SFTMethod
+    from drivetrain.trainers.offline.trainer import SFTTrainer
 
-    config = parse(SFTConfig, words, "")
     destroyed = []
-    run_module.close_distributed = lambda: destroyed.append(True)  # type: ignore[assignment]
+    ranks.close_distributed = lambda: destroyed.append(True)  # type: ignore[assignment]
     if dist.get_rank() == 1:
         run_folder.make_folder = _refuse  # type: ignore[assignment]
     try:
-        run_module.run(config, SFTMethod(config))
+        SFTTrainer(SFTConfig.parse(*words)).train()
     except Exception as e:
         return f"{type(e).__name__} {bool(destroyed)}"
     return "no error"

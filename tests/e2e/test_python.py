@@ -33,13 +33,13 @@ from drivetrain import (
 )
 from drivetrain.trainers.data.python_data import PythonData
 from drivetrain.trainers.loop.answer_metrics import AnswerMetrics, exact_match
+from drivetrain.trainers.loop.early_stopping import EarlyStopping
 from drivetrain.trainers.loop.loop import StopReason
-from drivetrain.trainers.loop.parts import TrainingRun
 from drivetrain.trainers.loop.samples import HeldOutCompletion
+from drivetrain.trainers.offline.run import evaluation_metrics
 from drivetrain.trainers.sft import main
 from drivetrain.trainers.tasks.addition import write_model
 from drivetrain.trainers.tasks.rising_digits import write_pairs
-from drivetrain.trainers.validate import early_stopping_of
 from helpers.runs import losses, records, words
 
 
@@ -59,10 +59,10 @@ class Watch(Callback):
         self.calls: list[tuple[str, int]] = []
         self.stop_at, self.fail_at = stop_at, fail_at
 
-    def on_train_begin(self, run: TrainingRun, step: int) -> None:
+    def on_train_begin(self, run: Any, step: int) -> None:
         self.calls.append(("begin", step))
 
-    def on_step_end(self, run: TrainingRun, step: int, metrics: Mapping[str, Any]) -> bool:
+    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, Any]) -> bool:
         assert metrics["step"] == step
         assert run.engine.step == step
         self.calls.append(("step", step))
@@ -70,14 +70,14 @@ class Watch(Callback):
             raise RuntimeError("the disk of my dashboard is full")
         return step == self.stop_at
 
-    def on_evaluate(self, run: TrainingRun, step: int, metrics: Mapping[str, float]) -> None:
+    def on_evaluate(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
         assert metrics["loss"] > 0
         self.calls.append(("evaluate", step))
 
-    def on_save(self, run: TrainingRun, step: int) -> None:
+    def on_save(self, run: Any, step: int) -> None:
         self.calls.append(("save", step))
 
-    def on_train_end(self, run: TrainingRun, step: int) -> None:
+    def on_train_end(self, run: Any, step: int) -> None:
         self.calls.append(("end", step))
 
 
@@ -97,7 +97,7 @@ def test_rows_in_memory_train_as_rows_of_a_file_do_and_as_the_command_does(task:
 
     assert main([*words(task, "trainer.max_steps=3"), f"trainer.output_dir={task / 'command'}"]) == 0
     outcome = SFTTrainer(config_of(task, "rows"), train_data=rows_of(task)).train()
-    assert (outcome.result.step, outcome.result.reason) == (3, StopReason.DONE)
+    assert (outcome.step, outcome.reason) == (3, StopReason.DONE)
     assert Path(outcome.outputs["model"]).is_dir()
     SFTTrainer(config_of(task, "table"), train_data=datasets.Dataset.from_list(rows_of(task))).train()
     assert losses(task / "rows") == losses(task / "table") == losses(task / "command")
@@ -158,7 +158,7 @@ def test_arguments_of_other_types_are_refused_at_once(task: Path) -> None:
         ({"train_data": {"prompt": ["a"]}}, r"train_data is a dict"),
         ({"train_data": []}, r"train_data has no rows"),
         ({"train_data": rows, "formatting": "text"}, r"formatting is a str; give a function of a row"),
-        ({"train_data": rows, "callbacks": [print]}, r"which is no Callback; derive its class from drivetrain.Callback"),
+        ({"train_data": rows, "callbacks": [print]}, r"which is not a Callback; derive its class from drivetrain.Callback"),
         (
             {"train_data": rows, "callbacks": [Misnamed()]},
             r"Misnamed has the method on_step, .*; a Callback has on_evaluate, on_save, on_s",
@@ -196,7 +196,7 @@ def test_callbacks_see_the_run_and_stop_it_and_a_later_run_goes_on(task: Path) -
     stopping = Watch(stop_at=1)
     arguments: dict[str, Any] = {"train_data": rows_of(task), "eval_data": rows_of(task, "eval")}
     outcome = SFTTrainer(config_of(task, "parts", *more), callbacks=[stopping], **arguments).train()
-    assert (outcome.result.step, outcome.result.reason) == (1, StopReason.CALLBACK)
+    assert (outcome.step, outcome.reason) == (1, StopReason.CALLBACK)
     assert stopping.calls == [("begin", 0), ("step", 1), ("save", 1), ("end", 1)]
     rest = Watch()
     SFTTrainer(config_of(task, "parts", *more), callbacks=[rest], **arguments).train()
@@ -259,12 +259,12 @@ def test_pairs_in_memory_train_a_policy_and_a_reward_model(tmp_path: Path) -> No
         "trainer.max_steps=2",
     )
     config = DPOConfig.parse(*common, f"trainer.output_dir={tmp_path / 'dpo'}", f"data.cache_dir={tmp_path / 'cache'}")
-    assert DPOTrainer(config, train_data=rows).train().result.step == 2
+    assert DPOTrainer(config, train_data=rows).train().step == 2
     assert losses(tmp_path / "dpo")[0] == pytest.approx(0.6931472, rel=1e-6)
     own = replace(config, trainer=replace(config.trainer, output_dir=str(tmp_path / "own")))
-    assert DPOTrainer(own, train_data=rows, loss=Shortest()).train().result.step == 2
+    assert DPOTrainer(own, train_data=rows, loss=Shortest()).train().step == 2
     rewards = RMConfig.parse(*common, f"trainer.output_dir={tmp_path / 'rm'}", f"data.cache_dir={tmp_path / 'cache'}")
-    assert RewardTrainer(rewards, train_data=rows).train().result.step == 2
+    assert RewardTrainer(rewards, train_data=rows).train().step == 2
 
 
 # ---- metrics of answers ----------------------------------------------------------------------------------------------
@@ -359,7 +359,9 @@ def test_a_dry_run_finds_what_the_run_would(task: Path, capsys: pytest.CaptureFi
 def test_metrics_select_by_the_higher_value(task: Path) -> None:
     config = config_of(task, "run", "trainer.generate=1", "trainer.metrics=[exact_match]", "trainer.best_metric=exact_match")
     trainer = SFTTrainer(config, train_data=rows_of(task))
-    watch = early_stopping_of(config, trainer._method(), AnswerMetrics.of(config.trainer.metrics), "x")
+    watch = EarlyStopping.of(
+        config.trainer, evaluation_metrics(trainer.make_method(), AnswerMetrics.of(config.trainer.metrics))
+    )
     assert watch.update(1, {"exact_match": 0.25})
     assert not watch.update(2, {"exact_match": 0.125})
 
@@ -403,8 +405,8 @@ class Breaks(list):
 
 told = []
 SFTTrainer(config("first"), train_data=rows).dry_run()
-told.append(SFTTrainer(config("first"), train_data=rows).train().result.step)
-told.append(SFTTrainer(config("second"), train_data=rows).train().result.step)
+told.append(SFTTrainer(config("first"), train_data=rows).train().step)
+told.append(SFTTrainer(config("second"), train_data=rows).train().step)
 try:
     SFTTrainer(config("failed"), train_data=rows, callbacks=[Fails(), Gathers()]).train()
 except Exception as e:

@@ -7,6 +7,8 @@ bundles, and the messages of such runs with one of every other kind.
 import base64
 import json
 import shutil
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,21 @@ import pytest
 
 from drivetrain.checkpoint_tools.commands import main as checkpoint_tool
 from drivetrain.engine.errors import ConfigError
+from drivetrain.losses.policy import PolicyLoss
+from drivetrain.losses.registry import ByName
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import PPOConfig
 from drivetrain.trainers.config.runs import SFTConfig
+from drivetrain.trainers.offline.trainer import SFTTrainer
+from drivetrain.trainers.rl.algorithms import published
 from drivetrain.trainers.rl.phase_commands import main as rl_phase
 from drivetrain.trainers.rl.trainer import PPOTrainer
-from drivetrain.trainers.trainer import SFTTrainer
 from drivetrain.workers.protocol.codec import Codec
+from drivetrain.workers.protocol.compute_messages import Call
 from drivetrain.workers.protocol.names import Names
 from drivetrain.workers.protocol.operations import Registry
-from drivetrain.workers.protocol.values import load
+from drivetrain.workers.protocol.values import dump, load
+from drivetrain.workers.roles.advantage import AdvantageConfig
 from helpers import rl_runs, runs
 
 FORMATS = Path(__file__).parents[1] / "recorded" / "formats"
@@ -55,6 +62,49 @@ def test_messages_mean_the_same_and_look_the_same() -> None:
         ops.add((record["kind"], msgspec.msgpack.decode(frame)["op"]))
     registry = Registry()
     assert {op for kind, op in ops if kind == "request"} >= set(registry.ops)
+
+
+def with_class(plain: Any, name: str) -> Iterator[dict[str, Any]]:
+    """What stands for instances of a class, anywhere in plain data."""
+    if isinstance(plain, dict):
+        if str(plain.get("$")).endswith(f":{name}"):
+            yield plain["fields"]
+        yield from (found for part in plain.values() for found in with_class(part, name))
+    elif isinstance(plain, list):
+        yield from (found for part in plain for found in with_class(part, name))
+
+
+@pytest.mark.parametrize("kind", [PolicyLoss, AdvantageConfig])
+def test_losses_in_messages_keep_their_settings(kind: type[ByName]) -> None:
+    """Messages of before have the settings of all objectives and estimators; now they have those of one, under the same names."""
+    codec, names, found = Codec(Registry(), binary=True), Names(["drivetrain.engine.loss:OutputRequest"]), 0
+    for record in frames():
+        if record["kind"] != "request" or kind.__name__.encode() not in (frame := base64.b64decode(record["msgpack"])):
+            continue
+        message = codec.decode_request(frame)
+        loaded = load(message, [base64.b64decode(part) for part in record["parts"]], names)
+        again = codec.encode(dump(loaded, names)[0])
+        (before,), (after,) = (list(with_class(msgspec.msgpack.decode(f), kind.__name__)) for f in (frame, again))
+        assert after.items() <= before.items()
+        assert before.keys() - after.keys() <= kind.setting_names() - {f.name for f in fields(kind)}  # type: ignore[arg-type]
+        found += 1
+    assert found == {PolicyLoss: 6, AdvantageConfig: 2}[kind]
+
+
+def test_every_published_loss_of_before_is_that_of_today() -> None:
+    """Recorded by commit a2b0806, before each objective and estimator had settings of its own."""
+    lines = (FORMATS / "losses.jsonl").read_text().splitlines()
+    assert len(lines) == 20
+    for record in map(json.loads, lines):
+        today = published(record["algorithm"])
+        plain = [record["loss"], record["advantage"]]
+        loaded = load(Call(id=1, role="actor", method="update", args=plain), [], Names()).args
+        recorded = load(Call(id=1, role="actor", method="update", args=[part["fields"] for part in plain]), [], Names()).args
+        assert loaded == [today.loss, today.advantage]
+        for part, values in zip(loaded, recorded, strict=True):
+            settings = part.settings()
+            assert settings == {name: values[name] for name in settings}
+            assert settings.keys() == {f.name for f in (*fields(part), *fields(getattr(part, part.part)))}
 
 
 def test_a_name_that_never_was_is_refused() -> None:

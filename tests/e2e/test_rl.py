@@ -249,7 +249,7 @@ def test_a_checkpoint_of_another_method_is_not_resumed(task: Path, tmp_path: Pat
 
     make_sft_task(tmp_path)
     assert sft(sft_words(tmp_path, "trainer.max_steps=1", "trainer.loggers=[]", "trainer.export_hf=false")) == 0
-    with pytest.raises(CheckpointError, match="is from a SFT run, and this run of reinforcement learning cannot resume"):
+    with pytest.raises(CheckpointError, match="is from a SFT run, and this rl run cannot resume"):
         train(task, tmp_path / "run", "trainer.max_steps=2")
 
 
@@ -370,7 +370,7 @@ def test_a_damaged_checkpoint_is_skipped_and_another_model_refused(
         next(model.parameters()).mul_(1.01)
     model.save_pretrained(other / "model")
     before = (run / "config.yaml").read_text()
-    with pytest.raises(CheckpointError, match="a different model; choose another"):
+    with pytest.raises(CheckpointError, match="a different model, whose weights would not be read; choose another"):
         train(task, run, "trainer.max_steps=3", f"model.path={other / 'model'}", config_class=PPOConfig)
     with pytest.raises(CheckpointError, match=r"step-00000001: it was saved with data\.seed = 0, now it is 7"):
         train(

@@ -258,7 +258,7 @@ def test_watch_decides() -> None:
     first = EarlyStopping("loss", None, "x", SFTMethod.lower_is_better)
     assert [first.update(i, {"loss": loss}) for i, loss in enumerate((float("nan"), 2.0), 1)] == [False, True]
     again = EarlyStopping("accuracy", 2, "x", SFTMethod.lower_is_better)
-    again.restore(json.loads(json.dumps(watch.state())))
+    again.restore(json.loads(json.dumps(watch.state())), {2}, "")
     assert not again.update(4, {"accuracy": float("nan")})
     assert again.stop
     assert (again.best, again.best_step) == (0.3, 2)
@@ -266,7 +266,7 @@ def test_watch_decides() -> None:
         EarlyStopping("loss", 2, "x", SFTMethod.lower_is_better),
         EarlyStopping("accuracy", 2, "y", SFTMethod.lower_is_better),
     ):
-        other.restore(watch.state())
+        other.restore(watch.state(), {2}, "")
         assert other.best is None
     with pytest.raises(ConfigError, match=r"trainer.best_metric=f1; the metrics of an evaluation are loss, accuracy"):
         EarlyStopping("f1", None, "", SFTMethod.lower_is_better)

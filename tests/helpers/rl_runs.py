@@ -6,7 +6,8 @@ from typing import Any
 
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import GRPOConfig, RLConfig
-from drivetrain.trainers.rl.trainer import RLOutcome, RLTrainer
+from drivetrain.trainers.loop.loop import TrainResult
+from drivetrain.trainers.rl.trainer import RLTrainer
 from drivetrain.trainers.tasks.addition import write_model, write_prompts
 
 PROMPTS = 24
@@ -41,7 +42,7 @@ def words(task: Path, run: Path, *more: str) -> list[str]:
     ]
 
 
-def train(task: Path, run: Path, *more: str, config_class: type[RLConfig] = GRPOConfig, rewards: Any = ()) -> RLOutcome:
+def train(task: Path, run: Path, *more: str, config_class: type[RLConfig] = GRPOConfig, rewards: Any = ()) -> TrainResult:
     """Train in this process, or in the workers that it starts."""
     return RLTrainer(parse(config_class, words(task, run, *more), ""), rewards=rewards).train()
 

@@ -26,7 +26,7 @@ from drivetrain.trainers.rl.algorithms import resolve
 from drivetrain.trainers.rl.answers import Answer, Answers
 from drivetrain.trainers.rl.roles import build_roles
 from drivetrain.trainers.rl.session import open_phases
-from drivetrain.trainers.rl.update import add_old_log_probs, estimate_advantages, update
+from drivetrain.trainers.rl.step import train_on
 from drivetrain.workers.roles.dispatch import MiniBatches
 from helpers.hybridflow import Plain, clipped, logs, values, whitened_gae
 
@@ -84,7 +84,7 @@ def steps_of_phases(config: RLConfig) -> dict[str, list[float]]:
     roles = build_roles(config, algorithm, total_steps=STEPS)
     needed = [name for name in roles.specs if name not in ("rollout", "reward")]
     found: dict[str, list[float]] = {}
-    with open_phases(config, algorithm, roles, only=needed, judges=False) as (phases, _):
+    with open_phases(config, algorithm, roles, only=needed, judges=False) as phases:
         for step, rows in enumerate(recorded(), 1):
             batch = from_lists(
                 [row["prompt"] + row["response"] for row in rows],
@@ -92,9 +92,7 @@ def steps_of_phases(config: RLConfig) -> dict[str, list[float]]:
                 token_fields={"rollout_log_probs": [[0.0] * len(row["prompt"] + row["response"]) for row in rows]},
             )
             answers = Answers(ref=phases.group.put(batch, role="actor"), rows=tuple(answer_of(row) for row in rows))
-            answers = add_old_log_probs(phases, phases.score(answers))
-            chosen, metrics = estimate_advantages(phases, answers, step)
-            metrics = update(phases, answers, chosen, metrics, step)
+            answers, _, metrics = train_on(phases, phases.score(answers), {}, step=step)
             phases.discard(answers.ref)
             for name in ("loss", "grad_norm", "critic/loss", "critic/grad_norm"):
                 if name in metrics:

@@ -15,23 +15,19 @@ from drivetrain.engine.hf.config import read_config
 from drivetrain.engine.hf.model import empty_lm
 from drivetrain.engine.registry import engine_class
 from drivetrain.trainers.config.data import DataConfig
-from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
+from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig, RLConfig
 from drivetrain.trainers.config.runs import DPOConfig, RMConfig, SFTConfig
 from drivetrain.trainers.config.trainer import TrainerConfig
-from drivetrain.trainers.methods.preference import PreferenceMethod
-from drivetrain.trainers.methods.reward import RewardMethod
-from drivetrain.trainers.methods.sft import SFTMethod
+from drivetrain.trainers.offline.trainer import DPOTrainer, RewardTrainer, SFTTrainer
 from drivetrain.trainers.rl.collect import load_data
 from drivetrain.trainers.rl.trainer import GRPOTrainer, OnlineDPOTrainer, PPOTrainer
 from drivetrain.trainers.tasks.addition import write_model
-from drivetrain.trainers.validate import check_run, unused_settings
+from drivetrain.trainers.validate import unused_settings
 
-METHODS: dict[str, tuple[Any, Any]] = {
-    "sft": (SFTConfig, SFTMethod),
-    "dpo": (DPOConfig, PreferenceMethod),
-    "rm": (RMConfig, RewardMethod),
-}
 TRAINERS: dict[str, tuple[Any, Any]] = {
+    "sft": (SFTConfig, SFTTrainer),
+    "dpo": (DPOConfig, DPOTrainer),
+    "rm": (RMConfig, RewardTrainer),
     "grpo": (GRPOConfig, GRPOTrainer),
     "ppo": (PPOConfig, PPOTrainer),
     "online_dpo": (OnlineDPOConfig, OnlineDPOTrainer),
@@ -181,7 +177,7 @@ dpo dpo.beta=nan  =>  dpo.beta=nan; it must be more than 0
 dpo dpo.beta=-0.1  =>  dpo.beta=-0.1; it must be more than 0
 dpo dpo.beta=1e30  =>  dpo.beta=1e+30; it must be at most 1000
 dpo dpo.beta=1e-30  =>  dpo.beta=1e-30; it must be at least 1e-06
-dpo dpo.loss=dpo  =>  dpo.loss=dpo; it must be one of sigmoid, ipo, hinge, exo_pair, robust, nc
+dpo dpo.loss=dpo  =>  dpo.loss=dpo; it must be one of aot, apo_down, apo_zero, bco_pair
 dpo dpo.label_smoothing=0.5  =>  dpo.label_smoothing=0.5; it is a fraction of flipped labels, at least 0 and below 0.5
 dpo dpo.loss=simpo dpo.gamma=-1  =>  dpo.gamma=-1.0; it is a margin and must be 0 or more
 dpo dpo.loss=simpo reference.path=/x  =>  reference.* is set with dpo.loss=simpo, which has no reference; unset it
@@ -193,7 +189,7 @@ dpo reference.mode=none  =>  reference.mode=none; it must be one of auto, model,
 dpo reference.backend=nope  =>  the reference cannot be built (it is model.path; reference.path is unset): engine.backend='nope' is 
 dpo dpo.loss=kto data.batch_size=1  =>  data.batch_size=1: kto compares each answer with another one in the batch; use at least 2
 dpo dpo.loss_weights={sigmoid: 0}  =>  dpo.loss_weights.sigmoid=0.0; it must be a number above 0
-dpo dpo.loss_weights={foo: 1}  =>  dpo.loss_weights.foo=1.0; choose one of sigmoid, ipo, hinge, exo_pair, robust, nca_pair, bco_pair, s
+dpo dpo.loss_weights={foo: 1}  =>  dpo.loss_weights.foo=1.0; choose one of aot, apo_down, apo_zero, bco_pair
 dpo dpo.divergence=kl  =>  dpo.divergence=kl; it must be one of reverse_kl, forward_kl, js_divergence, a
 dpo data.learn=all  =>  data.learn=all: DPO compares entire answers; unset it
 dpo data.streaming=true reference.mode=cached trainer.max_steps=5  =>  reference.mode=cached with data.streaming=true, which stores nothing; use reference.mode=model, or b
@@ -202,7 +198,7 @@ rm trainer.generate=2 data.eval=[DATA]  =>  trainer.generate=2: reward modeling 
 rm rm.centering=-1  =>  rm.centering=-1.0; it must be 0 or more
 rm rm.centering=1e30  =>  rm.centering=1e+30; it must be at most 1e+06
 rm rm.centering=nan  =>  rm.centering=nan; it must be 0 or more
-grpo rewards.use=[]  =>  rewards.use is not set, so nothing says which answers are good; give names, such as rewards.use=[ans
+grpo rewards.use=[]  =>  rewards.use is not set, so no reward is configured; give names, such as rewards.use=[ans
 grpo rewards.use=[answer] rl.group_size=1  =>  rl.group_size=1 with rl.algorithm=grpo, which compares the answers to one prompt; use at least 2, or
 grpo rewards.use=[answer] rl.group_size=0  =>  rl.group_size=0; it must be at least 1
 grpo rewards.use=[answer] rl.group_size=1000000000  =>  rl.group_size=1000000000; it must be at most 65536
@@ -212,7 +208,7 @@ grpo rewards.use=[answer] rl.loss.kl_coef=1e30  =>  rl.loss.kl_coef=1e+30; it mu
 grpo rewards.use=[answer] group.nproc=1000000  =>  group.nproc=1000000; it must be at most 4096
 grpo rewards.use=[answer] group.pools={rollout: 9999}  =>  group.pools.rollout=9999; it must be at most 4096
 grpo rewards.use=[answer] model.lora.alpha=32  =>  the role actor (actor.model, actor.engine, or what they inherit): model.lora.alpha=32.0
-grpo rewards.use=[answer] rl.algorithm=grop  =>  rl.algorithm=grop; it must be one of grpo, dr_grpo, dapo, gspo, cispo, sa
+grpo rewards.use=[answer] rl.algorithm=grop  =>  rl.algorithm=grop; it must be one of cispo, clip_cov, dapo
 grpo rewards.use=[answer] rl.mini_batch_size=0  =>  rl.mini_batch_size=0; it must be at least 1
 grpo rewards.use=[answer] rl.epochs=0  =>  rl.epochs=0; it must be at least 1
 grpo rewards.use=[answer] rollout.max_tokens=0  =>  rollout.max_tokens=0; it must be at least 1
@@ -267,14 +263,11 @@ def check(trainer: str, words: list[str], model: Path) -> None:
     """What a command checks before it reads data or weights."""
     given = [word.replace("DATA", str(model / "config.json")) for word in words]
     base = [f"model.path={model}", f"data.train=[{model / 'config.json'}]"]
-    if trainer in METHODS:
-        config_class, method = METHODS[trainer]
-        config = config_class.parse(*base, *given)
-        check_run(config, method(config))
+    config_class, trainer_class = TRAINERS[trainer]
+    config = config_class.parse(*base, *given)
+    trainer_class(config).check()
+    if not isinstance(config, RLConfig):
         engine_class(config.engine.backend)(model=config.model, engine=config.engine, optim=config.optim).check()
-    else:
-        config_class, trainer_class = TRAINERS[trainer]
-        trainer_class(config_class.parse(*base, *given)).check()
 
 
 @pytest.mark.parametrize(("trainer", "words", "message"), cases(), ids=[f"{t} {' '.join(w)}" for t, w, _ in cases()])
@@ -301,9 +294,9 @@ def test_a_model_that_cannot_be_built_is_refused_in_one_line(words: str, message
         empty_lm(family(hidden_act="nope"), ModelConfig(path=str(model)), torch.float32)
 
 
-@pytest.mark.parametrize("trainer", [*METHODS, *TRAINERS])
+@pytest.mark.parametrize("trainer", TRAINERS)
 def test_the_control_of_the_test_above(trainer: str, model: Path) -> None:
-    check(trainer, ["rewards.use=[answer]"] if trainer in TRAINERS else [], model)
+    check(trainer, ["rewards.use=[answer]"] if issubclass(TRAINERS[trainer][0], RLConfig) else [], model)
 
 
 def test_what_of_the_optimizer_does_not_take_effect_is_told() -> None:
@@ -333,7 +326,7 @@ def test_prompts_leave_room_in_the_models_positions(model: Path, tmp_path: Path,
     # Two optimizer steps in each of the two steps of the run.
     more = ["optim.warmup_steps=5", "trainer.max_steps=2", "data.batch_size=1", "rl.group_size=4", "rl.mini_batch_size=2"]
     planned = GRPOConfig.parse(*settings, "data.too_long=skip", "data.columns={answer: answer, copy: answer}", *more)
-    prompts, _, _ = GRPOTrainer(planned)._planned()
+    prompts, _, _ = GRPOTrainer(planned)._plan()
     assert prompts.train.longest == 63
     assert "optim.warmup_steps=5 is more than the 4 steps of the run" in caplog.text
     assert "data.columns: answer and copy are one column, 'answer'" in caplog.text

@@ -18,7 +18,7 @@ from drivetrain.engine.config import EngineConfig, ModelConfig, OptimConfig
 from drivetrain.engine.errors import ConfigError, DrivetrainError
 from drivetrain.engine.lr_schedule import is_decayed, learning_rate
 from drivetrain.engine.registry import BackendSpec, backends, options_class, register, spec_of, unregister
-from drivetrain.lazy_imports import MOVED_MODULES
+from drivetrain.lazy_imports import MOVED_MODULES, RENAMED
 from drivetrain.trainers.config.data import DataConfig
 from drivetrain.trainers.config.parse import RECIPES, changes, differences, keys, parse, recipes_of, to_yaml
 from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
@@ -259,6 +259,7 @@ def test_every_setting_is_read_by_somebody() -> None:
         ["-m", "drivetrain.trainers.sft", "--help"],
         ["-m", "drivetrain.trainers.dpo", "--help"],
         ["-m", "drivetrain.trainers.rm", "--help"],
+        ["-m", "drivetrain.trainers.grpo", "--help"],
         ["-m", "drivetrain.cli", "--help"],
     ],
 )
@@ -289,6 +290,7 @@ def test_help_answers_without_torch(words: list[str]) -> None:
         "engine.capabilities",
         "engine.fsdp.options",
         "trainers.config.parse",
+        "trainers.config.rl",
         "trainers.config.runs",
         "trainers.sft",
         "cli",
@@ -346,9 +348,16 @@ def test_public_names_have_one_place(package: str) -> None:
         _ = module.Nothing
 
 
+def test_a_renamed_public_name_says_what_it_is_now() -> None:
+    with pytest.raises(ImportError, match="RunOutcome is now TrainResult: use from drivetrain import TrainResult"):
+        from drivetrain import RunOutcome  # type: ignore[attr-defined]  # noqa: F401
+    assert {*RENAMED.values()} <= {*dir(import_module("drivetrain"))}
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        ("trainers.trainer", "trainers.offline.trainer"),
         ("workers.losses.policy", "losses.policy"),
         ("workers.rollout.worker", "workers.roles.generator"),
         ("workers.rollout.options", "generation.options"),

@@ -5,27 +5,37 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.errors import ConfigError
-from drivetrain.trainers.rl.memory_manager import Allocation, MemoryManager, RolePart, scoring_phase
+from drivetrain.trainers.rl.memory_manager import Allocation, MemoryManager, RolePart, RolePlace, scoring_phase
 
 GIB = 2**30
 TRAINED = ("parameters", "gradients", "optimizer")
 
 
-def memory_manager(away: Any = "host", *, apart: bool = False, sync: Any = None) -> tuple[MemoryManager, list[str]]:
+def memory_manager(offload_to: Any = "host", *, apart: bool = False, sync: Any = None) -> tuple[MemoryManager, list[str]]:
     """A memory manager of four roles, and what it does."""
     done: list[str] = []
-    holdings: dict[tuple[str, RolePart], Allocation] = {("actor", part): Allocation(bytes=GIB) for part in TRAINED}  # type: ignore[misc]
-    holdings |= {("critic", part): Allocation(bytes=GIB) for part in TRAINED}  # type: ignore[misc]
-    holdings["reference", "parameters"] = Allocation(bytes=GIB)
-    holdings["rollout", "parameters"] = Allocation(bytes=GIB, shared=not apart)
-    holdings["rollout", "cache"] = Allocation(bytes=4 * GIB, shared=not apart)
+    allocations: dict[tuple[str, RolePart], Allocation] = {("actor", part): Allocation(bytes=GIB) for part in TRAINED}  # type: ignore[misc]
+    allocations |= {("critic", part): Allocation(bytes=GIB) for part in TRAINED}  # type: ignore[misc]
+    allocations["reference", "parameters"] = Allocation(bytes=GIB)
+    allocations["rollout", "parameters"] = Allocation(bytes=GIB, shared=not apart)
+    allocations["rollout", "cache"] = Allocation(bytes=4 * GIB, shared=not apart)
 
-    def copy(version: int) -> None:
-        done.append(f"sync {version}")
-        if sync is not None:
-            sync(found)
+    class States:
+        def allocations(self) -> dict[tuple[str, RolePart], Allocation]:
+            return allocations
 
-    found = MemoryManager(holdings, away=away, move=lambda role, place, part: done.append(f"{role} {part} {place}"), sync=copy)
+        def move(self, role: str, place: RolePlace, part: RolePart) -> None:
+            done.append(f"{role} {part} {place}")
+
+        def sync(self, version: int) -> None:
+            done.append(f"sync {version}")
+            if sync is not None:
+                sync(found)
+
+        def verify(self) -> None:
+            pass
+
+    found = MemoryManager(States(), offload_to=offload_to)
     return found, done
 
 
@@ -80,7 +90,7 @@ def test_the_large_things_are_elsewhere_while_weights_are_copied() -> None:
     on_device: list[set[tuple[str, str]]] = []
 
     def note(found: MemoryManager) -> None:
-        on_device.append({key for key, holding in found._holdings.items() if holding.place == "device"})
+        on_device.append({key for key, allocation in found._allocations.items() if allocation.place == "device"})
 
     found, _ = memory_manager(sync=note)
     found.sync(0)

@@ -29,15 +29,13 @@ from drivetrain.losses.advantages import (
 )
 from drivetrain.losses.covariance import covariances, random_keys, select_between, select_largest
 from drivetrain.losses.importance import importance_weights, rejection_bounds
-from drivetrain.losses.objectives import (
-    cispo_objective,
-    clipped_objective,
-    dppo_kl_objective,
-    dppo_tv_objective,
-    gpg_objective,
-    sapo_objective,
-)
-from drivetrain.losses.policy import POLICY_LOSSES, PolicyLoss, aggregation_weight, kl_estimate
+from drivetrain.losses.objectives.base import Objective, TokenLosses
+from drivetrain.losses.objectives.cispo import CISPOObjective
+from drivetrain.losses.objectives.clipped import ClippedObjective
+from drivetrain.losses.objectives.dppo import DPPOKLObjective, DPPOTVObjective
+from drivetrain.losses.objectives.gpg import GPGObjective
+from drivetrain.losses.objectives.sapo import SAPOObjective
+from drivetrain.losses.policy import POLICY_LOSSES, PolicyLoss, PolicyTokens, aggregation_weight, kl_estimate
 from drivetrain.losses.value import ValueLoss, clipped_value_loss
 
 
@@ -45,13 +43,30 @@ def t(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def of(objective: Objective, log_probs: Tensor, advantages: Tensor, old: Tensor | None = None) -> TokenLosses:
+    """The losses of tokens, which are one document."""
+    x = PolicyTokens(
+        log_probs=log_probs,
+        old=torch.zeros_like(log_probs) if old is None else old,
+        advantages=advantages,
+        mask=torch.ones_like(log_probs),
+        batch=from_lists([list(range(len(log_probs)))]),
+    )
+    return objective.token_losses(x, objective.importance_ratio(x))
+
+
 def test_the_clip_by_hand() -> None:
-    ratio, advantages = t(1.0, 1.5, 1.5, 0.5, 0.5, 9.0), t(2.0, 2.0, -2.0, 2.0, -2.0, -2.0)
-    got = clipped_objective(ratio, advantages, 0.2, 0.3, 3.0)
+    log_ratio, advantages = t(1.0, 1.5, 1.5, 0.5, 0.5, 9.0).log(), t(2.0, 2.0, -2.0, 2.0, -2.0, -2.0)
+    got = of(ClippedObjective(clip_low=0.2, clip_high=0.3, dual_clip=3.0), log_ratio, advantages)
+    assert got.clipped is not None
+    assert got.dual is not None
     assert got.losses.tolist() == pytest.approx([-2.0, -2.6, 3.0, -1.0, 1.6, 6.0])
     assert got.clipped.tolist() == [False, True, False, False, True, False]
     assert got.dual.tolist() == [False, False, False, False, False, True]
-    assert clipped_objective(ratio, advantages, 0.2, 0.3).losses[-1].item() == pytest.approx(18.0)
+    for none in (0.0, None):
+        free = of(ClippedObjective(clip_low=0.2, clip_high=0.3, dual_clip=none), log_ratio, advantages)
+        assert free.losses[-1].item() == pytest.approx(18.0)
+        assert free.dual is None
 
 
 def test_kl_estimators_by_hand_and_their_mean() -> None:
@@ -105,7 +120,7 @@ def extreme(loss: PolicyLoss, old: float, advantage: float, dtype: torch.dtype =
 def test_one_log_probability_far_off_spoils_no_gradient(
     ratio: Any, dual_clip: float | None, advantage: float, old: float
 ) -> None:
-    loss = PolicyLoss(ratio=ratio, dual_clip=dual_clip)
+    loss = PolicyLoss.from_settings(ratio=ratio, dual_clip=dual_clip)
     value, gradient = extreme(loss, old, advantage)
     assert math.isfinite(value)
     assert bool(torch.isfinite(gradient).all())
@@ -117,7 +132,7 @@ def test_one_log_probability_far_off_spoils_no_gradient(
         assert gradient.norm() < 10
 
 
-OTHERS = [name for name in POLICY_LOSSES if POLICY_LOSSES[name].objective != "clipped"]
+OTHERS = [name for name in POLICY_LOSSES if POLICY_LOSSES[name].objective.name != "clipped"]
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -131,19 +146,22 @@ def test_no_objective_is_spoilt_by_one_log_probability(name: str, advantage: flo
 
 def test_objectives_by_hand() -> None:
     log_probs, old = t(-0.5, -2.0, -0.1, -3.0), t(-1.0, -1.0, -0.2, -0.5)
-    ratio, advantages = (log_probs - old).exp(), t(1.0, 1.0, -2.0, -2.0)
+    advantages = t(1.0, 1.0, -2.0, -2.0)
     r = [math.exp(x) for x in (0.5, -1.0, 0.1, -2.5)]
-    assert gpg_objective(log_probs, advantages).losses.tolist() == pytest.approx([0.5, 2.0, -0.2, -6.0])
-    sapo = sapo_objective(ratio, advantages, 1.0, 1.05).losses
+    assert of(GPGObjective(), log_probs, advantages, old).losses.tolist() == pytest.approx([0.5, 2.0, -0.2, -6.0])
+    sapo = of(SAPOObjective(tau_positive=1.0, tau_negative=1.05), log_probs, advantages, old).losses
     wanted = [-4 / (1 + math.exp(1 - x)) for x in r[:2]] + [2 * 4 / 1.05 / (1 + math.exp(1.05 * (1 - x))) for x in r[2:]]
     assert sapo.tolist() == pytest.approx(wanted)
     # Moved up by 0.24, down by 0.23, up by 0.09 and down by 0.56.
-    moved = dppo_tv_objective(log_probs, old, ratio, advantages, 0.5, 0.2, 1.2)
+    moved = of(DPPOTVObjective(clip_low=0.5, clip_high=0.2, max_ratio=1.2), log_probs, advantages, old)
+    assert moved.clipped is not None
     assert moved.clipped.tolist() == [True, False, False, True]
     assert moved.losses.tolist() == pytest.approx([0.0, r[1] * 2.0, -2 * r[2] * 0.1, 0.0])
-    assert dppo_tv_objective(log_probs, old, ratio, advantages, 1.0, 1.0, 1.2).losses[0].item() == pytest.approx(1.2 * 0.5)
+    everywhere = of(DPPOTVObjective(clip_low=1.0, max_ratio=1.2), log_probs, advantages, old)
+    assert everywhere.losses[0].item() == pytest.approx(1.2 * 0.5)
     # A token that moved in the direction of its advantage's opposite is always learned.
-    by_kl = dppo_kl_objective(log_probs, old, ratio, advantages, 0.0, 0.0, 20.0)
+    by_kl = of(DPPOKLObjective(clip_low=0.0), log_probs, advantages, old)
+    assert by_kl.clipped is not None
     assert by_kl.clipped.tolist() == [True, False, False, True]
 
 
@@ -196,19 +214,21 @@ def test_a_selection_is_needed() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"objective": "gmpo", "dual_clip": None}, "objective=gmpo with aggregation=token-mean"),
-        ({"objective": "sapo"}, "objective=sapo with dual_clip=3.0 and ratio=token"),
-        ({"objective": "sapo", "dual_clip": None, "tau_negative": 0.0}, "tau_negative=0.0; it must be more than 0"),
-        ({"objective": "dppo_tv", "dual_clip": None, "max_ratio": math.inf}, "max_ratio=inf"),
-        ({"objective": "clip_cov", "dual_clip": None, "cov_fraction": 0.0}, "cov_fraction=0.0"),
-        ({"objective": "clip_cov", "dual_clip": None, "cov_bounds": (5.0, 1.0)}, r"cov_bounds=\[5.0, 1.0\]"),
-        ({"objective": "kl_cov", "dual_clip": None, "cov_coef": -1.0}, "cov_coef=-1.0"),
-        ({"objective": "clip_cov", "dual_clip": None, "clip_low": 1.0}, "clip_low=1.0"),
+        ({"objective": "gmpo"}, "objective=gmpo with aggregation=token-mean"),
+        ({"objective": "sapo", "tau": 1.0}, "tau=1.0: PolicyLoss has no such setting"),
+        ({"dual_clip": 1.0}, "dual_clip=1.0; .* 0 is none"),
+        ({"ratio": "word"}, "ratio='word' is a str; it must be one of token, sequence, sequence-token"),
+        ({"objective": "sapo", "tau_negative": 0.0}, "tau_negative=0.0; it must be more than 0"),
+        ({"objective": "dppo_tv", "max_ratio": math.inf}, "max_ratio=inf"),
+        ({"objective": "clip_cov", "cov_fraction": 0.0}, "cov_fraction=0.0"),
+        ({"objective": "clip_cov", "cov_bounds": (5.0, 1.0)}, r"cov_bounds=\[5.0, 1.0\]"),
+        ({"objective": "kl_cov", "cov_coef": -1.0}, "cov_coef=-1.0"),
+        ({"objective": "clip_cov", "clip_low": 1.0}, "clip_low=1.0"),
     ],
 )
 def test_settings_of_objectives_are_checked(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        PolicyLoss(**settings)
+        PolicyLoss.from_settings(**settings)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +279,7 @@ def test_the_token_baseline_by_hand() -> None:
 
 
 def test_a_ratio_is_followed_up_to_the_bound() -> None:
-    loss = PolicyLoss(dual_clip=None)
+    loss = PolicyLoss.from_settings(dual_clip=None)
     for gap, followed in ((19.0, True), (21.0, False)):
         _, gradient = extreme(loss, -1.0 - gap, -2.0)
         assert bool(gradient[0] > 1e6) == followed
@@ -299,7 +319,8 @@ def test_a_mask_of_responses_must_be_one_number_for_each_token(value: Tensor) ->
 
 def test_published_settings() -> None:
     gspo = POLICY_LOSSES["gspo"]
-    assert (gspo.ratio, gspo.aggregation, gspo.dual_clip) == ("sequence", "seq-mean-token-mean", None)
+    assert gspo.objective == ClippedObjective(clip_low=3e-4, clip_high=4e-4, dual_clip=None, ratio="sequence")
+    assert gspo.aggregation == "seq-mean-token-mean"
     b = answers(old_log_probs=OLD, advantages=[[0.5] * 2, [-1.0], [2.0] * 3])
     sums, _ = run(gspo, b)
     wanted = []
@@ -307,7 +328,7 @@ def test_published_settings() -> None:
         r = math.exp(sum(n - o for n, o in zip(new, old, strict=True)) / len(new))
         wanted.append(max(-advantage * r, -advantage * min(max(r, 1 - 3e-4), 1 + 4e-4)))
     assert float(sums.terms["policy"].detach()) / gspo.weights(b)["policy"] == pytest.approx(sum(wanted) / 3)
-    assert POLICY_LOSSES["dapo"].clip_high == 0.28
+    assert POLICY_LOSSES["dapo"].objective == ClippedObjective(clip_high=0.28)
 
 
 # Three answers of 2, 1 and 3 tokens behind prompts of 1, 2 and 1; numbers for each of their tokens.
@@ -418,7 +439,7 @@ AGGREGATED = {
 @pytest.mark.parametrize("aggregation", AGGREGATED)
 def test_the_policy_loss_by_hand(ratio: Any, aggregation: Any) -> None:
     norm = 8 if aggregation == "seq-mean-token-sum-norm" else None
-    loss = PolicyLoss(ratio=ratio, aggregation=aggregation, length_norm=norm)
+    loss = PolicyLoss.from_settings(ratio=ratio, aggregation=aggregation, length_norm=norm)
     sums, _ = run(loss, batch())
     got = float(sums.terms["policy"].detach()) / loss.weights(batch())["policy"]
     assert got == pytest.approx(AGGREGATED[aggregation](by_hand(ratio)), rel=1e-12)
@@ -454,7 +475,7 @@ def test_gradients_of_the_sequence_ratios() -> None:
     b = answers(old_log_probs=OLD, advantages=[[0.5] * len(r) for r in NEW])
     found = []
     for ratio in ("sequence", "sequence-token", "token"):
-        sums, values = run(PolicyLoss(ratio=ratio), b)  # type: ignore[arg-type]
+        sums, values = run(PolicyLoss.from_settings(ratio=ratio), b)
         (gradient,) = torch.autograd.grad(sums.terms["policy"], values)
         found.append(gradient)
     assert torch.allclose(found[0], found[1], rtol=1e-12)
@@ -493,18 +514,18 @@ def test_a_batch_without_its_fields_is_refused(fields: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PolicyLoss(clip_low=-0.1), "clip_low=-0.1"),
-        (lambda: PolicyLoss(dual_clip=1.0), "dual_clip=1.0"),
-        (lambda: PolicyLoss(clip_low=1.0), "clip_low=1.0"),
-        (lambda: PolicyLoss(objective="cispo"), "objective=cispo with dual_clip=3.0 and ratio=token; it needs dual_clip=None"),
-        (lambda: PolicyLoss(objective="ppo"), "objective=ppo; choose one of clipped, cispo"),  # type: ignore[arg-type]
+        (lambda: PolicyLoss.from_settings(clip_low=-0.1), "clip_low=-0.1"),
+        (lambda: PolicyLoss.from_settings(dual_clip=1.0), "dual_clip=1.0"),
+        (lambda: PolicyLoss.from_settings(clip_low=1.0), "clip_low=1.0"),
+        (lambda: PolicyLoss(objective="cispo"), "objective='cispo' is not an instance of Objective; PolicyLoss.from_settings"),  # type: ignore[arg-type]
+        (lambda: PolicyLoss.from_settings(objective="ppo"), "objective=ppo; choose one of cispo, clip_cov, clipped"),
         (lambda: PolicyLoss(aggregation="mean"), "aggregation=mean; choose one of token-mean"),  # type: ignore[arg-type]
         (lambda: PolicyLoss(aggregation="seq-mean-token-sum-norm"), "length_norm=None"),
         (lambda: PolicyLoss(length_norm=3), "length_norm=3 with aggregation=token-mean"),
         (lambda: PolicyLoss(temperature=0.0), "temperature=0.0"),
-        (lambda: PolicyLoss(clip_low=1.5), "clip_low=1.5"),
+        (lambda: PolicyLoss.from_settings(clip_low=1.5), "clip_low=1.5"),
         (lambda: PolicyLoss(kl_coef=float("nan")), "kl_coef=nan"),
-        (lambda: PolicyLoss(dual_clip=float("inf")), "dual_clip=inf"),
+        (lambda: PolicyLoss.from_settings(dual_clip=float("inf")), "dual_clip=inf"),
         (lambda: ValueLoss(clip=0.0), "clip=0.0"),
     ],
 )
@@ -588,15 +609,16 @@ def test_baselines_by_hand() -> None:
 
 def test_cispo_by_hand() -> None:
     log_probs = t(-1.0, -2.0, -0.5, -3.0).requires_grad_()
-    ratio = t(0.1, 1.1, 3.0, 3.0)
-    found = cispo_objective(log_probs, ratio, t(1.0, -2.0, 1.0, -1.0), 0.5, 0.28)
+    cispo = CISPOObjective(clip_low=0.5, clip_high=0.28)
+    old = log_probs.detach() - t(0.1, 1.1, 3.0, 3.0).log()
+    found = of(cispo, log_probs, t(1.0, -2.0, 1.0, -1.0), old)
+    assert found.clipped is not None
     assert found.losses.tolist() == pytest.approx([0.5, -4.4, 0.64, -3.84])
     assert found.clipped.tolist() == [True, False, True, True]
     # Clipped tokens have a gradient as well, unlike with PPO.
     assert torch.autograd.grad(found.losses.sum(), log_probs)[0].tolist() == pytest.approx([-0.5, 2.2, -1.28, 1.28])
     # The weight itself has none.
-    ratio = (log_probs - t(-1.1, -2.1, -0.6, -3.1)).exp()
-    inside = cispo_objective(log_probs, ratio, t(1.0, 1.0, 1.0, 1.0), 0.5, 0.28)
+    inside = of(cispo, log_probs, t(1.0, 1.0, 1.0, 1.0), t(-1.1, -2.1, -0.6, -3.1))
     assert torch.autograd.grad(inside.losses.sum(), log_probs)[0].tolist() == pytest.approx([-math.exp(0.1)] * 4)
     loss = POLICY_LOSSES["cispo"]
     value, gradient = extreme(loss, -100.0, 2.0)
@@ -643,7 +665,7 @@ def told(sums: LossSums, name: str) -> float:
 
 
 def test_metrics_by_hand() -> None:
-    sums, _ = run(PolicyLoss(clip_low=0.2, clip_high=0.5), batch())
+    sums, _ = run(PolicyLoss.from_settings(clip_low=0.2, clip_high=0.5), batch())
     logs = [n - o for new, old in zip(NEW, OLD, strict=True) for n, o in zip(new, old, strict=True)]
     flat = [a for row in ADV for a in row]
     clipped = [(math.exp(x) > 1.5) if a > 0 else (math.exp(x) < 0.8) for x, a in zip(logs, flat, strict=True)]
@@ -660,7 +682,7 @@ def test_metrics_by_hand() -> None:
     assert told(value, "value_clip_fraction") == pytest.approx(sum(counted) / 6)
 
 
-@pytest.mark.parametrize("loss", [PolicyLoss(ratio="sequence", kl_coef=0.1), PolicyLoss(), ValueLoss()])
+@pytest.mark.parametrize("loss", [PolicyLoss.from_settings(ratio="sequence", kl_coef=0.1), PolicyLoss(), ValueLoss()])
 def test_what_stands_outside_the_answers_spoils_nothing(loss: Any) -> None:
     b = answers(old_log_probs=OLD, advantages=ADV, reference_log_probs=REF, returns=ADV, values=OLD, importance_weights=NEW)
     outside = ~loss.tokens(b)

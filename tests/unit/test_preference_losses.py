@@ -17,7 +17,8 @@ from drivetrain.engine.loss import LossSums, TokenOutputs, loss_mask
 from drivetrain.engine.packing.batch import IGNORE, PackedBatch
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.losses import pairs, preference
-from drivetrain.losses.preference import KTOLoss, PairLoss, PreferenceLoss
+from drivetrain.losses.pair_losses.base import PAIR_LOSSES, readers_of
+from drivetrain.losses.preference import KTOLoss, PreferenceLoss
 from drivetrain.losses.reward import RewardLoss, bradley_terry_loss, centering_loss
 from drivetrain.losses.sequences import CHOSEN, MARGIN, REFERENCE, sequence_sums
 from drivetrain.losses.sft import SFTLoss
@@ -31,7 +32,6 @@ from drivetrain.trainers.methods.base import TrainingMethod
 from drivetrain.trainers.methods.preference import PreferenceMethod
 from drivetrain.trainers.methods.reward import RewardMethod
 from drivetrain.trainers.tasks.addition import make_tokenizer
-from drivetrain.trainers.validate import sample_budget
 from helpers.engines import build
 from helpers.files import module_of
 
@@ -91,13 +91,13 @@ def test_odds_of_what_is_certain_are_finite(dtype: torch.dtype) -> None:
 
 
 SMOOTHING = {"exo_pair": 0.1}
-ALL = [PreferenceLoss(kind=k, label_smoothing=SMOOTHING.get(k, 0.0)) for k in get_args(PairLoss)]
+ALL = [PreferenceLoss(kind=k, label_smoothing=SMOOTHING.get(k, 0.0)) for k in PAIR_LOSSES.all()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", [loss.kind for loss in ALL])
 def test_log_ratios_far_out_have_finite_losses_and_slopes(kind: Any, dtype: torch.dtype) -> None:
-    divergences = get_args(pairs.Divergence) if kind in preference.BY_DIVERGENCE else ("reverse_kl",)
+    divergences = get_args(pairs.Divergence) if kind in readers_of("divergence") else ("reverse_kl",)
     for divergence in divergences:
         check_far_out(
             PreferenceLoss(kind=kind, divergence=divergence, beta=1.0, label_smoothing=SMOOTHING.get(kind, 0.0)), dtype
@@ -238,7 +238,7 @@ def evaluated(loss: Any, batch: PackedBatch) -> tuple[LossSums, Tensor]:
     return loss(TokenOutputs(mask=mask, **{name: values}), batch), values
 
 
-@pytest.mark.parametrize("kind", [*get_args(PairLoss), "weighted"])
+@pytest.mark.parametrize("kind", [*PAIR_LOSSES.all(), "weighted"])
 def test_a_cut_of_the_batch_and_the_order_of_its_sides_change_nothing(kind: Any) -> None:
     weights = {"loss_weights": {"aot": 0.3, "orpo": 0.5}} if kind == "weighted" else {"kind": kind}
     loss = PreferenceLoss(**weights, sft_weight=0.5, label_smoothing=SMOOTHING.get(kind, 0.0))  # type: ignore[arg-type]
@@ -287,7 +287,7 @@ def test_a_batch_without_what_the_loss_compares_is_refused(change: dict[str, Any
         (lambda: PreferenceLoss(kind="apo_zero", divergence="forward_kl"), "divergence=forward_kl with loss=apo_zero"),
         (lambda: PreferenceLoss(divergence="kl"), "divergence=kl; choose one of reverse_kl"),  # type: ignore[arg-type]
         (lambda: PreferenceLoss(divergence="alpha_divergence", alpha=float("inf")), "alpha=inf"),
-        (lambda: PreferenceLoss(loss_weights={"dpo": 1.0}), "loss_weights.dpo=1.0; choose one of sigmoid"),
+        (lambda: PreferenceLoss(loss_weights={"dpo": 1.0}), "loss_weights.dpo=1.0; choose one of aot"),
         (lambda: PreferenceLoss(loss_weights={"ipo": 0.0}), "loss_weights.ipo=0.0; it must be a number above 0"),
         (lambda: PreferenceLoss(loss_weights={"ipo": float("nan")}), "loss_weights.ipo=nan"),
         (
@@ -297,7 +297,7 @@ def test_a_batch_without_what_the_loss_compares_is_refused(change: dict[str, Any
         (lambda: PreferenceLoss(label_smoothing=0.5), "below 0.5"),
         (lambda: PreferenceLoss(kind="orpo", length_normalize=False), "length_normalize=false with loss=orpo"),
         (lambda: PreferenceLoss(sft_weight=-1.0), "sft_weight=-1.0"),
-        (lambda: PreferenceLoss(kind="dpo"), "choose one of sigmoid"),  # type: ignore[arg-type]
+        (lambda: PreferenceLoss(kind="dpo"), "choose one of aot"),  # type: ignore[arg-type]
         (lambda: KTOLoss(desirable_weight=0.0), "desirable_weight=0.0"),
         (lambda: RewardLoss(centering=-0.1), "centering=-0.1"),
     ],
@@ -350,7 +350,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def first_step(method: TrainingMethod, config: Any) -> Any:
     """A step over all rows, through the trainer's own reading of data and its reference."""
-    data = load_data(config, method.kind, sample_budget(config, method))
+    data = load_data(config.model, config.data, kind=method.kind, budget=method.budget)
     samples = data.train
     method.check()
     with build_engine(config) as engine:
@@ -403,7 +403,8 @@ LOSSES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_trl_computes_the_same(case: Path, tmp_path: Path, name: str) -> None:
     settings = LOSSES[name]
-    needs = settings.get("loss", "sigmoid") not in preference.REFERENCE_FREE
+    loss = settings.get("loss", "sigmoid")
+    needs = loss == "kto" or PAIR_LOSSES.get(loss).needs_reference
     data = case / ("unpaired.jsonl" if name == "kto" else "pairs.jsonl")
     config = DPOConfig(
         model=ModelConfig(path=str(case / "policy")),

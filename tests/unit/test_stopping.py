@@ -2,10 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,53 +12,45 @@ from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.runs import SFTConfig
 from drivetrain.trainers.config.trainer import TrainerConfig
 from drivetrain.trainers.demo import preferences, reinforcement
-from drivetrain.trainers.loop import loop, signals
+from drivetrain.trainers.loop import signals
 from drivetrain.trainers.loop.early_stopping import EarlyStopping
-from drivetrain.trainers.loop.loop import StopReason
-from drivetrain.trainers.loop.resume import ResumePoint
+from drivetrain.trainers.loop.loop import StopReason, train
+from drivetrain.trainers.loop.ranks import TrainerRanks
+from drivetrain.trainers.loop.training_run import EvaluationResult, TrainingRun
 
 
-class Forever:
-    """A loader without an end."""
+class StandInRun(TrainingRun):
+    """A run that learns nothing and whose n-th evaluation measures the n-th accuracy."""
 
-    def batches(self, cursor: Any) -> Iterator[tuple[list[Any], Any]]:
-        while True:
-            yield [], cursor
+    has_evaluation, has_adapters, checkpoint_root = True, False, ""  # type: ignore[assignment]
 
-    def epoch(self, cursor: Any) -> float:
-        return 0.0
+    def __init__(self, accuracies: list[float], **settings: Any) -> None:
+        config = TrainerConfig(**{"best_metric": "accuracy", "eval_every": 2, **settings})
+        assert config.max_steps is not None
+        super().__init__(
+            settings=SFTConfig(trainer=config),
+            ranks=TrainerRanks(alone=True),
+            early_stopping=EarlyStopping.of(config, {"accuracy": False}),
+            display=cast(Any, None),
+            total_steps=config.max_steps,
+        )
+        self.accuracies, self.saved = iter(accuracies), [0]
 
+    def make_step(self) -> dict[str, Any]:
+        self.step += 1
+        return {"step": self.step}
 
-def run_of(accuracies: list[float], **settings: Any) -> tuple[Any, list[int]]:
-    """A run whose stand-in engine learns nothing and whose n-th evaluation measures the n-th accuracy; and what it saves."""
-    saved: list[int] = []
-    result = SimpleNamespace(
-        **dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "shared_tokens", "sequences", "micro_batches", "flops"), 1.0),
-        weights={},
-        terms={},
-        metrics={},
-        skipped=False,
-        peak_gib=None,
-    )
-    config = TrainerConfig(**{"best_metric": "accuracy", "eval_every": 2, **settings})
-    early_stopping = EarlyStopping("accuracy", config.patience, "", {"accuracy": False}, config.stopping_threshold)
-    run = SimpleNamespace(
-        engine=SimpleNamespace(
-            topology=SimpleNamespace(all_gather_object=lambda value, error=None: [value]),
-            train_batch=lambda batch, loss: result,
-        ),
-        method=SimpleNamespace(batch=lambda *_, **__: None, loss=None),
-        loader=Forever(),
-        evaluation=iter(accuracies),
-        manager=SimpleNamespace(failure=lambda: None),
-        config=config,
-        loggers=(),
-        early_stopping=early_stopping,
-        total_steps=config.max_steps,
-        peak_flops=None,
-        callbacks=(),
-    )
-    return run, saved
+    def evaluate(self, stop: Any) -> EvaluationResult:
+        return EvaluationResult(metrics={"accuracy": next(self.accuracies)}, tokens=0)
+
+    def write_checkpoint(self, *, evaluation_due: bool, last: bool) -> None:
+        self.saved.append(self.step)
+
+    def restore_step(self, step: int) -> None:
+        raise AssertionError
+
+    def export_model(self, folder: Path, *, adapters_only: bool) -> str:
+        raise AssertionError
 
 
 @pytest.mark.parametrize(
@@ -76,15 +66,13 @@ def run_of(accuracies: list[float], **settings: Any) -> tuple[Any, list[int]]:
 def test_training_ends_at_its_goal_or_at_a_bound(
     settings: dict[str, Any], steps: int, reason: StopReason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, saved = run_of([0.2, 0.3, 0.7, 0.5, 0.6, 0.8], max_steps=12, **settings)
-    monkeypatch.setattr(loop, "evaluate", lambda run, evaluation, step, stop: {"accuracy": next(evaluation)})
-    monkeypatch.setattr(loop, "save", lambda run, step, *_, **__: saved.append(step))
+    run = StandInRun([0.2, 0.3, 0.7, 0.5, 0.6, 0.8], max_steps=12, **settings)
     # A second passes between two looks at the clock, of which one is at the beginning.
     seconds = iter(range(1000))
     monkeypatch.setattr(signals.time, "monotonic", lambda: float(next(seconds)))
-    outcome = loop.train(run, ResumePoint(step=1, cursor=None, run_metadata={}))  # type: ignore[arg-type]
-    assert (outcome.step, outcome.reason) == (steps, reason)
-    assert saved[-1] == steps
+    result = train(run)
+    assert (result.step, result.reason) == (steps, reason)
+    assert run.saved[-1] == steps
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.generation.options import RolloutConfig, SamplingOptions
+from drivetrain.losses.objectives.base import Objective
+from drivetrain.losses.objectives.clipped import ClippedObjective
 from drivetrain.losses.policy import PolicyLoss
 from drivetrain.workers.protocol import operations as protocol
 from drivetrain.workers.protocol.codec import Codec
@@ -131,7 +133,7 @@ def test_configurations_come_back() -> None:
         model=ModelConfig(path="m"),
         engine=EngineConfig(options=FSDPOptions()),
         optim=OptimConfig(lr=1e-3),
-        loss=PolicyLoss(clip_high=0.28),
+        loss=PolicyLoss.from_settings(clip_high=0.28),
         extra_fields=("uids",),
     )
     for binary in (True, False):
@@ -153,6 +155,28 @@ def test_configurations_come_back() -> None:
 def test_every_name_on_the_list_exists() -> None:
     for name in sorted(BUILT_IN):
         assert name_of(NAMES.resolve(name)) == name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doubled(Objective):
+    times: float = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Narrow(ClippedObjective):
+    """Has the name of what it is derived from."""
+
+
+def test_an_objective_that_is_not_registered_comes_back_as_an_object() -> None:
+    narrow = PolicyLoss(objective=Narrow(clip_low=0.1))
+    assert through(narrow, Names(collect(narrow))) == narrow
+    loss = PolicyLoss(objective=Doubled(times=3.0), kl_coef=0.1)
+    assert loss.settings()["objective"] == Doubled(times=3.0)
+    for binary in (True, False):
+        assert through(loss, Names(collect(loss)), binary=binary) == loss
+    with pytest.raises(ConfigError, match="Doubled is not on the list of names"):
+        through(loss)
+    assert not collect(PolicyLoss())
 
 
 class Color(Enum):

@@ -14,8 +14,8 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.losses import advantages as a
 from drivetrain.losses.covariance import covariances, random_keys, select_between, select_largest
 from drivetrain.losses.importance import accepted_tokens
-from drivetrain.losses.objectives import clipped_objective
-from drivetrain.losses.policy import POLICY_LOSSES, PolicyLoss, kl_estimate, response_tokens
+from drivetrain.losses.objectives.clipped import ClippedObjective
+from drivetrain.losses.policy import POLICY_LOSSES, PolicyLoss, PolicyTokens, kl_estimate, response_tokens
 from drivetrain.losses.value import ValueLoss
 
 RECORD = json.loads((Path(__file__).parents[1] / "recorded" / "verl_numbers.json").read_text())
@@ -87,18 +87,27 @@ def packed(log_probs: Tensor, advantages: Tensor | None = None) -> tuple[PackedB
 def computed(loss: Any, values: Tensor) -> tuple[float, Tensor]:
     """The loss over all answers, and its gradient `[6, 7]`."""
     leaf = values.clone().requires_grad_()
-    by_answer = isinstance(loss, PolicyLoss) and loss.objective == "gmpo"
+    by_answer = isinstance(loss, PolicyLoss) and loss.objective.name == "gmpo"
     batch, flat = packed(leaf, INPUTS["rewards"][:, None].expand_as(MASK) if by_answer else None)
-    if isinstance(loss, PolicyLoss) and loss.selects_by_covariance:
-        mask, ratio = response_tokens(batch), (flat.detach() - batch.token_fields["old_log_probs"]).exp()
+    if isinstance(loss, PolicyLoss) and (selection := loss.objective.selection) is not None:
+        mask = response_tokens(batch)
         values = covariances(flat.detach(), batch.token_fields["advantages"], mask)
-        if loss.objective == "kl_cov":
-            selected = select_largest(values, mask, loss.cov_fraction)
+        if selection.bounds is None:
+            selected = select_largest(values, mask, selection.fraction)
         else:
             # verl leaves out what PPO's clip has cut off already, which at the first update of a step is nothing.
-            clipped = clipped_objective(ratio, batch.token_fields["advantages"], 0.2, 0.2).clipped
+            fields = batch.token_fields
+            x = PolicyTokens(
+                log_probs=flat.detach(),
+                old=fields["old_log_probs"],
+                advantages=fields["advantages"],
+                mask=mask.double(),
+                batch=batch,
+            )
+            clipped = ClippedObjective(clip_low=0.2).token_losses(x, x.ratio).clipped
+            assert clipped is not None
             keys = random_keys(batch)
-            selected = select_between(values, mask & ~clipped, loss.cov_bounds, loss.cov_fraction, keys)
+            selected = select_between(values, mask & ~clipped, selection.bounds, selection.fraction, keys)
         batch = batch.with_fields(high_covariance=selected.float())
     mask = loss.tokens(batch)
     outputs = TokenOutputs(mask=mask, **{"values" if isinstance(loss, ValueLoss) else "log_probs": flat})
@@ -112,17 +121,17 @@ LOSSES = {
     "dapo": POLICY_LOSSES["dapo"],
     "seq_mean": PolicyLoss(aggregation="seq-mean-token-mean"),
     "dr_grpo": PolicyLoss(aggregation="seq-mean-token-sum"),
-    "gspo": PolicyLoss(
+    "gspo": PolicyLoss.from_settings(
         ratio="sequence-token", aggregation="seq-mean-token-mean", clip_low=3e-4, clip_high=4e-4, dual_clip=None
     ),
     "cispo": POLICY_LOSSES["cispo"],
     "sapo": POLICY_LOSSES["sapo"],
     "gpg": POLICY_LOSSES["gpg"],
     "gmpo": POLICY_LOSSES["gmpo"],
-    "dppo_tv": PolicyLoss(objective="dppo_tv", clip_low=0.2, clip_high=0.28, dual_clip=None),
-    "dppo_kl": PolicyLoss(objective="dppo_kl", clip_low=0.02, clip_high=0.03, max_ratio=1.1, dual_clip=None),
-    "clip_cov": PolicyLoss(objective="clip_cov", cov_fraction=1.0, cov_bounds=(0.01, 5.0), dual_clip=None),
-    "kl_cov": PolicyLoss(objective="kl_cov", cov_fraction=0.2, cov_coef=0.7, dual_clip=None),
+    "dppo_tv": PolicyLoss.from_settings(objective="dppo_tv", clip_low=0.2, clip_high=0.28),
+    "dppo_kl": PolicyLoss.from_settings(objective="dppo_kl", clip_low=0.02, clip_high=0.03, max_ratio=1.1),
+    "clip_cov": PolicyLoss.from_settings(objective="clip_cov", cov_fraction=1.0, cov_bounds=(0.01, 5.0)),
+    "kl_cov": PolicyLoss.from_settings(objective="kl_cov", cov_fraction=0.2, cov_coef=0.7),
     "value": ValueLoss(clip=0.5),
 }
 

@@ -1,26 +1,31 @@
 """Settings for the losses and the reference model. This module does not import torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from ...engine.config import OffloadTarget, ParallelConfig, Settings, setting
 from ...engine.errors import ConfigError
-from ...losses.names import BY_DIVERGENCE, SMOOTHED, Divergence, PairLoss
+from ...losses.names import Divergence
+from ...losses.pair_losses.base import PAIR_LOSSES, PairLossSpec, readers_of
 
-PreferenceLossName = Literal[PairLoss, "kto"]
+if TYPE_CHECKING:
+    PreferenceLossName: TypeAlias = str
+else:
+    PreferenceLossName = Literal[(*PAIR_LOSSES.all(), "kto")]
 ReferenceMode = Literal["auto", "model", "base", "cached"]
 
 ONLY = {
-    "gamma": ("simpo",),
-    "tau": ("discopop",),
-    "label_smoothing": SMOOTHED,
-    "divergence": BY_DIVERGENCE,
-    "alpha": BY_DIVERGENCE,
-    "length_normalize": ("sigmoid", "ipo", "hinge", "robust", "exo_pair", "simpo", "orpo", "cpo"),
+    **{name: readers_of(name) for name in ("gamma", "tau", "label_smoothing", "divergence", "length_normalize")},
+    "alpha": readers_of("divergence"),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
 }
 """Settings that apply only to some losses, mapped to those losses."""
+
+
+def _named(condition: Callable[[PairLossSpec], bool]) -> str:
+    return ", ".join(name for name, spec in PAIR_LOSSES.all().items() if condition(spec))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +36,7 @@ class PreferenceConfig(Settings):
 
     loss: PreferenceLossName = setting(
         "sigmoid",
-        "sigmoid (DPO) to discopop: relative to a reference; simpo, orpo, cpo: without a reference; kto: relative to a reference, of single answers labeled good or bad",
+        f"loss of a pair, relative to a reference; {_named(lambda spec: not spec.needs_reference)}: without one; kto: relative to a reference, of single answers labeled good or bad",
     )
     loss_weights: dict[str, float] = setting(
         factory=dict,
@@ -43,20 +48,22 @@ class PreferenceConfig(Settings):
         least=1e-6,
         most=1e3,
     )
-    label_smoothing: float = setting(0.0, "assumed fraction of flipped labels; for sigmoid, exo_pair, robust, aot, simpo, cpo")
-    gamma: float = setting(0.5, "simpo: target margin between the chosen and the rejected side", most=1e3)
-    tau: float = setting(0.05, "discopop: width of the transition between its two parts")
+    label_smoothing: float = setting(0.0, f"assumed fraction of flipped labels; for {', '.join(ONLY['label_smoothing'])}")
+    gamma: float = setting(
+        0.5, f"{', '.join(ONLY['gamma'])}: target margin between the chosen and the rejected side", most=1e3
+    )
+    tau: float = setting(0.05, f"{', '.join(ONLY['tau'])}: width of the transition between its two parts")
     divergence: Divergence = setting(
-        "reverse_kl", "how the distance to the reference is measured; for sigmoid, ipo, hinge, exo_pair, robust, discopop"
+        "reverse_kl", f"how the distance to the reference is measured; for {', '.join(ONLY['divergence'])}"
     )
     alpha: float = setting(0.5, "parameter of the alpha_divergence; 1 is the reverse_kl")
     length_normalize: bool | None = setting(
         None,
-        "divide each side's log-probability by its number of tokens; null: as the loss is defined (ipo, simpo and orpo divide)",
+        f"divide each side's log-probability by its number of tokens; null: as the loss is defined ({_named(lambda spec: spec.per_token)} divide)",
     )
     sft_weight: float | None = setting(
         None,
-        "weight of the chosen side's negative log-likelihood (RPO's term); null: as the loss is defined (1 for orpo and cpo)",
+        f"weight of the chosen side's negative log-likelihood (RPO's term); null: as the loss is defined (above 0 for {_named(lambda spec: spec.sft_weight > 0)})",
         most=1e6,
     )
     desirable_weight: float = setting(1.0, "kto: weight of answers labeled good", most=1e6)

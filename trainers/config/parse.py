@@ -71,10 +71,10 @@ def _type_name(hint: Any) -> str:
     if hint == bool | Literal["auto"]:
         return "auto | true | false"
     text = hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint)
-    literal, _, rest = text.removeprefix("typing.Optional[").partition("]")
+    literal, _, suffix = text.removeprefix("typing.Optional[").partition("]")
     if literal.startswith("typing.Literal["):
         names = literal.removeprefix("typing.Literal[").replace("'", "").split(", ")
-        return " | ".join([*names, "None"] if text.startswith("typing.Optional[") or "None" in rest else names)
+        return " | ".join([*names, "None"] if text.startswith("typing.Optional[") or "None" in suffix else names)
     return text.replace("typing.", "").replace("NoneType", "None")
 
 
@@ -109,10 +109,10 @@ def help_text(cls: type, usage: str) -> str:
     for section, members in sections.items():
         lines += ["", f"{section}:"]
         for key in members:
-            shown = list(key.default) if isinstance(key.default, tuple) else key.default
+            default = list(key.default) if isinstance(key.default, tuple) else key.default
             named = [part for part in key.type.split(" | ") if part != "None"]
             choices = f" ({' | '.join(named)})" if len(named) > 1 and "[" not in key.type else ""
-            lines.append(f"  {key.name:34} {key.help}{choices} [{'null' if shown is None else shown}]")
+            lines.append(f"  {key.name:34} {key.help}{choices} [{'null' if default is None else default}]")
     return "\n".join(lines)
 
 
@@ -194,21 +194,21 @@ def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
             log.warning("engine.backend=%s: ignoring engine.options of the recipe's engine (%s)", backend, ", ".join(ignored))
             layers[0].engine.pop("options")
     options = options_class(str(backend))
-    known = {key.name for key in keys(cls)}
+    setting_names = {key.name for key in keys(cls)}
     if options is not None:
-        known |= {key.name for key in keys(options, "engine.options.")}
-    own = {name: parent for name, parent, _ in own_sections(cls)}
+        setting_names |= {key.name for key in keys(options, "engine.options.")}
+    parents = {name: parent for name, parent, _ in own_sections(cls)}
     for name, _, section in own_sections(cls):
-        known |= {key.name for key in keys(section, f"{name}.")}
+        setting_names |= {key.name for key in keys(section, f"{name}.")}
     lists = [key.name for key in keys(cls) if key.type.startswith("tuple[str")]
     nested = [key for name, _, section in own_sections(cls) for key in keys(section, f"{name}.")]
     switches = [key.name for key in [*keys(cls), *nested] if {"on", "off"} <= {*key.type.split(" | ")}]
     free = {key.name for key in [*keys(cls), *nested] if key.type.startswith("dict[")} | {
-        f"{name}.options" for name in own if f"{name}.options" in known
+        f"{name}.options" for name in parents if f"{name}.options" in setting_names
     }
     try:
         for layer in layers:
-            _check_keys(layer, known, free)
+            _check_keys(layer, setting_names, free)
             _check_renamed(layer)
             for name in lists:
                 if isinstance(value := OmegaConf.select(layer, name), str):
@@ -222,7 +222,7 @@ def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
             with read_write(base.engine):  # a frozen dataclass becomes a read-only node
                 base.engine.options = OmegaConf.structured(options)
         merged = OmegaConf.merge(base, *layers)
-        for name, parent in own.items():
+        for name, parent in parents.items():
             _inherit(merged, name, parent, layers)
         result = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, TypeError) as e:
@@ -256,13 +256,13 @@ def _escaped(value: Any) -> Any:
 
 def _inherit(merged: Any, name: str, parent: str, layers: Sequence[DictConfig]) -> None:
     """Set a section that is given in part to that of the top level, with what is given."""
-    given = [node for layer in layers if (node := OmegaConf.select(layer, name)) is not None]
-    if not given:
+    nodes = [node for layer in layers if (node := OmegaConf.select(layer, name)) is not None]
+    if not nodes:
         return
     top = OmegaConf.select(merged, parent)
     base = OmegaConf.structured(OmegaConf.to_object(top))
     if parent == "engine":
-        backend = next((b for node in reversed(given) if (b := OmegaConf.select(node, "backend")) is not None), top.backend)
+        backend = next((b for node in reversed(nodes) if (b := OmegaConf.select(node, "backend")) is not None), top.backend)
         if backend != top.backend:
             options = options_class(str(backend))
             with read_write(base):
@@ -271,7 +271,7 @@ def _inherit(merged: Any, name: str, parent: str, layers: Sequence[DictConfig]) 
     with read_write(merged):
         section = OmegaConf.select(merged, holder)
         with read_write(section):
-            section[last] = OmegaConf.merge(base, *given)
+            section[last] = OmegaConf.merge(base, *nodes)
         try:
             OmegaConf.to_object(section[last])
         except ConfigError as e:
@@ -284,12 +284,12 @@ def _words(cls: type, words: Sequence[str]) -> DictConfig:
         if "=" not in word or word.startswith("-"):
             if word.startswith("--") and "=" in word:
                 raise ConfigError(f"{word!r} is not a setting; write {word.lstrip('-')}")
-            name, known = word.lstrip("-").replace("-", "_"), [key.name for key in keys(cls)]
+            name, setting_names = word.lstrip("-").replace("-", "_"), [key.name for key in keys(cls)]
             hint = "write key=value, for example engine.parallel.cp=2 (--help lists all settings)"
-            if name == "recipe" or name in known:
+            if name == "recipe" or name in setting_names:
                 hint = f"write {name}=VALUE"
-            elif (found := hint_for(name, known)).startswith((";", ":")):
-                hint = found.lstrip(";: ")
+            elif (suggestion := hint_for(name, setting_names)).startswith((";", ":")):
+                hint = suggestion.lstrip(";: ")
             raise ConfigError(f"{word!r} is not a setting; {hint}")
         try:
             OmegaConf.from_dotlist([_quoted(word)])
@@ -310,8 +310,8 @@ def _recipe(name: str, built_in: Sequence[str], depth: int = 0) -> DictConfig:
     if depth == 0 and path.parent == RECIPES and path.is_file() and name not in built_in:
         raise ConfigError(f"recipe={name} belongs to another trainer; this one has {', '.join(built_in)}")
     if not path.is_file():
-        near = difflib.get_close_matches(name, built_in, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        close_matches = difflib.get_close_matches(name, built_in, n=1)
+        hint = f"did you mean {close_matches[0]!r}? " if close_matches else ""
         raise ConfigError(
             f"recipe={name} does not exist; {hint}the built-in recipes are {', '.join(built_in)}; or give the path of a "
             ".yaml file"
@@ -335,14 +335,20 @@ def _recipe(name: str, built_in: Sequence[str], depth: int = 0) -> DictConfig:
     return DictConfig(OmegaConf.merge(_recipe(str(base), built_in, depth + 1), loaded))
 
 
-def _check_keys(layer: DictConfig, known: set[str], free: set[str]) -> None:
+def _check_keys(layer: DictConfig, setting_names: set[str], free: set[str]) -> None:
     for name in _leaves(layer):
-        if name in known or any(k.startswith(f"{name}.") for k in known) or any(name.startswith(f"{k}.") for k in free):
+        if (
+            name in setting_names
+            or any(k.startswith(f"{name}.") for k in setting_names)
+            or any(name.startswith(f"{k}.") for k in free)
+        ):
             continue
         if name.startswith("engine.options."):
-            own = ", ".join(sorted(k.removeprefix("engine.options.") for k in known if k.startswith("engine.options.")))
-            raise ConfigError(f"unknown setting {name!r}; this backend's engine.options are {own}")
-        raise ConfigError(f"unknown setting {name!r}{hint_for(name, known)}")
+            options = ", ".join(
+                sorted(k.removeprefix("engine.options.") for k in setting_names if k.startswith("engine.options."))
+            )
+            raise ConfigError(f"unknown setting {name!r}; this backend's engine.options are {options}")
+        raise ConfigError(f"unknown setting {name!r}{hint_for(name, setting_names)}")
 
 
 def _check_renamed(layer: DictConfig) -> None:

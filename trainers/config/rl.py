@@ -6,7 +6,10 @@ from typing import Any, ClassVar, Literal
 
 from ...engine.config import MOST_PROCESSES, EngineConfig, ModelConfig, OptimConfig, Settings, check_least, setting
 from ...engine.errors import ConfigError
-from ...losses.names import WITHOUT_GROUPS, Level
+from ...losses.algorithms import ALGORITHMS
+from ...losses.estimators.base import ESTIMATORS, Estimator
+from ...losses.estimators.of_tokens import GAEEstimator
+from ...losses.names import Level
 from ...rewards.config import RewardsConfig
 from ...workers.protocol.hooks import WeightSync
 from .algorithm import AlgorithmName, EstimatorConfig, PolicyLossConfig
@@ -122,9 +125,11 @@ class RLSettings(Settings):
                     raise ConfigError(
                         f"rl.{name}={getattr(self, name)} is not used without rl.{other}; set that, or remove rl.{name}"
                     )
-        given: list[tuple[str, Any]] = [("importance", self.importance)] if self.importance in ("truncate", "mask") else []
-        given += [("rejection", self.rejection)] if self.rejection else []
-        for name, value in given:
+        corrections: list[tuple[str, Any]] = (
+            [("importance", self.importance)] if self.importance in ("truncate", "mask") else []
+        )
+        corrections += [("rejection", self.rejection)] if self.rejection else []
+        for name, value in corrections:
             if self.old_log_probs == "rollout":
                 raise ConfigError(
                     f"rl.{name}={value} with rl.old_log_probs=rollout: a correction compares the generator's "
@@ -309,19 +314,17 @@ class RLConfig(CommandConfig):
     def _check_used(self) -> None:
         """Refuse settings that the algorithm would not read."""
         rl = self.rl
-        has_critic = (
-            rl.advantage.estimator or ("gae" if rl.algorithm == "ppo" else "")
-        ) == "gae" and rl.algorithm != "online_dpo"
+        estimator = self._estimator
         defaults = RLSettings()
         unused: list[str] = []
-        if rl.algorithm == "online_dpo":
+        if estimator is None:
             unused += ["rl.loss"] * (rl.loss != defaults.loss) + ["rl.advantage"] * (rl.advantage != defaults.advantage)
             names = ("rejection", "old_log_probs", "reward_clip", "reward_norm", "kl_target", "dynamic_sampling")
             unused += ["rl.importance"] * (rl.importance in ("truncate", "mask"))
             unused += [f"rl.{name}" for name in names if getattr(rl, name) != getattr(defaults, name)]
         elif self.dpo != PreferenceConfig():
             unused.append("dpo")
-        if not has_critic:
+        if estimator is None or "values" not in estimator.needs:
             unused += [
                 f"rl.{name}" for name in ("critic_warmup", "critic_clip") if getattr(rl, name) != getattr(defaults, name)
             ]
@@ -348,20 +351,27 @@ class RLConfig(CommandConfig):
                 except ConfigError as e:
                     raise ConfigError(f"{name}.{e}") from e
 
+    @property
+    def _estimator(self) -> type[Estimator] | None:
+        """The estimator of the advantages; None if the loss compares pairs of answers."""
+        spec = ALGORITHMS.get(self.rl.algorithm)
+        if spec.advantage is None:
+            return None
+        return ESTIMATORS.get(self.rl.advantage.estimator or spec.advantage.get("estimator", GAEEstimator.name))
+
     def _check_group_size(self) -> None:
-        rl = self.rl
-        if rl.group_size < 2 and (rl.dynamic_sampling or (rl.dynamic_sampling is None and rl.algorithm == "dapo")):
+        rl, estimator = self.rl, self._estimator
+        dynamic = ALGORITHMS.get(rl.algorithm).dynamic_sampling if rl.dynamic_sampling is None else rl.dynamic_sampling
+        if rl.group_size < 2 and dynamic:
             raise ConfigError(
                 f"rl.group_size={rl.group_size} with dynamic sampling, which replaces groups whose rewards are all equal, as those of a "
                 "single answer always are; use at least 2, or rl.dynamic_sampling=false"
             )
-        compares = rl.advantage.estimator not in (None, *WITHOUT_GROUPS) or (
-            rl.advantage.estimator is None and rl.algorithm not in ("ppo", "reinforce_plus_plus", "remax")
-        )
-        if compares and rl.group_size < 2:
+        if rl.group_size < 2 and (estimator is None or estimator.compares):
+            others = [name for name, kind in ESTIMATORS.all().items() if not kind.compares]
             raise ConfigError(
                 f"rl.group_size={rl.group_size} with rl.algorithm={rl.algorithm}, which compares the answers to one prompt; use at "
-                "least 2, or reinforce_plus_plus, remax or ppo"
+                f"least 2, or an algorithm with one of the estimators {', '.join(others)}"
             )
 
 

@@ -66,24 +66,24 @@ ALWAYS = {
 """Names that other programs use for what needs no setting here, and what to say about it."""
 
 
-def hint_for(name: str, known: Collection[str]) -> str:
+def hint_for(name: str, names: Collection[str]) -> str:
     """Return what to say about a setting that does not exist, as the end of a sentence.
 
     Args:
         name: The dotted name.
-        known: The names of all settings.
+        names: The names of all settings.
     """
     last = name.rpartition(".")[2]
     if last in ALWAYS:
         return f": {ALWAYS[last]}"
-    ours = {k.rpartition(".")[2] for k in known}
+    ours = {k.rpartition(".")[2] for k in names}
     # A setting in another section, or of another program, is a better guess than one that is spelled alike.
-    full = FOREIGN.get(last) if FOREIGN.get(last) in known else None
+    full = FOREIGN.get(last) if FOREIGN.get(last) in names else None
     if full is None and last in ours:
-        full = min((k for k in known if k.rpartition(".")[2] == last), key=lambda k: (k.count("."), k))
+        full = min((k for k in names if k.rpartition(".")[2] == last), key=lambda k: (k.count("."), k))
     if full is None:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.7) or difflib.get_close_matches(
+        close_matches = difflib.get_close_matches(name, names, n=1, cutoff=0.7) or difflib.get_close_matches(
             last, ours, n=1, cutoff=0.7
         )
-        full = next((k for k in sorted(known) if near and k.endswith(near[0])), None)
+        full = next((k for k in sorted(names) if close_matches and k.endswith(close_matches[0])), None)
     return f"{f'; did you mean {full!r}?' if full else ''} (--help lists all settings)"

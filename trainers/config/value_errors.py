@@ -31,8 +31,8 @@ def value_error(error: Exception, layers: Sequence[DictConfig], types: Mapping[s
             if kind is None:
                 continue
             if value is None and "None" not in kind:
-                wanted = "a list" if kind.startswith("tuple[") else _KINDS.get(kind, kind)
-                return f"{name} has no value; it must be {wanted}"
+                expected = "a list" if kind.startswith("tuple[") else _KINDS.get(kind, kind)
+                return f"{name} has no value; it must be {expected}"
             if kind.startswith("dict["):
                 return f"{name}={value}; it must be a mapping, as in {name}={{name: value}}"
             if kind.startswith("tuple[") and "..." not in kind and len(value) != kind.count(",") + 1:
@@ -43,15 +43,15 @@ def value_error(error: Exception, layers: Sequence[DictConfig], types: Mapping[s
     )
     message = str(error).splitlines()[0]
     if where and (
-        found := re.fullmatch(r"Value '(.*)' of type '\w+' could not be converted to (Integer|Float|Boolean)", message)
+        match := re.fullmatch(r"Value '(.*)' of type '\w+' could not be converted to (Integer|Float|Boolean)", message)
     ):
-        return f"{full}={found[1]}; it must be {_CONVERTED[found[2]]}"
-    if where and (found := re.fullmatch(r"Invalid value '(.*)', expected one of \[(.*)\]", message)):
-        names = [name.strip("'") for name in found[2].split(", ")]
-        near = difflib.get_close_matches(found[1], names, n=1)
-        return f"{full}={found[1]}; it must be one of {', '.join(names)}{f'; did you mean {near[0]!r}?' if near else ''}"
-    told = message.partition(" is incompatible with type hint 'Union[bool, Literal[auto]]'")
-    return f"{where}{told[0]}{'; use auto, true or false' if told[1] else ''}{hint}"
+        return f"{full}={match[1]}; it must be {_CONVERTED[match[2]]}"
+    if where and (match := re.fullmatch(r"Invalid value '(.*)', expected one of \[(.*)\]", message)):
+        names = [name.strip("'") for name in match[2].split(", ")]
+        close_matches = difflib.get_close_matches(match[1], names, n=1)
+        return f"{full}={match[1]}; it must be one of {', '.join(names)}{f'; did you mean {close_matches[0]!r}?' if close_matches else ''}"
+    parts = message.partition(" is incompatible with type hint 'Union[bool, Literal[auto]]'")
+    return f"{where}{parts[0]}{'; use auto, true or false' if parts[1] else ''}{hint}"
 
 
 def _values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,7 @@
 """The dataset: the samples of all sources, fitted to the length limits."""
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ...engine.errors import DataError
+from ...engine.config import EngineConfig
+from ...engine.errors import ConfigError, DataError
 from ..config.data import DataConfig
 from .sample import Sample
 from .token_arrays import TokenArrays
@@ -29,6 +31,47 @@ class Budget:
 
     tokens: int
     setting: str
+
+
+def micro_batch_budget(engine: EngineConfig, *, infers: bool, multiple: int = 1) -> tuple[int, Budget]:
+    """Return how many tokens a document that is computed in one micro-batch can have, and the setting that says so.
+
+    Args:
+        engine: The settings of the engine.
+        infers: Whether documents go through a forward pass without gradients as well.
+        multiple: What the number of tokens in a micro-batch must be a multiple of, beside what the layout requires.
+
+    Returns:
+        The number, and the setting with its value, of which the number may be a bit less.
+    """
+    sizes, multiple = engine.micro_batch, math.lcm(engine.parallel.token_multiple, multiple)
+    most, name = sizes.max_tokens, "engine.micro_batch.max_tokens"
+    if infers and sizes.infer_max_tokens is not None and sizes.infer_max_tokens < most:
+        most, name = sizes.infer_max_tokens, "engine.micro_batch.infer_max_tokens"
+    return most // multiple * multiple, Budget(tokens=most, setting=f"{name}={most}")
+
+
+def sample_budget(engine: EngineConfig, data: DataConfig, *, infers: bool, multiple: int = 1) -> Budget:
+    """Return the maximum number of tokens in a sample that fits a micro-batch.
+
+    Args:
+        engine: The settings of the engine.
+        data: The settings of the data.
+        infers: Whether samples go through a forward pass without gradients as well.
+        multiple: What the number of tokens in a micro-batch must be a multiple of, beside what the layout requires.
+
+    Raises:
+        ConfigError: `data.max_length` is larger than this number.
+    """
+    usable, budget = micro_batch_budget(engine, infers=infers, multiple=multiple)
+    if data.max_length is not None and data.max_length > usable:
+        raise ConfigError(
+            f"data.max_length={data.max_length} is more than {budget.setting}: a sample of that length would not fit in any "
+            "micro-batch; raise the budget or lower the length"
+        )
+    ranks = math.lcm(engine.parallel.token_multiple, multiple)
+    rounded = "" if usable == budget.tokens else f" ({usable}, since it is split evenly across {ranks} ranks)"
+    return Budget(tokens=usable, setting=f"{budget.setting}{rounded}")
 
 
 class TokenDataset:

@@ -155,11 +155,11 @@ def _text(content: bytes, place: str) -> str:
 
 def _object(line: bytes, place: str, doubled: list[str]) -> dict[str, Any]:
     def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        row = dict(pairs)
+        if len(row) < len(pairs):
             names = [name for name, _ in pairs]
             doubled.append(next(name for name in names if names.count(name) > 1))
-        return found
+        return row
 
     text = _text(line, place)
     try:

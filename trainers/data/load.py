@@ -4,9 +4,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from ...engine.config import ModelConfig
 from ...engine.hf.tokenizer import load_tokenizer
 from ...engine.parallel.collectives import all_gather_object, broadcast_object, collective_errors
-from ..config.runs import RunConfig
+from ..config.data import DataConfig
 from .dataset import Budget, TokenDataset, length_limit
 from .encode import DataKind
 from .python_data import PythonData
@@ -38,18 +39,20 @@ class RunData:
 
 
 def load_data(
-    config: RunConfig,
+    model: ModelConfig,
+    data: DataConfig,
+    *,
     kind: DataKind,
     budget: Budget,
     python: PythonData = NO_PYTHON,
-    *,
     gather: Gather = all_gather_object,
     broadcast: BroadcastFunction = broadcast_object,
 ) -> RunData:
     """Load the tokenizer and the datasets; no model weights are read. Collective over all processes of the job.
 
     Args:
-        config: The run's settings.
+        model: The settings of the model, whose tokenizer is used.
+        data: The settings of the data.
         kind: The kind of data that the trainer learns from.
         budget: The token limit of a sample.
         python: The rows in memory and the formatting function of a Python program.
@@ -60,31 +63,29 @@ def load_data(
         DrivetrainError: A file, a row or the tokenizer cannot be used; raised on all ranks.
     """
     with collective_errors():
-        tokenizer = load_tokenizer(config.model)
-        ends = ends_to_learn(config.model)
+        tokenizer = load_tokenizer(model)
+        ends = ends_to_learn(model)
 
-    limit = length_limit(config.data, budget)
+    limit = length_limit(data, budget)
 
     def open_dataset(names: tuple[str, ...], *, training: bool) -> TokenDataset:
-        caches = load_token_caches(
-            names, tokenizer, config.data, training=training, kind=kind, python=python, limit=limit, ends=ends
-        )
+        caches = load_token_caches(names, tokenizer, data, training=training, kind=kind, python=python, limit=limit, ends=ends)
         with collective_errors():
-            dataset = TokenDataset(caches, config.data, budget, names)
+            dataset = TokenDataset(caches, data, budget, names)
         return dataset
 
     def open_stream(names: tuple[str, ...]) -> SampleStream:
         rank, sources = int(os.environ.get("RANK", "0")), []
         with collective_errors():
             if rank == 0:
-                check_columns(config.data.columns)
-                sources = [open_training_source(name, config.data, python) for name in names]
+                check_columns(data.columns)
+                sources = [open_training_source(name, data, python) for name in names]
                 warn_about_repeated(sources, "data.train")
         return SampleStream(
             sources=sources,
             names=names,
-            encoder=Encoder(tokenizer, config.data, kind, python, limit, ends),
-            data=config.data,
+            encoder=Encoder(tokenizer, data, kind, python, limit, ends),
+            data=data,
             budget=budget,
             gather=gather,
             broadcast=broadcast,
@@ -94,6 +95,6 @@ def load_data(
 
     return RunData(
         tokenizer=tokenizer,
-        source=open_stream(config.data.train) if config.data.streaming else open_dataset(config.data.train, training=True),
-        held_out=open_dataset(config.data.eval, training=False) if config.data.eval else None,
+        source=open_stream(data.train) if data.streaming else open_dataset(data.train, training=True),
+        held_out=open_dataset(data.eval, training=False) if data.eval else None,
     )

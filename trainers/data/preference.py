@@ -44,12 +44,12 @@ def split_preference(row: Mapping[str, Any], name: str) -> Sides:
         DataError: The row mixes texts and messages, a side has nothing beyond the prompt, or the margin is not a number.
     """
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
-    given = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    for column, value in given.items():
+    columns = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    for column, value in columns.items():
         if value is not None and not isinstance(value, str | list):
             raise DataError(f"{name}: {column} is a {type(value).__name__}; it must be text or a list of messages")
-    if len({isinstance(value, str) for value in given.values() if value is not None}) > 1:
-        kinds = ", ".join(f"{c} {'text' if isinstance(v, str) else 'messages'}" for c, v in given.items() if v is not None)
+    if len({isinstance(value, str) for value in columns.values() if value is not None}) > 1:
+        kinds = ", ".join(f"{c} {'text' if isinstance(v, str) else 'messages'}" for c, v in columns.items() if v is not None)
         raise DataError(f"{name} mixes texts and messages ({kinds}); use one form for all")
     margin = row.get("margin")
     if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin)):

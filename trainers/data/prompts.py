@@ -102,10 +102,10 @@ def _load_source(source: DataSource, tokenizer: Any, data: PromptsConfig, budget
     setting = budget.setting if limit == budget.tokens else f"data.max_length={limit}"
     limited = LimitedTokenizer(tokenizer, limit) if data.too_long in ("error", "skip") else tokenizer
     for chunk in source.chunks():
-        for number, found in chunk.parsed():
+        for number, parsed in chunk.parsed():
             place = f"{chunk.file}:{number}"
-            row = with_our_columns(found, data.columns, place)
-            if what := hidden_column(found, data.columns):
+            row = with_our_columns(parsed, data.columns, place)
+            if what := hidden_column(parsed, data.columns):
                 hidden, first_hidden = hidden + 1, first_hidden or f"{place}: {what}"
             try:
                 prompt = encode_prompt(limited, row, place, data)

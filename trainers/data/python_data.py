@@ -53,15 +53,15 @@ class PythonData:
         Raises:
             ConfigError: An argument has another type.
         """
-        rows = {name: given for name, given in ((TRAIN, train), (EVAL, held_out)) if given is not None}
-        for name, given in rows.items():
-            if hasattr(given, "iloc"):
-                raise ConfigError(f"{name} is a {type(given).__name__}; give {name}=frame.to_dict('records')")
-            if isinstance(given, str | bytes | Mapping) or not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+        rows = {name: data for name, data in ((TRAIN, train), (EVAL, held_out)) if data is not None}
+        for name, data in rows.items():
+            if hasattr(data, "iloc"):
+                raise ConfigError(f"{name} is a {type(data).__name__}; give {name}=frame.to_dict('records')")
+            if isinstance(data, str | bytes | Mapping) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
                 raise ConfigError(
-                    f"{name} is a {type(given).__name__}; give a list of rows or a datasets.Dataset, and names of files in DataConfig"
+                    f"{name} is a {type(data).__name__}; give a list of rows or a datasets.Dataset, and names of files in DataConfig"
                 )
-            if not len(given):
+            if not len(data):
                 raise ConfigError(f"{name} has no rows")
         if formatting is not None and not callable(formatting):
             raise ConfigError(f"formatting is a {type(formatting).__name__}; give a function of a row")
@@ -124,7 +124,7 @@ def sources_of(function: Any) -> dict[str, str]:
     Args:
         function: The function.
     """
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     waiting, seen = [function], set()
     while waiting:
         used = waiting.pop()
@@ -139,7 +139,7 @@ def sources_of(function: Any) -> dict[str, str]:
         if file is not None and ("site-packages" in file or file.startswith(sys.base_prefix + "/lib/python")):
             continue
         if file is not None and module is not sys.modules.get("__main__"):
-            found[file] = Path(file).read_text(errors="replace")
+            sources[file] = Path(file).read_text(errors="replace")
         code = getattr(used, "__code__", None)
         if code is None:
             continue
@@ -147,7 +147,7 @@ def sources_of(function: Any) -> dict[str, str]:
         for value in (*held, *(used.__globals__.get(name) for name in code.co_names)):
             if inspect.isfunction(value) or inspect.isclass(value) or inspect.ismodule(value):
                 waiting.append(value)
-    return found
+    return sources
 
 
 def _cells(function: Any) -> Iterator[Any]:

@@ -128,8 +128,8 @@ def open_source(
         files = tuple(f for f in every if ending_of(f) != ".txt") or tuple(every)
         if not files:
             there = sorted({f.suffix or f.name for f in path.rglob("*") if f.is_file()})
-            found = f"it has {', '.join(there[:5])}" if there else "it is empty"
-            raise DataError(f"data folder {name} has no {_KINDS}; {found}")
+            contents = f"it has {', '.join(there[:5])}" if there else "it is empty"
+            raise DataError(f"data folder {name} has no {_KINDS}; {contents}")
         return DataSource(name, files, **options)
     if path.is_file():
         if ending_of(path) is None:
@@ -221,14 +221,14 @@ def _choose(names: Sequence[str], source: str, *, columns: Mapping[str, str]) ->
         DataError: The columns do not include those of any row form.
     """
     ours = {theirs: name for name, theirs in columns.items()}
-    known = {name: ours.get(name, name) for name in names}
-    if not any(set(form) <= set(known.values()) for form in FORMS.values()):
+    columns_by_name = {name: ours.get(name, name) for name in names}
+    if not any(set(form) <= set(columns_by_name.values()) for form in FORMS.values()):
         required = " or ".join(" and ".join(form) for form in FORMS.values())
         raise DataError(
             f"{source} has the columns {', '.join(names) or 'none'}; it needs {required}. Columns of other names are given as in "
             "data.columns={prompt: question}"
         )
-    return [name for name in names if known[name] in COLUMNS]
+    return [name for name in names if columns_by_name[name] in COLUMNS]
 
 
 def with_our_columns(row: dict[str, Any], columns: Mapping[str, str], place: str) -> dict[str, Any]:
@@ -275,7 +275,11 @@ def check_columns(columns: Mapping[str, str]) -> None:
     """
     for ours, theirs in columns.items():
         if ours not in COLUMNS:
-            near = difflib.get_close_matches(ours, COLUMNS, n=1)
-            hint = f"did you mean data.columns.{near[0]}={theirs}?" if near else f"the columns are {', '.join(COLUMNS)}"
+            close_matches = difflib.get_close_matches(ours, COLUMNS, n=1)
+            hint = (
+                f"did you mean data.columns.{close_matches[0]}={theirs}?"
+                if close_matches
+                else f"the columns are {', '.join(COLUMNS)}"
+            )
             turned = f" (it is our name=your name: data.columns.{theirs}={ours})" if theirs in COLUMNS else ""
             raise ConfigError(f"data.columns.{ours}={theirs}: there is no column {ours!r}; {hint}{turned}")

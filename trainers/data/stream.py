@@ -181,7 +181,7 @@ class SampleStream:
                 parts, error = self._outcome(encoding)
                 following, failure = self._outcome(reading)
                 gathered = self.gather(parts, error=error)
-                encoded = [part for some in gathered for part in some]
+                encoded = [part for samples_of_rank in gathered for part in samples_of_rank]
                 endless = next((p.endless for _, p in encoded if p.endless), "")
                 if endless and not warned and self.rank == 0:
                     log.warning(ENDLESS, endless)
@@ -267,14 +267,14 @@ class StreamLoader(Batches):
             DataError: No row of an epoch makes a sample; raised on all ranks.
         """
         # What an epoch had before the position at which a run resumes is not known.
-        found = start.rows > 0
+        has_rows = start.rows > 0
         for raw, samples in self._stream.blocks(start):
-            found = found or len(samples) > 0
-            if raw.ends_epoch and not found:
+            has_rows = has_rows or len(samples) > 0
+            if raw.ends_epoch and not has_rows:
                 raise DataError(f"no sample of {', '.join(self._stream.names)} is left to learn from")
             if len(samples) or raw.ends_epoch:
                 yield raw, samples
-            found = found and not raw.ends_epoch
+            has_rows = has_rows and not raw.ends_epoch
 
     def batches(self, cursor: Cursor) -> Iterator[tuple[GlobalBatch, Cursor]]:
         """See `Batches.batches`. Collective: every rank asks for the next batch at the same time."""
@@ -299,10 +299,10 @@ class StreamLoader(Batches):
                 position += len(taken)
                 if len(waiting) < self.batch_size and not (ends and position >= len(order)):
                     continue
-                rest = position < len(order)
+                has_more = position < len(order)
                 progress = raw.cursor.fraction + (end - raw.cursor.fraction) * position / len(order)
                 inside = replace(raw.cursor, position=position, progress=progress, digest=digest)
-                yield batch_of(waiting, width), inside if rest else replace(raw.following, progress=raw.following.fraction)
+                yield batch_of(waiting, width), inside if has_more else replace(raw.following, progress=raw.following.fraction)
                 waiting = []
             if ends and waiting:
                 # The last block of the epoch has no samples of its own.

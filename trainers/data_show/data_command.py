@@ -28,8 +28,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     words = list(argv)
     if words[:1] != ["show"] and not ({"-h", "--help"} & {*words}):
-        told = f"unknown command {words[0]!r}" if words else "a command is missing"
-        print(f"error: drivetrain data: {told}; it is drivetrain data show SOURCE ... --model MODEL", file=sys.stderr)
+        problem = f"unknown command {words[0]!r}" if words else "a command is missing"
+        print(f"error: drivetrain data: {problem}; it is drivetrain data show SOURCE ... --model MODEL", file=sys.stderr)
         return 2
     arguments = _parser().parse_intermixed_args(words[words[:1] == ["show"] :])
     try:

@@ -58,13 +58,13 @@ def show(config: RunConfig, kind: DataKind | None, *, samples: int, picture: Pat
             raise DataError(
                 f"no sample of {', '.join(names)} is left to learn from: all of its pairs have equal sides ({title})"
             )
-    shown = Facts.of(train)
+    train_facts = Facts.of(train)
     _print_samples(out, tokenizer, train, samples)
-    _print_facts(out, config, "train", config.data.train, shown, train)
+    _print_facts(out, config, "train", config.data.train, train_facts, train)
     if held_out:
         facts = Facts.of(held_out)
         _print_facts(out, config, "eval", config.data.eval, facts, held_out)
-        same, prompts, first = shown.overlap(facts)
+        same, prompts, first = train_facts.overlap(facts)
         which = f"; the first is {first}" if first else ""
         out.print()
         out.print(
@@ -73,7 +73,7 @@ def show(config: RunConfig, kind: DataKind | None, *, samples: int, picture: Pat
             markup=False,
         )
     if picture is not None:
-        _draw(picture, config, {"train": shown, **({"eval": facts} if held_out else {})})
+        _draw(picture, config, {"train": train_facts, **({"eval": facts} if held_out else {})})
         out.print(f"picture      {picture}", markup=False)
 
 
@@ -98,15 +98,15 @@ def kind_of(config: RunConfig) -> DataKind:
 
 
 def _limit(config: RunConfig) -> tuple[int, str]:
-    most, own = config.engine.micro_batch.max_tokens, config.data.max_length
-    if own is None:
+    most, max_length = config.engine.micro_batch.max_tokens, config.data.max_length
+    if max_length is None:
         return most, f"engine.micro_batch.max_tokens={most}"
-    if own > most:
+    if max_length > most:
         raise ConfigError(
-            f"data.max_length={own} is more than engine.micro_batch.max_tokens={most}: a sample of that length would not fit in any "
+            f"data.max_length={max_length} is more than engine.micro_batch.max_tokens={most}: a sample of that length would not fit in any "
             "micro-batch; raise the budget or lower the length"
         )
-    return own, f"data.max_length={own}"
+    return max_length, f"data.max_length={max_length}"
 
 
 def _print_samples(out: Console, tokenizer: Any, caches: Sequence[TokenCache], most: int) -> None:

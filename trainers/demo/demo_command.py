@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         "accuracy_before": before,
         "accuracy_after": min(after.values()),
         "accuracy_served": served,
-        "steps": {backend: len(found) for backend, found in losses.items()},
+        "steps": {backend: len(losses_of_backend) for backend, losses_of_backend in losses.items()},
         "losses": losses["fsdp"],
         "losses_by_engine": losses,
         "parity": parity.returncode == 0,

@@ -38,7 +38,7 @@ def run_rl_demo(
         shuffled: Whether this is the control, in which the rewards are those for answers to other questions.
         seed: The seed of the data, of the untrained model and of the order of the samples.
     """
-    began = time.monotonic()
+    clock_start = time.monotonic()
     run = ["-m", "drivetrain.trainers.demo.steps"]
     nproc = nproc or int(measured(*run, "processes"))
     data, test = root / "data", str(root / "data" / "test.jsonl")
@@ -94,7 +94,7 @@ def run_rl_demo(
         "accuracy_after": after,
         "steps": len(rewards),
         "rewards": rewards,
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(time.monotonic() - clock_start, 1),
         "export": str(root / "run" / "hf"),
     }
     (root / "summary.json").write_text(json.dumps(summary) + "\n")

@@ -53,18 +53,18 @@ class AnswerMetrics:
         Raises:
             ConfigError: A function does not exist, cannot be called like a metric, or has a name that is taken.
         """
-        found: dict[str, Metric] = {}
+        by_title: dict[str, Metric] = {}
         for function, title in (
             *(_named(name) for name in names),
             *((f, getattr(f, "__name__", type(f).__name__)) for f in functions),
         ):
-            if title in found or title in TAKEN:
+            if title in by_title or title in TAKEN:
                 raise ConfigError(
                     f"two metrics of an evaluation are called {title}; rename the function that trainer.metrics or metrics= has"
                 )
             _check_signature(function, title)
-            found[title] = function
-        return cls(found)
+            by_title[title] = function
+        return cls(by_title)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -96,14 +96,14 @@ def _named(name: str) -> tuple[Metric, str]:
             "(a module is found in this folder and in PYTHONPATH)"
         )
     try:
-        found: Any = import_module(module)
+        function: Any = import_module(module)
         for attribute in attributes.split("."):
-            found = getattr(found, attribute)
+            function = getattr(function, attribute)
     except Exception as e:  # a module may raise anything while it is imported
         raise ConfigError(f"trainer.metrics has {name!r}, which cannot be imported: {type(e).__name__}: {e}") from e
-    if not callable(found):
-        raise ConfigError(f"trainer.metrics has {name!r}, which is a {type(found).__name__} and cannot be called")
-    return found, attributes.rpartition(".")[2]
+    if not callable(function):
+        raise ConfigError(f"trainer.metrics has {name!r}, which is a {type(function).__name__} and cannot be called")
+    return function, attributes.rpartition(".")[2]
 
 
 def _check_signature(function: Metric, title: str) -> None:
@@ -126,9 +126,9 @@ def _check_signature(function: Metric, title: str) -> None:
 def _value(function: Metric, title: str, answer: HeldOutCompletion) -> float:
     parameters = inspect.signature(function).parameters
     everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    given = {"prompt": answer.plain_prompt, "answer": answer.plain_answer, "wanted": answer.plain_wanted}
+    arguments = {"prompt": answer.plain_prompt, "answer": answer.plain_answer, "wanted": answer.plain_wanted}
     try:
-        value = function(**{name: text for name, text in given.items() if everything or name in parameters})
+        value = function(**{name: text for name, text in arguments.items() if everything or name in parameters})
     except Exception as e:
         raise DataError(f"the metric {title} failed on the answer to {answer.name} with {type(e).__name__}: {e}") from e
     if not isinstance(value, Real | np.bool_):

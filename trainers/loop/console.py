@@ -121,9 +121,9 @@ class Console:
         elif step % self._every == 0 or step == self._total:
             self._out.print(fitted(parts, self._out.width), markup=False, soft_wrap=True)
 
-    def answers(self, step: int, given: Sequence[HeldOutCompletion]) -> None:
+    def answers(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
         """Print the answers to held-out samples."""
-        for answer in given[:SHOWN_ANSWERS]:
+        for answer in completions[:SHOWN_ANSWERS]:
             last = f"expected {answer.wanted!r}" if answer.rewards is None else f"rewards {answer.shown_rewards}"
             self._out.print(f"  {answer.prompt!r}\n    answer {answer.answer!r}\n    {last}", markup=False, soft_wrap=True)
 
@@ -164,17 +164,17 @@ class Summary:
         self._skipped += record["skipped"]
         self._seconds += record["seconds"]
 
-    def answers(self, step: int, given: Sequence[HeldOutCompletion]) -> None:
+    def answers(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
         """Ignore answers, which are not part of the summary."""
 
     def close(self) -> None:
         """Do nothing, since there is nothing to flush."""
 
-    def lines(self, left: Mapping[str, str]) -> list[str]:
+    def lines(self, outputs: Mapping[str, str]) -> list[str]:
         """Format the summary, one string per line.
 
         Args:
-            left: The outputs of the run: the location of each by name.
+            outputs: The location of each output of the run, by name.
         """
         rows: dict[str, str] = {}
         if self._speeds:
@@ -192,7 +192,7 @@ class Summary:
         if self._evaluated:
             lowest, step = min(self._evaluated)
             rows["evaluation"] = f"last loss {self._evaluated[-1][0]:.4g}, lowest {lowest:.4g} (step {step})"
-        return [f"{name:12} {value}" for name, value in {**rows, **left}.items()]
+        return [f"{name:12} {value}" for name, value in {**rows, **outputs}.items()]
 
 
 def format_percent(value: float) -> str:

@@ -1,10 +1,14 @@
-"""Tracking of the best evaluation and early stopping, as pure logic: metrics in, decisions out."""
+"""Tracking of the best evaluation and early stopping: metrics in, decisions out."""
 
+import logging
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Self
 
 from ...engine.errors import ConfigError
+from ..config.trainer import LoopConfig
+
+log = logging.getLogger(__name__)
 
 
 class EarlyStopping:
@@ -42,6 +46,20 @@ class EarlyStopping:
         self.best: float | None = None
         self.best_step: int | None = None
         self._since = 0
+
+    @classmethod
+    def of(cls, config: LoopConfig, lower_is_better: Mapping[str, bool], data: str = "") -> Self:
+        """Return the tracker that the settings ask for.
+
+        Args:
+            config: The `trainer` settings.
+            lower_is_better: The metrics that an evaluation measures, and for each whether lower values are better.
+            data: The digest of the evaluation data.
+
+        Raises:
+            ConfigError: There is no such metric.
+        """
+        return cls(config.best_metric, config.patience, data, lower_is_better, config.stopping_threshold)
 
     def update(self, step: int, measured: Mapping[str, float]) -> bool:
         """Record an evaluation and return whether it is the best so far. NaN never is.
@@ -83,10 +101,6 @@ class EarlyStopping:
         """Whether the threshold is reached, or the last `patience` evaluations brought no improvement."""
         return self.reached or (self._patience is not None and self._since >= self._patience)
 
-    def reset(self) -> None:
-        """Clear the best value and the count of evaluations since."""
-        self.best, self.best_step, self._since = None, None, 0
-
     def state(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint."""
         return {
@@ -97,7 +111,22 @@ class EarlyStopping:
             "since": self._since,
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from a checkpoint, unless it belongs to another metric or to other data."""
+    def restore(self, state: Mapping[str, Any], steps: Collection[int], root: str) -> None:
+        """Restore the state from a checkpoint, unless it belongs to another metric or to other data.
+
+        Args:
+            state: What `state` returned.
+            steps: The steps of which there are checkpoints; one that is not there cannot be exported.
+            root: Where the checkpoints are, for messages.
+        """
         if (state.get("metric"), state.get("data")) == (self.metric, self._data):
             self.best, self.best_step, self._since = state["best"], state["best_step"], int(state["since"])
+        if self.best_step is not None and self.best_step not in steps:
+            # It was loaded from another run's folder, or deleted by hand.
+            log.warning(
+                "the checkpoint of the best %s, step %d, is not in %s; the search for the best starts over",
+                self.metric,
+                self.best_step,
+                root,
+            )
+            self.best, self.best_step, self._since = None, None, 0

@@ -24,11 +24,18 @@ class Logger(Protocol):
     def log(self, record: Mapping[str, Any]) -> None:
         """Log a record. It always has a `step`; a `split` other than train marks an evaluation."""
 
-    def answers(self, step: int, given: Sequence[HeldOutCompletion]) -> None:
+    def answers(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
         """Log the model's answers to held-out samples."""
 
     def close(self) -> None:
         """Flush and close the logger."""
+
+
+class SummaryLogger(Logger, Protocol):
+    """A logger with statistics of the whole run."""
+
+    def lines(self, outputs: Mapping[str, str]) -> list[str]:
+        """Format the statistics and the location of each output, one string per line."""
 
 
 class JSONL:
@@ -44,11 +51,11 @@ class JSONL:
         self._metrics.write(json.dumps({k: _finite(v) for k, v in record.items()}) + "\n")
         self._metrics.flush()
 
-    def answers(self, step: int, given: Sequence[HeldOutCompletion]) -> None:
+    def answers(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
         """Append the answers to `answers.jsonl`."""
         if self._answers is None:
             self._answers = _reopened(self._folder / "answers.jsonl", self._resumed)
-        for answer in given:
+        for answer in completions:
             self._answers.write(json.dumps({"step": step, **answer.record()}, ensure_ascii=False) + "\n")
         self._answers.flush()
 
@@ -72,9 +79,9 @@ class TensorBoard:
         for name, value in _scalars(record).items():
             self._writer.add_scalar(name, value, record["step"])
 
-    def answers(self, step: int, given: Sequence[HeldOutCompletion]) -> None:
+    def answers(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
         """Write the answers as text."""
-        for i, answer in enumerate(given):
+        for i, answer in enumerate(completions):
             self._writer.add_text(
                 f"answers/{i}", f"{answer.prompt}\n\n**{answer.answer}**\n\n({answer.wanted or answer.shown_rewards})", step
             )
@@ -108,9 +115,9 @@ class WandB:
         """Write every number."""
         self._run.log(_scalars(record), step=record["step"])
 
-    def answers(self, step: int, given: Sequence[HeldOutCompletion]) -> None:
+    def answers(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
         """Write the answers as a table."""
-        rows = [{**a.record(), **({} if a.rewards is None else {"rewards": a.shown_rewards})} for a in given]
+        rows = [{**a.record(), **({} if a.rewards is None else {"rewards": a.shown_rewards})} for a in completions]
         columns = list(rows[0]) if rows else []
         self._run.log({"answers": self._table(columns=columns, data=[list(row.values()) for row in rows])}, step=step)
 
@@ -174,6 +181,25 @@ class Panel:
     curves: Mapping[str, tuple[str, str]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Display:
+    """How the numbers of a run are shown.
+
+    Args:
+        lines: What the lines of the console look like.
+        summary: What collects the statistics that are printed at the end.
+        plot_name: The name of the plot among the run's outputs.
+        plot_file: Its file in the run's folder.
+        panels: What is plotted, from top to bottom.
+    """
+
+    lines: Lines
+    summary: SummaryLogger
+    plot_name: str
+    plot_file: str
+    panels: Sequence[Panel]
+
+
 LOSS = (
     Panel(
         ylabel="loss (nats per supervised token)",
@@ -182,7 +208,7 @@ LOSS = (
 )
 
 
-def plot_metrics(metrics: Path, picture: Path, title: str, panels: Sequence[Panel] = LOSS) -> None:
+def plot_metrics(metrics: Path, picture: Path, title: str, panels: Sequence[Panel]) -> None:
     """Plot numbers of a `metrics.jsonl` as a PNG.
 
     Args:

@@ -1,142 +1,64 @@
-"""The starting point of a run: its beginning, or the checkpoint that `trainer.resume` names."""
+"""Checks of the checkpoint that a run starts from, the same for all trainers."""
 
-import logging
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-from ...engine.base import BaseEngine
-from ...engine.checkpoint.load import RestoredState
-from ...engine.checkpoint.manager import CheckpointManager
 from ...engine.checkpoint.retention import step_of
 from ...engine.errors import CheckpointError, ConfigError
-from ...engine.parallel.collectives import call_on_first
-from ..config.runs import RunConfig
-from ..data.loader import Batches
-from ..data.order import Cursor
-from .early_stopping import EarlyStopping
-
-log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResumePoint:
-    """The point at which a run starts.
+def check_method(checkpoint: str, saved: str, method: str) -> None:
+    """Check that a checkpoint is of the same training method.
 
     Args:
-        step: The number of the first step to take, starting from 1.
-        cursor: The position of the batch of that step in the data.
-        run_metadata: The settings and the method of the run, which each of its checkpoints records.
-        evaluate: Whether the evaluation of the previous step was interrupted by a SIGTERM and still has to be done.
-    """
-
-    step: int
-    cursor: Cursor
-    run_metadata: Mapping[str, Any]
-    evaluate: bool = False
-
-
-def resume(
-    engine: BaseEngine,
-    manager: CheckpointManager,
-    config: RunConfig,
-    method: str,
-    loader: Batches,
-    early_stopping: EarlyStopping,
-) -> ResumePoint:
-    """Load the checkpoint that `trainer.resume` names, if there is one. Collective.
-
-    Args:
-        engine: The initialized engine.
-        manager: The run's checkpoints.
-        config: The run's settings.
-        method: The name of the training method.
-        loader: The training data.
-        early_stopping: The tracker of the best evaluation, whose state is restored.
+        checkpoint: The checkpoint.
+        saved: The method that it was saved by.
+        method: The method of this run.
 
     Raises:
-        CheckpointError: The named checkpoint cannot be used, or was saved with different data.
-        ConfigError: The run's folder contains later checkpoints, which the next `resume=auto` would prefer to those of this
-            run.
+        CheckpointError: It is of another one.
     """
-    present = manager.present()
-    point = ResumePoint(step=1, cursor=Cursor(), run_metadata={"config": asdict(config), "method": method})
-    restored = _restore(manager, config.trainer.resume)
-    if restored is not None:
-        checkpoint, state = restored
-        _check_same_run(engine, config, method, checkpoint, state)
-        point = ResumePoint(
-            step=state.step + 1,
-            cursor=_restore_cursor(loader, config, checkpoint, state),
-            run_metadata=point.run_metadata,
-            evaluate=bool(state.extra.get("evaluate")),
-        )
-        _restore_early_stopping(early_stopping, manager, state, present)
-        layout = "" if state.same_layout else " (different layout: new random state)"
-        log.info("resumed from %s, after step %d%s", checkpoint, state.step, layout)
-    _check_no_later(manager, config, point, present)
-    return point
-
-
-def _restore(manager: CheckpointManager, setting: str) -> tuple[str, RestoredState] | None:
-    if setting == "none":
-        return None
-    return manager.restore_last() if setting == "auto" else manager.restore(setting)
-
-
-def _check_same_run(engine: BaseEngine, config: RunConfig, method: str, checkpoint: str, state: RestoredState) -> None:
-    saved_method = state.extra.get("method", method)
-    if saved_method != method:
+    if saved != method:
         raise CheckpointError(
-            f"{checkpoint} is from a {saved_method} run, and this {method} run cannot resume from it; choose another "
+            f"{checkpoint} is from a {saved} run, and this {method} run cannot resume from it; choose another "
             "trainer.output_dir, and set model.path to the model that the other run exported"
         )
-    # Compare the fingerprint of the first rank only; the copies of the model on other machines are not checked.
-    fingerprint = call_on_first(lambda: engine.model_fingerprint, engine.topology.host)
-    if state.fingerprint is not None and state.fingerprint != fingerprint:
+
+
+def check_fingerprint(checkpoint: str, saved: str | None, saved_path: str | None, fingerprint: str | None, path: str) -> None:
+    """Check that a checkpoint is of this run's model: adapters, for example, belong to one.
+
+    Args:
+        checkpoint: The checkpoint.
+        saved: The fingerprint of the model that it was trained from; None if it was not recorded.
+        saved_path: The path of that model.
+        fingerprint: The fingerprint of this run's model.
+        path: The path of this run's model.
+
+    Raises:
+        CheckpointError: It is of another one.
+    """
+    if saved is not None and saved != fingerprint:
         raise CheckpointError(
-            f"{checkpoint} was trained from model.path={state.model}, but it is now {config.model.path}, a different model, "
-            "whose weights would not be read; choose another trainer.output_dir"
+            f"{checkpoint} was trained from model.path={saved_path}, but it is now {path}, a different model, whose weights would not be "
+            "read; choose another trainer.output_dir"
         )
-    saved_by = state.extra.get("config", {}).get("trainer", {}).get("output_dir")
-    if config.trainer.resume == "auto" and saved_by is not None and Path(saved_by) != Path(config.trainer.output_dir):
-        log.warning("%s was saved by the run in %s; this run resumes from it", checkpoint, saved_by)
 
 
-def _restore_cursor(loader: Batches, config: RunConfig, checkpoint: str, state: RestoredState) -> Cursor:
-    if "data" not in state.extra:
-        log.warning(
-            "%s records no position in the data, since it is from another program; the data starts from the beginning",
-            checkpoint,
-        )
-        return Cursor()
-    try:
-        return loader.restore(state.extra["data"], epochs=config.trainer.max_steps is None)
-    except CheckpointError as e:
-        raise CheckpointError(f"{checkpoint}: {e}") from e
+def check_no_later(root: str, present: Sequence[str], resume: str, step: int) -> None:
+    """Check that the folder of a run has no checkpoints that the next `trainer.resume=auto` would prefer to those of this run.
 
+    Args:
+        root: The folder of the checkpoints.
+        present: The names of the checkpoints in it, oldest first.
+        resume: The setting `trainer.resume`.
+        step: The last completed step of the checkpoint that the run starts from; 0 if there is none.
 
-def _restore_early_stopping(
-    early_stopping: EarlyStopping, manager: CheckpointManager, state: RestoredState, present: list[str]
-) -> None:
-    early_stopping.restore(state.extra.get("watch", {}))
-    best = early_stopping.best_step
-    if best is not None and best not in {(step_of(name) or (0, 0))[0] for name in present}:
-        # It was loaded from another run's folder, or deleted by hand. A checkpoint that is not present cannot be exported.
-        log.warning(
-            "the checkpoint of the best %s, step %d, is not in %s; the search for the best starts over",
-            early_stopping.metric,
-            best,
-            manager.root,
-        )
-        early_stopping.reset()
-
-
-def _check_no_later(manager: CheckpointManager, config: RunConfig, point: ResumePoint, present: list[str]) -> None:
+    Raises:
+        ConfigError: It has.
+    """
     latest = (step_of(present[-1]) or (0, 0))[0] if present else 0
-    if config.trainer.resume != "auto" and present and latest >= point.step:
+    if resume != "auto" and present and latest > step:
         raise ConfigError(
-            f"{manager.root} contains {present[-1]} of an earlier run, but trainer.resume={config.trainer.resume} starts at "
-            f"step {point.step}; choose another trainer.output_dir, delete it, or set trainer.resume=auto to resume from it"
+            f"{root} contains {present[-1]} of an earlier run, but trainer.resume={resume} starts at step {step + 1}; choose "
+            "another trainer.output_dir, delete it, or set trainer.resume=auto to resume from it"
         )

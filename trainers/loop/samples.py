@@ -78,8 +78,8 @@ def answers(
     request = OutputRequest(greedy=True)
     for _ in range(most):
         active = [i for i in texts if open_[i] and len(texts[i]) < budget]
-        # Ranks whose own answers are complete take part as well, since the forward pass is collective.
-        rank_states = topology.all_gather_object((bool(active), stop.requested_here))
+        # TrainerRanks whose own answers are complete take part as well, since the forward pass is collective.
+        rank_states = topology.all_gather_object((bool(active), stop.is_requested_here))
         if any(stop_requested for _, stop_requested in rank_states):
             return None
         if not any(active_elsewhere for active_elsewhere, _ in rank_states):

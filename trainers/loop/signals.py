@@ -8,7 +8,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Self
 
-from ...engine.parallel.topology import Topology
+from .ranks import TrainerRanks
 
 
 class StopSignal:
@@ -17,12 +17,16 @@ class StopSignal:
     A second Ctrl-C interrupts immediately. Signals only reach the main thread; in any other thread nothing is caught.
 
     Args:
+        ranks: The processes that stop together.
         max_minutes: The minutes from now after which time is up; None for no limit.
     """
 
-    def __init__(self, max_minutes: float | None = None) -> None:
+    def __init__(self, ranks: TrainerRanks, max_minutes: float | None = None) -> None:
+        self._ranks = ranks
         self.number: int | None = None
         """The signal that this process has received first, if any."""
+        self.is_requested = self.is_time_up = False
+        """Whether any rank was asked to stop, and whether time is up by the clock of any rank, as of the last exchange."""
         self._deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
 
     def __enter__(self) -> Self:
@@ -40,32 +44,22 @@ class StopSignal:
                 os.write(2, b"\nstopping after this step; Ctrl-C again to stop at once\n")
         self.number = self.number or number
 
-    @property
-    def requested_here(self) -> bool:
-        """Whether this rank was asked to stop."""
-        return self.number is not None
+    def exchange(self, error: Exception | None = None) -> None:
+        """Agree with the other ranks on whether to stop. Collective.
 
-    @property
-    def time_is_up_here(self) -> bool:
-        """Whether the limit of time has passed by this rank's clock."""
-        return time.monotonic() >= self._deadline
-
-    def time_is_up_or_requested(self, topology: Topology, error: Exception | None = None) -> tuple[bool, bool]:
-        """Tell whether time is up by the clock of any rank, and whether any was asked to stop. Collective.
-
-        The signal reaches the ranks at different times, and a rank that stopped on its own would leave the others waiting in
-        the next step.
+        A signal reaches the ranks at different times, and a rank that stopped on its own would leave the others waiting in the next
+        step.
 
         Args:
-            topology: The engine's topology.
             error: This rank's error, which the same exchange between ranks raises on all ranks.
         """
-        ranks = topology.all_gather_object((self.time_is_up_here, self.requested_here), error=error)
-        return any(up for up, _ in ranks), any(requested for _, requested in ranks)
+        states = self._ranks.all_gather_object((self.is_requested_here, time.monotonic() >= self._deadline), error=error)
+        self.is_requested, self.is_time_up = (any(flags) for flags in zip(*states, strict=True))
 
-    def stop_requested(self, topology: Topology) -> bool:
-        """Tell whether any rank was asked to stop. Collective."""
-        return self.time_is_up_or_requested(topology)[1]
+    @property
+    def is_requested_here(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self.number is not None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._main:

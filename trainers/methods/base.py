@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, ClassVar
 
 from ...engine.base import BaseEngine
@@ -9,7 +10,7 @@ from ...engine.errors import ConfigError
 from ...engine.loss import Loss
 from ...engine.packing.batch import PackedBatch
 from ..config.runs import RunConfig
-from ..data.dataset import TokenDataset
+from ..data.dataset import Budget, TokenDataset, sample_budget
 from ..data.encode import KINDS, DataKind
 from ..data.loader import GlobalBatch
 
@@ -46,6 +47,20 @@ class TrainingMethod(ABC):
         """The multiple that engines other than the policy's require for the number of tokens in a micro-batch."""
         return 1
 
+    @cached_property
+    def budget(self) -> Budget:
+        """The maximum number of tokens in a sample that fits the layout's training and inference micro-batches.
+
+        Raises:
+            ConfigError: `data.max_length` is larger than this number.
+        """
+        return sample_budget(
+            self.config.engine,
+            self.config.data,
+            infers=bool(self.config.data.eval) or self.infers,
+            multiple=self.token_multiple,
+        )
+
     @property
     @abstractmethod
     def loss(self) -> Loss:
@@ -63,6 +78,8 @@ class TrainingMethod(ABC):
             ConfigError: Settings contradict each other; the message names them.
         """
         data, model = self.config.data, self.config.model
+        if self.budget.tokens < 1:
+            raise ConfigError(f"{self.budget.setting}: no sample would fit in a micro-batch; raise it")
         forms = KINDS[self.kind]
         if data.format not in ("auto", *forms):
             raise ConfigError(

@@ -75,7 +75,7 @@ class PreferenceMethod(TrainingMethod):
     def setup(self, engine: BaseEngine, tokenizer: Any, samples: TokenDataset | None, held_out: TokenDataset | None) -> None:
         """Build the reference, or compute its log-probabilities. Collective."""
         if self._needs_reference:
-            datasets = [some for some in (samples, held_out) if some is not None]
+            datasets = [dataset for dataset in (samples, held_out) if dataset is not None]
             self._reference = build_reference(self._config, engine, datasets)
 
     def batch(self, engine: BaseEngine, global_batch: GlobalBatch, *, training: bool) -> PackedBatch:
@@ -88,7 +88,7 @@ class PreferenceMethod(TrainingMethod):
         if self.kind == "pairs":
             if not getattr(self._loss, "needs_matching", False):
                 return batch
-            # Ranks among all pairs of the global batch, so that they do not depend on how it is split.
+            # TrainerRanks among all pairs of the global batch, so that they do not depend on how it is split.
             policy = log_probs_of(engine, global_batch, training=training)
             matched = matched_quantiles(policy[::2] - policy[1::2], log_probs[::2] - log_probs[1::2]).repeat_interleave(2)
             return batch.with_sequence_fields(**{MATCHED: matched[shard.positions]})

@@ -93,13 +93,13 @@ def parse_row(word: str, model: str) -> Row:
     Raises:
         ConfigError: An engine or axis is unknown, or an axis has no valid size.
     """
-    backend, _, rest = word.partition(":")
+    backend, _, suffix = word.partition(":")
     spec_of(backend)
     axes: dict[str, Any] = {}
     share: SharePrefixes | None = None
-    for part in filter(None, rest.split(",")):
+    for part in filter(None, suffix.split(",")):
         axis, _, value = part.partition("=")
-        known = ParallelConfig.__dataclass_fields__
+        axes_fields = ParallelConfig.__dataclass_fields__
         if axis in axes or (axis == "share" and share is not None):
             raise ConfigError(f"--rows {word}: {axis} is given twice")
         if axis == "share":
@@ -107,8 +107,8 @@ def parse_row(word: str, model: str) -> Row:
                 raise ConfigError(f"--rows {word}: share is {', '.join(get_args(SharePrefixes))}, not {value!r}")
             share = cast("SharePrefixes", value)
             continue
-        if axis not in known:
-            raise ConfigError(f"--rows {word}: {axis!r} is not an axis; the axes are {', '.join(known)}, and share")
+        if axis not in axes_fields:
+            raise ConfigError(f"--rows {word}: {axis!r} is not an axis; the axes are {', '.join(axes_fields)}, and share")
         if axis == "tp_sequence" and value in ("true", "false"):
             axes[axis] = value == "true"
         elif axis != "tp_sequence" and value.isdigit() and int(value) > 0:

@@ -29,7 +29,6 @@ from ..data.loader import Loader
 from ..data.order import Cursor, Sampler
 from ..methods.sft import SFTMethod
 from ..tasks.addition import DIGITS, SPECIAL, make_tokenizer
-from ..validate import sample_budget
 from .parity_command import Job, Row, relative
 
 OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
@@ -132,7 +131,7 @@ def make_reference(job: Job) -> None:
     for row in {row.model: row for row in possible}.values():
         config = config_of(job, row)
         method = SFTMethod(config)
-        samples = load_data(config, method.kind, sample_budget(config, method)).train
+        samples = load_data(config.model, config.data, kind=method.kind, budget=method.budget).train
         steps_by_dtype: dict[str, Any] = {}
         for dtype in dict.fromkeys(("float32", job.dtype)):
             reference = PlainReference(config.model.path, OPTIM, compute=getattr(torch, dtype), device=device)
@@ -177,7 +176,7 @@ def run_row(job: Job, row: Row) -> dict[str, Any]:
         engine = engine_class(row.backend)(model=config.model, engine=config.engine, optim=config.optim)
         engine.check()
         method = SFTMethod(config)
-        samples = load_data(config, method.kind, sample_budget(config, method)).train
+        samples = load_data(config.model, config.data, kind=method.kind, budget=method.budget).train
         engine.initialize()
     except DrivetrainError as e:
         return {"error": str(e)}

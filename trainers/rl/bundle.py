@@ -1,4 +1,4 @@
-"""Replay bundles: answers with all of their tensors in a file, from which a phase goes on, or a step is repeated elsewhere.
+"""Replay bundles: answers with all of their tensors in a file, from which a phase continues, or a step is repeated elsewhere.
 
 A bundle is a safetensors file. Its metadata is JSON: what the answers are, and the settings that made them. Nothing in it is code: names
 of code and `trust_remote_code` in its settings are ignored.
@@ -8,18 +8,20 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ...engine.checkpoint.retention import folder_name
 from ...engine.errors import CheckpointError, disk_error
 from ...engine.packing.batch import PackedBatch
 from ..config.rl import RLConfig
 from ..data.prompts import Prompt
-from .answers import Answer
+from .answers import Answer, Answers
+from .phases import Phases
 
 FORMAT = 1
 KEY = "drivetrain.bundle"
@@ -230,3 +232,45 @@ def settings_of(bundle: Bundle) -> tuple[dict[str, Any], list[str]]:
         ignored.append(f"rollout.generator ({settings['rollout']['generator']})")
         settings["rollout"]["generator"] = RLConfig().rollout.generator
     return settings, ignored
+
+
+class StepBundles:
+    """Writes a bundle of every `trainer.bundle_every`th step into `bundles/` of the run's folder.
+
+    Args:
+        phases: The phases.
+    """
+
+    def __init__(self, phases: Phases) -> None:
+        self._phases = phases
+        self._every = phases.config.trainer.bundle_every
+        self._folder = Path(phases.config.trainer.output_dir).absolute() / "bundles"
+
+    def begin(self, answers: Answers, step: int) -> Bundle | None:
+        """Save what repeats the update of a step, before it; return the bundle without the update's metrics, None if none is due.
+
+        Args:
+            answers: The judged and scored answers, with `old_log_probs`.
+            step: The number of the step.
+        """
+        if not self._every or step % self._every:
+            return None
+        group, name = self._phases.group, folder_name(step)
+        checkpoints = {}
+        self._phases.memory_manager.enter("score")
+        for role in ("actor", "critic"):
+            if role in group.roles:
+                group[role].save_checkpoint(str(self._folder / name / role), step - 1, {})
+                checkpoints[role] = f"{name}/{role}/{folder_name(step - 1)}"
+        batch, adaptive = group.get_batch(answers.ref), self._phases.adaptive.state()
+        return bundle_of(self._phases.config, batch, answers.rows, step=step, adaptive=adaptive, checkpoints=checkpoints)
+
+    def write(self, bundle: Bundle, metrics: Mapping[str, float]) -> None:
+        """Write the bundle of a step after its update.
+
+        Args:
+            bundle: What `begin` returned.
+            metrics: The metrics of the update.
+        """
+        complete = replace(bundle, expected=dict(metrics))
+        self._phases.ranks.run_on_rank0(lambda: complete.write(self._folder / f"{folder_name(bundle.step)}.safetensors"))

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: those of the actor and of the critic, of which the actor's, written last, counts."""
+"""Checkpoints of a run: those of the actor and the critic. The actor's is written last and marks the checkpoint complete."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -9,11 +9,12 @@ from typing import Any
 from ...engine.checkpoint.manifest import CheckpointManifest
 from ...engine.checkpoint.retention import find_checkpoint, folder_name, newest_first, recover, rotate, step_of, steps
 from ...engine.checkpoint.storage import Store, open_store
-from ...engine.errors import CheckpointError, ConfigError, DrivetrainError
+from ...engine.errors import CheckpointError, DrivetrainError
 from ...engine.hf.model_path import fingerprint
 from ...workers.groups.base import WorkerGroup
 from ..config.rl import RLConfig
-from .controllers import Controllers
+from ..loop.ranks import TrainerRanks
+from ..loop.resume import check_fingerprint, check_method, check_no_later
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +42,11 @@ class RunCheckpoints:
     Args:
         config: The run's settings.
         group: The group of workers.
-        controllers: The processes of the controller.
+        ranks: The processes of the controller.
     """
 
-    def __init__(self, config: RLConfig, group: WorkerGroup, controllers: Controllers) -> None:
-        self._config, self._group, self._controllers = config, group, controllers
+    def __init__(self, config: RLConfig, group: WorkerGroup, ranks: TrainerRanks) -> None:
+        self._config, self._group, self._ranks = config, group, ranks
         where = config.trainer.checkpoint_dir or str(Path(config.trainer.output_dir) / "checkpoints")
         # Workers of a cluster may run in another folder.
         self.root = where if "://" in where else str(Path(where).absolute())
@@ -84,7 +85,7 @@ class RunCheckpoints:
                     keep=() if best is None else (best,),
                 )
 
-        self._controllers.run_on_rank0(delete_old)
+        self._ranks.run_on_rank0(delete_old)
 
     def resume(self) -> Restored | None:
         """Load the checkpoint that `trainer.resume` names; None if the run starts from the beginning.
@@ -96,10 +97,10 @@ class RunCheckpoints:
         setting = self._config.trainer.resume
         damaged: list[str] = []
         while True:
-            found = self._controllers.run_on_rank0(lambda: self._find(setting, damaged))
-            if found is None:
+            checkpoint = self._ranks.run_on_rank0(lambda: self._find(setting, damaged))
+            if checkpoint is None:
                 return None
-            folder, root, step, extra = found
+            folder, root, step, extra = checkpoint
             try:
                 self.load(folder, f"{self._critic_root(root)}/{Path(folder).name}")
             except DrivetrainError as e:
@@ -112,9 +113,10 @@ class RunCheckpoints:
             log.info("resumed from %s, after step %d", folder, step)
             return Restored(folder=folder, step=step, extra=extra)
 
-    def has(self, step: int) -> bool:
-        """Return whether there is a checkpoint of a step in the folder of this run."""
-        return self._controllers.run_on_rank0(lambda: folder_name(step) in steps(open_store(self.root)))
+    def steps(self) -> set[int]:
+        """Return the steps of which there are checkpoints in the folder of this run."""
+        names = self._ranks.run_on_rank0(lambda: steps(open_store(self.root)))
+        return {(step_of(name) or (0, 0))[0] for name in names}
 
     def load(self, actor: str, critic: str) -> None:
         """Load checkpoints of the actor and, if there is one, of the critic."""
@@ -143,27 +145,20 @@ class RunCheckpoints:
         elif setting != "none":
             manifest = find_checkpoint(setting)
         step = 0 if manifest is None else int(manifest.data["step"])
-        latest = (step_of(present[-1]) or (0, 0))[0] if present else 0
-        if setting != "auto" and present and latest > step:
-            raise ConfigError(
-                f"{root} contains {present[-1]} of an earlier run, but trainer.resume={setting} starts at step {step + 1}; choose "
-                "another trainer.output_dir, delete it, or set trainer.resume=auto to resume from it"
-            )
+        check_no_later(str(root), present, setting, step)
         if manifest is None:
             return None
-        folder, method = str(manifest.store), manifest.data["extra"].get("method", METHOD)
-        if method != METHOD:
-            raise CheckpointError(
-                f"{folder} is from a {method} run, and this run of reinforcement learning cannot resume from it; choose another "
-                "trainer.output_dir, and set model.path to the model that the other run exported"
-            )
+        folder = str(manifest.store)
+        check_method(folder, manifest.data["extra"].get("method", METHOD), METHOD)
         extra = manifest.data["extra"]
         if "data" not in extra:
             raise CheckpointError(
-                f"{folder} does not say where in the prompts to go on, so it was not saved by a run; give the folder of a run, or one of "
+                f"{folder} does not say where in the prompts to continue, so it was not saved by a run; give the folder of a run, or one of "
                 "its checkpoints"
             )
-        self._check_model(manifest, folder)
+        actor = self._config.actor.model or self._config.model
+        saved_path = manifest.data["model"].get("path")
+        check_fingerprint(folder, manifest.data.get("fingerprint"), saved_path, fingerprint(actor.path), actor.path)
         root_of = folder.rpartition("/")[0]
         if self._has_critic and not self._is_complete(f"{self._critic_root(root_of)}/{Path(folder).name}"):
             raise CheckpointError(
@@ -171,16 +166,6 @@ class RunCheckpoints:
                 "without one: set model.path to the model that it exported"
             )
         return folder, folder.rpartition("/")[0], step, manifest.data["extra"]
-
-    def _check_model(self, manifest: CheckpointManifest, folder: str) -> None:
-        """Check that the checkpoint is of this run's model: adapters, for example, belong to one."""
-        actor = self._config.actor.model or self._config.model
-        saved = manifest.data.get("fingerprint")
-        if saved is not None and saved != fingerprint(actor.path):
-            raise CheckpointError(
-                f"{folder} was trained from model.path={manifest.data['model'].get('path')}, but it is now {actor.path}, a different "
-                "model; choose another trainer.output_dir"
-            )
 
     def _newest(self, root: Store, damaged: Collection[str]) -> CheckpointManifest | None:
         skipped = []

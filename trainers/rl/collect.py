@@ -1,7 +1,7 @@
 """The prompts of a run, and the collection of a step's answers."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...engine.errors import ConfigError
@@ -10,7 +10,7 @@ from ...engine.hf.shape import context_of
 from ...engine.hf.tokenizer import load_tokenizer
 from ...generation.memory import PAGE_TOKENS_CUDA
 from ..config.rl import REWARD_MODEL, RLConfig
-from ..data.dataset import Budget
+from ..data.dataset import Budget, micro_batch_budget
 from ..data.order import BatchOrder, Cursor, Sampler
 from ..data.prompts import Prompt, PromptSet, load_prompts
 from ..data.vocabulary import check_same_vocabulary
@@ -34,6 +34,11 @@ class Prompts:
     train: PromptSet
     order: BatchOrder
     held_out: PromptSet | None
+
+    @property
+    def sets(self) -> list[PromptSet]:
+        """Both of them, if there are both."""
+        return [self.train, *([self.held_out] if self.held_out is not None else [])]
 
 
 def load_data(config: RLConfig) -> Prompts:
@@ -75,18 +80,14 @@ def prompt_budget(config: RLConfig) -> Budget:
     Raises:
         ConfigError: No prompt would fit.
     """
-    sizes, answer = config.engine.micro_batch, config.rollout.max_tokens
-    most, name = sizes.max_tokens, "engine.micro_batch.max_tokens"
-    if sizes.infer_max_tokens is not None and sizes.infer_max_tokens < most:
-        most, name = sizes.infer_max_tokens, "engine.micro_batch.infer_max_tokens"
-    multiple = config.engine.parallel.token_multiple
-    room = most // multiple * multiple - answer
+    usable, budget = micro_batch_budget(config.engine, infers=True)
+    room = usable - config.rollout.max_tokens
     if room < 1:
         raise ConfigError(
-            f"rollout.max_tokens={answer} leaves no room for a prompt in {name}={most}, which a prompt and its answer have to fit "
-            "into together; raise the latter"
+            f"rollout.max_tokens={config.rollout.max_tokens} leaves no room for a prompt in {budget.setting}, which a prompt and its answer "
+            "have to fit into together; raise the latter"
         )
-    return Budget(tokens=room, setting=f"{name}={most} less rollout.max_tokens={answer}")
+    return Budget(tokens=room, setting=f"{budget.setting} less rollout.max_tokens={config.rollout.max_tokens}")
 
 
 def most_tokens(config: RLConfig, prompts: Prompts) -> int:
@@ -120,7 +121,7 @@ class Collector:
         self._warned: set[str] = set()
 
     def collect(self, cursor: Cursor, *, step: int, version: int) -> tuple[Answers, dict[str, float], Cursor]:
-        """Generate the answers of a step, whose rewards are then being computed, or known if groups are chosen by them.
+        """Generate the answers of a step, whose rewards are then being computed.
 
         Args:
             cursor: The position of the first prompt.
@@ -130,22 +131,30 @@ class Collector:
         Returns:
             The answers, numbers of what happened to others, and the position of the next prompt.
         """
-        self._phases.step = step
-        batches = self._prompts.order.indices(cursor)
-        if not self._phases.algorithm.dynamic_sampling:
-            chosen, cursor = next(batches)
-            return self._answer(chosen, step, version, first=0), {}, cursor
-        return self._collect_until_varied(batches, step, version)
+        chosen, cursor = next(self._prompts.order.indices(cursor))
+        return self._answer(chosen, step, version, first=0), {}, cursor
 
-    def _collect_until_varied(
-        self, batches: Iterator[tuple[list[int], Cursor]], step: int, version: int
-    ) -> tuple[Answers, dict[str, float], Cursor]:
-        """Collect as many groups as a step has, each with answers of different rewards."""
-        wanted = self._config.data.batch_size
+    def collect_varied(self, cursor: Cursor, *, step: int, version: int) -> tuple[Answers, dict[str, float], Cursor]:
+        """Generate the answers of a step with dynamic sampling: groups whose rewards are all equal are replaced, and rewards are known.
+
+        Source: DAPO, arXiv:2503.14476, section 3.2.
+
+        Args:
+            cursor: The position of the first prompt.
+            step: The number of the step.
+            version: The version of the weights.
+
+        Returns:
+            The answers, numbers of what happened to others, and the position of the next prompt.
+
+        Raises:
+            RewardError: Too many answers could not be judged.
+        """
+        batches = self._prompts.order.indices(cursor)
+        group_count = self._config.data.batch_size
         kept: list[Answers] = []
         totals: dict[str, float] = {}
         groups = different = first = replaced = 0
-        cursor = Cursor()
         for attempt in range(1 + self._config.rl.max_resamples):
             chosen, cursor = next(batches)
             answers, counts = self._phases.collect_rewards(self._answer(chosen, step, version, first=first))
@@ -154,7 +163,9 @@ class Collector:
                 totals[name] = totals.get(name, 0.0) + count
             equal = equal_groups(answers.rows)
             last_resort = attempt == self._config.rl.max_resamples and not kept and len(equal) == len({*answers.groups})
-            others = [group for group in dict.fromkeys(answers.groups) if group not in equal or last_resort][: wanted - groups]
+            others = [group for group in dict.fromkeys(answers.groups) if group not in equal or last_resort][
+                : group_count - groups
+            ]
             chosen_groups = set(others)
             rows = [i for i, row in enumerate(answers.rows) if row.group in chosen_groups]
             self._phases.discard(answers.ref.select(sorted({*range(len(answers))} - {*rows})))
@@ -163,16 +174,16 @@ class Collector:
             if rows:
                 kept.append(answers.select(rows))
                 groups += len(others)
-            if groups >= wanted:
+            if groups >= group_count:
                 break
-        if different < wanted:
+        if different < group_count:
             self._warn_once(
                 "resamples",
                 "step %d has %d groups of different rewards instead of %d after %d times the prompts of a step "
                 "(rl.max_resamples); the task may be too hard or too easy for the policy",
                 step,
                 different,
-                wanted,
+                group_count,
                 1 + self._config.rl.max_resamples,
             )
         check_judged([row for part in kept for row in part.rows], totals)

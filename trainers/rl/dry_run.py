@@ -53,7 +53,7 @@ class RLDryRun:
 def dry_run(
     config: RLConfig, algorithm: Algorithm, roles: Roles, prompts: Prompts, functions: Sequence[RewardTarget], total_steps: int
 ) -> RLDryRun:
-    """Start the processes of a run, and make a step from its beginning. A checkpoint of the run is not looked at.
+    """Start the processes of a run, make a step from its beginning, and print what it was. A checkpoint of the run is not looked at.
 
     Args:
         config: The settings.
@@ -66,9 +66,8 @@ def dry_run(
     Raises:
         DrivetrainError: Something cannot be built or judged; the message says what to do.
     """
-    sets = [prompts.train, *([prompts.held_out] if prompts.held_out else [])]
-    with open_phases(config, algorithm, roles, functions=functions, prompts=sets) as (phases, controllers):
-        began = time.perf_counter()
+    with open_phases(config, algorithm, roles, functions=functions, prompts=prompts.sets) as phases:
+        start = time.perf_counter()
         phases.memory_manager.sync(0)
         completed = make_step(phases, Collector(config, phases, prompts), Cursor(), step=1)
         outcome = RLDryRun(
@@ -77,7 +76,7 @@ def dry_run(
             answers=len(completed.answers),
             metrics=completed.metrics,
             example=shown(completed.answers.rows[:1])[0],
-            seconds=time.perf_counter() - began,
+            seconds=time.perf_counter() - start,
         )
-        controllers.run_on_rank0(lambda: print("\n".join(outcome.lines()), flush=True))
+        phases.ranks.run_on_rank0(lambda: print("\n".join(outcome.lines()), flush=True))
     return outcome

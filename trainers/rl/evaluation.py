@@ -49,8 +49,8 @@ def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict
         phases.memory_manager.enter("rollout")
         answers = phases.generate(prompts, options, version=version, first=first)
         ref = answers.ref
-        answers, found = phases.collect_rewards(answers)
-        for name, count in found.items():
+        answers, failures = phases.collect_rewards(answers)
+        for name, count in failures.items():
             counts[name] = counts.get(name, 0.0) + count
         judged += answers.rows
         phases.discard(ref)

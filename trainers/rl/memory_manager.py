@@ -5,9 +5,9 @@ never there together, except the parameters of both while new weights are copied
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from ...engine.errors import ConfigError
 
@@ -16,8 +16,6 @@ log = logging.getLogger(__name__)
 RolePart = Literal["parameters", "gradients", "optimizer", "cache"]
 RolePlace = Literal["device", "host", "disk", "absent"]
 Phase = Literal["rollout", "score", "train"]
-Move = Callable[[str, RolePlace, RolePart], None]
-"""Moves a part of a role."""
 PLACES: tuple[RolePlace, ...] = ("device", "host", "disk", "absent")
 _TRAINED: tuple[RolePart, ...] = ("parameters", "gradients", "optimizer")
 
@@ -50,42 +48,52 @@ def scoring_phase(*, own_reference: bool, critic: bool) -> Phase:
     return "train" if own_reference and not critic else "score"
 
 
+class RoleStates(Protocol):
+    """The state of roles, which can be moved."""
+
+    def allocations(self) -> Mapping[tuple[str, RolePart], Allocation]:
+        """Return what there is, by role and part: of `rollout` the parameters and the cache, of others the parameters and, if they are
+        trained, gradients and optimizer.
+        """
+        ...
+
+    def move(self, role: str, place: RolePlace, part: RolePart) -> None:
+        """Move a part of a role."""
+        ...
+
+    def sync(self, version: int) -> None:
+        """Copy the actor's weights to the generator, which then have a version."""
+        ...
+
+    def verify(self) -> None:
+        """Compare what the generator's processes have loaded, when they can generate."""
+        ...
+
+
 class MemoryManager:
     """The places of all state.
 
     Args:
-        holdings: What there is, by role and part: of `rollout` the parameters and the cache, of others the parameters and, if they are
-            trained, gradients and optimizer.
-        away: Where the state of a role is while others use the devices: `host`, `disk`, or `none` to move nothing.
-        move: Moves a part of a role.
-        sync: Copies the actor's weights to the generator, which then have a version.
-        verify: Compares what the generator's processes have loaded, when they can generate.
+        states: The state of the roles.
+        offload_to: Where the state of a role is while others use the devices: `host`, `disk`, or `none` to move nothing.
     """
 
-    def __init__(
-        self,
-        holdings: Mapping[tuple[str, RolePart], Allocation],
-        *,
-        away: Literal["none", "host", "disk"],
-        move: Move,
-        sync: Callable[[int], None],
-        verify: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._holdings = dict(holdings)
-        self._away, self._move, self._sync, self._verify = away, move, sync, verify
+    def __init__(self, states: RoleStates, *, offload_to: Literal["none", "host", "disk"]) -> None:
+        self._states, self._allocations = states, dict(states.allocations())
+        self._offload_to = offload_to
         self._phase: Phase | None = None
         self._version: int | None = None
 
     @property
     def _takes_turns(self) -> bool:
-        # A generator by itself has nobody to take turns with.
-        return self._away != "none" and any(
-            holding.shared for (role, _), holding in self._holdings.items() if role != "rollout"
+        # A generator by itself has no other role to take turns with.
+        return self._offload_to != "none" and any(
+            allocation.shared for (role, _), allocation in self._allocations.items() if role != "rollout"
         )
 
     def place(self, role: str, part: RolePart) -> RolePlace:
         """Return where a part of a role is."""
-        return self._holdings[role, part].place
+        return self._allocations[role, part].place
 
     def enter(self, phase: Phase) -> None:
         """Move everything to where a phase needs it.
@@ -107,7 +115,7 @@ class MemoryManager:
                 self._version = None
                 self._move_all("actor", "device")
             elif phase == "score":
-                self._move_all("actor", self._place_away())
+                self._move_all("actor", self._offload_place())
         self._phase = phase
 
     def sync(self, version: int) -> None:
@@ -117,20 +125,20 @@ class MemoryManager:
             version: The version of the weights.
         """
         if not self._takes_turns:
-            self._sync(version)
-            self._verify()
+            self._states.sync(version)
+            self._states.verify()
             return
-        away = self._place_away()
+        away = self._offload_place()
         self._move_generator("absent", "cache")
         for role in self._others():
             self._move_all(role, away, but="parameters" if role == "actor" else None)
         self.move("actor", "device", "parameters")
         self._move_generator("device", "parameters")
-        self._sync(version)
+        self._states.sync(version)
         self.move("actor", away, "parameters")
         self._move_generator("device", "cache")
         self._phase, self._version = "rollout", version
-        self._verify()
+        self._states.verify()
 
     def _bring_generator(self) -> None:
         if self.place("rollout", "parameters") == "absent" or self._version is None:
@@ -139,29 +147,31 @@ class MemoryManager:
             self.sync(self._version)
         else:
             for role in self._others():
-                self._move_all(role, self._place_away())
+                self._move_all(role, self._offload_place())
             self._move_generator("device", "cache")
 
     def _move_generator(self, place: RolePlace, part: RolePart) -> None:
         # One with processes of its own stays where it is.
-        holding = self._holdings.get(("rollout", part))
-        if holding is not None and holding.shared:
+        allocation = self._allocations.get(("rollout", part))
+        if allocation is not None and allocation.shared:
             self.move("rollout", place, part)
 
     def _move_all(self, role: str, place: RolePlace, but: RolePart | None = None) -> None:
         # Parameters go last and come first: what else there is belongs to them.
-        parts = [part for part in _TRAINED if (role, part) in self._holdings and part != but]
+        parts = [part for part in _TRAINED if (role, part) in self._allocations and part != but]
         for part in parts if place == "device" else reversed(parts):
             self.move(role, place, part)
 
     def _others(self) -> list[str]:
         return list(
-            dict.fromkeys(role for (role, _), holding in self._holdings.items() if role != "rollout" and holding.shared)
+            dict.fromkeys(
+                role for (role, _), allocation in self._allocations.items() if role != "rollout" and allocation.shared
+            )
         )
 
-    def _place_away(self) -> RolePlace:
-        assert self._away != "none"
-        return self._away
+    def _offload_place(self) -> RolePlace:
+        assert self._offload_to != "none"
+        return self._offload_to
 
     def move(self, role: str, place: RolePlace, part: RolePart) -> None:
         """Move a part of a role, unless it is there.
@@ -169,32 +179,32 @@ class MemoryManager:
         Raises:
             ConfigError: There is no such part or place, or the move would bring two large things to the same devices.
         """
-        holding = self._holdings.get((role, part))
-        if holding is None:
+        allocation = self._allocations.get((role, part))
+        if allocation is None:
             raise ConfigError(f"the memory manager has no {part} of {role}")
         if place not in PLACES:
             raise ConfigError(
                 f"the memory manager cannot move {part} of {role} to {place!r}; the places are {', '.join(PLACES)}"
             )
-        if holding.place == place:
+        if allocation.place == place:
             return
         if place == "device":
             self._check_room(role, part)
-        self._move(role, place, part)
-        self._holdings[role, part] = replace(holding, place=place)
+        self._states.move(role, place, part)
+        self._allocations[role, part] = replace(allocation, place=place)
 
     def _check_room(self, role: str, part: RolePart) -> None:
         """Refuse to bring a part to devices that hold what must not be there at the same time."""
-        if not self._takes_turns or not self._holdings[role, part].shared:
+        if not self._takes_turns or not self._allocations[role, part].shared:
             return
-        for (other, kind), holding in self._holdings.items():
-            if holding.place != "device" or not holding.shared or not holding.bytes:
+        for (other, kind), allocation in self._allocations.items():
+            if allocation.place != "device" or not allocation.shared or not allocation.bytes:
                 continue
             mine, theirs = (role == "rollout", part), (other == "rollout", kind)
             if mine[0] != theirs[0] and not (part == kind == "parameters" and {role, other} == {"actor", "rollout"}):
                 raise ConfigError(
                     f"{part} of {role} cannot be brought to the device while {kind} of {other} are there: the generator and the other "
-                    f"roles take turns (group.offload={self._away})"
+                    f"roles take turns (group.offload={self._offload_to})"
                 )
 
     # ---- for people --------------------------------------------------------------------------------------------------
@@ -202,38 +212,39 @@ class MemoryManager:
     def metrics(self) -> dict[str, float]:
         """Return the bytes of every place in a process that all roles share."""
         totals = dict.fromkeys(PLACES, 0)
-        for holding in self._holdings.values():
-            if not holding.shared:
+        for allocation in self._allocations.values():
+            if not allocation.shared:
                 continue
-            totals[holding.place] += holding.bytes
+            totals[allocation.place] += allocation.bytes
         return {f"memory/{place}_bytes": float(totals[place]) for place in PLACES if place != "absent"}
+
+    def log_plan(self) -> None:
+        """Log what will be where in every phase."""
+        log.info("memory of a process, as estimated:\n  %s", "\n  ".join(self.plan()))
 
     def plan(self) -> list[str]:
         """Return what will be where in every phase, for people."""
         lines = []
         for phase in ("rollout", "score", "train", "sync"):
             parts: dict[RolePlace, list[str]] = {}
-            for (role, part), holding in self._holdings.items():
-                parts.setdefault(self._planned(role, part, holding, phase), []).append(f"{role} {part} {_size(holding.bytes)}")
-            shown = "; ".join(f"{place}: {', '.join(parts[place])}" for place in PLACES if place in parts)
-            lines.append(f"{phase}: {shown}")
+            for (role, part), allocation in self._allocations.items():
+                parts.setdefault(self._planned(role, part, allocation, phase), []).append(
+                    f"{role} {part} {_size(allocation.bytes)}"
+                )
+            places = "; ".join(f"{place}: {', '.join(parts[place])}" for place in PLACES if place in parts)
+            lines.append(f"{phase}: {places}")
             if not self._takes_turns:
-                return [f"all the time: {shown}"]
+                return [f"all the time: {places}"]
         return lines
 
-    def _planned(self, role: str, part: RolePart, holding: Allocation, phase: str) -> RolePlace:
-        if not self._takes_turns or not holding.shared:
+    def _planned(self, role: str, part: RolePart, allocation: Allocation, phase: str) -> RolePlace:
+        if not self._takes_turns or not allocation.shared:
             return "device"
         if role == "rollout":
             return "absent" if phase in ("score", "train") or (phase == "sync" and part == "cache") else "device"
         here = role == "actor" and (phase == "train" or (phase == "sync" and part == "parameters"))
-        return "device" if here else self._place_away()
+        return "device" if here else self._offload_place()
 
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
-
-
-def describe(lines: Sequence[str]) -> None:
-    """Log where the state of roles will be."""
-    log.info("memory of a process, as estimated:\n  %s", "\n  ".join(lines))

@@ -136,17 +136,17 @@ class RLSummary:
         target = self._evaluated if record.get("split") == "eval" else self._records
         target.append({name: record[name] for name in kept if name in record})
 
-    def answers(self, step: int, given: Sequence[ShownAnswer]) -> None:
+    def answers(self, step: int, completions: Sequence[ShownAnswer]) -> None:
         """Ignore answers, which are not part of the summary."""
 
     def close(self) -> None:
         """Do nothing, since there is nothing to flush."""
 
-    def lines(self, left: Mapping[str, str]) -> list[str]:
+    def lines(self, outputs: Mapping[str, str]) -> list[str]:
         """Format the summary, one string per line.
 
         Args:
-            left: The outputs of the run: the location of each by name.
+            outputs: The location of each output of the run, by name.
         """
         rows: dict[str, str] = {}
         if self._records:
@@ -166,4 +166,4 @@ class RLSummary:
             rows["evaluation"] = "; ".join(
                 f"{name} {self._evaluated[0][name]:.4g} at first, {self._evaluated[-1][name]:.4g} at last" for name in names
             )
-        return [f"{name:12} {value}" for name, value in {**rows, **left}.items()]
+        return [f"{name:12} {value}" for name, value in {**rows, **outputs}.items()]

@@ -37,7 +37,7 @@ from .phases import Phases
 from .reward_runner import check_judged
 from .roles import Roles, build_roles, check_roles
 from .session import open_phases
-from .update import add_old_log_probs, estimate_advantages, update
+from .step import train_on
 
 log = logging.getLogger(__name__)
 
@@ -115,15 +115,15 @@ def _rollout(paths: Sequence[Path], settings: Sequence[str]) -> int:
         )
     roles = build_roles(config, algorithm, total_steps=1)
     check_roles(roles)
-    with open_phases(config, algorithm, roles, only=("rollout",), judges=False) as (phases, _):
+    with open_phases(config, algorithm, roles, only=("rollout",), judges=False) as phases:
         parts = []
         cursor = Cursor()
         batches = prompts.order.indices(cursor)
         first = 0
         while cursor.epoch == 0:
             chosen, cursor = next(batches)
-            some = [prompts.train[i] for i in chosen]
-            parts.append(phases.rollout(some, version=None, seed=phases.seed(0, first), first=first))
+            prompts_of_batch = [prompts.train[i] for i in chosen]
+            parts.append(phases.rollout(prompts_of_batch, version=None, seed=phases.seed(0, first), first=first))
             first += len(chosen)
         answers = join(parts)
         _write(phases, answers, paths[0], step=0)
@@ -137,7 +137,7 @@ def _score(paths: Sequence[Path], settings: Sequence[str]) -> int:
     needed = {name for name in SCORERS if name in roles.specs} | ({"actor"} if roles.has_own_reference else set())
     # Something has to hold the answers.
     needed = needed or {"advantage"}
-    with open_phases(config, algorithm, roles, only=needed) as (phases, _):
+    with open_phases(config, algorithm, roles, only=needed) as phases:
         ref = phases.group.put(bundle.batch.with_extra_fields(*bundle.batch.token_fields)).with_prefixes(_prefixes(bundle))
         answers = Answers(ref=ref, rows=bundle.rows, pending=phases.submit(bundle.rows))
         answers, counts = phases.collect_rewards(phases.score(answers))
@@ -182,14 +182,12 @@ def replay(path: Path, settings: Sequence[str] = (), out: Path | None = None) ->
     if any(math.isnan(row.reward) for row in bundle.rows):
         raise ConfigError(f"{path} has answers without rewards; run drivetrain rl score on it first")
     config, algorithm, roles = _opened(bundle, settings)
-    with open_phases(config, algorithm, roles, only=("actor", "critic", "advantage"), judges=False) as (phases, _):
+    with open_phases(config, algorithm, roles, only=("actor", "critic", "advantage"), judges=False) as phases:
         for role, folder in bundle.checkpoints.items():
             phases.group[role].load_checkpoint(str(_inside(path.parent, folder)))
         phases.adaptive.restore(bundle.adaptive)
         ref = phases.group.put(bundle.batch, role="actor").with_prefixes(_prefixes(bundle))
-        answers = add_old_log_probs(phases, Answers(ref=ref, rows=bundle.rows))
-        batch, metrics = estimate_advantages(phases, answers, bundle.step)
-        metrics = update(phases, answers, batch, metrics, bundle.step)
+        _, _, metrics = train_on(phases, Answers(ref=ref, rows=bundle.rows), {}, step=bundle.step)
         exported = None if out is None else phases.group["actor"].export(str(out.absolute()))
     return Replayed(bundle=bundle, config=config, metrics=metrics, exported=exported)
 
@@ -215,11 +213,13 @@ def _compare(expected: Mapping[str, float], metrics: Mapping[str, float], config
         if name not in ("loss", "grad_norm", "critic/loss", "critic/grad_norm"):
             continue
         # Losses of advantages with a mean of zero are differences of larger numbers, so small ones are compared on the scale of 1.
-        found = metrics.get(name, math.nan)
-        difference = abs(found - value) / max(abs(value), 1.0 if kind == "loss" else 1e-12)
+        repeated = metrics.get(name, math.nan)
+        difference = abs(repeated - value) / max(abs(value), 1.0 if kind == "loss" else 1e-12)
         equal = difference <= TOLERANCE[kind]
         worst = max(worst, int(not equal and exact))
-        print(f"{name:16} {value:.9g} recorded, {found:.9g} now, difference {difference:.1e}{'' if equal else '  (differs)'}")
+        print(
+            f"{name:16} {value:.9g} recorded, {repeated:.9g} now, difference {difference:.1e}{'' if equal else '  (differs)'}"
+        )
     if worst:
         print("error: the repeated step is not the recorded one", file=sys.stderr)
     else:

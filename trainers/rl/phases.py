@@ -15,6 +15,7 @@ from ...workers.data_plane.data_ref import DataRef
 from ...workers.groups.base import WorkerGroup
 from ..config.rl import RLConfig
 from ..data.prompts import Prompt
+from ..loop.ranks import TrainerRanks
 from .adaptive import Adaptive
 from .algorithms import Algorithm
 from .answers import Answer, Answers, decoded
@@ -31,13 +32,13 @@ class Phases:
         config: The run's settings.
         algorithm: The algorithm.
         roles: The roles.
+        ranks: The processes of the controller.
         group: The group that they run in.
         rewards: The rewards; None if no answers are judged.
         tokenizer: The tokenizer of the policy.
         memory_manager: What moves the state of roles.
         adaptive: The settings that a run adapts.
         is_random: Whether the policy computes random numbers while it is trained, as with dropout.
-        step: The number of the step.
         seconds: The duration of each phase in this step, by name.
         tokens: The number of tokens that each phase has processed in this step, by name.
     """
@@ -45,13 +46,13 @@ class Phases:
     config: RLConfig
     algorithm: Algorithm
     roles: Roles
+    ranks: TrainerRanks
     group: WorkerGroup
     rewards: RewardRunner | None
     tokenizer: Any
     memory_manager: MemoryManager
     adaptive: Adaptive
     is_random: bool = False
-    step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
 
@@ -162,9 +163,9 @@ class Phases:
             first: The number of the first prompt in the step.
         """
         with self.timed("rollout"):
-            given = self.group.put([prompt.ids for prompt in prompts], role="rollout")
-            ref = self.group["rollout"].generate(given, options, version=version)
-            self.group.clear_data_cache(given)
+            prompt_ref = self.group.put([prompt.ids for prompt in prompts], role="rollout")
+            ref = self.group["rollout"].generate(prompt_ref, options, version=version)
+            self.group.clear_data_cache(prompt_ref)
         rows = self._read(ref, prompts, options.samples, first)
         if version is not None and (others := {made for row in rows for made in row.versions} - {version}):
             raise ModelError(
@@ -183,8 +184,8 @@ class Phases:
         tokenizer and send no texts.
         """
         with self.timed("read"):
-            found = self.group.get(ref, ["input_ids", "versions", "finished"])
-            ids, versions = (found[name].split(list(ref.lengths)) for name in ("input_ids", "versions"))
+            columns = self.group.get(ref, ["input_ids", "versions", "finished"])
+            ids, versions = (columns[name].split(list(ref.lengths)) for name in ("input_ids", "versions"))
         rows = []
         for i, (tokens, made_by) in enumerate(zip(ids, versions, strict=True)):
             prompt = prompts[i // samples]
@@ -195,7 +196,7 @@ class Phases:
                     group=first + i // samples,
                     tokens=answer,
                     text=decoded(self.tokenizer, answer),
-                    finished=bool(found["finished"][i]),
+                    finished=bool(columns["finished"][i]),
                     # Runs of equal versions, of which there are few, before Python sees them.
                     versions=tuple(sorted({*made_by.unique_consecutive().tolist()} - {-1})),
                 )

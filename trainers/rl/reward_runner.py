@@ -10,8 +10,8 @@ from ...rewards.sample import OUTCOME_KINDS, RewardSample
 from ...rewards.scorer import PendingScores, RewardScorer, Scores
 from ..config.rl import REWARD_MODEL, RLConfig
 from ..data.prompts import PromptSet
+from ..loop.ranks import TrainerRanks
 from .answers import Answer
-from .controllers import Controllers
 
 log = logging.getLogger(__name__)
 SHOWN = 80
@@ -24,14 +24,14 @@ class RewardRunner:
     Args:
         config: The run's settings.
         functions: Reward functions of the program, beside those of `rewards.use`.
-        controllers: The processes of the controller.
+        ranks: The processes of the controller.
 
     Raises:
         ConfigError: There is no reward, or one cannot be used.
     """
 
-    def __init__(self, config: RLConfig, functions: Sequence[RewardTarget], controllers: Controllers) -> None:
-        self._controllers = controllers
+    def __init__(self, config: RLConfig, functions: Sequence[RewardTarget], ranks: TrainerRanks) -> None:
+        self._ranks = ranks
         self._scorer: RewardScorer | None = None
         self._shown: set[str] = set()
 
@@ -39,11 +39,11 @@ class RewardRunner:
             self._scorer = RewardScorer(config.rewards, functions, models=(REWARD_MODEL,))
             return self._scorer.names
 
-        self.names: list[str] = controllers.run_on_rank0(start)
+        self.names: list[str] = ranks.run_on_rank0(start)
         """The names of the rewards."""
-        if (wanted := config.rl.eval_reward) is not None and wanted not in self.names:
+        if (eval_reward := config.rl.eval_reward) is not None and eval_reward not in self.names:
             self.close()
-            raise ConfigError(f"rl.eval_reward={wanted} is no reward; they are {', '.join(self.names)}")
+            raise ConfigError(f"rl.eval_reward={eval_reward} is no reward; they are {', '.join(self.names)}")
 
     @property
     def asks_model(self) -> bool:
@@ -60,11 +60,13 @@ class RewardRunner:
         def check() -> None:
             assert self._scorer is not None
             for prompts in sets:
-                some = [prompts[i] for i in range(len(prompts))]
-                samples = [RewardSample(prompt=prompt.content, completion="", columns=prompt.columns) for prompt in some]
-                self._scorer.check(samples, [prompt.name for prompt in some])
+                all_prompts = [prompts[i] for i in range(len(prompts))]
+                samples = [
+                    RewardSample(prompt=prompt.content, completion="", columns=prompt.columns) for prompt in all_prompts
+                ]
+                self._scorer.check(samples, [prompt.name for prompt in all_prompts])
 
-        self._controllers.run_on_rank0(check)
+        self._ranks.run_on_rank0(check)
 
     def submit(self, answers: Sequence[Answer]) -> PendingScores | None:
         """Begin to judge answers, and return at once; None in a process that computes no rewards.
@@ -94,19 +96,19 @@ class RewardRunner:
         """
 
         def wait() -> list[Scores] | RewardError:
-            found, first = [], 0
+            scores, first = [], 0
             for part in pending:
                 assert part is not None
                 values = None if model is None else {REWARD_MODEL: model[first : first + len(part)]}
                 try:
-                    found.append(part.result(models=values))
+                    scores.append(part.result(models=values))
                 except RewardError as e:
                     # All processes have to raise this one, after which they save together.
                     return e
                 first += len(part)
-            return found
+            return scores
 
-        scores = self._controllers.run_on_rank0(wait)
+        scores = self._ranks.run_on_rank0(wait)
         if isinstance(scores, RewardError):
             raise scores
         judged: list[Answer] = []
@@ -157,9 +159,9 @@ def check_judged(answers: Sized, counts: Mapping[str, float]) -> None:
         RewardError: None is left; the message says what the rewards made of them.
     """
     if not len(answers):
-        shown = (
+        failures = (
             ", ".join(f"{name} {count:.0f}" for name, count in counts.items() if "/" in name) or "no reward was responsible"
         )
         raise RewardError(
-            f"none of {counts.get('dropped', 0):.0f} answers could be judged ({shown}), so there is nothing to learn from"
+            f"none of {counts.get('dropped', 0):.0f} answers could be judged ({failures}), so there is nothing to learn from"
         )

@@ -69,17 +69,17 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int, most_t
         ),
         "advantage": RoleSpec(worker=AdvantageWorker, config=algorithm.advantage or AdvantageConfig()),
     }
-    own = is_own_reference(config)
-    if own and config.reference.engine is not None:
+    own_reference = is_own_reference(config)
+    if own_reference and config.reference.engine is not None:
         raise ConfigError(
             "reference.engine is set, but the policy without its adapters is the reference; remove it, or set reference.model.path"
         )
-    if not own and not algorithm.needs_reference and config.reference != FrozenRoleConfig():
+    if not own_reference and not algorithm.needs_reference and config.reference != FrozenRoleConfig():
         raise ConfigError(
             f"reference is set, but rl.algorithm={config.rl.algorithm} with these settings compares with none; remove it, or set "
             "rl.loss.kl_coef or rl.advantage.kl_coef"
         )
-    if algorithm.needs_reference and not own:
+    if algorithm.needs_reference and not own_reference:
         temperature = config.rollout.temperature
         frozen = replace(_model(config, config.reference), lora=LoraConfig(), freeze=(), router_aux_loss_coef=0.0)
         reference = ReferenceWorkerConfig(
@@ -111,7 +111,7 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int, most_t
     return Roles(
         specs=specs,
         pools={MAIN: config.group.nproc, **config.group.pools},
-        has_own_reference=own and algorithm.needs_reference,
+        has_own_reference=own_reference and algorithm.needs_reference,
     )
 
 

@@ -1,73 +1,141 @@
-"""Opens what the steps of a run need: groups, checkpoints, loggers, and the position to start from."""
+"""The runs of reinforcement learning: opening one, and what the training loop asks of it."""
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from ...engine.errors import CheckpointError, ConfigError
+from ...engine.errors import CheckpointError, RewardError
 from ...rewards.pool import RewardTarget, title_of
 from ..config.rl import RLConfig
 from ..data.order import Cursor
+from ..loop.callbacks import Callback
 from ..loop.early_stopping import EarlyStopping
-from ..loop.loggers import Logger, make_loggers, plot_metrics
-from ..run_folder import lock_folders, write_config
+from ..loop.loggers import Display
+from ..loop.ranks import TrainerRanks, process_group
+from ..loop.run_folder import announce_settings, locked_folders
+from ..loop.signals import StopSignal
+from ..loop.training_run import EvaluationResult, TrainingRun
 from .algorithms import Algorithm
+from .bundle import StepBundles
 from .checkpoints import RunCheckpoints
 from .collect import Collector, Prompts
-from .controllers import Controllers
-from .metrics import PANELS, RLLines, RLSummary
+from .evaluation import evaluate
+from .metrics import PANELS, RLLines, RLSummary, shown
 from .phases import Phases
 from .roles import Roles
 from .session import open_phases
-from .step_bundles import StepBundles
+from .step import make_step
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RLRun:
-    """Everything that the steps of a run need.
+@dataclass(kw_only=True, eq=False)
+class RLRun(TrainingRun):
+    """A run of reinforcement learning. The version of the weights is the number of steps that they have been trained for.
 
     Args:
         phases: The phases.
         prompts: The prompts.
-        collector: The collection of a step's answers.
         checkpoints: The checkpoints.
-        bundles: The update of a step, and what repeats it elsewhere.
-        controllers: The processes of the controller.
-        loggers: The loggers; empty in processes that log nothing.
-        early_stopping: The tracker of the best evaluation.
-        start: The last completed step, and the position of the next prompt.
-        total_steps: The number of the last step.
+        cursor: The position of the next prompt.
     """
 
+    settings: RLConfig
     phases: Phases
     prompts: Prompts
-    collector: Collector
     checkpoints: RunCheckpoints
-    bundles: StepBundles
-    controllers: Controllers
-    loggers: Sequence[Logger]
-    early_stopping: EarlyStopping
-    start: tuple[int, Cursor]
-    total_steps: int
+    cursor: Cursor = field(default_factory=Cursor)
 
+    def __post_init__(self) -> None:
+        self._resume()
+        super().__post_init__()
+        self.evaluates_first = self.step == 0 and self.phases.config.rl.eval_before_train
+        self._collector = Collector(self.phases.config, self.phases, self.prompts)
+        self._bundles = StepBundles(self.phases)
 
-def early_stopping_of(config: RLConfig, data: str) -> EarlyStopping:
-    """Return the tracker of the best evaluation.
+    @property
+    def checkpoint_root(self) -> str:
+        """The folder or URL of the run's checkpoints."""
+        return self.checkpoints.root
 
-    Args:
-        config: The settings.
-        data: The digest of the held-out prompts.
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether there are held-out prompts."""
+        return self.prompts.held_out is not None
 
-    Raises:
-        ConfigError: There is no such metric.
-    """
-    trainer, samples = config.trainer, config.rl.eval_samples
-    names = ["reward", "accuracy", *([f"avg@{samples}", f"pass@{samples}"] if samples > 1 else [])]
-    return EarlyStopping(trainer.best_metric, trainer.patience, data, dict.fromkeys(names, False), trainer.stopping_threshold)
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the policy is trained through adapters."""
+        return self.phases.has_adapters
+
+    def make_step(self) -> dict[str, Any]:
+        """Make a step, from prompts to new weights; see the base class."""
+        start, phases = time.perf_counter(), self.phases
+        # A judge, for example, cannot be reached.
+        with self.saved_on(RewardError, "rewards"):
+            completed = make_step(phases, self._collector, self.cursor, step=self.step + 1, bundles=self._bundles)
+        self.step, self.cursor = self.step + 1, completed.cursor
+        self._collector.warn(completed.metrics)
+        seconds = time.perf_counter() - start
+        return {
+            "step": self.step,
+            **completed.metrics,
+            **phases.timing(),
+            **phases.adaptive.metrics(),
+            **phases.memory_manager.metrics(),
+            "epoch": self.cursor.epoch + self.cursor.position / len(self.prompts.order),
+            "seconds": seconds,
+            "seconds/idle": seconds - sum(phases.seconds.values()) + phases.seconds.get("reward_wait", 0.0),
+        }
+
+    def evaluate(self, stop: StopSignal) -> EvaluationResult:
+        """Answer the held-out prompts; see the base class. It is not interrupted."""
+        assert self.prompts.held_out is not None
+        metrics, judged = evaluate(self.phases, self.prompts.held_out, version=self.step)
+        count = min(self.config.generate, len(judged))
+        completions = shown([judged[i * len(judged) // count] for i in range(count)])
+        return EvaluationResult(metrics=metrics, tokens=sum(len(answer.tokens) for answer in judged), completions=completions)
+
+    def write_checkpoint(self, *, evaluation_due: bool, last: bool) -> None:
+        """Write the checkpoints of the actor and the critic."""
+        # A checkpoint brings all of a role's state to the device for a moment.
+        self.phases.memory_manager.enter("score")
+        extra = {
+            "data": self.prompts.order.state(self.cursor),
+            "adaptive": self.phases.adaptive.state(),
+            "watch": self.early_stopping.state(),
+        }
+        self.checkpoints.save(self.step, extra, best=self.early_stopping.best_step)
+
+    def restore_step(self, step: int) -> None:
+        """Load the actor's checkpoint of a step."""
+        self.phases.memory_manager.enter("score")
+        self.checkpoints.load_step(step)
+
+    def export_model(self, folder: Path, *, adapters_only: bool) -> str:
+        """Export the policy or its adapters."""
+        self.phases.memory_manager.enter("score")
+        # Workers of a cluster may run in another folder.
+        adapters = "only" if adapters_only else "merged"
+        where: str = self.phases.group["actor"].export(str(folder.absolute()), adapters=adapters)
+        return where
+
+    def _resume(self) -> None:
+        """Load the checkpoint to start from, if there is one."""
+        restored = self.checkpoints.resume()
+        if restored is None:
+            return
+        try:
+            self.cursor = self.prompts.order.restore(restored.extra["data"], epochs=self.config.max_steps is None)
+        except CheckpointError as e:
+            raise CheckpointError(f"{restored.folder}: {e}") from e
+        self.step = restored.step
+        self.phases.adaptive.restore(restored.extra.get("adaptive", {}))
+        self.early_stopping.restore(restored.extra.get("watch", {}), self.checkpoints.steps(), self.checkpoint_root)
 
 
 @contextmanager
@@ -78,9 +146,10 @@ def open_run(
     prompts: Prompts,
     *,
     functions: Sequence[RewardTarget],
+    callbacks: Sequence[Callback],
     total_steps: int,
 ) -> Iterator[RLRun]:
-    """Open everything that the steps need, and plot the metrics at the end, even if the run failed.
+    """Start the processes of a run, build its roles in them, and resume; end the processes after the block.
 
     Args:
         config: The settings.
@@ -88,92 +157,68 @@ def open_run(
         roles: The roles.
         prompts: The prompts.
         functions: Reward functions beside those that the settings name.
+        callbacks: Code that the training loop calls.
         total_steps: The number of the last step.
 
     Raises:
         DrivetrainError: Something cannot be opened; the message says what to do.
     """
+    is_local = config.group.kind == "local"
+    ranks = TrainerRanks(alone=not is_local)
     with ExitStack() as opened:
-        if config.group.kind != "local":
-            # Before models are loaded; with a local group only its processes can agree on an error.
-            lock_folders(config.trainer, opened)
-        sets = [prompts.train, *([prompts.held_out] if prompts.held_out else [])]
-        phases, controllers = opened.enter_context(open_phases(config, algorithm, roles, functions=functions, prompts=sets))
-        if config.group.kind == "local":
-            controllers.run_on_rank0(lambda: lock_folders(config.trainer, opened))
-        checkpoints = RunCheckpoints(config, phases.group, controllers)
-        early_stopping = early_stopping_of(config, "" if prompts.held_out is None else prompts.held_out.digest)
-        start = _resume(config, checkpoints, phases, prompts, early_stopping)
-        loggers = _open_loggers(config, functions, controllers, start[0], total_steps)
-        opened.callback(_close_loggers, config, loggers)
-        yield RLRun(
+        opened.enter_context(process_group(config.trainer.timeout_minutes) if is_local else nullcontext())
+        # Before models are loaded.
+        opened.enter_context(locked_folders(config.trainer, ranks))
+        phases = opened.enter_context(open_phases(config, algorithm, roles, functions=functions, prompts=prompts.sets))
+        digest = "" if prompts.held_out is None else prompts.held_out.digest
+        run = RLRun(
+            settings=_with_functions(config, functions),
+            ranks=ranks,
+            early_stopping=EarlyStopping.of(config.trainer, evaluation_metrics(config), digest),
+            display=Display(
+                lines=RLLines(),
+                summary=RLSummary(total_steps),
+                plot_name="reward plot",
+                plot_file="rewards.png",
+                panels=PANELS,
+            ),
+            total_steps=total_steps,
+            callbacks=callbacks,
             phases=phases,
             prompts=prompts,
-            collector=Collector(config, phases, prompts),
-            checkpoints=checkpoints,
-            bundles=StepBundles(config, phases, controllers),
-            controllers=controllers,
-            loggers=loggers,
-            early_stopping=early_stopping,
-            start=start,
-            total_steps=total_steps,
+            checkpoints=RunCheckpoints(config, phases.group, ranks),
         )
+        _announce(run)
+        phases.memory_manager.sync(run.step)
+        yield run
 
 
-def _resume(
-    config: RLConfig, checkpoints: RunCheckpoints, phases: Phases, prompts: Prompts, early_stopping: EarlyStopping
-) -> tuple[int, Cursor]:
-    """Load the checkpoint to start from, if there is one; return the last completed step and the position of the next prompt."""
-    restored = checkpoints.resume()
-    if restored is None:
-        return 0, Cursor()
-    try:
-        cursor = prompts.order.restore(restored.extra["data"], epochs=config.trainer.max_steps is None)
-    except CheckpointError as e:
-        raise CheckpointError(f"{restored.folder}: {e}") from e
-    phases.adaptive.restore(restored.extra.get("adaptive", {}))
-    early_stopping.restore(restored.extra.get("watch", {}))
-    best = early_stopping.best_step
-    if best is not None and not checkpoints.has(best):
-        # It was loaded from another run's folder, or deleted by hand. What is not there cannot be exported.
-        log.warning(
-            "the checkpoint of the best %s, step %d, is not in %s; the search for the best starts over",
-            early_stopping.metric,
-            best,
-            checkpoints.root,
-        )
-        early_stopping.reset()
-    return restored.step, cursor
+def evaluation_metrics(config: RLConfig) -> dict[str, bool]:
+    """Return the metrics of an evaluation by which a best checkpoint can be chosen, and for each whether lower is better."""
+    samples = config.rl.eval_samples
+    names = ["reward", "accuracy", *([f"avg@{samples}", f"pass@{samples}"] if samples > 1 else [])]
+    return dict.fromkeys(names, False)
 
 
-def _open_loggers(
-    config: RLConfig, functions: Sequence[RewardTarget], controllers: Controllers, resumed: int, total_steps: int
-) -> list[Logger]:
-    loggers: list[Logger] = []
-    output = Path(config.trainer.output_dir)
-
-    def open_loggers() -> None:
-        # Functions of the program stand there too, where they can be read; another one is another run.
-        named = (*config.rewards.use, *(f"{f.__module__}:{title_of(f)}" for f in functions if not isinstance(f, str)))
-        named += tuple(f for f in functions if isinstance(f, str))
-        write_config(replace(config, rewards=replace(config.rewards, use=named)), resumed=resumed > 0)
-        try:
-            loggers.extend(make_loggers(config.trainer, output, total_steps, resumed, asdict(config), RLLines()))
-        except OSError as e:
-            raise ConfigError(f"trainer.output_dir={output} cannot be written: {e.strerror or e}") from e
-        loggers.append(RLSummary(total_steps))
-
-    controllers.run_on_rank0(open_loggers)
-    return loggers
+def _with_functions(config: RLConfig, functions: Sequence[RewardTarget]) -> RLConfig:
+    """Return the settings with the names of a program's functions, where people can read them; another function is another run."""
+    names = tuple(f if isinstance(f, str) else f"{f.__module__}:{title_of(f)}" for f in functions)
+    return replace(config, rewards=replace(config.rewards, use=(*config.rewards.use, *names)))
 
 
-def _close_loggers(config: RLConfig, loggers: Sequence[Logger]) -> None:
-    output = Path(config.trainer.output_dir)
-    try:
-        for logger in loggers:
-            logger.close()
-        if loggers and "jsonl" in config.trainer.loggers:
-            plot_metrics(output / "metrics.jsonl", output / "rewards.png", str(output), PANELS)
-    except OSError as e:
-        # An error such as a full disk is reported, but must not hide the error that may have ended the run.
-        log.warning("the metrics or their plot could not be written completely: %s", e.strerror or e)
+def _announce(run: RLRun) -> None:
+    prompts, algorithm = run.prompts, run.phases.algorithm
+    announce_settings(run.settings)
+    log.info(
+        "%d prompts, %d steps, %d answers per step",
+        len(prompts.order),
+        run.total_steps,
+        prompts.order.batch_size * run.settings.rl.group_size,
+    )
+    for line in run.phases.group["actor"].describe_settings():
+        log.info("actor: %s", line)
+    log.info("loss: %s", algorithm.loss_text)
+    if algorithm.advantage is not None:
+        log.info("advantages: %s", algorithm.advantage_text)
+    first = prompts.train[0]
+    log.info("first prompt (%s, %d tokens):\n  %s", first.name, len(first.ids), run.phases.tokenizer.decode(first.ids))

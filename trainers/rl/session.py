@@ -3,24 +3,20 @@
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
-
-import torch.distributed as dist
 
 from ...engine.hf.tokenizer import load_tokenizer
-from ...engine.parallel.process_groups import close_distributed, init_distributed
 from ...rewards.pool import RewardTarget
 from ..config.rl import RLConfig
 from ..data.prompts import PromptSet
+from ..loop.ranks import TrainerRanks, process_group
 from .adaptive import Adaptive
 from .algorithms import Algorithm
-from .controllers import Controllers
 from .correction import resolve_importance
-from .memory_manager import MemoryManager, describe
+from .memory_manager import MemoryManager
 from .phases import Phases
 from .reward_runner import RewardRunner
 from .roles import Roles, start_group
-from .state import allocations_of, is_random, move_with, sync_with, verify_with
+from .state import GroupStates, is_random
 
 
 @contextmanager
@@ -33,7 +29,7 @@ def open_phases(
     prompts: Sequence[PromptSet] = (),
     only: Collection[str] | None = None,
     judges: bool = True,
-) -> Iterator[tuple[Phases, Controllers]]:
+) -> Iterator[Phases]:
     """Start the rewards of a run and its processes, and build its roles in them; end all of them afterwards.
 
     Args:
@@ -54,27 +50,23 @@ def open_phases(
         used = {spec.pool for spec in specs.values()}
         roles = replace(roles, specs=specs, pools={name: size for name, size in roles.pools.items() if name in used})
     is_local = config.group.kind == "local"
-    with _process_group(config) if is_local else nullcontext(), ExitStack() as opened:
-        controllers = Controllers(several=is_local)
+    with ExitStack() as opened:
+        opened.enter_context(process_group(config.trainer.timeout_minutes) if is_local else nullcontext())
+        ranks = TrainerRanks(alone=not is_local)
         # What is wrong with the rewards is said before models are loaded.
-        reward_runner = RewardRunner(config, functions, controllers) if judges else None
+        reward_runner = RewardRunner(config, functions, ranks) if judges else None
         if reward_runner is not None:
             opened.callback(reward_runner.close)
             reward_runner.check(prompts)
         group = opened.enter_context(start_group(config, roles))
         config = resolve_importance(config, group)
-        memory_manager = MemoryManager(
-            allocations_of(group, config),
-            away=config.group.offload,
-            move=move_with(group),
-            sync=sync_with(group),
-            verify=verify_with(group),
-        )
-        describe(memory_manager.plan())
-        phases = Phases(
+        memory_manager = MemoryManager(GroupStates(group, config), offload_to=config.group.offload)
+        memory_manager.log_plan()
+        yield Phases(
             config=config,
             algorithm=algorithm,
             roles=roles,
+            ranks=ranks,
             group=group,
             rewards=reward_runner,
             tokenizer=load_tokenizer(config.model),
@@ -83,20 +75,3 @@ def open_phases(
             is_random="actor" in group.roles
             and is_random(group.model_config("actor"), roles.specs["actor"].config.model.lora.dropout),
         )
-        yield phases, controllers
-
-
-@contextmanager
-def _process_group(config: RLConfig) -> Iterator[None]:
-    """Join the processes of torchrun, unless the program has done so."""
-    joins = not dist.is_initialized()
-    init_distributed(timedelta(minutes=config.trainer.timeout_minutes))
-    try:
-        yield
-    except BaseException:
-        # Peers may be waiting in a collective that this process never enters; then it must end.
-        if joins and dist.get_world_size() == 1:
-            close_distributed()
-        raise
-    if joins:
-        close_distributed()

@@ -1,14 +1,14 @@
 """The state of a group's roles, as the memory manager sees and moves it."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ...engine.errors import WorkerError
 from ...generation.options import SamplingOptions
 from ...workers.groups.base import WorkerGroup
 from ..config.rl import ROLES, RLConfig
-from .memory_manager import Allocation, Move, RolePart, RolePlace
+from .memory_manager import Allocation, RolePart, RolePlace
 
 _PARTS = ("text_config", "ffn_config")
 """Configs inside a model's config that are those of a language model's layers."""
@@ -18,21 +18,6 @@ PROBE, PROBE_TOKENS = [1, 2, 3, 4], 4
 """The prompt on which a generator's processes are compared, and the number of tokens that they answer it with."""
 PROBE_GAP = 0.05
 """The largest difference of a log-probability between two processes, which compute the same in the same way."""
-
-
-def allocations_of(group: WorkerGroup, config: RLConfig) -> Mapping[tuple[str, RolePart], Allocation]:
-    """Return what each role holds in a process.
-
-    Args:
-        group: The group.
-        config: The run's settings.
-    """
-    found: dict[tuple[str, RolePart], Allocation] = {}
-    for role in (name for name in ROLES if name in group.roles):
-        sizes: Mapping[RolePart, int] = group[role].state_bytes()
-        for part, size in sizes.items():
-            found[role, part] = Allocation(bytes=size, shared=role not in config.group.pools)
-    return found
 
 
 def is_random(settings: Mapping[str, Any], lora_dropout: float) -> bool:
@@ -47,45 +32,56 @@ def is_random(settings: Mapping[str, Any], lora_dropout: float) -> bool:
     return any(isinstance(value, int | float) and value > 0 for value in (*values, lora_dropout))
 
 
-def move_with(group: WorkerGroup) -> Move:
-    """Return the function that moves a part of a role."""
+class GroupStates:
+    """The state of a group's roles.
 
-    def move(role: str, place: RolePlace, part: RolePart) -> None:
-        group[role].to(place, part)
-
-    return move
-
-
-def verify_with(group: WorkerGroup) -> Callable[[], None]:
-    """Return the function that compares what the processes of the generator make of one fixed prompt.
-
-    They have received the same bytes, but may have fused or quantized them, or have loaded them wrongly.
+    Args:
+        group: The group.
+        config: The run's settings.
     """
 
-    def verify() -> None:
-        if "rollout" not in group.roles:
+    def __init__(self, group: WorkerGroup, config: RLConfig) -> None:
+        self._group, self._pools = group, config.group.pools
+
+    def allocations(self) -> Mapping[tuple[str, RolePart], Allocation]:
+        """Return what each role holds in a process, by role and part."""
+        allocations: dict[tuple[str, RolePart], Allocation] = {}
+        for role in (name for name in ROLES if name in self._group.roles):
+            sizes: Mapping[RolePart, int] = self._group[role].state_bytes()
+            for part, size in sizes.items():
+                allocations[role, part] = Allocation(bytes=size, shared=role not in self._pools)
+        return allocations
+
+    def move(self, role: str, place: RolePlace, part: RolePart) -> None:
+        """Move a part of a role."""
+        self._group[role].to(place, part)
+
+    def sync(self, version: int) -> None:
+        """Copy the actor's weights to the generator."""
+        self._group.sync_weights("actor", "rollout", version=version)
+
+    def verify(self) -> None:
+        """Compare what the processes of the generator make of one fixed prompt.
+
+        They have received the same bytes, but may have fused or quantized them, or have loaded them wrongly.
+
+        Raises:
+            WorkerError: They differ.
+        """
+        if "rollout" not in self._group.roles:
             return
-        count = max(info.dp_size for info in group.rank_infos("rollout"))
+        count = max(info.dp_size for info in self._group.rank_infos("rollout"))
         if count < 2:
             return
         options = SamplingOptions(max_tokens=PROBE_TOKENS, temperature=0.0, ignore_eos=True, evaluation=True)
         # Prompts of one length, of which every model gets one.
-        found = [some[0].log_probs for some in group["rollout"].generate([PROBE] * count, options)]
-        worst = max(abs(one - other) for own in found for one, other in zip(own, found[0], strict=True))
-        if not worst <= PROBE_GAP:
-            reason = f"make log-probabilities of one prompt that differ by {worst:.3g} nats from process to process"
-            group["rollout"].discard_weights(reason)
+        completions = self._group["rollout"].generate([PROBE] * count, options)
+        log_probs_by_model = [samples[0].log_probs for samples in completions]
+        first = log_probs_by_model[0]
+        gap = max(abs(a - b) for log_probs in log_probs_by_model for a, b in zip(log_probs, first, strict=True))
+        if not gap <= PROBE_GAP:
+            reason = f"make log-probabilities of one prompt that differ by {gap:.3g} nats from process to process"
+            self._group["rollout"].discard_weights(reason)
             raise WorkerError(
                 f"the generator's processes {reason} after the same weights were copied to them; start the run again"
             )
-
-    return verify
-
-
-def sync_with(group: WorkerGroup) -> Callable[[int], None]:
-    """Return the function that copies the actor's weights to the generator."""
-
-    def sync(version: int) -> None:
-        group.sync_weights("actor", "rollout", version=version)
-
-    return sync

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from ..data.order import Cursor
 from .answers import Answers
+from .bundle import StepBundles
 from .collect import Collector
 from .metrics import answer_metrics, staleness
 from .phases import Phases
 from .reward_runner import check_judged
-from .step_bundles import StepBundles
 from .update import add_old_log_probs, estimate_advantages, update
 
 
@@ -30,13 +30,13 @@ class CompletedStep:
 def make_step(
     phases: Phases, collector: Collector, cursor: Cursor, *, step: int, bundles: StepBundles | None = None
 ) -> CompletedStep:
-    """Make a step: roll out, score, collect the rewards, estimate advantages, update, and sync the generator's weights.
+    """Make a step: roll out, score, estimate advantages, update, and sync the generator's weights.
 
     The version of the weights is the number of steps that they have been trained for.
 
     Args:
         phases: The phases.
-        collector: The collection of answers: from the next prompts, and with `rl.dynamic_sampling` from as many as are needed.
+        collector: The collection of answers from the next prompts.
         cursor: The position of the first prompt.
         step: The number of the step, from 1.
         bundles: What writes replay bundles of steps; None writes none.
@@ -46,23 +46,15 @@ def make_step(
         ConfigError: The log-probabilities of actor and generator differ by more than `rl.max_log_prob_gap`.
     """
     phases.reset_timing()
-    answers, counts, cursor = collector.collect(cursor, step=step, version=step - 1)
-    # Reward functions run in processes of their own meanwhile, so what the models compute comes before their results.
+    if phases.algorithm.dynamic_sampling:
+        answers, counts, cursor = collector.collect_varied(cursor, step=step, version=step - 1)
+    else:
+        answers, counts, cursor = collector.collect(cursor, step=step, version=step - 1)
     answers = phases.score(answers)
-    answers = add_old_log_probs(phases, answers)
-    answers, failed = phases.collect_rewards(answers)
-    check_judged(answers, {**counts, **failed})
-
-    bundle = None if bundles is None else bundles.begin(answers, step)
-    batch, metrics = estimate_advantages(phases, answers, step)
-    metrics = update(phases, answers, batch, metrics, step)
-    if bundles is not None and bundle is not None:
-        bundles.write(bundle, metrics)
-
+    answers, counts, metrics = train_on(phases, answers, counts, step=step, bundles=bundles)
     metrics = {
         **answer_metrics(answers.rows),
         **counts,
-        **failed,
         "tokens": answers.ref.num_tokens,
         "staleness": staleness(answers.rows, step - 1),
         **metrics,
@@ -71,3 +63,36 @@ def make_step(
     with phases.timed("sync"):
         phases.memory_manager.sync(step)
     return CompletedStep(answers=answers, metrics=metrics, cursor=cursor)
+
+
+def train_on(
+    phases: Phases, answers: Answers, counts: dict[str, float], *, step: int, bundles: StepBundles | None = None
+) -> tuple[Answers, dict[str, float], dict[str, float]]:
+    """Collect the rewards of scored answers, estimate advantages, and update the critic and the policy.
+
+    Args:
+        phases: The phases.
+        answers: The scored answers.
+        counts: Numbers of what happened to other answers of the step, by name.
+        step: The number of the step; 0 for one that belongs to no run.
+        bundles: What writes replay bundles of steps; None writes none.
+
+    Returns:
+        The answers that were learned from, with their rewards; numbers of what happened to others; and the metrics of the update.
+
+    Raises:
+        RewardError: Too many answers could not be judged.
+        ConfigError: The log-probabilities of actor and generator differ by more than `rl.max_log_prob_gap`.
+    """
+    # Reward functions run in processes of their own meanwhile, so what the models compute comes before their results.
+    answers = add_old_log_probs(phases, answers)
+    answers, failed = phases.collect_rewards(answers)
+    counts = {**counts, **failed}
+    check_judged(answers, counts)
+
+    bundle = None if bundles is None else bundles.begin(answers, step)
+    batch, metrics = estimate_advantages(phases, answers, step)
+    metrics = update(phases, answers, batch, metrics, step)
+    if bundles is not None and bundle is not None:
+        bundles.write(bundle, metrics)
+    return answers, counts, metrics

@@ -38,8 +38,10 @@ def add_old_log_probs(phases: Phases, answers: Answers) -> Answers:
     # Where a critic is updated first, the actor's state would come and go once more.
     phases.memory_manager.enter("score" if phases.algorithm.needs_critic else "train")
     with phases.timed("old_log_probs", batch.num_tokens):
-        found = phases.group["actor"].compute_log_probs(batch, entropy=phases.config.rl.log_entropy, sum_squared_probs=squares)
-    return answers.with_columns(found.rename(log_probs="old_log_probs"))
+        log_probs = phases.group["actor"].compute_log_probs(
+            batch, entropy=phases.config.rl.log_entropy, sum_squared_probs=squares
+        )
+    return answers.with_columns(log_probs.rename(log_probs="old_log_probs"))
 
 
 def estimate_advantages(phases: Phases, answers: Answers, step: int) -> tuple[DataRef, dict[str, float]]:
@@ -64,13 +66,13 @@ def estimate_advantages(phases: Phases, answers: Answers, step: int) -> tuple[Da
     rewards = phases.adaptive.shape_rewards([row.reward for row in answers.rows])
     columns = {"rewards": torch.tensor(rewards, dtype=torch.float32)}
     if phases.algorithm.needs_baselines:
-        known = [row.baseline for row in answers.rows if row.baseline is not None]
-        if len(known) < len(answers):
+        baselines_given = [row.baseline for row in answers.rows if row.baseline is not None]
+        if len(baselines_given) < len(answers):
             raise ConfigError(
-                f"{len(answers) - len(known)} of {len(answers)} answers have no baseline, the reward of the most likely answer to "
+                f"{len(answers) - len(baselines_given)} of {len(answers)} answers have no baseline, the reward of the most likely answer to "
                 "their prompt, which rl.algorithm=remax needs; drivetrain grpo generates and judges those as well"
             )
-        baselines = phases.adaptive.shape_others(known)
+        baselines = phases.adaptive.shape_others(baselines_given)
         columns["baselines"] = torch.tensor(baselines, dtype=torch.float32)
     batch |= phases.group.put_columns(batch, rows=columns)
     with phases.timed("advantages"):
@@ -136,12 +138,12 @@ def loss_of_step(phases: Phases) -> PolicyLoss:
 def _selected(phases: Phases, batch: DataRef, step: int) -> DataRef:
     """Return the batch with the mark of the tokens that the loss treats differently, if it does."""
     loss = phases.algorithm.loss
-    if not (isinstance(loss, PolicyLoss) and loss.selects_by_covariance):
+    selection = loss.objective.selection if isinstance(loss, PolicyLoss) else None
+    if selection is None:
         return batch
-    bounds = loss.cov_bounds if loss.objective == "clip_cov" else None
     seed = seed_of(phases.config.data.seed, step)
     marks: DataRef = phases.group["advantage"].select_by_covariance(
-        batch, fraction=loss.cov_fraction, bounds=bounds, seed=seed
+        batch, fraction=selection.fraction, bounds=selection.bounds, seed=seed
     )
     return marks
 
@@ -178,10 +180,10 @@ def _spot_check_log_prob_gap(phases: Phases, answers: Answers) -> dict[str, floa
     """Compare the generator's log-probabilities with the actor's for a few answers."""
     if phases.config.rl.max_log_prob_gap is None:
         return {}
-    some = answers.ref.select(range(min(len(answers), SPOT_CHECK)))
-    with phases.timed("old_log_probs", some.num_tokens):
-        some |= phases.group["actor"].compute_log_probs(some).rename(log_probs="old_log_probs")
-    numbers: dict[str, float] = phases.group["advantage"].summarize(some)
+    sample = answers.ref.select(range(min(len(answers), SPOT_CHECK)))
+    with phases.timed("old_log_probs", sample.num_tokens):
+        sample |= phases.group["actor"].compute_log_probs(sample).rename(log_probs="old_log_probs")
+    numbers: dict[str, float] = phases.group["advantage"].summarize(sample)
     _check_gap(phases, numbers)
     return {name: numbers[name] for name in GAPS}
 
@@ -217,14 +219,14 @@ def _mini_batches(phases: Phases, step: int) -> MiniBatches:
 def means(results: Sequence[StepResult]) -> dict[str, float]:
     """Return the means of the numbers of several optimizer steps, the learning rate of the last one, and their number."""
     taken = [result for result in results if not result.skipped] or results
-    found: dict[str, list[float]] = {}
+    totals: dict[str, list[float]] = {}
     for result in taken:
         numbers = {"loss": result.loss, "grad_norm": math.nan if result.grad_norm is None else result.grad_norm}
         numbers |= {f"loss/{name}": value for name, value in result.terms.items()}
         for name, value in {**numbers, **result.metrics}.items():
-            found.setdefault(name, []).append(value)
+            totals.setdefault(name, []).append(value)
     return {
-        **{name: sum(values) / len(values) for name, values in found.items()},
+        **{name: sum(values) / len(values) for name, values in totals.items()},
         "lr": results[-1].lr or 0.0,
         "updates": float(len(results)),
         "shared_tokens": float(sum(result.shared_tokens for result in results)),

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from ...engine import registry
 from ...engine.errors import ConfigError
 from ...lazy_imports import moved_module
+from ...losses.registry import ByName
 
 _ROOT = __name__.rpartition(".workers.")[0]
 MAIN = "__main__"
@@ -204,7 +205,7 @@ def references(value: Any) -> list[Any]:
     found: list[Any] = []
     if is_dataclass(value):
         found.append(type(value))
-        parts = [getattr(value, f.name) for f in fields(value) if f.init]
+        parts = list(contents(value).values())
     elif isinstance(value, Mapping):
         parts = [*value.keys(), *value.values()]
     elif isinstance(value, list | tuple | set | frozenset):
@@ -213,6 +214,11 @@ def references(value: Any) -> list[Any]:
     elif isinstance(value, Enum):
         found.append(type(value))
     return found + [reference for part in parts for reference in references(part)]
+
+
+def contents(value: Any) -> dict[str, Any]:
+    """Return what a message has of an instance of a dataclass: the fields that make another one, by name."""
+    return value.settings() if isinstance(value, ByName) else {f.name: getattr(value, f.name) for f in fields(value) if f.init}
 
 
 def is_named_tuple(value: Any) -> bool:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from ...engine.errors import ConfigError
+from ...losses.registry import ByName
 from ..data_plane.store import DTYPE_NAMES, DTYPES
 from .codec import FramePart
 from .messages import Message
-from .names import Names, is_named_tuple, is_reference
+from .names import Names, contents, is_named_tuple, is_reference
 
 M = TypeVar("M", bound=Message)
 TYPE = "$"
@@ -131,7 +132,7 @@ class _Writer:
             return {TYPE: "enum", "class": name, "value": value.name}
         if is_named_tuple(value):
             return {TYPE: "namedtuple", "class": name, "items": self.plain(list(value), where)}
-        content = {f.name: self.plain(getattr(value, f.name), f"{where}.{f.name}") for f in fields(value) if f.init}
+        content = {item: self.plain(part, f"{where}.{item}") for item, part in contents(value).items()}
         return {TYPE: name, "fields": content}
 
     def _pickled(self, value: Any, where: str) -> Any:
@@ -275,12 +276,12 @@ def _instance(name: str, content: dict[str, Any], names: Names) -> Any:
     cls = names.resolve(name)
     if not isinstance(cls, type) or not is_dataclass(cls):
         raise ValueDecodeError(f"{name} is not a dataclass, so it has no fields")
-    known = {f.name for f in fields(cls) if f.init}
+    known = cls.setting_names() if issubclass(cls, ByName) else {f.name for f in fields(cls) if f.init}
     content = {MOVED_FIELDS.get(name, name) if name not in known else name: value for name, value in content.items()}
     if unknown := sorted(content.keys() - known):
         raise ValueDecodeError(f"{name} has no field {unknown[0]!r}")
     try:
-        return cls(**content)
+        return cls.from_settings(**content) if issubclass(cls, ByName) else cls(**content)
     except TypeError as e:  # a required field is missing
         raise ValueDecodeError(f"{name}: {e}") from e
 

@@ -1,78 +1,59 @@
 """The advantage role: advantages and returns from the rewards, values and log-probabilities of a batch, where these are."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...engine.errors import BatchError, ConfigError
+from ...engine.errors import BatchError
 from ...engine.loss import loss_mask
+from ...engine.packing.batch import PackedBatch
 from ...engine.parallel.collectives import collective_errors
 from ...engine.parallel.process_groups import EngineGroups
-from ...losses.advantages import (
-    broadcast_to_tokens,
-    discounted_returns,
-    gae,
-    gpg_scale,
-    grpo,
-    opo,
-    optimal_token_baseline,
-    pass_at_k,
-    remax,
-    rloo,
-    token_rewards,
-    whiten,
-)
+from ...losses.advantages import broadcast_to_tokens, token_rewards
 from ...losses.covariance import covariances, random_keys, select_between, select_largest
+from ...losses.estimators.base import ESTIMATORS, Estimator
+from ...losses.estimators.of_tokens import GAEEstimator
 from ...losses.fields import sequence_field, token_field
 from ...losses.importance import accepted_tokens, importance_weights
-from ...losses.names import Correction, Estimator, KLEstimator, Level, Rejection
+from ...losses.names import Correction, KLEstimator, Level, Rejection
 from ...losses.policy import kl_estimate, response_tokens
+from ...losses.registry import ByName, LossRegistry, check_not_negative
 from .batch_adapters import adapt_batch
 from .dispatch import register
 from .responses import PaddedCompletions
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdvantageConfig:
+class AdvantageConfig(ByName):
     """How advantages are computed.
 
     Args:
-        estimator: The function of `losses.advantages`: `gae` needs the field `values`; `reinforce_plus_plus` compares nothing; `remax`
-            needs the sequence field `baselines`, the rewards of greedy responses; the others compare the responses of a group, so
-            they need `group_ids`, and `optimal_token_baseline` also `old_log_probs` and `sum_squared_probs`.
-        kl_coef: The weight of a KL penalty in the rewards, of tokens with `gae`, `optimal_token_baseline`, `reinforce_plus_plus` and
-            `remax`, of responses with the others; it needs `old_log_probs` and `reference_log_probs`.
+        estimator: The estimator, with its settings: one of `losses.estimators`, or an instance of a subclass of `Estimator` of one's own.
+            `AdvantageConfig.from_settings(estimator="grpo", scale=False)` takes both in one. Those that compare the responses of a group
+            need `group_ids`, and each says which fields it needs beside the rewards.
+        kl_coef: The weight of a KL penalty in the rewards, of tokens or of responses, depending on the estimator; it needs
+            `old_log_probs` and `reference_log_probs`.
         kl: The estimator of the KL divergence, as in `losses.policy.kl_estimate`.
-        gamma: The discount per token.
-        lam: lambda of GAE.
-        scale: Whether `grpo` and `pass_at_k` divide by the group's standard deviation.
-        whiten: Whether advantages of `gae` and of both forms of `reinforce_plus_plus` get mean 0 and variance 1 over the tokens of
-            the global batch.
+
+    Raises:
+        ConfigError: A setting is out of range.
     """
 
-    estimator: Estimator = "gae"
+    estimator: Estimator = GAEEstimator()
     kl_coef: float = 0.0
     kl: KLEstimator = "k1"
-    gamma: float = 1.0
-    lam: float = 0.95
-    scale: bool = True
-    whiten: bool = True
+    part: ClassVar[str] = "estimator"
+    registry: ClassVar[LossRegistry[Any]] = ESTIMATORS
 
     def __post_init__(self) -> None:
-        if self.estimator not in _ESTIMATORS:
-            raise ConfigError(f"estimator={self.estimator!r}; it must be one of {', '.join(_ESTIMATORS)}")
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name}={getattr(self, name)}; it must be between 0 and 1")
-        if not (self.kl_coef >= 0 and math.isfinite(self.kl_coef)):
-            raise ConfigError(f"kl_coef={self.kl_coef}; it must be finite and at least 0")
+        self._check_part(Estimator)
+        check_not_negative(self, "kl_coef")
 
 
 class AdvantageWorker:
@@ -112,15 +93,14 @@ class AdvantageWorker:
         config = self.config if kl_coef is None else replace(self.config, kl_coef=kl_coef)
         with self._errors():
             adapter = adapt_batch(data, every=True)
-            responses = PaddedCompletions(adapter.batch)
-            advantages, returns = _ESTIMATORS[config.estimator](config, responses)
+            responses = PenalizedCompletions(adapter.batch, config)
+            advantages, returns = config.estimator.estimate(responses)
+            if advantages.dim() == 1:
+                advantages = broadcast_to_tokens(advantages, responses.mask)
             if not bool(torch.isfinite(advantages).all()):
                 raise BatchError("the advantages are not finite; the rewards or values are too large")
         # Sums over ranks come last: a rank that raised before them would leave the others waiting.
-        if config.estimator == "gpg":
-            advantages = advantages * gpg_scale(_rewards(config, responses), responses.groups(), reduce=self._sum).float()
-        if self.config.whiten and self.config.estimator in _WHITENED:
-            advantages = whiten(advantages, responses.mask, reduce=self._sum)
+        advantages = config.estimator.finish(advantages, responses, self._sum)
         fields = {"advantages": responses.packed(advantages)}
         if returns is not None:
             fields["returns"] = responses.packed(returns)
@@ -272,85 +252,33 @@ class AdvantageWorker:
             self._groups.close()
 
 
-Result = tuple[Tensor, Tensor | None]
+class PenalizedCompletions(PaddedCompletions):
+    """The responses of a packed batch with their rewards less the KL penalty: what estimators read.
 
+    Args:
+        batch: The batch, in which the labels mark the responses.
+        config: The penalty.
+    """
 
-def _kl(config: AdvantageConfig, responses: PaddedCompletions) -> Tensor:
-    return kl_estimate(responses.padded("old_log_probs"), responses.padded("reference_log_probs"), config.kl)
+    def __init__(self, batch: PackedBatch, config: AdvantageConfig) -> None:
+        super().__init__(batch)
+        self._config = config
 
+    def rewards(self) -> Tensor:
+        """Return the rewards `[B]`, less the KL penalty of all tokens together."""
+        return self.token_rewards().sum(1) if self._config.kl_coef else super().rewards()
 
-def _token_rewards(config: AdvantageConfig, responses: PaddedCompletions) -> Tensor:
-    kl = _kl(config, responses) if config.kl_coef else None
-    return token_rewards(responses.rewards(), responses.mask, kl, config.kl_coef)
+    def token_rewards(self) -> Tensor:
+        """Return the rewards `[B, R]`, each at the last token of its response, less the KL penalty of each token."""
+        config, kl = self._config, None
+        if config.kl_coef:
+            kl = kl_estimate(self.padded("old_log_probs"), self.padded("reference_log_probs"), config.kl)
+        return token_rewards(super().rewards(), self.mask, kl, config.kl_coef)
 
+    def sequence(self, name: str) -> Tensor:
+        """Return a sequence field `[B]`."""
+        return sequence_field(self.batch, name, f"the estimator {self._config.estimator.name}")
 
-def _rewards(config: AdvantageConfig, responses: PaddedCompletions) -> Tensor:
-    """Return the rewards `[B]`, less the KL penalty of all tokens together."""
-    if not config.kl_coef:
-        return responses.rewards()
-    return token_rewards(responses.rewards(), responses.mask, _kl(config, responses), config.kl_coef).sum(1)
-
-
-def _gae(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
-    rewards = _token_rewards(config, responses)
-    return gae(rewards, responses.padded("values"), responses.mask, config.gamma, config.lam)
-
-
-def _grpo(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
-    scores = grpo(_rewards(config, responses), responses.groups(), scale=config.scale)
-    return broadcast_to_tokens(scores, responses.mask), None
-
-
-def _pass_at_k(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
-    scores = pass_at_k(_rewards(config, responses), responses.groups(), scale=config.scale)
-    return broadcast_to_tokens(scores, responses.mask), None
-
-
-def _opo(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
-    scores = opo(_rewards(config, responses), responses.groups(), responses.mask)
-    return broadcast_to_tokens(scores, responses.mask), None
-
-
-def _optimal_token_baseline(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
-    weights = responses.padded("importance_weights") if "importance_weights" in responses.batch.token_fields else None
-    return optimal_token_baseline(
-        _token_rewards(config, responses),
-        responses.groups(),
-        responses.padded("old_log_probs"),
-        responses.padded("sum_squared_probs"),
-        responses.mask,
-        weights,
-    )
-
-
-def _centered(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
-    return broadcast_to_tokens(grpo(_rewards(config, responses), responses.groups(), scale=False), responses.mask), None
-
-
-def _rloo(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
-    return broadcast_to_tokens(rloo(_rewards(config, responses), responses.groups()), responses.mask), None
-
-
-def _reinforce_plus_plus(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
-    returns = discounted_returns(_token_rewards(config, responses), responses.mask, config.gamma)
-    return returns, returns
-
-
-def _remax(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
-    baselines = sequence_field(responses.batch, "baselines", "the estimator remax")
-    return remax(_token_rewards(config, responses), baselines, responses.mask, config.gamma)
-
-
-_WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-_ESTIMATORS: Mapping[str, Callable[[AdvantageConfig, PaddedCompletions], Result]] = {
-    "gae": _gae,
-    "grpo": _grpo,
-    "pass_at_k": _pass_at_k,
-    "rloo": _rloo,
-    "opo": _opo,
-    "gpg": _centered,
-    "optimal_token_baseline": _optimal_token_baseline,
-    "reinforce_plus_plus": _reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": _centered,
-    "remax": _remax,
-}
+    def has(self, name: str) -> bool:
+        """Return whether the batch has a token field."""
+        return name in self.batch.token_fields

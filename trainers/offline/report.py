@@ -1,20 +1,17 @@
-"""Log messages of a run before its first step and after its last one."""
+"""Log messages of a run before its first step."""
 
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from ..engine.base import BaseEngine
-from .config.parse import changes
-from .config.runs import RunConfig
-from .data.dataset import TokenDataset
-from .data.encode import mark_supervised
-from .data.load import RunData
-from .data.loader import Loader
-from .data.stream import StreamLoader
-from .loop.loop import StopReason, TrainResult
-from .loop.parts import TrainingRun
-from .loop.resume import ResumePoint
+from ...engine.base import BaseEngine
+from ..config.runs import RunConfig
+from ..data.dataset import TokenDataset
+from ..data.encode import mark_supervised
+from ..data.load import RunData
+from ..data.loader import Loader
+from ..data.stream import StreamLoader
+from ..loop.run_folder import announce_settings
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +23,7 @@ def announce(
     loader: Loader | StreamLoader,
     total_steps: int,
     *,
-    written: bool,
+    is_written: bool,
 ) -> None:
     """Log the settings, the layout, the model, the sources and the first sample. Collective.
 
@@ -36,11 +33,9 @@ def announce(
         data: The run's data.
         loader: The batches to train on.
         total_steps: The number of steps in the run.
-        written: Whether the run writes its settings.
+        is_written: Whether the run writes its settings.
     """
-    log.info("settings%s", f" (complete list: {config.trainer.output_dir}/config.yaml)" if written else "")
-    for name, value in changes(config).items():
-        log.info("  %s=%s", name, value)
+    announce_settings(config, is_written=is_written)
     if isinstance(loader, Loader):
         samples = loader.samples
         _announce_layout(engine, f"{len(samples)} samples", total_steps)
@@ -83,28 +78,3 @@ def _announce_sources(config: RunConfig, dataset: TokenDataset, epoch_sizes: Seq
             else ""
         )
         log.info("  %s: %d samples, %d tokens%s%s", name, size, tokens, per_epoch, per_turn)
-
-
-def report_end(result: TrainResult, start: ResumePoint, run: TrainingRun) -> None:
-    """Log why training ended, unless it has just completed all of its steps.
-
-    Args:
-        result: The end of training.
-        start: The point at which training started.
-        run: Everything that training needs.
-    """
-    if result.reason is StopReason.SIGNAL:
-        log.info("stopped by a signal after step %d, which was saved; the same command resumes from there", result.step)
-    elif result.reason in (StopReason.CALLBACK, StopReason.TIME):
-        log.info("stopped after step %d of %d: %s", result.step, run.total_steps, result.reason.value)
-    elif result.reason is StopReason.PATIENCE:
-        log.info(
-            "stopped after step %d: %d evaluations without an improvement in %s",
-            result.step,
-            run.config.patience,
-            run.early_stopping.metric,
-        )
-    elif result.reason is StopReason.THRESHOLD:
-        log.info(run.early_stopping.describe_reached(result.step))
-    elif result.step < start.step:
-        log.info("step %d of %d is already done; nothing to train", result.step, run.total_steps)

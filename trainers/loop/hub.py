@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ..engine.errors import ConfigError
+from ...engine.errors import ConfigError
 
 
 def check_push(repo: str) -> None:

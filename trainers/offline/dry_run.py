@@ -3,28 +3,18 @@
 Nothing is written but what later runs use again: tokenized data and, with `reference.mode=cached`, a reference's log-probabilities.
 """
 
-import logging
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from ..engine.base import BaseEngine
-from ..engine.checkpoint.manager import CheckpointManager
-from ..engine.loss import StepResult
-from ..engine.offload import free_bytes, peak_bytes
-from .config.runs import RunConfig
-from .data.loader import Loader, batch_of
-from .loop.logs import configure_logging
-from .loop.resume import resume
-from .methods.base import TrainingMethod
-from .run import Extensions, Prepared, prepared, process_group
-from .validate import check_run, early_stopping_of
-
-log = logging.getLogger(__name__)
+from ...engine.base import BaseEngine
+from ...engine.loss import StepResult
+from ...engine.offload import free_bytes, peak_bytes
+from ..data.loader import Loader, batch_of
+from .run import OfflineRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,58 +57,37 @@ class DryRun:
         return [*(f"{name:12} {value}" for name, value in rows.items()), "dry run: nothing was saved"]
 
 
-def dry_run(config: RunConfig, method: TrainingMethod, extensions: Extensions) -> DryRun:
-    """Prepare a run, resume it if it has a checkpoint, and make a step on its longest samples. Collective over all processes.
-
-    No folder is created or locked, so that it may run beside the run itself, if there is enough memory.
+def measure(run: OfflineRun) -> DryRun:
+    """Make a step on the longest samples of a run, and print what the run would do. Collective.
 
     Args:
-        config: The run's settings.
-        method: The training method.
-        extensions: What a Python program adds to the settings.
-
-    Raises:
-        DrivetrainError: A setting, a file, a row or the model is wrong; the message names it. Raised on all ranks.
+        run: The run, opened with `is_dry`.
     """
-    configure_logging()
-    check_run(config, method, extensions.metrics)
-    with process_group(config), prepared(config, method, extensions, lock=False) as ready:
-        outcome = _measure(ready)
-        if ready.engine.topology.is_main:
-            print("\n".join(outcome.lines()), flush=True)
-    return outcome
-
-
-def _measure(ready: Prepared) -> DryRun:
-    engine, config, data = ready.engine, ready.config, ready.data
-    loader = ready.loader
+    engine, topology, loader = run.engine, run.engine.topology, run.loader
     samples = loader.samples if isinstance(loader, Loader) else loader.first()
-    root = config.trainer.checkpoint_dir or Path(config.trainer.output_dir) / "checkpoints"
-    early_stopping = early_stopping_of(
-        config, ready.method, ready.metrics, "" if data.held_out is None else data.held_out.digest
-    )
-    with CheckpointManager(engine, root, background=False, verify=config.trainer.verify_checksums) as manager:
-        start = resume(engine, manager, config, ready.method.name, loader, early_stopping)
-    initial = max(engine.topology.all_gather_object(peak_bytes(engine.topology.device)))
-    longest = np.argsort(-samples.lengths.sum(1), kind="stable")[: config.data.batch_size]
+    initial = max(topology.all_gather_object(peak_bytes(topology.device)))
+    longest = np.argsort(-samples.lengths.sum(1), kind="stable")[: run.settings.data.batch_size]
     chosen = (
         loader.batch(longest.tolist())
         if isinstance(loader, Loader)
         else batch_of([(samples, int(i)) for i in longest], samples.width)
     )
-    began = time.perf_counter()
-    batch = ready.method.batch(engine, chosen, training=True)
-    result = engine.train_batch(batch, ready.method.loss)
-    return DryRun(
-        first_step=start.step,
-        total_steps=ready.total_steps,
+    start = time.perf_counter()
+    batch = run.method.batch(engine, chosen, training=True)
+    result = engine.train_batch(batch, run.method.loss)
+    measured = DryRun(
+        first_step=run.step + 1,
+        total_steps=run.total_steps,
         samples=len(samples),
         tokens=sum(samples.tokens),
         result=result,
         initial_gib=initial / 2**30,
-        device_gib=min(engine.topology.all_gather_object(_capacity(engine))) / 2**30,
-        seconds=time.perf_counter() - began,
+        device_gib=min(topology.all_gather_object(_capacity(engine))) / 2**30,
+        seconds=time.perf_counter() - start,
     )
+    if run.ranks.is_first:
+        print("\n".join(measured.lines()), flush=True)
+    return measured
 
 
 def _capacity(engine: BaseEngine) -> float:

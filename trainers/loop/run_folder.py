@@ -9,49 +9,44 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from ..engine.errors import ConfigError
-from ..engine.parallel.collectives import collective_errors
-from .config.parse import differences, to_yaml
-from .config.rl import RLConfig
-from .config.runs import RunConfig
-from .config.trainer import LoopConfig
+from ...engine.errors import ConfigError
+from ..config.parse import changes, differences, to_yaml
+from ..config.rl import RLConfig
+from ..config.runs import RunConfig
+from ..config.trainer import LoopConfig
+from .ranks import TrainerRanks
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
-def locked_folders(config: LoopConfig) -> Iterator[None]:
-    """Create a run's folders, and lock them against other runs inside the block. Collective over all processes of the job.
+def locked_folders(config: LoopConfig, ranks: TrainerRanks) -> Iterator[None]:
+    """Create a run's folders, and lock them against other runs inside the block. Collective.
 
     Args:
         config: The settings that name the folders.
+        ranks: The processes of the run; the first one holds the locks.
 
     Raises:
         ConfigError: A folder cannot be written, or another run uses it.
     """
     with ExitStack() as locks:
-        with collective_errors():
-            if os.environ.get("RANK", "0") == "0":
-                lock_folders(config, locks)
-            else:
-                for name, folder in _folders(config).items():
-                    make_folder(Path(folder), name)
+
+        def lock() -> None:
+            for name, folder in _folders(config).items():
+                make_folder(Path(folder), name)
+                locks.enter_context(lock_folder(Path(folder), name))
+
+        ranks.run_on_rank0(lock)
+        error = None
+        try:
+            # Other machines may have a file system of their own.
+            for name, folder in _folders(config).items():
+                make_folder(Path(folder), name)
+        except ConfigError as e:
+            error = e
+        ranks.all_gather_object(None, error=error)
         yield
-
-
-def lock_folders(config: LoopConfig, locks: ExitStack) -> None:
-    """Create a run's folders, and lock them against other runs until the stack is closed. Called by one process.
-
-    Args:
-        config: The settings that name the folders.
-        locks: The stack that holds the locks.
-
-    Raises:
-        ConfigError: A folder cannot be written, or another run uses it.
-    """
-    for name, folder in _folders(config).items():
-        make_folder(Path(folder), name)
-        locks.enter_context(lock_folder(Path(folder), name))
 
 
 def _folders(config: LoopConfig) -> dict[str, str]:
@@ -125,3 +120,15 @@ def write_config(config: RunConfig | RLConfig, *, resumed: bool) -> None:
         file.write_text(to_yaml(config))
     except OSError as e:
         raise ConfigError(f"trainer.output_dir={file.parent} cannot be written: {e}") from e
+
+
+def announce_settings(config: RunConfig | RLConfig, *, is_written: bool = True) -> None:
+    """Log the settings that are not the defaults.
+
+    Args:
+        config: The run's settings.
+        is_written: Whether the run writes all of them to `config.yaml`.
+    """
+    log.info("settings%s", f" (complete list: {config.trainer.output_dir}/config.yaml)" if is_written else "")
+    for name, value in changes(config).items():
+        log.info("  %s=%s", name, value)

@@ -1,0 +1,116 @@
+"""The commands, as a table: `drivetrain --help`, the dispatch to a command's module, and the trainers' own command lines follow from it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command.
+
+    Args:
+        module: The module that does the work, by its name in the package. It has a function `main`, which takes the arguments and returns an
+            exit code.
+        help: What it does, in a line.
+        names_itself: Whether `main` takes the name of the command before the arguments, since the module has several.
+        trains: Whether it takes the place of this process, with a launcher in front if it has several processes.
+        starts_workers: Whether it starts its processes itself, unless `group.kind=local`.
+        extra: The optional dependencies that it needs, as in `pip install 'drivetrain[NAME]'`; empty without any.
+        config: Of a trainer, the class of its settings, as MODULE:CLASS.
+        trainer: Of a trainer, the class that trains, as MODULE:CLASS. It is imported when the settings are known to be right, so that
+            `--help` and typos do not wait seconds for torch.
+    """
+
+    module: str
+    help: str
+    names_itself: bool = False
+    trains: bool = False
+    starts_workers: bool = False
+    extra: str = ""
+    config: str = ""
+    trainer: str = ""
+
+
+def _offline_trainer(name: str, config: str, trainer: str, help: str) -> Command:
+    return Command(
+        f"trainers.{name}",
+        help,
+        trains=True,
+        config=f"trainers.config.runs:{config}",
+        trainer=f"trainers.offline.trainer:{trainer}",
+    )
+
+
+def _rl_trainer(name: str, config: str, trainer: str, help: str) -> Command:
+    return Command(
+        f"trainers.{name}",
+        help,
+        trains=True,
+        starts_workers=True,
+        config=f"trainers.config.rl:{config}",
+        trainer=f"trainers.rl.trainer:{trainer}",
+    )
+
+
+def _checkpoint_tool(help: str) -> Command:
+    return Command("checkpoint_tools.commands", help, names_itself=True)
+
+
+COMMANDS = {
+    "sft": _offline_trainer(
+        "sft", "SFTConfig", "SFTTrainer", "supervised fine-tuning: key=value ..., --nproc N for more than one process"
+    ),
+    "dpo": _offline_trainer(
+        "dpo",
+        "DPOConfig",
+        "DPOTrainer",
+        "preference learning: DPO, IPO, hinge, SimPO, ORPO, CPO, KTO; same arguments as sft",
+    ),
+    "rm": _offline_trainer("rm", "RMConfig", "RewardTrainer", "reward model training; same arguments as sft"),
+    "grpo": _rl_trainer(
+        "grpo",
+        "GRPOConfig",
+        "GRPOTrainer",
+        "reinforcement learning: GRPO, DAPO, GSPO, RLOO and others: key=value ..., --nproc N worker processes",
+    ),
+    "ppo": _rl_trainer("ppo", "PPOConfig", "PPOTrainer", "reinforcement learning with a critic; same arguments as grpo"),
+    "online_dpo": _rl_trainer(
+        "online_dpo",
+        "OnlineDPOConfig",
+        "OnlineDPOTrainer",
+        "preference learning on the policy's own answers; same arguments as grpo",
+    ),
+    "rl": Command("trainers.rl.phase_commands", "the phases of a step by themselves: rl rollout, rl score, rl train"),
+    "data": Command("trainers.data_show.data_command", "look at data before training: data show SOURCE ... --model MODEL"),
+    "demo": Command(
+        "trainers.demo.demo_command",
+        "train, export and query a tiny model on an embedded task; demo dpo and demo rm use preference data",
+    ),
+    "parity": Command("trainers.parity.parity_command", "compare engines and layouts with plain Hugging Face, step by step"),
+    "merge": _checkpoint_tool("convert a checkpoint from any engine and layout into a Hugging Face folder"),
+    "inspect": _checkpoint_tool("describe a checkpoint without reading its tensors"),
+    "verify": _checkpoint_tool("check a checkpoint against its checksums, or compare two checkpoints tensor by tensor"),
+    "import": _checkpoint_tool(
+        "import a sharded checkpoint from another program: PyTorch DCP, Megatron torch_dist or verl shards"
+    ),
+    "conformance": Command(
+        "engine.conformance", "check a backend against the contract: BACKEND [cp=2 ...], --nproc N", trains=True
+    ),
+    "conformance-rollout": Command(
+        "generation.conformance.__main__", "check a generator against plain transformers: NAME [setting=value ...]"
+    ),
+    "serve": Command(
+        "serve.openai.serve_command",
+        "serve a model, a run or a checkpoint over HTTP, for clients of OpenAI's interface: MODEL|RUN|CHECKPOINT ...",
+        extra="serve",
+    ),
+    "chat": Command(
+        "trainers.chat", "talk to a model, a run or a checkpoint in the terminal: MODEL|RUN|CHECKPOINT ...", extra="serve"
+    ),
+    "generate": Command("trainers.generate", "answer the prompts of a file: MODEL|RUN|CHECKPOINT PROMPTS OUT"),
+    "worker": Command(
+        "workers.process.program",
+        "run a model worker, which answers requests on a pipe or a socket; worker comm-id prints an id for its ranks",
+    ),
+    "backends": Command("engine.registry", "list the engines that engine.backend accepts"),
+    "generators": Command("generation.registry", "list the generators that rollout.generator accepts"),
+}

@@ -1,0 +1,112 @@
+"""DPPO, which bounds by how much a token's probability moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...engine.config import setting
+from ..algorithms import algorithm
+from ..registry import check_not_negative, check_positive
+from .base import Objective, TokenLosses, clip_bounds, objective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..policy import PolicyTokens
+
+PAPER = "Qi et al. 2026, arXiv:2602.04879"
+_BINARY_EPS = 1e-8
+"""Keeps the divergence of two distributions over two outcomes finite where one outcome is certain, as in verl."""
+_LOW = "divergence up to which a token that has become less likely is learned"
+_HIGH = "divergence up to which a token that has become more likely is learned"
+_MOST = "largest weight of a token"
+
+
+@objective("dppo_tv", "log-probability, weighted by the ratio, of tokens whose probability has moved little", paper=PAPER)
+@dataclass(frozen=True, kw_only=True)
+class DPPOTVObjective(Objective):
+    """DPPO's loss with the total variation: -sg(min(r, c)) A log p, for tokens whose probability has moved little.
+
+    Args:
+        clip_low: The largest q - p up to which a token without a positive advantage is learned, where p is the probability under the
+            current policy and q that under the policy that sampled the response.
+        clip_high: The largest p - q up to which a token with a positive advantage is learned; None uses the value of `clip_low`.
+        max_ratio: c, the largest weight of a token.
+
+    Source: Qi et al. 2026, DPPO, arXiv:2602.04879, the binary approximation; bounded weights section 5.4.
+    """
+
+    clip_low: float = setting(0.2, _LOW)
+    clip_high: float | None = setting(None, _HIGH)
+    max_ratio: float = setting(20.0, _MOST)
+
+    def _check_values(self) -> None:
+        check_not_negative(self, "clip_low", "clip_high")
+        check_positive(self, "max_ratio")
+
+    def token_losses(self, x: PolicyTokens, ratio: Tensor) -> TokenLosses:
+        import torch
+
+        low, high = clip_bounds(self.clip_low, self.clip_high)
+        moved = (x.log_probs.exp() - x.old.exp()).detach()
+        return _within_region(x, ratio, torch.where(x.advantages > 0, moved <= high, moved >= -low), self.max_ratio)
+
+
+@objective(
+    "dppo_kl", "log-probability, weighted by the ratio, of tokens whose distribution has a small KL divergence", paper=PAPER
+)
+@dataclass(frozen=True, kw_only=True)
+class DPPOKLObjective(Objective):
+    """DPPO's loss with the KL divergence, which is that of the token against all others: KL(q, 1 - q || p, 1 - p).
+
+    Args:
+        clip_low: The largest divergence up to which a token that has become less likely is learned without a positive advantage.
+        clip_high: The largest divergence up to which a token that has become more likely is learned with a positive advantage; None uses
+            the value of `clip_low`.
+        max_ratio: The largest weight of a token.
+
+    Source: as of `DPPOTVObjective`.
+    """
+
+    clip_low: float = setting(0.2, _LOW)
+    clip_high: float | None = setting(None, _HIGH)
+    max_ratio: float = setting(20.0, _MOST)
+
+    def _check_values(self) -> None:
+        check_not_negative(self, "clip_low", "clip_high")
+        check_positive(self, "max_ratio")
+
+    def token_losses(self, x: PolicyTokens, ratio: Tensor) -> TokenLosses:
+        import torch
+
+        low, high = clip_bounds(self.clip_low, self.clip_high)
+        log_p = x.log_probs.detach()
+        p, q = log_p.exp(), x.old.exp()
+        divergence = q * (x.old - log_p) + (1 - q) * torch.log((1 - q + _BINARY_EPS) / (1 - p + _BINARY_EPS))
+        rising, falling = (divergence <= high) | (p <= q), (divergence <= low) | (p >= q)
+        return _within_region(x, ratio, torch.where(x.advantages > 0, rising, falling), self.max_ratio)
+
+
+def _within_region(x: PolicyTokens, ratio: Tensor, inside: Tensor, max_ratio: float) -> TokenLosses:
+    import torch
+
+    weight = torch.where(inside, ratio.detach().clamp(max=max_ratio), torch.zeros_like(ratio))
+    return TokenLosses(-weight * x.advantages * x.log_probs, ~inside)
+
+
+# With the thresholds of verl's example.
+algorithm(
+    "dppo_tv",
+    summary="log-probability, weighted by the ratio, of tokens whose probability moved by at most 0.15",
+    paper=PAPER,
+    loss={"objective": "dppo_tv", "clip_low": 0.15},
+    advantage={"estimator": "grpo"},
+)
+algorithm(
+    "dppo_kl",
+    summary="log-probability, weighted by the ratio, of tokens whose divergence is at most 0.05",
+    paper=PAPER,
+    loss={"objective": "dppo_kl", "clip_low": 0.05},
+    advantage={"estimator": "grpo"},
+)

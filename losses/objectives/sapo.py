@@ -1,0 +1,51 @@
+"""SAPO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...engine.config import setting
+from ..algorithms import algorithm
+from ..registry import check_positive
+from .base import Objective, TokenLosses, objective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..policy import PolicyTokens
+
+PAPER = "Gao et al. 2025, arXiv:2511.20347"
+
+
+@objective("sapo", "the ratio through a logistic function, which fades out smoothly", paper=PAPER)
+@dataclass(frozen=True, kw_only=True)
+class SAPOObjective(Objective):
+    """SAPO's loss: -A (4 / tau) s(tau (r - 1)), whose gradient fades smoothly as the ratio moves away from 1.
+
+    Args:
+        tau_positive: tau where A > 0.
+        tau_negative: tau everywhere else; larger than `tau_positive`, it makes the gradient fade sooner.
+
+    Source: Gao et al. 2025, SAPO, arXiv:2511.20347.
+    """
+
+    tau_positive: float = setting(1.0, "how soon the gradient fades where the advantage is positive")
+    tau_negative: float = setting(1.05, "how soon it fades elsewhere")
+
+    def _check_values(self) -> None:
+        check_positive(self, "tau_positive", "tau_negative")
+
+    def token_losses(self, x: PolicyTokens, ratio: Tensor) -> TokenLosses:
+        import torch
+
+        tau = torch.full_like(ratio, self.tau_negative).masked_fill(x.advantages > 0, self.tau_positive)
+        return TokenLosses(-x.advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau)
+
+
+algorithm(
+    "sapo",
+    paper=PAPER,
+    loss={"objective": "sapo", "aggregation": "seq-mean-token-mean"},
+    advantage={"estimator": "grpo"},
+)

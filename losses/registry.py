@@ -1,0 +1,259 @@
+"""Registries of what is chosen by its name: objectives, estimators and algorithms of RL. Imports no torch.
+
+A registration is one class or one object in one file: its settings with their help lines, what it reads, its paper, and its line in the docs.
+The built-in ones are in `PLACES`, which are imported as a whole. A third party adds its own through the entry-point group
+`drivetrain.losses`: an entry point's object is a module that registers some when it is imported, without importing torch.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from pkgutil import iter_modules
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_type_hints
+
+from ..engine.config import Settings, setting
+from ..engine.errors import ConfigError
+
+ENTRY_POINT_GROUP = "drivetrain.losses"
+_PACKAGE = __name__.rpartition(".")[0]
+PLACES = ("algorithms", "objectives", "estimators", "pair_losses")
+"""The modules of the built-in registrations, and the packages of such modules."""
+
+Chosen = TypeVar("Chosen")
+SettingsClass = TypeVar("SettingsClass")
+RegisteredClass = TypeVar("RegisteredClass", bound=type[Any])
+
+
+@cache
+def load() -> None:
+    """Import every module with registrations.
+
+    Raises:
+        ConfigError: A third party's module cannot be imported.
+    """
+    for place in PLACES:
+        package = import_module(f"{_PACKAGE}.{place}")
+        for module in iter_modules(getattr(package, "__path__", [])):
+            import_module(f"{package.__name__}.{module.name}")
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            point.load()
+        except (ImportError, AttributeError) as e:
+            raise ConfigError(
+                f"entry point {point.name} = {point.value} of group {ENTRY_POINT_GROUP} cannot be imported: {e}"
+            ) from e
+
+
+class LossRegistry(Generic[Chosen]):
+    """What can be chosen by a name.
+
+    Args:
+        kind: What the entries are, for messages: the setting that names one of them.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, Chosen] = {}
+
+    def add(self, name: str, entry: Chosen) -> None:
+        """Add an entry.
+
+        Raises:
+            ConfigError: The name is taken, or all entries have been read, so that it would be missing in settings and in other processes.
+        """
+        if name in self._entries:
+            raise ConfigError(
+                f"two registrations of {self.kind}={name}: {self._entries[name]} and {entry}; choose another name"
+            )
+        if load.cache_info().currsize:
+            raise ConfigError(
+                f"{self.kind}={name} is registered after the settings have been read; name its module in an entry point of the group "
+                f"{ENTRY_POINT_GROUP}, so that every process has it"
+            )
+        self._entries[name] = entry
+
+    def all(self) -> dict[str, Chosen]:
+        """Return all entries by name, in alphabetical order."""
+        load()
+        return dict(sorted(self._entries.items()))
+
+    def get(self, name: str) -> Chosen:
+        """Return an entry.
+
+        Raises:
+            ConfigError: There is none of this name.
+        """
+        entries = self.all()
+        if name not in entries:
+            raise ConfigError(f"{self.kind}={name}; choose one of {', '.join(entries)}")
+        return entries[name]
+
+
+class NamedSettings(Settings):
+    """The base of what is chosen by its name together with its settings: a frozen dataclass whose fields are `setting(default, help)`."""
+
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    """Its line in the docs."""
+    paper: ClassVar[str] = ""
+
+
+def describe(
+    registry: LossRegistry[Any], name: str, summary: str, *, paper: str
+) -> Callable[[RegisteredClass], RegisteredClass]:
+    """Return a decorator that registers a subclass of `NamedSettings`.
+
+    Args:
+        registry: The registry that it is added to.
+        name: Its name, in settings and messages.
+        summary: Its line in the docs.
+        paper: Author, year and arXiv number.
+    """
+
+    def add(cls: RegisteredClass) -> RegisteredClass:
+        cls.name, cls.summary, cls.paper = name, summary, paper
+        registry.add(name, cls)
+        return cls
+
+    return add
+
+
+class ByName:
+    """The base of a configuration that has one of the objects of a registry in a field.
+
+    In settings and messages it is flat: the field holds the object's name, and the object's settings stand beside the configuration's own.
+    """
+
+    part: ClassVar[str]
+    """The name of the field."""
+    registry: ClassVar[LossRegistry[Any]]
+
+    @classmethod
+    def from_settings(cls, **settings: Any) -> Self:
+        """Build a configuration from flat settings.
+
+        Args:
+            settings: The fields, with the object's name or the object itself, and the settings of the object. Those of other objects of
+                the registry are left out: messages of older versions have all of them.
+
+        Raises:
+            ConfigError: There is no such object or setting, or a value is out of range.
+        """
+        if unknown := sorted(settings.keys() - cls.setting_names()):
+            raise ConfigError(f"{unknown[0]}={settings[unknown[0]]}: {cls.__name__} has no such setting")
+        chosen = settings.get(cls.part, getattr(cls, cls.part).name)
+        if isinstance(chosen, str):
+            kind = cls.registry.get(chosen)
+            chosen = kind(**{f.name: settings[f.name] for f in fields(kind) if f.name in settings})
+        own = {f.name: settings[f.name] for f in fields(cls) if f.name in settings}  # type: ignore[arg-type]
+        return cls(**{**own, cls.part: chosen})
+
+    @classmethod
+    def setting_names(cls) -> set[str]:
+        """Return the names of its fields and of the settings of all objects of the registry."""
+        return {f.name for kind in (cls, *cls.registry.all().values()) for f in fields(kind)}  # type: ignore[arg-type]
+
+    def settings(self) -> dict[str, Any]:
+        """Return the flat settings, the inverse of `from_settings`. An object that is not registered stands for itself."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        chosen = own[self.part]
+        if self.registry.all().get(chosen.name) is not type(chosen):
+            return own
+        return {**own, self.part: chosen.name, **{f.name: getattr(chosen, f.name) for f in fields(chosen)}}
+
+    def with_settings(self, **changes: Any) -> Self:
+        """Return a configuration with changed flat settings. Another object keeps those settings that the one before it has too.
+
+        Args:
+            changes: The settings that differ.
+
+        Raises:
+            ConfigError: There is no such setting, or a value is out of range.
+        """
+        return self.from_settings(**{**self.settings(), **changes})
+
+    def defaults(self) -> dict[str, Any]:
+        """Return the defaults of the flat settings."""
+        return {f.name: f.default for f in (*fields(self), *fields(getattr(self, self.part)))}  # type: ignore[arg-type]
+
+    def _check_part(self, base: type) -> None:
+        if not isinstance(chosen := getattr(self, self.part), base):
+            raise ConfigError(
+                f"{self.part}={chosen!r} is not an instance of {base.__name__}; {type(self).__name__}.from_settings takes it by its name, "
+                "with its settings"
+            )
+
+
+def with_settings_of(registry: LossRegistry[Any], part: str) -> Callable[[type[SettingsClass]], type[SettingsClass]]:
+    """Return a decorator that gives a class of settings, before it becomes a dataclass, those of all entries; each may be null.
+
+    Their help lines begin with the names of the entries.
+
+    Args:
+        registry: The registry.
+        part: The field that names an entry, whose type becomes the names that there are.
+
+    Raises:
+        ConfigError: A setting of an entry has the name of one that the class has itself, or two entries have one with different types.
+    """
+
+    def extend(cls: type[SettingsClass]) -> type[SettingsClass]:
+        own, types = cls.__annotations__, dict[str, Any]()
+        lines: dict[str, dict[str, list[str]]] = {}
+        for name, kind in registry.all().items():
+            hints = get_type_hints(kind)
+            for f in fields(kind):
+                if f.name in own:
+                    raise ConfigError(
+                        f"the setting {f.name} of {registry.kind}={name} is one of {cls.__name__} itself; give it another name"
+                    )
+                if types.setdefault(f.name, hints[f.name]) != hints[f.name]:
+                    raise ConfigError(
+                        f"the setting {f.name} of {registry.kind}={name} has another type elsewhere; give it another name"
+                    )
+                lines.setdefault(f.name, {}).setdefault(f.metadata.get("help", ""), []).append(name)
+        for name, by_help in lines.items():
+            setattr(cls, name, setting(None, "; ".join(f"{', '.join(names)}: {line}" for line, names in by_help.items())))
+        names: Any = Literal[tuple(registry.all())]  # type: ignore[misc]
+        nullable = {name: hint | None for name, hint in types.items()}
+        cls.__annotations__ = {part: names | None, **nullable, **{name: hint for name, hint in own.items() if name != part}}
+        return cls
+
+    return extend
+
+
+def check_positive(settings: Any, *names: str) -> None:
+    """Check that settings are finite and more than 0.
+
+    Raises:
+        ConfigError: One is not; the message names it.
+    """
+    for name in names:
+        if not (getattr(settings, name) > 0 and math.isfinite(getattr(settings, name))):
+            raise ConfigError(f"{name}={getattr(settings, name)}; it must be more than 0")
+
+
+def check_not_negative(settings: Any, *names: str) -> None:
+    """Check that settings are finite and 0 or more, where they are not None.
+
+    Raises:
+        ConfigError: One is not; the message names it.
+    """
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not (value >= 0 and math.isfinite(value)):
+            raise ConfigError(f"{name}={value}; it must be 0 or more")
+
+
+def check_share(settings: Any, *names: str) -> None:
+    """Check that settings are from 0 to 1.
+
+    Raises:
+        ConfigError: One is not; the message names it.
+    """
+    for name in names:
+        if not 0 <= getattr(settings, name) <= 1:
+            raise ConfigError(f"{name}={getattr(settings, name)}; it must be between 0 and 1")

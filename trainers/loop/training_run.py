@@ -1,0 +1,182 @@
+"""A run as the training loop sees it, whichever trainer makes its steps."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...engine.errors import disk_error
+from ..config.rl import RLConfig
+from ..config.runs import RunConfig
+from ..config.trainer import LoopConfig
+from .callbacks import Callback, StepHook, call_all
+from .early_stopping import EarlyStopping
+from .loggers import Display, Logger
+from .ranks import TrainerRanks
+from .samples import HeldOutCompletion
+from .signals import StopSignal
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """An evaluation.
+
+    Args:
+        metrics: Its metrics by name.
+        tokens: The number of tokens that the model was evaluated on.
+        completions: What the model wrote, for people.
+    """
+
+    metrics: Mapping[str, float]
+    tokens: int
+    completions: Sequence[HeldOutCompletion] = ()
+
+
+@dataclass(kw_only=True, eq=False)
+class TrainingRun(ABC):
+    """A run that `train` makes the steps of. Every method that is not a property is collective over `ranks`.
+
+    Args:
+        settings: All settings, as `config.yaml` has them.
+        ranks: The processes that run the trainer.
+        early_stopping: The tracker of the best evaluation.
+        display: How the numbers of the run are shown.
+        total_steps: The number of the last step.
+        step: The number of the last completed step; 0 before the first.
+        callbacks: Code of the user, called on every rank.
+        evaluates_first: Whether an evaluation comes before the first step.
+    """
+
+    settings: RunConfig | RLConfig
+    ranks: TrainerRanks
+    early_stopping: EarlyStopping
+    display: Display
+    total_steps: int
+    step: int = 0
+    callbacks: Sequence[Callback] = ()
+    evaluates_first: bool = False
+    loggers: Sequence[Logger] = ()
+    """The loggers, on the first rank while the loop runs."""
+    last_evaluation: Mapping[str, float] = field(default_factory=dict)
+    """The metrics of the last evaluation."""
+    is_asked_to_stop: bool = False
+    """Whether a callback has asked to stop."""
+
+    def __post_init__(self) -> None:
+        self.resumed_step = self._saved_step = self.step
+
+    @property
+    def config(self) -> LoopConfig:
+        """The `trainer` settings, such as how often to evaluate and save."""
+        return self.settings.trainer
+
+    # ---- what a trainer implements -----------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def checkpoint_root(self) -> str:
+        """The folder or URL of the run's checkpoints."""
+
+    @property
+    @abstractmethod
+    def has_evaluation(self) -> bool:
+        """Whether there is anything to evaluate on."""
+
+    @property
+    @abstractmethod
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained, which are exported by themselves as well."""
+
+    @abstractmethod
+    def make_step(self) -> dict[str, Any]:
+        """Make step number `self.step + 1`, set `self.step` to it, and return its record for the loggers."""
+
+    @abstractmethod
+    def evaluate(self, stop: StopSignal) -> EvaluationResult | None:
+        """Evaluate the model; return None if the run was asked to stop before the evaluation was complete."""
+
+    @abstractmethod
+    def write_checkpoint(self, *, evaluation_due: bool, last: bool) -> None:
+        """Save the state after the last completed step, keep the best checkpoint and delete older ones; see `save`."""
+
+    @abstractmethod
+    def restore_step(self, step: int) -> None:
+        """Load the model of an earlier step, of which there is a checkpoint."""
+
+    @abstractmethod
+    def export_model(self, folder: Path, *, adapters_only: bool) -> str:
+        """Write the model in Hugging Face format, or its adapters in that of peft; return where it is."""
+
+    def wait(self) -> None:  # noqa: B027  # most runs write nothing in the background
+        """Wait for what is still being written."""
+
+    def failure(self) -> Exception | None:
+        """Return this rank's error in something that runs in the background, without waiting. Not collective."""
+        return None
+
+    # ---- what the loop needs -----------------------------------------------------------------------------------------
+
+    def is_due(self, every: int | None) -> bool:
+        """Return whether something that happens every so many steps, and at the end, is due after the last completed step."""
+        return self.step == self.total_steps or bool(every and self.step % every == 0)
+
+    def notify(self, hook: StepHook, *args: Any) -> None:
+        """Call a method of every callback with this run and the number of the last completed step."""
+        self.is_asked_to_stop |= call_all(self.callbacks, hook, self.ranks, self, self.step, *args)
+
+    def log(self, record: Mapping[str, Any], completions: Sequence[HeldOutCompletion] = ()) -> Exception | None:
+        """Pass a record and completions to the loggers. Not collective.
+
+        Returns:
+            The disk error, if any, which the next exchange between the ranks is to raise on all of them.
+        """
+        try:
+            for logger in self.loggers:
+                logger.log(record)
+                if completions:
+                    logger.answers(self.step, completions)
+        except OSError as e:
+            return disk_error(f"the metrics of step {self.step}", e)
+        return None
+
+    def save(self, *, evaluation_due: bool = False, last: bool = False) -> None:
+        """Save a checkpoint with everything that a resumed run needs.
+
+        Args:
+            evaluation_due: Whether the evaluation of this step still has to be done.
+            last: Whether no step follows, so that the checkpoint must be complete on return.
+        """
+        self.write_checkpoint(evaluation_due=evaluation_due, last=last)
+        self._saved_step = self.step
+        self.notify("on_save")
+
+    @contextmanager
+    def saved_on(self, error: type[Exception], what: str) -> Iterator[None]:
+        """Save the last completed step if the input of the next one fails in the block, on all ranks, and raise the error.
+
+        Args:
+            error: The class of the errors of the input.
+            what: What the input is, in the plural.
+        """
+        try:
+            yield
+        except error:
+            if self.step > self._saved_step:
+                self.save(last=True)
+                log.error(
+                    "the %s of step %d failed; step %d was saved, from which the same command resumes",
+                    what,
+                    self.step + 1,
+                    self.step,
+                )
+            raise
+
+    def export(self, folder: Path) -> dict[str, str]:
+        """Export the current model, and its adapters by themselves if it has any; return where they are, by name."""
+        outputs = {"adapter": self.export_model(folder / "adapter", adapters_only=True)} if self.has_adapters else {}
+        return {**outputs, "model": self.export_model(folder / "hf", adapters_only=False)}

@@ -1,0 +1,78 @@
+"""The command lines of the trainers: parse, train, and turn an error into one line and an exit code."""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from ..commands import COMMANDS, Command
+from ..engine.hf.model_path import check_model_path
+from ..engine.parallel.process import report_failure
+from .config.parse import parse
+
+PACKAGE = __name__.rpartition(".trainers.")[0]
+DRY_RUN = "--dry-run"
+
+
+def train(command: str, argv: Sequence[str] | None = None) -> int:
+    """Parse the command line, then train, or with `--dry-run` make only a first step.
+
+    Args:
+        command: The name of the trainer's command.
+        argv: The command-line arguments; None for those of this process.
+
+    Returns:
+        The exit code.
+    """
+    entry = COMMANDS[command]
+    words = list(sys.argv[1:] if argv is None else argv)
+    signal: int | None = None
+    try:
+        config = parse(_imported(entry.config), [word for word in words if word != DRY_RUN], usage(command, entry))
+        # Before torch is imported, which takes seconds; the trainer checks them again, with what it knows of the model.
+        config.check()
+        if not config.model.path:
+            # A folder is looked for later: a path missing on any node fails the whole job.
+            check_model_path(config.model.path)
+        trainer = _imported(entry.trainer)(config)
+        if DRY_RUN in words:
+            trainer.dry_run()
+        else:
+            signal = trainer.train().signal
+        # The process ends without finalizing the interpreter, which would close them otherwise.
+        _imported("engine.parallel.process_groups:close_if_open")()
+    except Exception as e:  # any error: this process must end now, or its peers would wait for it until their timeout
+        return report_failure(e)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted; the same command resumes from the last checkpoint, if one was saved", file=sys.stderr)
+        return 130
+    # A launcher reports the signal itself, and would take another exit code of a worker that has saved for a failure.
+    return 0 if signal is None or "TORCHELASTIC_RUN_ID" in os.environ else 128 + signal
+
+
+def usage(name: str, command: Command) -> str:
+    """Return the first lines of a trainer's `--help`.
+
+    Args:
+        name: The name of the command.
+        command: The command.
+    """
+    module = f"{PACKAGE}.{command.module}"
+    if command.starts_workers:
+        lines = [
+            f"drivetrain {name} --nproc N recipe={name} model.path=MODEL data.train=[PROMPTS] rewards.use=[answer] ...",
+            f"torchrun --nproc-per-node N -m {module} group.kind=local ...          (in the processes of torchrun)",
+        ]
+    else:
+        lines = [
+            f"drivetrain {name} --nproc N recipe=NAME key=value ...",
+            f"torchrun --nproc-per-node N -m {module} recipe=NAME key=value ...          (the same)",
+        ]
+    return "\n".join([f"{command.help[0].upper()}{command.help[1:]}", "", *lines])
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(f"{PACKAGE}.{module}"), name)

@@ -1,0 +1,1 @@
+"""The trainers on a fixed dataset: SFT, DPO and reward models."""
