@@ -46,7 +46,6 @@ class Key:
     path: bool
 
 
-@cache
 def keys(cls: type, prefix: str = "") -> tuple[Key, ...]:
     """Return every setting of a config class, depth first.
 
@@ -54,6 +53,11 @@ def keys(cls: type, prefix: str = "") -> tuple[Key, ...]:
         cls: The config class.
         prefix: The prefix of the dotted names.
     """
+    return _cached_keys(cls, prefix)  # type: ignore[arg-type]
+
+
+@cache
+def _cached_keys(cls: type, prefix: str) -> tuple[Key, ...]:
     return tuple(_keys(cls, prefix, cls()))
 
 
@@ -128,7 +132,6 @@ def recipes_of(cls: type) -> list[str]:
     return sorted(p.stem for p in RECIPES.glob(f"{prefix}*.yaml"))
 
 
-@cache
 def own_sections(cls: type) -> tuple[tuple[str, str, type], ...]:
     """Return the sections that default to one of the top level, such as `actor.engine` to `engine`.
 
@@ -138,7 +141,8 @@ def own_sections(cls: type) -> tuple[tuple[str, str, type], ...]:
     Returns:
         The dotted name of each, the name of the section of the top level, and its class.
     """
-    hints, sections = get_type_hints(cls), []
+    hints = get_type_hints(cls)
+    sections: list[tuple[str, str, type]] = []
     for key in keys(cls):
         parent = key.name.rpartition(".")[2]
         hint = hints.get(parent)
