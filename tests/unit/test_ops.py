@@ -411,11 +411,11 @@ def test_many_kinds_of_flex_attention_stay_compiled(monkeypatch: pytest.MonkeyPa
 
     compiled = compile_flex(backend)
     monkeypatch.setattr(flex_module, "_flex_kernel", lambda kind: compiled)
-    kinds = itertools.product((1, 2, 4), (None, 5), (None, 4.0), (None, (-1, 0)))
+    kinds = itertools.product((1, 2), (None, 5), (None, 4.0), (None, (-1, 0)))
     for made, (heads, window, softcap, parents) in enumerate(kinds, 1):
         q = torch.randn(24, heads, 16)
         bounds = (0, 7, 24)
         borders = PackedContext(bounds=bounds, cu_seqlens=torch.tensor(bounds, dtype=torch.int32), parents=parents)
         flex(q, q, q, borders, 0.3, window, softcap, None)
         assert counts["calls"] == made
-    assert counts["graphs"] > 8
+    assert counts["graphs"] > 12
