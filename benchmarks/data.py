@@ -28,7 +28,7 @@ from drivetrain.engine.config import ParallelConfig
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.workers.data_plane.links import Links
 from drivetrain.workers.data_plane.manager import DataManager
-from drivetrain.workers.data_plane.plan import Column, Round, part_of, place
+from drivetrain.workers.data_plane.plan import Column, Round, part_of, worker_id
 from drivetrain.workers.data_plane.redistributor import Need, plan_redistribution
 from drivetrain.workers.data_plane.sequence_buffer import SequenceBuffer
 from drivetrain.workers.data_plane.store import DataStore
@@ -117,7 +117,7 @@ def within_a_pool() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     store = DataStore()
-    manager, name = DataManager(store), place("main", rank)
+    manager, name = DataManager(store), worker_id("main", rank)
     ours: list[float] = []
     bare: list[float] = []
     for number in range(ROUNDS + 1):
@@ -194,19 +194,19 @@ def _socket(rank: int, path: str) -> socket.socket:
 
 def planner() -> None:
     """Plan for 256 shares of 4 ranks each, with samples on random ranks."""
-    places = [place("main", rank) for rank in range(1024)]
+    names = [worker_id("main", rank) for rank in range(1024)]
     seconds = {}
     for count in (16_384, 32_768, 65_536):
         rng = random.Random(0)
         ids, buffer = [f"1.{i}" for i in range(count)], SequenceBuffer()
-        by_place: dict[str, list[str]] = {}
+        by_holder: dict[str, list[str]] = {}
         for sample in ids:
-            by_place.setdefault(rng.choice(places), []).append(sample)
-        for holder, own in by_place.items():
+            by_holder.setdefault(rng.choice(names), []).append(sample)
+        for holder, own in by_holder.items():
             buffer.add(own, [1000] * len(own), columns(), [holder])
         rng.shuffle(ids)
         keys = tuple(column.key for column in columns())
-        needs = [Need(targets=tuple(places[4 * i : 4 * i + 4]), ids=ids[i::256], keys=keys) for i in range(256)]
+        needs = [Need(targets=tuple(names[4 * i : 4 * i + 4]), ids=ids[i::256], keys=keys) for i in range(256)]
         times = []
         for _ in range(3):
             begin = time.perf_counter()
@@ -231,7 +231,7 @@ def through_the_controller() -> None:
                 supervised=[[False] * prompt + [True] * answer] * count,
             )
             before = group.controller_bytes
-            ref = group.put(batch)
+            ref = group.data.put(batch)
             put = group.controller_bytes - before
             example.ppo_step(group, ref)
             step = group.controller_bytes - before - put

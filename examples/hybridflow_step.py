@@ -95,7 +95,7 @@ def grpo_step(group: WorkerGroup, batch: DataRef) -> dict[str, list[Any]]:
     batch |= group["reference"].compute_log_probs(batch)
     batch |= group["reward"].compute_rewards(batch)
     # Only the numbers of the prompts come here; with them, the answers to one prompt are compared on one rank.
-    uids = group.get(batch, ["uids"])["uids"].tolist()
+    uids = group.data.get(batch, ["uids"])["uids"].tolist()
     batch |= group["grpo"].compute_advantages(batch.with_groups(uids))
     return {"actor": group["actor"].update(batch, mini_batches=STEPS, loss=GRPO)}
 
@@ -103,12 +103,12 @@ def grpo_step(group: WorkerGroup, batch: DataRef) -> dict[str, list[Any]]:
 def run(group: WorkerGroup, rollouts: Path = ROLLOUTS) -> dict[str, Any]:
     """Make both steps; return the loss and the gradient norm of every optimizer step."""
     # From here on the answers stay with the workers, and this program sees references to them.
-    batch = group.put(read_rollouts(rollouts))
+    batch = group.data.put(read_rollouts(rollouts))
     records: dict[str, Any] = {}
     for name, step in (("ppo", ppo_step), ("grpo", grpo_step)):
         for role, results in step(group, batch).items():
             records[f"{name} {role}"] = [{"loss": r.loss, "grad_norm": r.grad_norm, **r.metrics} for r in results]
-    group.clear_data_cache(batch)
+    group.data.clear_data_cache(batch)
     return records
 
 

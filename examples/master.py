@@ -21,9 +21,9 @@ from drivetrain.engine.config import ParallelConfig
 from drivetrain.workers.data_plane.data_ref import DataRef
 from drivetrain.workers.data_plane.dataset import DatasetSpec
 from drivetrain.workers.groups.base import WorkerGroup
-from drivetrain.workers.groups.hooks import Evaluate, Hook, Offload, Save, SyncParams
-from drivetrain.workers.groups.planned import Submission
+from drivetrain.workers.groups.group_call import GroupCall
 from drivetrain.workers.groups.process import ProcessWorkerGroup
+from drivetrain.workers.protocol.hooks import CallHook, Evaluate, Offload, Save, SyncParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def load_rollouts(path: str) -> Sequence[Mapping[str, Any]]:
     ]
 
 
-def hooks_of(node: Node, batch: DataRef, folder: Path) -> Sequence[Hook]:
+def hooks_of(node: Node, batch: DataRef, folder: Path) -> Sequence[CallHook]:
     """Return what is done after a call, by the workers, before its reply."""
     if node.title == "reference.compute_log_probs":
         return [Offload(role="reference")]
@@ -93,16 +93,16 @@ def hooks_of(node: Node, batch: DataRef, folder: Path) -> Sequence[Hook]:
 
 def step(group: WorkerGroup, folder: Path) -> dict[str, Any]:
     """Fetch all samples, and run every call as soon as they have what it needs; return the results of the updates."""
-    count = group.spec("actor").samples
-    group.fetch(count, "actor")
+    count = group.data.spec("actor").samples
+    group.data.fetch(count, "actor")
     records: dict[str, Any] = {}
     waiting = list(PPO)
     while waiting:
-        submitted: list[tuple[Node, Sequence[Hook], Submission]] = []
+        submitted: list[tuple[Node, Sequence[CallHook], GroupCall]] = []
         for node in waiting:
-            ids = group.buffer.ready(node.needs, node.title, count)
+            ids = group.data.buffer.ready(node.needs, node.title, count)
             if ids:
-                batch = DataRef.of(group.buffer, ids)
+                batch = DataRef.of(group.data.buffer, ids)
                 batch = batch.rename(**{name: other for name, other in node.reads.items() if name in batch.keys})
                 after = hooks_of(node, batch, folder)
                 submitted.append((node, after, group.submit(node.role, node.method, batch, after=after, **node.options)))
@@ -111,11 +111,11 @@ def step(group: WorkerGroup, folder: Path) -> dict[str, Any]:
         waiting = [node for node in waiting if node not in [done for done, *_ in submitted]]
         # One flush for all calls of a level. The replies are metadata, which tells what the next level can run.
         group.flush()
-        for node, after, submission in submitted:
-            result = submission.result()
+        for node, after, call in submitted:
+            result = call.result()
             if node.method == "update":
                 records[f"ppo {node.role}"] = [{"loss": r.loss, "grad_norm": r.grad_norm, **r.metrics} for r in result]
-                for hook, found in zip(after, submission.hook_results(), strict=True):
+                for hook, found in zip(after, call.hook_results(), strict=True):
                     if isinstance(hook, Evaluate):
                         records[f"{node.role} after"] = found
                     elif isinstance(hook, SyncParams):

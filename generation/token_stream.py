@@ -1,8 +1,7 @@
 """A request to a generator: its prompt, its tokens as they come, and what a prompt must be like."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..engine.errors import ConfigError
 from .options import RolloutConfig, SamplingOptions
@@ -10,9 +9,6 @@ from .result import FinishReason, Generation
 from .sampling import Draw, UniformNumbers
 from .scheduler import RequestId
 from .tokens import Token
-
-if TYPE_CHECKING:
-    from .generator import BaseGenerator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +29,10 @@ class CompletionLimits:
 
 
 class TokenStream:
-    """The tokens of one request, as an iterator that advances the generator when no token is left.
+    """The tokens of one request, as an iterator that lets the generator make a step when no token is left.
 
     Args:
-        generator: The generator.
+        step: Makes a step of the generator; returns False if it is paused.
         request_id: The id of the request.
         prompt: The token ids of the prompt.
         options: The sampling options.
@@ -47,7 +43,7 @@ class TokenStream:
 
     def __init__(
         self,
-        generator: "BaseGenerator",
+        step: Callable[[], bool],
         request_id: RequestId,
         prompt: list[int],
         options: SamplingOptions,
@@ -65,7 +61,7 @@ class TokenStream:
         self.error: Exception | None = None
         """Why the request failed."""
         self.seed = seed
-        self._generator, self._uniform, self._read = generator, UniformNumbers(seed), 0
+        self._step, self._uniform, self._read = step, UniformNumbers(seed), 0
 
     @property
     def ended(self) -> bool:
@@ -100,7 +96,7 @@ class TokenStream:
                 raise self.error
             if self.ended:
                 raise StopIteration
-            if not self._generator.step():
+            if not self._step():
                 raise ConfigError("the generator is paused, so this response cannot go on; call resume()")
         self._read += 1
         return Token(self.tokens[self._read - 1], self.log_probs[self._read - 1], self.versions[self._read - 1])

@@ -21,12 +21,12 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.data_plane.dataset import DatasetSpec
 from drivetrain.workers.data_plane.links import Links, new_keys
-from drivetrain.workers.groups.hooks import Evaluate, Offload, Save, SyncParams
 from drivetrain.workers.groups.local import LocalWorkerGroup
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.groups.ray import RayWorkerGroup
 from drivetrain.workers.process.role_host import RoleSpec
 from drivetrain.workers.protocol import data_messages as d
+from drivetrain.workers.protocol.hooks import Evaluate, Offload, Save, SyncParams
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.roles.generator import RolloutWorker
 from drivetrain.workers.roles.reference import ReferenceWorker, ReferenceWorkerConfig
@@ -59,8 +59,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def stores(group: Any) -> dict[str, tuple[int, int]]:
     """The number of samples of every worker, and their memory."""
-    names = sorted({name for role in group.roles for name in group.places(role)})
-    found = group._ask("looking", {name: [d.ClearDataCache(ids=[])] for name in names})
+    names = sorted({name for role in group.roles for name in group.workers(role)})
+    found = group.ask("looking", {name: [d.ClearDataCache(ids=[])] for name in names})
     return {name: (replies[0].samples, replies[0].bytes_held) for name, replies in found.items()}
 
 
@@ -70,46 +70,51 @@ def stores(group: Any) -> dict[str, tuple[int, int]]:
 def check_refs(group: Any) -> None:
     """On two ranks; in a local group every rank runs this."""
     batch = odd_batch()
-    ref = group.put(batch)
+    ref = group.data.put(batch)
     assert (len(ref), ref.lengths, ref.num_tokens) == (5, tuple(batch.lengths), batch.num_tokens)
     # The answer to a reference is a reference; values come when they are asked for, bit for bit.
     doubled = group["carrier"].double(ref)
     assert list(doubled.keys) == ["doubled"]
     both = ref | doubled
-    found = group.get(both, ["input_ids", "nan", "doubled"])
+    found = group.data.get(both, ["input_ids", "nan", "doubled"])
     assert same_bits(found["input_ids"], batch.input_ids)
     assert same_bits(found["nan"], batch.token_fields["nan"])
     assert same_bits(found["doubled"], batch.token_fields["x"] * 2)
     # Tensors go in and out by the same way, with the same numbers.
     assert same_bits(group["carrier"].double(batch)["doubled"], found["doubled"])
-    ranks = group.get(group["carrier"].rank(ref), ["rank"])["rank"].tolist()
+    ranks = group.data.get(group["carrier"].rank(ref), ["rank"])["rank"].tolist()
     assert sorted(set(ranks)) == [0, 1]
     assert group["carrier"].lists(ref) == [batch.select([i]).input_ids.tolist() for i in range(5)]
     # A part, in another order, also one that leaves a rank without samples.
     for rows in ([4, 0, 2], [3]):
-        part = group.get_batch(both.select(rows))
+        part = group.data.get_batch(both.select(rows))
         assert torch.equal(part.input_ids, batch.select(rows).input_ids)
-        again = group.get(group["carrier"].double(ref.select(rows)), ["doubled"])["doubled"]
+        again = group.data.get(group["carrier"].double(ref.select(rows)), ["doubled"])["doubled"]
         assert same_bits(again, batch.select(rows).token_fields["x"] * 2)
     # Columns that the controller computes.
-    own = group.put_columns(ref, tokens={"x": torch.arange(float(ref.num_tokens))}, rows={"worth": torch.arange(5)})
-    assert group.get(group["carrier"].double(ref | own), ["doubled"])["doubled"].tolist() == [
+    own = group.data.put_columns(ref, tokens={"x": torch.arange(float(ref.num_tokens))}, rows={"worth": torch.arange(5)})
+    assert group.data.get(group["carrier"].double(ref | own), ["doubled"])["doubled"].tolist() == [
         2.0 * i for i in range(ref.num_tokens)
     ]
-    assert group.get(own, ["worth"])["worth"].tolist() == [0, 1, 2, 3, 4]
+    assert group.data.get(own, ["worth"])["worth"].tolist() == [0, 1, 2, 3, 4]
     for run, kind, message in (
         (lambda: group["carrier"].double(ref.select([])), BatchError, "has no samples"),
-        (lambda: group.get(ref, ["nothing"]), BatchError, "no field 'nothing'"),
-        (lambda: group.put_columns(ref, tokens={"y": torch.ones(3)}), BatchError, r"y is \[3\]; it must have 14 rows"),
-        (lambda: group.put_columns(ref), BatchError, "there are no columns"),
+        (lambda: group.data.get(ref, ["nothing"]), BatchError, "no field 'nothing'"),
+        (lambda: group.data.put_columns(ref, tokens={"y": torch.ones(3)}), BatchError, r"y is \[3\]; it must have 14 rows"),
+        (lambda: group.data.put_columns(ref), BatchError, "there are no columns"),
+        (lambda: group.put(batch), AttributeError, r"WorkerGroup.put has moved: use group\.data\.put$"),
     ):
         with pytest.raises(kind, match=message):
             run()
-    group.clear_data_cache(own, "worth")
+    group.data.clear_data_cache(own, "worth")
     with pytest.raises(DataMissingError, match="have no worth@"):
-        group.get(own, ["worth"])
-    group.clear_data_cache(ref)
-    for run in (lambda: group["carrier"].double(ref), lambda: group.get(doubled, ["doubled"]), lambda: ref.locations("x")):
+        group.data.get(own, ["worth"])
+    group.data.clear_data_cache(ref)
+    for run in (
+        lambda: group["carrier"].double(ref),
+        lambda: group.data.get(doubled, ["doubled"]),
+        lambda: ref.locations("x"),
+    ):
         with pytest.raises(DataMissingError, match="are not in the data store; they were dropped") as found_error:
             run()
         assert found_error.value.ids == list(ref.ids)
@@ -176,7 +181,7 @@ def test_samples_and_weights_go_from_pool_to_pool_bit_for_bit(start: Start) -> N
     roles = {"near": carrier(), "far": carrier("far"), "pair": carrier("far", ranks=(1,))}
     batch = odd_batch(7)
     with start(roles, {"main": 2, "far": 2}) as group:
-        ref = group.put(batch)
+        ref = group.data.put(batch)
         assert {name.split("/")[0] for names in ref.locations("x") for name in names} == {"main"}
         sent = group.controller_bytes
         doubled = group["far"].double(ref)
@@ -184,11 +189,11 @@ def test_samples_and_weights_go_from_pool_to_pool_bit_for_bit(start: Start) -> N
         assert all({name.split("/")[0] for name in names} == {"main", "far"} for names in ref.locations("nan"))
         assert group.controller_bytes - sent < 12_000
         back = group["near"].double((ref | doubled).without("x").rename(doubled="x"))
-        assert same_bits(group.get(back, ["doubled"])["doubled"], batch.token_fields["x"] * 4)
+        assert same_bits(group.data.get(back, ["doubled"])["doubled"], batch.token_fields["x"] * 4)
         # All on one rank, from both ranks of the other pool.
-        alone = group.get(group["pair"].rank(ref), ["rank"])["rank"]
+        alone = group.data.get(group["pair"].rank(ref), ["rank"])["rank"]
         assert alone.tolist() == [1] * 7
-        held = group.get(ref, ["nan", "input_ids"])
+        held = group.data.get(ref, ["nan", "input_ids"])
         assert same_bits(held["nan"], batch.token_fields["nan"])
         # Weights too: to other processes of a pool, to another pool, to a part of one.
         for source, target in (("near", "far"), ("far", "near"), ("near", "pair"), ("pair", "far")):
@@ -205,15 +210,15 @@ def test_samples_and_weights_go_from_pool_to_pool_bit_for_bit(start: Start) -> N
 def test_roles_on_a_part_of_a_pool() -> None:
     roles = {"all": carrier(), "first": carrier(ranks=(0,)), "second": carrier(ranks=(1,))}
     with ProcessWorkerGroup(roles, pools={"main": 2}) as group:
-        ref = group.put(odd_batch(), "first")
+        ref = group.data.put(odd_batch(), "first")
         assert set(ref.locations("x")) == {("main/0",)}
         # Both at once: what one needs moves there before either begins.
         one, two = (group.submit(role, "rank", ref) for role in ("first", "second"))
         three = group.submit("all", "rank", ref)
         group.flush()
-        assert [group.get(s.result(), ["rank"])["rank"].tolist() for s in (one, two)] == [[0] * 5, [1] * 5]
-        assert sorted(set(group.get(three.result(), ["rank"])["rank"].tolist())) == [0, 1]
-        assert len(set(group.digests(ref, "all").values())) == 1
+        assert [group.data.get(s.result(), ["rank"])["rank"].tolist() for s in (one, two)] == [[0] * 5, [1] * 5]
+        assert sorted(set(group.data.get(three.result(), ["rank"])["rank"].tolist())) == [0, 1]
+        assert len(set(group.data.digests(ref, "all").values())) == 1
         group.sync_weights("first", "second")
         assert len(group["second"].held()) == 6
         # Flushes of different processes may be under way at the same time; of the same ones not.
@@ -244,29 +249,29 @@ def test_roles_on_a_part_of_a_pool() -> None:
 def test_metadata_is_asked_for_while_a_call_runs(start: Start) -> None:
     data = DatasetSpec(load=samples, options={"count": 5})
     with start({"carrier": carrier(dataset=data)}, {"main": 2}) as group:
-        first = group.fetch(3)
+        first = group.data.fetch(3)
         assert [sample.rpartition(":")[2] for sample in first.ids] == ["0", "1", "2"]
         assert first.locations("x") == [("main/0",), ("main/1",), ("main/0",)]
-        assert group.get(first, ["x"])["x"].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+        assert group.data.get(first, ["x"])["x"].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
         long = group.submit("carrier", "double", first, slowly=2.0)
         group.flush()
         began = time.monotonic()
-        assert (group.spec().samples, group.spec().position) == (5, 3)
+        assert (group.data.spec().samples, group.data.spec().position) == (5, 3)
         # The samples that it needs are dropped when it has run.
-        second = group.fetch(4)
+        second = group.data.fetch(4)
         assert [sample.split(":", 1)[1] for sample in second.ids] == ["0:3", "0:4", "1:0", "1:1"]
-        group.clear_data_cache(first)
+        group.data.clear_data_cache(first)
         assert {count for count, _ in stores(group).values()} != {0}
         assert time.monotonic() - began < 1.9
         long.result()
-        group.clear_data_cache(second)
+        group.data.clear_data_cache(second)
         assert set(stores(group).values()) == {(0, 0)}
         # From a position again, as after a restart.
-        assert group.fetch(2, start=1).ids == ("carrier:0:1", "carrier:0:2")
+        assert group.data.fetch(2, start=1).ids == ("carrier:0:1", "carrier:0:2")
         with pytest.raises(ConfigError, match="samples=0; give a number of at least 1"):
-            group.fetch(0)
+            group.data.fetch(0)
         with pytest.raises(ConfigError, match="there is no role 'nobody'"):
-            group.fetch(1, "nobody")
+            group.data.fetch(1, "nobody")
         with pytest.raises(WorkerError, match="role 'carrier' has no engine, so it has no model configuration"):
             group.model_config("carrier")
 
@@ -285,14 +290,14 @@ def test_what_is_submitted_and_not_flushed_is_told() -> None:
         assert group.flush() == []
         assert group["carrier"].count(from_lists([[1, 2], [3]])) == {"tokens": 3.0}
         for hooks, message in (
-            ({"after": [Evaluate(data=group.put(odd_batch()))]}, "the hook evaluate comes after an update"),
+            ({"after": [Evaluate(data=group.data.put(odd_batch()))]}, "the hook evaluate comes after an update"),
             ({"before": [Offload(role="nobody")]}, "there is no role 'nobody'"),
             ({"before": [Offload(role="carrier")]}, "Carrier has no method 'to'"),
             ({"after": [SyncParams(source="carrier", target="carrier", eta=2)]}, "eta=2; .* between 0 and 1"),
         ):
             with pytest.raises(ConfigError, match=message):
                 group.submit("carrier", "wait", 0.0, **hooks)
-        ref = group.put(odd_batch())
+        ref = group.data.put(odd_batch())
         group.rebuild()
         with pytest.raises(ConfigError, match="belongs to another group, or to this one before it was rebuilt"):
             group["carrier"].double(ref)
@@ -305,23 +310,23 @@ def test_after_a_hundred_steps_the_stores_are_as_small_as_after_one() -> None:
     with ProcessWorkerGroup({"carrier": carrier(), "other": carrier(ranks=(1,))}, pools={"main": 2}) as group:
         sizes = []
         for _ in range(100):
-            ref = group.put(odd_batch())
+            ref = group.data.put(odd_batch())
             ref |= group["carrier"].double(ref)
             ref |= group["other"].rank(ref)
             group["carrier"].double(odd_batch())
-            group.clear_data_cache(ref)
-            sizes.append((stores(group), len(group.buffer), group.buffer.bytes_held()))
+            group.data.clear_data_cache(ref)
+            sizes.append((stores(group), len(group.data.buffer), group.data.buffer.bytes_held()))
         assert sizes[0] == sizes[-1] == ({"main/0": (0, 0), "main/1": (0, 0)}, 0, 0)
 
 
 def controller_bytes_of(group: Any, length: int) -> int:
     """The bytes of a step with samples of this length, after they were put."""
-    ref = group.put(from_lists([[1] * length] * 4).with_fields(x=torch.ones(4 * length)))
+    ref = group.data.put(from_lists([[1] * length] * 4).with_fields(x=torch.ones(4 * length)))
     before: int = group.controller_bytes
     ref |= group["carrier"].double(ref)
     ref |= group["other"].double(ref.without("x").rename(doubled="x"))
     group["far"].rank(ref)
-    group.clear_data_cache(ref)
+    group.data.clear_data_cache(ref)
     return int(group.controller_bytes - before)
 
 
@@ -362,12 +367,12 @@ def test_a_step_with_references_from_prompts_to_an_update(models: Path, tmp_path
     options = SamplingOptions(max_tokens=5, samples=2, seed=3)
     prompts = [[3, 4, 5], [6, 7], [8, 9, 10, 11]]
     with ProcessWorkerGroup(engine_roles(models), pools={"main": 2, "answers": 1}) as group:
-        asked = group.put(prompts, "rollout")
+        asked = group.data.put(prompts, "rollout")
         answers = group["rollout"].generate(asked, options)
         listed = group["rollout"].generate(prompts, options)
         # The same answers as documents, in the order of their prompts.
         flat = [g for some in listed for g in some]
-        batch = group.get_batch(answers)
+        batch = group.data.get_batch(answers)
         assert [batch.select([i]).input_ids.tolist() for i in range(6)] == [[*g.prompt, *g.response] for g in flat]
         assert answers.group_ids is not None
         assert [group - answers.group_ids[0] for group in answers.group_ids] == [0, 0, 1, 1, 2, 2]
@@ -376,12 +381,12 @@ def test_a_step_with_references_from_prompts_to_an_update(models: Path, tmp_path
         assert batch.sequence_fields["finished"].tolist() == [g.finished for g in flat]
         # The actor agrees with what the generator has recorded.
         computed = group["actor"].compute_log_probs(answers)
-        values = group.get(answers | computed, ["log_probs", "rollout_log_probs"])
+        values = group.data.get(answers | computed, ["log_probs", "rollout_log_probs"])
         assert (values["log_probs"] - values["rollout_log_probs"]).abs().max() < 1e-5
         # Every rank of a tensor-parallel share holds the same inputs.
         group["reference"].compute_log_probs(answers)
-        assert len(set(group.digests(answers, "reference").values())) == 1
-        advantages = group.put_columns(answers, tokens={"advantages": torch.linspace(-1, 1, answers.num_tokens)})
+        assert len(set(group.data.digests(answers, "reference").values())) == 1
+        advantages = group.data.put_columns(answers, tokens={"advantages": torch.linspace(-1, 1, answers.num_tokens)})
         ready = answers | computed.rename(log_probs="old_log_probs") | advantages
         update = group.submit(
             "actor",
@@ -406,15 +411,15 @@ def test_a_step_with_references_from_prompts_to_an_update(models: Path, tmp_path
         assert evaluated["loss"] != result.loss
         assert Path(folder, "manifest.json").exists()
         # After the update both others compute what the actor does.
-        mine = group.get(group["actor"].compute_log_probs(answers), ["log_probs"])["log_probs"]
-        theirs = group.get(group["reference"].compute_log_probs(answers), ["reference_log_probs"])["reference_log_probs"]
+        mine = group.data.get(group["actor"].compute_log_probs(answers), ["log_probs"])["log_probs"]
+        theirs = group.data.get(group["reference"].compute_log_probs(answers), ["reference_log_probs"])["reference_log_probs"]
         assert (mine - theirs).abs().max() < 1e-5
         assert (mine - values["log_probs"]).abs().max() > 1e-4
         greedy = SamplingOptions(max_tokens=4, temperature=0.0, evaluation=True)
         fresh = group["rollout"].generate(prompts, greedy)
-        check = group["actor"].compute_log_probs(group.put(from_lists([[*g.prompt, *g.response] for (g,) in fresh])))
+        check = group["actor"].compute_log_probs(group.data.put(from_lists([[*g.prompt, *g.response] for (g,) in fresh])))
         recorded = [p for (g,) in fresh for p in g.log_probs]
-        found = group.get(check, ["log_probs"])["log_probs"]
+        found = group.data.get(check, ["log_probs"])["log_probs"]
         at = [
             i
             for (g, b) in zip(fresh, _starts(fresh), strict=True)
@@ -434,9 +439,9 @@ def _starts(answers: Any) -> list[int]:
 def test_fewer_samples_than_ranks(models: Path) -> None:
     roles = engine_roles(models)
     with ProcessWorkerGroup({"actor": roles["actor"]}, pools={"main": 2}) as group:
-        ref = group.put(from_lists([[3, 4, 5, 6]]))
+        ref = group.data.put(from_lists([[3, 4, 5, 6]]))
         ref |= group["actor"].compute_log_probs(ref).rename(log_probs="old_log_probs")
-        ref |= group.put_columns(ref, tokens={"advantages": torch.ones(4)})
+        ref |= group.data.put_columns(ref, tokens={"advantages": torch.ones(4)})
         (result,) = group["actor"].update(ref)
         assert result.sequences == 1
         # What a call lacks is told with the field, and nothing is lost.
@@ -611,18 +616,18 @@ def test_a_call_that_was_interrupted_does_not_mix_with_the_next(monkeypatch: pyt
 
 def test_what_was_dropped_meanwhile_is_missing_everywhere_and_nothing_is_lost() -> None:
     with ProcessWorkerGroup({"carrier": carrier(), "one": carrier(ranks=(0,))}, pools={"main": 2}, grace_s=3) as group:
-        ref = group.put(odd_batch())
+        ref = group.data.put(odd_batch())
         # Between submission and flush: that call fails, the other one runs.
-        gone, kept = group.put(odd_batch()), group.submit("carrier", "rank", ref)
+        gone, kept = group.data.put(odd_batch()), group.submit("carrier", "rank", ref)
         lost = group.submit("carrier", "double", gone)
-        group.clear_data_cache(gone.select([0]))
+        group.data.clear_data_cache(gone.select([0]))
         assert group.flush() == [kept, lost]
         with pytest.raises(DataMissingError):
             lost.result()
-        assert len(group.get(kept.result(), ["rank"])["rank"]) == 5
+        assert len(group.data.get(kept.result(), ["rank"])["rank"]) == 5
         # Behind the controller's back, on one rank: told on all ranks, and the group goes on.
-        some = [sample for sample in ref.ids if "main/1" in group.buffer.holders(sample, "x")]
-        group._ask("the test", {"main/1": [d.ClearDataCache(ids=some)]})
+        some = [sample for sample in ref.ids if "main/1" in group.data.buffer.holders(sample, "x")]
+        group.ask("the test", {"main/1": [d.ClearDataCache(ids=some)]})
         held = stores(group)["main/0"]
         with pytest.raises(WorkerError, match=r"DataMissingError: the samples .* are not in the data store"):
             group["carrier"].double(ref)
@@ -632,12 +637,12 @@ def test_what_was_dropped_meanwhile_is_missing_everywhere_and_nothing_is_lost() 
         # Nothing has been stored for what did not arrive.
         assert stores(group)["main/0"] == held
         # While the call runs: its results go with the samples.
-        fresh = group.put(odd_batch())
+        fresh = group.data.put(odd_batch())
         running = group.submit("carrier", "double", fresh, slowly=0.5)
         group.flush()
-        group.clear_data_cache(fresh)
+        group.data.clear_data_cache(fresh)
         running.result()
-        assert not set(fresh.ids) & set(group.buffer._samples)
+        assert not set(fresh.ids) & set(group.data.buffer._samples)
 
 
 def test_a_flush_that_nobody_asks_for_does_not_stand_in_the_way(tmp_path: Path) -> None:
@@ -675,7 +680,7 @@ def test_hooks_after_a_call_that_fails_do_not_run_and_hold_up_nobody() -> None:
     with ProcessWorkerGroup(roles, pools={"main": 2, "far": 1}, grace_s=5, timeout_s=60) as group:
         began = time.monotonic()
         failing = group.submit(
-            "carrier", "double", group.put(from_lists([[1], [2]])), after=[SyncParams(source="carrier", target="far")]
+            "carrier", "double", group.data.put(from_lists([[1], [2]])), after=[SyncParams(source="carrier", target="far")]
         )
         group.flush()
         with pytest.raises(WorkerError, match="KeyError: 'x'"):
@@ -694,30 +699,33 @@ def test_a_local_call_does_not_change_the_callers_tensors() -> None:
     with ProcessWorkerGroup({"carrier": carrier()}) as group:
         batch = odd_batch()
         before = batch.token_fields["x"].clone()
-        ref = group.put(batch)
+        ref = group.data.put(batch)
         for _ in range(2):
             # The role works in place.
-            assert same_bits(group.get(group["carrier"].double_in_place(ref), ["doubled"])["doubled"], before * 2)
+            assert same_bits(group.data.get(group["carrier"].double_in_place(ref), ["doubled"])["doubled"], before * 2)
         assert same_bits(batch.token_fields["x"], before)
 
 
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (lambda g, r: g.put_columns(r, tokens={"a@b": torch.ones(14)}), "'a@b' has an @"),
-        (lambda g, r: g.put_columns(r, tokens={"a": torch.ones(14)}, rows={"a": torch.ones(5)}), "for tokens and for rows"),
-        (lambda g, r: g.put_columns(r.only(), rows={"a": [1.0, 2.0]}), r"a is \[2\]; it must have 5 rows"),
-        (lambda g, r: g.get(r, "x"), "fields='x'; give a list"),
-        (lambda g, r: g.get(odd_batch(), ["x"]), "PackedBatch is not a reference; put the batch first"),
+        (lambda g, r: g.data.put_columns(r, tokens={"a@b": torch.ones(14)}), "'a@b' has an @"),
+        (
+            lambda g, r: g.data.put_columns(r, tokens={"a": torch.ones(14)}, rows={"a": torch.ones(5)}),
+            "for tokens and for rows",
+        ),
+        (lambda g, r: g.data.put_columns(r.only(), rows={"a": [1.0, 2.0]}), r"a is \[2\]; it must have 5 rows"),
+        (lambda g, r: g.data.get(r, "x"), "fields='x'; give a list"),
+        (lambda g, r: g.data.get(odd_batch(), ["x"]), "PackedBatch is not a reference; put the batch first"),
         (lambda g, r: g.submit("carrier", "wait", 0.0, after=Offload(role="carrier")), "give a list of hooks"),
         (lambda g, r: g.submit("carrier", "wait", 0.0, after=["save"]), "'save' is not a hook that can come here"),
         (lambda g, r: g.submit_hooks(), "at least one hook"),
-        (lambda g, r: g.fetch(1, "carrier", start=-1), "start=-1; give a position"),
+        (lambda g, r: g.data.fetch(1, "carrier", start=-1), "start=-1; give a position"),
     ],
 )
 def test_mistakes_are_told_by_the_controller(run: Any, message: str, small_group: Any) -> None:
     with pytest.raises((ConfigError, BatchError), match=message):
-        run(small_group, small_group.put(odd_batch()))
+        run(small_group, small_group.data.put(odd_batch()))
 
 
 @pytest.fixture(scope="module")

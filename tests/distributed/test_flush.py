@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from drivetrain.engine.errors import DataMissingError, ManifestError, RemoteError
 from drivetrain.engine.parallel.process_groups import EngineGroups
-from drivetrain.workers.data_plane.plan import Column, place
+from drivetrain.workers.data_plane.plan import Column, worker_id
 from drivetrain.workers.data_plane.redistributor import Need
 from drivetrain.workers.data_plane.sequence_buffer import SequenceBuffer
-from drivetrain.workers.groups.planned import FlushManifest, PlannedHook, PlannedRequest
-from drivetrain.workers.groups.sample_calls import transfer
+from drivetrain.workers.groups.group_call import FlushManifest, GroupCall, PlannedHook, transfer
+from drivetrain.workers.process.flush import run_flush
 from drivetrain.workers.process.worker import ModelWorker, WorkerSettings
 from drivetrain.workers.protocol import hooks as h
 from drivetrain.workers.protocol.compute_messages import Call, CallOk, ComputeRequest, Empty, Flush, FlushOk
@@ -79,24 +80,24 @@ def worker_of(meshes: Sequence[Sequence[int]], flush_s: float = 30.0) -> ModelWo
 def state_hook(rng: random.Random, meshes: Sequence[Sequence[int]], title: str) -> PlannedHook:
     """A random hook on the state of one or two roles."""
     i, j = rng.randrange(len(meshes)), rng.randrange(len(meshes))
-    places = tuple(place("main", rank) for rank in meshes[i])
+    workers = tuple(worker_id("main", rank) for rank in meshes[i])
     kind = rng.choice(["offload", "save", "sync_params"])
     hook: h.WireHook
     if kind == "offload":
-        hook = h.OffloadHook(role=f"r{i}", place=title)
+        hook = h.Offload(role=f"r{i}", place=title)
     elif kind == "save":
-        hook = h.SaveHook(role=f"r{i}", root=title, step=1)
+        hook = h.Save(role=f"r{i}", root=title, step=1)
     else:
-        targets = tuple(place("main", rank) for rank in meshes[j])
-        hook = h.SyncParamsHook(source=f"r{i}", target=f"r{j}", sources=list(places), targets=list(targets), title=title)
-        places = tuple(dict.fromkeys((*places, *targets)))
-    return PlannedHook(name=h.name_of(hook), places=places, make=lambda name: hook, common=repr(hook))
+        targets = tuple(worker_id("main", rank) for rank in meshes[j])
+        hook = h.SyncParams(source=f"r{i}", target=f"r{j}", sources=list(workers), targets=list(targets), title=title)
+        workers = tuple(dict.fromkeys((*workers, *targets)))
+    return PlannedHook(message=hook, workers=workers)
 
 
-def program(rng: random.Random, meshes: Sequence[Sequence[int]], number: int, buffer: SequenceBuffer) -> list[PlannedRequest]:
-    """Random requests with random hooks; some are hooks only."""
-    requests = []
-    everyone = [place("main", rank) for rank in range(dist.get_world_size())]
+def program(rng: random.Random, meshes: Sequence[Sequence[int]], number: int, buffer: SequenceBuffer) -> list[GroupCall]:
+    """Random calls with random hooks; some are hooks only."""
+    calls = []
+    everyone = [worker_id("main", rank) for rank in range(dist.get_world_size())]
     for k in range(rng.randint(1, 3)):
         i = rng.randrange(len(meshes))
         title = f"{number}.{k}"
@@ -106,28 +107,29 @@ def program(rng: random.Random, meshes: Sequence[Sequence[int]], number: int, bu
             Need(targets=(name,), ids=rng.sample(sorted(buffer._samples), 2), keys=("input_ids",))
             for name in rng.sample(everyone, rng.randint(1, len(everyone)))
         ]
-        moving, _ = transfer(needs, buffer, title)
+        moving = transfer(needs, buffer, title, [])
         before += [moving] if moving is not None else []
-        mesh = tuple(place("main", rank) for rank in meshes[i]) if rng.random() < 0.8 else ()
-        requests.append(
-            PlannedRequest(
+        workers = tuple(worker_id("main", rank) for rank in meshes[i]) if rng.random() < 0.8 else ()
+        calls.append(
+            GroupCall(
                 # Of both kinds, and not in the order of their sending.
                 id=number * 10 + (9 - k),
                 title=title,
-                mesh=mesh,
-                make=lambda name, i=i, title=title: Call(role=f"r{i}", method="run", args=[title]),  # type: ignore[misc]
-                common="",
+                workers=workers,
+                message=Call(role=f"r{i}", method="run", args=[title]),
                 before=before,
                 after=after,
             )
         )
-    return requests
+    return calls
 
 
 def outcomes_of(worker: ModelWorker, flush: Flush, requests: Sequence[ComputeRequest]) -> list[Any]:
+    # Every rank returns its result, so that all can be compared.
+    requests = [msgspec.structs.replace(r, wants_result=True) if isinstance(r, Call) else r for r in requests]
     for request in requests:
-        worker.submit(request)
-    return [outcome for _, outcome in worker.flush(flush, requests)]
+        worker.check_request(request)
+    return [outcome for _, outcome in run_flush(worker, flush, requests)]
 
 
 def rank_programs(seed: int, count: int, orders: int) -> int:
@@ -136,21 +138,21 @@ def rank_programs(seed: int, count: int, orders: int) -> int:
     meshes = [list(range(size)), [0], [size - 1, 0][:size] if size == 2 else [0, 2], [*range(1, size)]]
     meshes = [sorted(set(mesh)) for mesh in meshes]
     worker, ran = worker_of(meshes), 0
-    everyone = [place("main", rank) for rank in range(size)]
+    everyone = [worker_id("main", rank) for rank in range(size)]
     for number in range(count):
         samples, buffer = {f"s{number}.{i}": rng.randrange(size) for i in range(5)}, SequenceBuffer()
         for i, (sample, rank) in enumerate(samples.items()):
-            buffer.add([sample], [2], [IDS], [place("main", rank)])
+            buffer.add([sample], [2], [IDS], [worker_id("main", rank)])
             if rank == dist.get_rank():
                 worker.data.store.put([sample], [2], [(IDS, torch.tensor([i, 2**24 + 1 + i]))])
-        requests = program(rng, meshes, number + 1, buffer)
-        for order in list(itertools.permutations(requests))[:orders]:
+        calls = program(rng, meshes, number + 1, buffer)
+        for order in list(itertools.permutations(calls))[:orders]:
             # Every rank is sent the same, in the order in which the controller decided.
             manifest = FlushManifest.of(order)
             manifest.check()
-            if worker.place not in manifest.places:
+            if worker.id not in manifest.workers:
                 continue
-            frames = manifest.frames(worker.place)
+            frames = manifest.requests_for(worker.id)
             outcomes = outcomes_of(worker, manifest.flush(everyone), frames)
             errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
             assert not errors, errors
@@ -158,13 +160,13 @@ def rank_programs(seed: int, count: int, orders: int) -> int:
             assert len(outcomes) == len(frames) + 1
             ran += 1
             # Replies come in the order of execution: on fewer processes first, then by id.
-            sizes = [(len(request.mesh), request.id) for request in manifest.in_order()]
+            sizes = [(len(call.workers), call.id) for call in manifest.in_order()]
             assert sizes == sorted(sizes)
             assert [r.result for r in outcomes[1:] if isinstance(r, CallOk)] == [
-                request.title for request in manifest.in_order() if worker.place in request.mesh
+                call.title for call in manifest.in_order() if worker.id in call.workers
             ]
         for i, sample in enumerate(samples):
-            if worker.place in buffer.holders(sample, "input_ids"):
+            if worker.id in buffer.holders(sample, "input_ids"):
                 assert worker.data.store.get([sample], "input_ids")[1].tolist() == [i, 2**24 + 1 + i]
         worker.data.store.drop(samples)
     assert len(worker.data.store) == 0
@@ -186,16 +188,15 @@ def test_more_random_programs(seed: int) -> None:
 # ---- requests that went astray ------------------------------------------------------------------------------------------
 
 
-def requests_for(number: int) -> FlushManifest:
-    everyone = tuple(place("main", rank) for rank in range(dist.get_world_size()))
+def three_calls(number: int) -> FlushManifest:
+    everyone = tuple(worker_id("main", rank) for rank in range(dist.get_world_size()))
     return FlushManifest.of(
         [
-            PlannedRequest(
+            GroupCall(
                 id=number * 10 + k,
                 title=f"{number}.{k}",
-                mesh=everyone,
-                make=lambda name, k=k: Call(role="r0", method="run", args=[str(k)]),  # type: ignore[misc]
-                common="",
+                workers=everyone,
+                message=Call(role="r0", method="run", args=[str(k)]),
             )
             for k in range(3)
         ]
@@ -205,7 +206,7 @@ def requests_for(number: int) -> FlushManifest:
 def rank_astray() -> list[str]:
     size, rank = dist.get_world_size(), dist.get_rank()
     worker = worker_of([list(range(size))], flush_s=1.5)
-    everyone = [place("main", rank) for rank in range(size)]
+    everyone = [worker_id("main", rank) for rank in range(size)]
     found: list[str] = []
     cases: dict[str, Any] = {
         "lost": lambda frames: frames[:1] + frames[2:],
@@ -215,8 +216,8 @@ def rank_astray() -> list[str]:
         "changed": lambda frames: [Call(**{**as_fields(frames[0]), "digest": "another"}), *frames[1:]],
     }
     for number, (name, damage) in enumerate(cases.items(), 1):
-        manifest = requests_for(number)
-        frames: Any = manifest.frames(worker.place)
+        manifest = three_calls(number)
+        frames: Any = manifest.requests_for(worker.id)
         # Only the last rank has something else.
         frames = damage(frames) if rank == size - 1 else frames
         outcomes = outcomes_of(worker, manifest.flush(everyone), frames)
@@ -224,22 +225,22 @@ def rank_astray() -> list[str]:
         assert len(outcomes) == len(frames) + 1
         found.append(str(outcomes[0]))
         # Nothing is left behind: the next flush works.
-        manifest = requests_for(100 + number)
-        outcomes = outcomes_of(worker, manifest.flush(everyone), manifest.frames(worker.place))
+        manifest = three_calls(100 + number)
+        outcomes = outcomes_of(worker, manifest.flush(everyone), manifest.requests_for(worker.id))
         assert isinstance(outcomes[0], FlushOk)
         assert [outcome.result for outcome in outcomes[1:]] == ["0", "1", "2"]
     # A flush that one rank is not sent at all, and flushes that differ.
-    manifest = requests_for(50)
+    manifest = three_calls(50)
     if rank != size - 1:
-        outcomes = outcomes_of(worker, manifest.flush(everyone), manifest.frames(worker.place))
+        outcomes = outcomes_of(worker, manifest.flush(everyone), manifest.requests_for(worker.id))
         assert all(isinstance(outcome, ManifestError) for outcome in outcomes)
         found.append(str(outcomes[0]))
     else:
         found.append("")
     dist.barrier()
-    manifest = requests_for(60)
+    manifest = three_calls(60)
     flush = manifest.flush(everyone)
-    frames = manifest.frames(worker.place)
+    frames = manifest.requests_for(worker.id)
     if rank == 0:
         changed = [replace_digest(frames[0]), *frames[1:]]
         flush, frames = flush_of(changed), changed
@@ -283,33 +284,33 @@ def rank_failing_hook() -> bool:
     """Samples that are not where they should be: the call that needs them fails on all ranks, the others run."""
     size, rank = dist.get_world_size(), dist.get_rank()
     worker = worker_of([list(range(size))])
-    everyone = tuple(place("main", rank) for rank in range(size))
+    everyone = tuple(worker_id("main", rank) for rank in range(size))
     buffer = SequenceBuffer()
     buffer.add(["gone"], [2], [IDS], [everyone[0]])
     needs = [Need(targets=everyone[1:], ids=["gone"], keys=("input_ids",))]
-    moving, _ = transfer(needs, buffer, "batch")
+    moving = transfer(needs, buffer, "batch", [])
     assert moving is not None
-    first, second = requests_for(1).requests[:2]
+    first, second = three_calls(1).calls[:2]
     manifest = FlushManifest.of([replace(first, before=[moving]), second])
-    outcomes = outcomes_of(worker, manifest.flush(everyone), manifest.frames(worker.place))
+    outcomes = outcomes_of(worker, manifest.flush(everyone), manifest.requests_for(worker.id))
     assert isinstance(outcomes[0], FlushOk)
     failed, ran = outcomes[1], outcomes[2]
     assert isinstance(failed, DataMissingError if rank == 0 else RemoteError)
     assert "the samples 'gone' are not in the data store" in str(failed)
     assert ran.result == "1"
     # A hook that concerns one rank alone, and fails: the others learn of it, instead of waiting in the call.
-    first, second = requests_for(3).requests[:2]
-    nobody = PlannedHook(name="offload", places=everyone[:1], make=lambda name: h.OffloadHook(role="nobody"), common="")
+    first, second = three_calls(3).calls[:2]
+    nobody = PlannedHook(message=h.Offload(role="nobody"), workers=everyone[:1])
     manifest = FlushManifest.of([replace(first, before=[nobody]), second])
-    outcomes = outcomes_of(worker, manifest.flush(everyone), manifest.frames(worker.place))
+    outcomes = outcomes_of(worker, manifest.flush(everyone), manifest.requests_for(worker.id))
     assert "there is no role 'nobody'" in str(outcomes[1])
     assert outcomes[2].result == "1"
     # A call that fails on all ranks has no effect on the next one, and its hooks after it do not run.
-    first, second = requests_for(2).requests[:2]
-    save = PlannedHook(name="save", places=everyone, make=lambda name: h.SaveHook(role="r0", root="never", step=1), common="")
-    failing = replace(first, make=lambda name: Call(role="r0", method="fail", args=["planned"]), after=[save])
+    first, second = three_calls(2).calls[:2]
+    save = PlannedHook(message=h.Save(role="r0", root="never", step=1), workers=everyone)
+    failing = replace(first, message=Call(role="r0", method="fail", args=["planned"]), after=[save])
     manifest = FlushManifest.of([failing, replace(second, after=[save])])
-    outcomes = outcomes_of(worker, manifest.flush(everyone), manifest.frames(worker.place))
+    outcomes = outcomes_of(worker, manifest.flush(everyone), manifest.requests_for(worker.id))
     assert isinstance(outcomes[1], ValueError)
     assert outcomes[2].hook_results == ["never/1"]
     return True

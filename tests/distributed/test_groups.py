@@ -25,8 +25,8 @@ from drivetrain.engine.errors import BatchError, ConfigError, ModelError, Remote
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.groups.base import WorkerGroup
+from drivetrain.workers.groups.group_call import FlushManifest, GroupCall
 from drivetrain.workers.groups.local import LocalWorkerGroup
-from drivetrain.workers.groups.planned import FlushManifest, PlannedRequest, Submission
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.groups.ray import RayWorkerGroup
 from drivetrain.workers.process.role_host import RoleSpec
@@ -291,14 +291,11 @@ def test_no_operation_leaves_a_reply_behind_when_one_rank_fails(start: Start) ->
 def ask(group: Any, request: p.Request) -> list[Any]:
     """Send a request to both ranks, with a flush if it needs one."""
     if not isinstance(request, c.ComputeRequest):
-        return [replies[0] for replies in group._ask("the test", {"main/0": [request], "main/1": [request]}).values()]
-    planned = PlannedRequest(
-        id=group.next_id(), title="the test", mesh=("main/0", "main/1"), make=lambda name: request, common=""
-    )
-    submission = Submission(request=planned)
-    group._run(FlushManifest.of([planned]), [submission])
-    submission.result()
-    return list(submission.replies.values())
+        return [replies[0] for replies in group.ask("the test", {"main/0": [request], "main/1": [request]}).values()]
+    call = GroupCall(id=group.next_id(), title="the test", workers=("main/0", "main/1"), message=request)
+    group._run(FlushManifest.of([call]))
+    call.result()
+    return list(call.replies.values())
 
 
 @pytest.mark.slow

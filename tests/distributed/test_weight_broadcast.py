@@ -15,11 +15,10 @@ from drivetrain.engine.errors import WorkerError, WorkerLostError
 from drivetrain.engine.hf.weights import stored_weights
 from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.trainers.tasks.addition import write_model
-from drivetrain.workers.groups.hooks import SyncParams
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.groups.ray import RayWorkerGroup
 from drivetrain.workers.process.role_host import RoleSpec
-from drivetrain.workers.protocol.hooks import WeightSync
+from drivetrain.workers.protocol.hooks import SyncParams, WeightSync
 from drivetrain.workers.roles.generator import RolloutWorker
 from helpers.roles import Folder, FolderSource
 from helpers.weight_roles import Giver, Nothing, Taker, digest_of, tensors

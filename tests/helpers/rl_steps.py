@@ -91,7 +91,7 @@ def steps_of_phases(config: RLConfig) -> dict[str, list[float]]:
                 supervised=[[False] * len(row["prompt"]) + [True] * len(row["response"]) for row in rows],
                 token_fields={"rollout_log_probs": [[0.0] * len(row["prompt"] + row["response"]) for row in rows]},
             )
-            answers = Answers(ref=phases.group.put(batch, role="actor"), rows=tuple(answer_of(row) for row in rows))
+            answers = Answers(ref=phases.group.data.put(batch, role="actor"), rows=tuple(answer_of(row) for row in rows))
             answers, _, metrics = train_on(phases, phases.score(answers), {}, step=step)
             phases.discard(answers.ref)
             for name in ("loss", "grad_norm", "critic/loss", "critic/grad_norm"):

@@ -1,6 +1,7 @@
 """The pure parts of the data plane: plans, stores, references, metadata, shares of data sets, checks before dispatch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,11 +20,11 @@ from drivetrain.workers.data_plane.redistributor import Need, plan_redistributio
 from drivetrain.workers.data_plane.samples import batch_of, columns_of
 from drivetrain.workers.data_plane.sequence_buffer import SequenceBuffer
 from drivetrain.workers.data_plane.store import DTYPES, DataStore, empty_pieces
-from drivetrain.workers.groups.planned import FlushManifest, PlannedHook, PlannedRequest
+from drivetrain.workers.groups.group_call import FlushManifest, GroupCall, PlannedHook
 from drivetrain.workers.process.worker import ModelWorker, WorkerSettings
 from drivetrain.workers.protocol import data_messages as d
 from drivetrain.workers.protocol.compute_messages import Call
-from drivetrain.workers.protocol.hooks import OffloadHook
+from drivetrain.workers.protocol.hooks import Offload
 from drivetrain.workers.protocol.manifest import digest_of
 
 IDS = Column("input_ids", "int64", "token")
@@ -483,22 +484,21 @@ def test_samples_are_dropped_without_waiting_for_the_device(monkeypatch: pytest.
 # ---- the check before dispatch ------------------------------------------------------------------------------------------
 
 
-def request(number: int, mesh: Sequence[str], hooked: Sequence[str] = ()) -> PlannedRequest:
-    hook = PlannedHook(name="offload", places=tuple(hooked), make=lambda name: OffloadHook(role="r"), common="")
-    return PlannedRequest(
+def call(number: int, workers: Sequence[str], hooked: Sequence[str] = ()) -> GroupCall:
+    hook = PlannedHook(message=Offload(role="r"), workers=tuple(hooked))
+    return GroupCall(
         id=number,
         title=f"role{number}.run",
-        mesh=tuple(mesh),
-        make=lambda name: Call(role=f"role{number}", method="run"),
-        common="",
+        workers=tuple(workers),
+        message=Call(role=f"role{number}", method="run"),
         before=[hook] if hooked else [],
     )
 
 
 def test_who_takes_part_in_nothing_of_a_request_is_sent_an_empty() -> None:
-    manifest = FlushManifest.of([request(1, ["m/0", "m/1"], ["m/1", "m/2"]), request(2, ["m/2"])])
+    manifest = FlushManifest.of([call(1, ["m/0", "m/1"], ["m/1", "m/2"]), call(2, ["m/2"])])
     manifest.check()
-    sent = {name: manifest.frames(name) for name in sorted(manifest.places)}
+    sent = {name: manifest.requests_for(name) for name in sorted(manifest.workers)}
     shown = {name: [(type(f).__name__, len(f.pre_hooks), f.mesh_size) for f in some] for name, some in sent.items()}
     assert shown == {
         "m/0": [("Call", 0, 2), ("Empty", 0, 1)],
@@ -515,8 +515,25 @@ def test_who_takes_part_in_nothing_of_a_request_is_sent_an_empty() -> None:
     assert [r.id for r in manifest.in_order()] == [2, 1]
 
 
+def test_the_digest_of_a_call_covers_its_hooks() -> None:
+    hooks = [
+        PlannedHook(message=Offload(role=role, place=place), workers=workers)
+        for role, place, workers in (
+            ("r", "host", ("m/0",)),
+            ("s", "host", ("m/0",)),
+            ("r", "disk", ("m/0",)),
+            ("r", "host", ("m/1",)),
+        )
+    ]
+    calls = [call(1, ["m/0"])]
+    for hook in hooks:
+        calls += [replace(calls[0], before=[hook]), replace(calls[0], after=[hook])]
+    assert len({planned.digest for planned in calls}) == len(calls) == 9
+    assert call(1, ["m/0"]).digest == calls[0].digest
+
+
 def test_a_missing_empty_is_found_before_anything_is_sent() -> None:
-    first, second = request(1, ["m/0", "m/1"], ["m/1", "m/2"]), request(2, ["m/2"])
+    first, second = call(1, ["m/0", "m/1"], ["m/1", "m/2"]), call(2, ["m/2"])
     everyone = {"m/0", "m/1", "m/2"}
     for members, message in (
         (
@@ -527,11 +544,11 @@ def test_a_missing_empty_is_found_before_anything_is_sent() -> None:
         ([everyone, {"m/0"}], r"request 2 \(role2.run\) .* but m/2 is sent neither .*; it is sent role1.run"),
     ):
         with pytest.raises(ConfigError, match=message):
-            FlushManifest(requests=[first, second], members=members).check()
+            FlushManifest(calls=[first, second], members=members).check()
 
 
 def test_two_flushes_that_share_a_process_are_both_named() -> None:
-    flying = FlushManifest.of([request(1, ["m/0", "m/1"])])
-    FlushManifest.of([request(2, ["m/2", "n/0"])]).check([flying])
+    flying = FlushManifest.of([call(1, ["m/0", "m/1"])])
+    FlushManifest.of([call(2, ["m/2", "n/0"])]).check([flying])
     with pytest.raises(ConfigError, match=r"role3.run cannot be sent: role1.run has not been answered, and both need m/1"):
-        FlushManifest.of([request(3, ["m/1", "m/2"])]).check([flying])
+        FlushManifest.of([call(3, ["m/1", "m/2"])]).check([flying])

@@ -18,12 +18,12 @@ from drivetrain.trainers.config.rl import GroupConfig
 from drivetrain.workers.data_plane.links import Links
 from drivetrain.workers.groups.remote import comm_backend
 from drivetrain.workers.process import param_broadcast, pool_communicator
-from drivetrain.workers.process.hook_runner import abandon_hook, run_hook
+from drivetrain.workers.process.hooks import abandon_hook, run_hook
 from drivetrain.workers.process.param_broadcast import BucketSums
 from drivetrain.workers.process.pool_communicator import PoolCommunicator
 from drivetrain.workers.process.worker import ModelWorker, WorkerSettings
 from drivetrain.workers.protocol import comm_id
-from drivetrain.workers.protocol.hooks import SyncParamsHook
+from drivetrain.workers.protocol.hooks import SyncParams
 from helpers.weight_roles import Giver, Nothing, Taker, digest_of, tensors
 
 ROOT, TARGETS = "giving/0", ["taking/0", "taking/1"]
@@ -51,8 +51,8 @@ class Cluster:
             assert worker.data.links is not None
             worker.data.links.set_addresses(addresses)
 
-    def hook(self) -> SyncParamsHook:
-        return SyncParamsHook(
+    def hook(self) -> SyncParams:
+        return SyncParams(
             source="giver",
             target="taker",
             sources=[ROOT],

@@ -86,12 +86,12 @@ REQUESTS: list[tuple[p.Request, str]] = [
         '"digest":"d"}',
     ),
     (
-        c.Empty(pre_hooks=[h.SyncParamsHook(source="a", target="b", sources=["m/0"], targets=["m/1"], title="t", eta=0.5)]),
+        c.Empty(pre_hooks=[h.SyncParams(source="a", target="b", sources=["m/0"], targets=["m/1"], title="t", eta=0.5)]),
         '{"op":"empty","pre_hooks":[{"hook":"sync_params","source":"a","target":"b","sources":["m/0"],"targets":["m/1"],'
         '"title":"t","eta":0.5}]}',
     ),
     (
-        c.Empty(pre_hooks=[h.OffloadHook(role="a")], post_hooks=[h.SaveHook(role="a", root="r", step=1)]),
+        c.Empty(pre_hooks=[h.Offload(role="a")], post_hooks=[h.Save(role="a", root="r", step=1)]),
         '{"op":"empty","pre_hooks":[{"hook":"offload","role":"a"}],"post_hooks":[{"hook":"save","role":"a","root":"r","step":1}]}',
     ),
     (d.Fetch(role="a", count=8, start=2), '{"op":"fetch","role":"a","count":8,"start":2}'),
@@ -410,17 +410,18 @@ def test_every_operation_is_answered_by_its_reply_or_an_error_that_it_declares()
 def test_a_hook_is_refused_where_it_cannot_be() -> None:
     worker = ModelWorker(WorkerSettings())
     common: dict[str, Any] = {"id": 1, "role": "a", "method": "m", "ids": []}
-    worker.submit(c.TrainStep(**common, post_hooks=[EVALUATE]))
-    worker.submit(c.Inference(**common, pre_hooks=[TRANSFER]))
+    worker.check_request(c.TrainStep(**common, post_hooks=[EVALUATE]))
+    worker.check_request(c.Inference(**common, pre_hooks=[TRANSFER]))
     refused: list[tuple[c.ComputeRequest, str]] = [
         (c.TrainStep(**common, pre_hooks=[EVALUATE]), "evaluate cannot come before train_step; it can come after train_step"),
         (c.Inference(**common, post_hooks=[EVALUATE]), "evaluate cannot come after inference; it can come after train_step"),
         (c.Empty(id=1, post_hooks=[EVALUATE]), "evaluate cannot come after empty"),
+        (c.Empty(id=1, pre_hooks=[h.SyncParams(source="a", target="b", sources=["m/0"], title="t")]), "lacks its processes"),
         (c.Call(role="a", method="b"), "call waits for a flush, which names it by its id; give it one"),
     ]
     for request, message in refused:
         with pytest.raises(OpError, match=message) as found:
-            worker.submit(request)
+            worker.check_request(request)
         assert found.value.kind == "bad_request"
     with pytest.raises(FrameError) as unknown:
         JSON.decode_request(b'{"op":"empty","pre_hooks":[{"hook":"explode"}]}')

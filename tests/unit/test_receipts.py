@@ -19,7 +19,7 @@ from drivetrain.workers.data_plane.links import Links
 from drivetrain.workers.data_plane.manager import DataManager
 from drivetrain.workers.data_plane.staging import copy_in_pieces
 from drivetrain.workers.data_plane.store import DataStore
-from drivetrain.workers.groups.receipts import agreed_receipt
+from drivetrain.workers.groups.base import agreed_receipt
 from drivetrain.workers.process import param_sync
 
 TENSORS = [

@@ -262,7 +262,7 @@ class StepBundles:
             if role in group.roles:
                 group[role].save_checkpoint(str(self._folder / name / role), step - 1, {})
                 checkpoints[role] = f"{name}/{role}/{folder_name(step - 1)}"
-        batch, adaptive = group.get_batch(answers.ref), self._phases.adaptive.state()
+        batch, adaptive = group.data.get_batch(answers.ref), self._phases.adaptive.state()
         return bundle_of(self._phases.config, batch, answers.rows, step=step, adaptive=adaptive, checkpoints=checkpoints)
 
     def write(self, bundle: Bundle, metrics: Mapping[str, float]) -> None:

@@ -138,7 +138,9 @@ def _score(paths: Sequence[Path], settings: Sequence[str]) -> int:
     # Something has to hold the answers.
     needed = needed or {"advantage"}
     with open_phases(config, algorithm, roles, only=needed) as phases:
-        ref = phases.group.put(bundle.batch.with_extra_fields(*bundle.batch.token_fields)).with_prefixes(_prefixes(bundle))
+        ref = phases.group.data.put(bundle.batch.with_extra_fields(*bundle.batch.token_fields)).with_prefixes(
+            _prefixes(bundle)
+        )
         answers = Answers(ref=ref, rows=bundle.rows, pending=phases.submit(bundle.rows))
         answers, counts = phases.collect_rewards(phases.score(answers))
         check_judged(answers, counts)
@@ -186,7 +188,7 @@ def replay(path: Path, settings: Sequence[str] = (), out: Path | None = None) ->
         for role, folder in bundle.checkpoints.items():
             phases.group[role].load_checkpoint(str(_inside(path.parent, folder)))
         phases.adaptive.restore(bundle.adaptive)
-        ref = phases.group.put(bundle.batch, role="actor").with_prefixes(_prefixes(bundle))
+        ref = phases.group.data.put(bundle.batch, role="actor").with_prefixes(_prefixes(bundle))
         _, _, metrics = train_on(phases, Answers(ref=ref, rows=bundle.rows), {}, step=bundle.step)
         exported = None if out is None else phases.group["actor"].export(str(out.absolute()))
     return Replayed(bundle=bundle, config=config, metrics=metrics, exported=exported)
@@ -286,5 +288,5 @@ def _prefixes(bundle: Bundle) -> Prefixes:
 
 
 def _write(phases: Phases, answers: Answers, path: Path, *, step: int) -> None:
-    batch = phases.group.get_batch(answers.ref)
+    batch = phases.group.data.get_batch(answers.ref)
     bundle_of(phases.config, batch, answers.rows, step=step).write(path)

@@ -113,7 +113,7 @@ class Phases:
         """Drop those samples of a reference that are still there."""
         left = [row for row, sample in enumerate(ref.ids) if sample in ref.buffer]
         if left:
-            self.group.clear_data_cache(ref.select(left))
+            self.group.data.clear_data_cache(ref.select(left))
 
     @contextmanager
     def timed(self, name: str, tokens: int = 0) -> Iterator[None]:
@@ -163,9 +163,9 @@ class Phases:
             first: The number of the first prompt in the step.
         """
         with self.timed("rollout"):
-            prompt_ref = self.group.put([prompt.ids for prompt in prompts], role="rollout")
+            prompt_ref = self.group.data.put([prompt.ids for prompt in prompts], role="rollout")
             ref = self.group["rollout"].generate(prompt_ref, options, version=version)
-            self.group.clear_data_cache(prompt_ref)
+            self.group.data.clear_data_cache(prompt_ref)
         rows = self._read(ref, prompts, options.samples, first)
         if version is not None and (others := {made for row in rows for made in row.versions} - {version}):
             raise ModelError(
@@ -184,7 +184,7 @@ class Phases:
         tokenizer and send no texts.
         """
         with self.timed("read"):
-            columns = self.group.get(ref, ["input_ids", "versions", "finished"])
+            columns = self.group.data.get(ref, ["input_ids", "versions", "finished"])
             ids, versions = (columns[name].split(list(ref.lengths)) for name in ("input_ids", "versions"))
         rows = []
         for i, (tokens, made_by) in enumerate(zip(ids, versions, strict=True)):
@@ -212,7 +212,7 @@ class Phases:
         self.memory_manager.enter("score")
         with self.timed("reward_model", answers.ref.num_tokens):
             scores = self.group["reward"].compute_rewards(answers.ref)
-            numbers = self.group.get(scores, ["rewards"])["rewards"].tolist()
+            numbers = self.group.data.get(scores, ["rewards"])["rewards"].tolist()
         baselines = None if answers.baselines is None else self.score_with_reward_model(answers.baselines)
         return replace(answers, model_scores=tuple(numbers), baselines=baselines)
 

@@ -74,7 +74,7 @@ def estimate_advantages(phases: Phases, answers: Answers, step: int) -> tuple[Da
             )
         baselines = phases.adaptive.shape_others(baselines_given)
         columns["baselines"] = torch.tensor(baselines, dtype=torch.float32)
-    batch |= phases.group.put_columns(batch, rows=columns)
+    batch |= phases.group.data.put_columns(batch, rows=columns)
     with phases.timed("advantages"):
         grouped = batch.with_groups(answers.groups)
         advantages = phases.group["advantage"].compute_advantages(grouped, kl_coef=phases.adaptive.kl_coef)
@@ -172,7 +172,7 @@ def _drop_rejected(phases: Phases, batch: DataRef) -> DataRef:
     """Return the batch without the answers of which every token was rejected: a mini-batch of nothing else would have no loss."""
     if not phases.config.rl.rejection:
         return batch
-    accepted = phases.group.get(batch, ["response_mask"])["response_mask"].split(list(batch.lengths))
+    accepted = phases.group.data.get(batch, ["response_mask"])["response_mask"].split(list(batch.lengths))
     return batch.select([row for row, mask in enumerate(accepted) if bool((mask > 0).any())])
 
 
@@ -206,7 +206,7 @@ def _pairs(phases: Phases, answers: Answers) -> tuple[DataRef, dict[str, float]]
     if not pairs:
         return chosen, {"pairs": 0.0}
     marks = torch.tensor([1.0, 0.0] * len(pairs))
-    batch = chosen | phases.group.put_columns(chosen, rows={"chosen": marks})
+    batch = chosen | phases.group.data.put_columns(chosen, rows={"chosen": marks})
     batch = batch.with_groups([i for i in range(len(pairs)) for _ in range(2)])
     return batch, {"pairs": float(len(pairs)), **_spot_check_log_prob_gap(phases, answers)}
 

@@ -48,12 +48,12 @@ class Bucket:
 
     def tensors(self) -> Iterator[tuple[str, Tensor, str]]:
         """Yield the name, the tensor and the digest of each."""
-        places, _ = _places(self.contents)
-        for (name, dtype, shape, digest), (begin, end) in zip(self.contents, places, strict=True):
+        spans, _ = _spans(self.contents)
+        for (name, dtype, shape, digest), (begin, end) in zip(self.contents, spans, strict=True):
             yield name, self.data[begin:end].view(DTYPES[dtype]).view(shape), digest
 
 
-def _places(contents: Sequence[tuple[str, str, tuple[int, ...], str]]) -> tuple[list[tuple[int, int]], int]:
+def _spans(contents: Sequence[tuple[str, str, tuple[int, ...], str]]) -> tuple[list[tuple[int, int]], int]:
     return aligned(torch.Size(shape).numel() * ITEM_SIZES[dtype] for _, dtype, shape, _ in contents)
 
 
@@ -106,7 +106,7 @@ class BroadcastChannel:
         contents, total, error = header
         if error:
             raise RemoteError(error)
-        _, size = _places(contents)
+        _, size = _spans(contents)
         data = torch.empty(size, dtype=torch.uint8)
         if size:
             dist.broadcast(data, src=self._source, group=self._group)
@@ -119,8 +119,8 @@ class LinkChannel:
     Args:
         links: The connections of this process.
         reader: Opens the memory of other processes.
-        source: The place that sends.
-        target: The place that receives.
+        source: The worker that sends.
+        target: The worker that receives.
         title: What is sent.
     """
 
@@ -137,8 +137,8 @@ class LinkChannel:
         """Send a bucket. Its memory must not change before it has been sent."""
         if isinstance(bucket.block, SharedBlock) and bucket.data.numel() and self.shares_memory:
             reading = bucket.block.lend()
-            place = (*bucket.block.address, bucket.data.numel())
-            self._links.send(self._target, self._title, [], about=[bucket.contents, bucket.total], block=place)
+            address = (*bucket.block.address, bucket.data.numel())
+            self._links.send(self._target, self._title, [], about=[bucket.contents, bucket.total], block=address)
             return reading
         pieces = [bucket.data.numpy()] if bucket.data.numel() else []
         about = [bucket.contents, bucket.total]

@@ -65,7 +65,7 @@ class DataRef:
         return sum(self.lengths)
 
     def locations(self, name: str) -> list[tuple[str, ...]]:
-        """Return the places that hold a field, for each sample: `pool/rank`, sorted.
+        """Return the workers that hold a field, for each sample: `pool/rank`, sorted.
 
         Raises:
             BatchError: There is no such field.

@@ -32,7 +32,7 @@ class Header(msgspec.Struct, frozen=True):
     """What precedes the chunks of a transfer.
 
     Args:
-        source: The place that sends.
+        source: The worker that sends.
         title: What is sent, the same on both sides.
         size: The number of bytes that follow.
         error: Why nothing follows; empty if all is well.
@@ -72,7 +72,7 @@ class Links:
     """One worker's connections to the workers of other pools. Used by one thread.
 
     Args:
-        name: The place of this worker.
+        name: The id of this worker.
         endpoint: Where to listen, for ZeroMQ: `ipc:///folder/file`, or `tcp://host:*`.
         keys: The keys; None on one machine.
         timeout_s: For how long to wait for a peer, in seconds.
@@ -116,7 +116,7 @@ class Links:
         return self._keys is not None and key == self._keys.client_public.encode()
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
-        """Set the addresses of all workers, by place."""
+        """Set the addresses of all workers."""
         self._addresses = dict(addresses)
 
     def is_near(self, target: str) -> bool:
@@ -136,7 +136,7 @@ class Links:
         """Send bytes. Returns when they are on their way; the memory must not change before they have been sent.
 
         Args:
-            target: The place that receives.
+            target: The worker that receives.
             title: What is sent, the same on both sides.
             pieces: The bytes, as buffers.
             about: Plain data for the receiver.
@@ -198,9 +198,11 @@ class Links:
             WorkerLostError: The peer sends nothing in time.
         """
         views = [memoryview(piece).cast("B") for piece in pieces]
-        wanted = sum(view.nbytes for view in views)
-        if wanted != header.size:
-            raise ManifestError(f"{header.source} sends {header.size} bytes of {header.title!r}, but {wanted} are expected")
+        expected_bytes = sum(view.nbytes for view in views)
+        if expected_bytes != header.size:
+            raise ManifestError(
+                f"{header.source} sends {header.size} bytes of {header.title!r}, but {expected_bytes} are expected"
+            )
         for view in views:
             end = 0
             while end < view.nbytes:

@@ -38,13 +38,13 @@ class DataManager:
                 self.reader.read(*header.block)
 
     def run(self, name: str, rounds: Sequence[Round], title: str) -> None:
-        """Take part in a redistribution. Collective over the places of each step, which all have the same plan.
+        """Take part in a redistribution. Collective over the workers of each step, which all have the same plan.
 
         If samples are missing where they should be sent from, nobody waits forever and nothing is stored for them: the error is
         raised at the end, at the source and at the targets.
 
         Args:
-            name: This process's place.
+            name: The id of this worker.
             rounds: This process's part of the plan.
             title: The name of the redistribution, the same everywhere.
 
@@ -65,12 +65,12 @@ class DataManager:
         singles = [load for step in steps if step.kind != "broadcast" for load in step.loads if load.layout()[1]]
         self._store_empty(name, steps)
         pool = pool_of(name)
-        near = [load for load in singles if pool_of(load.source) == pool_of(load.targets[0]) == pool]
+        inside_pool = [load for load in singles if pool_of(load.source) == pool_of(load.targets[0]) == pool]
         far = [load for load in singles if pool_of(load.source) != pool_of(load.targets[0])]
         # All at once: in whatever order the other processes come, none waits for one that waits for it.
         works: list[Any] = []
         arriving: list[tuple[Load, list[Tensor], Tensor]] = []
-        for load in near:
+        for load in inside_pool:
             if load.source == name:
                 pieces, status = self._pieces(load, errors)
                 works += [dist.isend(piece, rank_of(load.targets[0])) for piece in (*pieces, status)]

@@ -1,7 +1,4 @@
-"""The steps of a redistribution, as sent to the workers. Imports no torch.
-
-A **place** is a process: the name of its pool and its rank there, as in `main/0`.
-"""
+"""The steps of a redistribution, as sent to the workers. Imports no torch."""
 
 import math
 from collections.abc import Iterable
@@ -9,6 +6,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+WorkerId = str
+"""A process: the name of its pool and its rank there, as in `main/0`."""
 StepKind = Literal["broadcast", "scatter", "gather", "copy"]
 ITEM_SIZES = {
     **dict.fromkeys(("complex128",), 16),
@@ -22,19 +21,19 @@ ALIGNMENT = 16
 """Every column of a load begins at a multiple of this many bytes, so that it can be viewed as any data type."""
 
 
-def place(pool: str, rank: int) -> str:
-    """Return the name of a process."""
+def worker_id(pool: str, rank: int) -> WorkerId:
+    """Return the id of a process."""
     return f"{pool}/{rank}"
 
 
-def pool_of(name: str) -> str:
-    """Return the pool of a place."""
-    return name.rpartition("/")[0]
+def pool_of(worker: WorkerId) -> str:
+    """Return the pool of a process."""
+    return worker.rpartition("/")[0]
 
 
-def rank_of(name: str) -> int:
-    """Return the rank of a place in its pool."""
-    return int(name.rpartition("/")[2])
+def rank_of(worker: WorkerId) -> int:
+    """Return the rank of a process in its pool."""
+    return int(worker.rpartition("/")[2])
 
 
 def aligned(sizes: Iterable[int]) -> tuple[list[tuple[int, int]], int]:
@@ -97,7 +96,7 @@ class CurveKeySet(Struct, frozen=True):
 
 
 class Load(Struct, frozen=True):
-    """Some columns of some samples, which go from one place to others.
+    """Some columns of some samples, which go from one process to others.
 
     Args:
         source: Where they are.
@@ -107,8 +106,8 @@ class Load(Struct, frozen=True):
         columns: The columns.
     """
 
-    source: str
-    targets: tuple[str, ...]
+    source: WorkerId
+    targets: tuple[WorkerId, ...]
     ids: list[str]
     lengths: list[int]
     columns: list[Column]
@@ -122,32 +121,27 @@ class Step(Struct, frozen=True):
     """One step of a redistribution.
 
     Args:
-        kind: `broadcast`: one load from one place to several of its pool; `scatter`: several loads from one place of a pool;
-            `gather`: several loads to one place of a pool; `copy`: one load from one place to another, also of another pool.
+        kind: `broadcast`: one load from one process to several of its pool; `scatter`: several loads from one process of a
+            pool; `gather`: several loads to one process of a pool; `copy`: one load from one process to another, also of another pool.
         loads: The loads. A process is sent those that it has a part in.
     """
 
     kind: StepKind
     loads: list[Load]
 
-    @property
-    def places(self) -> set[str]:
-        """The processes that take part."""
-        return {name for load in self.loads for name in (load.source, *load.targets)}
-
 
 Round = list[Step]
 """Steps that do not depend on each other. What one round moves, the next one may move on."""
 
 
-def part_of(rounds: list[Round], name: str) -> list[Round]:
+def part_of(rounds: list[Round], worker: WorkerId) -> list[Round]:
     """Return a process's part of a plan: the loads that it sends or receives."""
-    own: list[Round] = []
+    own_rounds: list[Round] = []
     for steps in rounds:
         mine = []
         for step in steps:
-            loads = [load for load in step.loads if name == load.source or name in load.targets]
+            loads = [load for load in step.loads if worker == load.source or worker in load.targets]
             if loads:
                 mine.append(Step(step.kind, loads))
-        own.append(mine)
-    return own
+        own_rounds.append(mine)
+    return own_rounds

@@ -108,11 +108,11 @@ class DataStore:
                 for sample, count in zip(ids, counts, strict=True):
                     self._forget(sample, column.key)
                     # A sample without rows does not keep the memory of the others.
-                    own = block if count else nothing
+                    memory = block if count else nothing
                     at = begin if count else 0
-                    self._samples[sample][column.key] = _Entry(own, at, at + count)
-                    own.samples.add(sample)
-                    own.alive += count
+                    self._samples[sample][column.key] = _Entry(memory, at, at + count)
+                    memory.samples.add(sample)
+                    memory.alive += count
                     begin += count
                 self._blocks.update(one for one in (block, nothing) if one.samples)
 
@@ -176,12 +176,12 @@ class DataStore:
         Raises:
             DataMissingError: A sample does not have them.
         """
-        found = hashlib.sha256()
+        hasher = hashlib.sha256()
         for key in keys:
             column, values = self.get(ids, key)
-            found.update(repr(column).encode())
-            found.update(_bytes(values).numpy().data)
-        return found.hexdigest()
+            hasher.update(repr(column).encode())
+            hasher.update(_bytes(values).numpy().data)
+        return hasher.hexdigest()
 
     def pieces(self, load: Load) -> list[Tensor]:
         """Return the bytes of a load in the pieces in which they travel: see `empty_pieces`. They must not be changed.
@@ -192,26 +192,26 @@ class DataStore:
         """
         parts = []
         for column in load.columns:
-            found, values = self.get(load.ids, column.key)
-            if found != column:
-                raise BatchError(f"{column.key!r} is {found} in the store, but the plan says {column}")
+            lengths, values = self.get(load.ids, column.key)
+            if lengths != column:
+                raise BatchError(f"{column.key!r} is {lengths} in the store, but the plan says {column}")
             parts.append(_bytes(values))
-        places, size = load.layout()
+        spans, size = load.layout()
         if size >= SEPARATE_BYTES:
             return [part for part in parts if part.numel()]
         packed = torch.zeros(size, dtype=torch.uint8)
-        for part, (begin, end) in zip(parts, places, strict=True):
+        for part, (begin, end) in zip(parts, spans, strict=True):
             packed[begin:end] = part
         return [packed] if size else []
 
     def unpack(self, load: Load, pieces: Sequence[Tensor]) -> None:
         """Store the pieces of a load, which must not change from here on."""
-        places, size = load.layout()
+        spans, size = load.layout()
         if size >= SEPARATE_BYTES:
             left = iter(pieces)
-            parts = [next(left) if end > begin else _NOTHING for begin, end in places]
+            parts = [next(left) if end > begin else _NOTHING for begin, end in spans]
         else:
-            parts = [pieces[0][begin:end] if size else _NOTHING for begin, end in places]
+            parts = [pieces[0][begin:end] if size else _NOTHING for begin, end in spans]
         columns = []
         for column, part in zip(load.columns, parts, strict=True):
             rows = sum(column.counts(load.lengths))
@@ -294,8 +294,8 @@ def empty_pieces(load: Load) -> list[Tensor]:
 
     The columns of a large load travel, and are dropped, separately; a small one is a single piece.
     """
-    places, size = load.layout()
-    sizes = [end - begin for begin, end in places if end > begin] if size >= SEPARATE_BYTES else [size] if size else []
+    spans, size = load.layout()
+    sizes = [end - begin for begin, end in spans if end > begin] if size >= SEPARATE_BYTES else [size] if size else []
     return [torch.empty(n, dtype=torch.uint8) for n in sizes]
 
 

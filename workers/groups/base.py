@@ -5,27 +5,42 @@ It is distributed over the data-parallel ranks, balanced by cost. This module ho
 `process` and `ray` differ in how requests reach the workers.
 """
 
+import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from itertools import count
+from dataclasses import dataclass
 from typing import Any, Self
 
 from ...engine.errors import ConfigError, DrivetrainError, WorkerError
-from ..data_plane.plan import place
-from ..data_plane.sequence_buffer import SequenceBuffer
+from ..data_plane.plan import WorkerId, worker_id
 from ..process.role_host import RoleSpec
-from ..protocol.compute_messages import Empty, RankInfo
-from ..protocol.hooks import CommBackend
+from ..protocol.compute_messages import RankInfo
+from ..protocol.data_messages import ModelConfigRequest
+from ..protocol.hooks import CallHook, CommBackend, SyncParams
+from ..protocol.messages import Request
 from ..roles.dispatch import MiniBatches
-from . import hooks as h
-from .call_planner import CallPlanner, CallSpec
+from .call_planner import CallPlanner
+from .group_call import FlushManifest, GroupCall
 from .group_data import GroupData
-from .planned import FlushManifest, PlannedRequest, Submission
-from .receipts import WeightReceipt, agreed_receipt
-from .state_hooks import plan_hook
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightReceipt:
+    """What all processes of a transfer of weights agree on.
+
+    Args:
+        version: The version of the weights; None if the transfer named none.
+        tensors: The number of tensors.
+        bytes: Their size.
+        digest: The digest of their names and bytes.
+    """
+
+    version: int | None
+    tensors: int
+    bytes: int
+    digest: str
 
 
 class RoleHandle:
@@ -46,7 +61,7 @@ class RoleHandle:
         return lambda *args, **options: self._group.call(self._name, method, *args, **options)
 
 
-class WorkerGroup(GroupData, ABC):
+class WorkerGroup(ABC):
     """The workers of several roles.
 
     Args:
@@ -69,16 +84,14 @@ class WorkerGroup(GroupData, ABC):
                 )
             role.check(name)
         self.roles = dict(roles)
-        self.buffer = SequenceBuffer()
-        """What the workers' data stores hold."""
-        self._submitted: list[Submission] = []
+        self.data = GroupData(self)
+        """The workers' data stores."""
+        self._submitted: list[GroupCall] = []
         self._in_flight: list[FlushManifest] = []
-        self._interrupted: list[Submission] = []
-        self._versions = count(1)
-        self._positions, self._fetching = {}, threading.Lock()
+        self._interrupted: list[GroupCall] = []
         # Held by a call from its submission to its result, so that threads may share a group.
         self._lock = threading.RLock()
-        self._planner = CallPlanner(self)
+        self._planner = CallPlanner(self, self.data)
 
     def __getitem__(self, name: str) -> RoleHandle:
         """Return the handle of a role.
@@ -99,18 +112,12 @@ class WorkerGroup(GroupData, ABC):
             raise ConfigError(f"there is no role {name!r}; the roles are {', '.join(self.roles)}")
         return self.roles[name]
 
-    def check_sync(self, source: str, target: str) -> None:
-        """Check that one role gives weights and another takes them.
-
-        Raises:
-            ConfigError: One of them does not.
-        """
-        for name, method in ((source, "weights"), (target, "load_weights")):
-            worker = self.role(name).worker
-            if not hasattr(worker, method):
-                raise ConfigError(
-                    f"sync_weights({source!r}, {target!r}): {worker.__name__}, the worker of {name!r}, has no method {method}"
-                )
+    def model_config(self, role: str) -> dict[str, Any]:
+        """Return the config.json of a role's model."""
+        first = self.workers(role)[0]
+        reply: Any = self.ask(f"model_config of {role}", {first: [ModelConfigRequest(role=role)]})[first][0]
+        config: dict[str, Any] = json.loads(reply.config_json)
+        return config
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -135,26 +142,26 @@ class WorkerGroup(GroupData, ABC):
         """
         with self._lock:
             self._check_nothing_submitted(f"{role}.{method}")
-            submission = self.submit(role, method, *args, mini_batches=mini_batches, **options)
-            self._flush_only(submission)
-            return self._wait(submission)
+            call = self.submit(role, method, *args, mini_batches=mini_batches, **options)
+            self._flush_only(call)
+            return self._wait(call)
 
-    def _flush_only(self, submission: Submission) -> None:
+    def _flush_only(self, call: GroupCall) -> None:
         try:
             self.flush()
         except BaseException:
-            if submission in self._submitted:
-                self.withdraw(submission)
+            if call in self._submitted:
+                self.withdraw(call)
             raise
 
-    def _wait(self, submission: Submission) -> Any:
+    def _wait(self, call: GroupCall) -> Any:
         try:
-            return submission.result()
+            return call.result()
         except Exception:
             raise
         except BaseException:
             # Ctrl-C: the call goes on in the workers, and its replies are read before the next flush is sent.
-            self._interrupted.append(submission)
+            self._interrupted.append(call)
             raise
 
     def submit(
@@ -162,11 +169,11 @@ class WorkerGroup(GroupData, ABC):
         role: str,
         method: str,
         *args: Any,
-        before: Sequence[h.Hook] = (),
-        after: Sequence[h.Hook] = (),
+        before: Sequence[CallHook] = (),
+        after: Sequence[CallHook] = (),
         mini_batches: MiniBatches | None = None,
         **options: Any,
-    ) -> Submission:
+    ) -> GroupCall:
         """Submit a call, which runs with the next `flush`.
 
         Args:
@@ -182,104 +189,76 @@ class WorkerGroup(GroupData, ABC):
             ConfigError: An argument or a hook is not possible here.
         """
         with self._lock:
-            call = CallSpec(
-                role=role,
-                method=method,
-                args=args,
-                options=options,
-                mini_batches=mini_batches,
-                before=before,
-                after=after,
-            )
-            request = self._planner.plan(call)
-            submission = Submission(request=request)
-            self._submitted.append(submission)
-            return submission
+            call = self._planner.plan(role, method, args, options, mini_batches=mini_batches, before=before, after=after)
+            self._submitted.append(call)
+            return call
 
-    def submit_hooks(self, *hooks: h.Hook) -> Submission:
+    def submit_hooks(self, *hooks: CallHook) -> GroupCall:
         """Submit hooks without a call, which run with the next `flush`."""
         if not hooks:
             raise ConfigError("submit_hooks needs at least one hook")
         return self._submit_hooks(hooks, "")
 
-    def _submit_hooks(self, hooks: Sequence[h.Hook], title: str) -> Submission:
+    def _submit_hooks(self, hooks: Sequence[CallHook], title: str) -> GroupCall:
         with self._lock:
-            planned = [plan_hook(self, hook) for hook in hooks]
-            request = PlannedRequest(
-                id=self.next_id(),
-                title=title or ", ".join(hook.name for hook in planned),
-                mesh=(),
-                make=lambda name: Empty(),
-                common="",
-                before=planned,
-            )
-            submission = Submission(request=request)
-            self._submitted.append(submission)
-            return submission
+            call = self._planner.plan_hooks(hooks, title)
+            self._submitted.append(call)
+            return call
 
-    def flush(self) -> list[Submission]:
+    def flush(self) -> list[GroupCall]:
         """Send all submitted calls, which run together: see `docs/model-worker.md`. Does not wait for them.
 
         Returns:
-            The submissions, whose `result` waits. One whose samples were dropped meanwhile has failed.
+            The calls, whose `result` waits. One whose samples were dropped meanwhile has failed.
 
         Raises:
             ConfigError: A flush that has not been answered needs the same processes. The calls stay submitted.
         """
         with self._lock:
-            submissions = self._submitted
-            if not submissions:
+            calls = self._submitted
+            if not calls:
                 return []
             while self._interrupted:
                 with suppress(WorkerError):
                     self._interrupted[0].result()
                 self._interrupted.pop(0)
             self._collect_done()
-            FlushManifest.of([submission.request for submission in submissions]).check(self._in_flight)
+            FlushManifest.of(calls).check(self._in_flight)
             self._submitted = []
-            sent = [submission for submission in submissions if self._add_transfers(submission)]
+            for call in calls:
+                try:
+                    call.add_transfers()
+                except DrivetrainError as e:
+                    call.fail(e)
+            sent = [call for call in calls if call.error is None]
             if sent:
-                manifest = FlushManifest.of([submission.request for submission in sent])
+                manifest = FlushManifest.of(sent)
                 try:
                     manifest.check(self._in_flight)
-                    self._run(manifest, sent)
+                    self._run(manifest)
                 except BaseException as e:
-                    for submission in sent:
-                        submission.fail(e)
+                    for call in sent:
+                        call.fail(e)
                     raise
-            return submissions
+            return calls
 
-    def _add_transfers(self, submission: Submission) -> bool:
-        """Plan what has to be moved for a call; return whether that is possible."""
-        request = submission.request
-        try:
-            moves = list(request.transfers())
-        except DrivetrainError as e:
-            submission.fail(e)
-            return False
-        submission.request = replace(request, before=[*moves, *request.before])
-        return True
-
-    def withdraw(self, submission: Submission) -> None:
-        """Take back a submission that has not been flushed.
+    def withdraw(self, call: GroupCall) -> None:
+        """Take back a call that has not been flushed.
 
         Raises:
             ConfigError: It has been flushed.
         """
         with self._lock:
-            if submission not in self._submitted:
-                raise ConfigError(f"{submission.request.title} is not waiting for a flush, so it cannot be withdrawn")
-            self._submitted.remove(submission)
-            submission.fail(ConfigError(f"{submission.request.title} was withdrawn"))
+            if call not in self._submitted:
+                raise ConfigError(f"{call.title} is not waiting for a flush, so it cannot be withdrawn")
+            self._submitted.remove(call)
+            call.fail(ConfigError(f"{call.title} was withdrawn"))
 
     def _check_nothing_submitted(self, what: str) -> None:
         if self._submitted:
             raise ConfigError(
-                f"{what} cannot be called: {self._submitted[0].request.title} has been submitted; flush() first, or withdraw() it"
+                f"{what} cannot be called: {self._submitted[0].title} has been submitted; flush() first, or withdraw() it"
             )
-
-    def _collect_done(self) -> None:
-        """Read the replies to flushes that have been answered, and that nobody has asked for."""
 
     def sync_weights(self, source: str, target: str, *, eta: float = 1.0, version: int | None = None) -> WeightReceipt:
         """Send the weights of one role to another, for example from an actor to its rollout, from worker to worker.
@@ -298,13 +277,12 @@ class WorkerGroup(GroupData, ABC):
                 before it is used; a rollout generates nothing until then.
         """
         with self._lock:
-            self.check_sync(source, target)
             self._check_nothing_submitted("sync_weights")
-            hook = h.SyncParams(source=source, target=target, eta=eta, version=version)
-            submission = self._submit_hooks([hook], f"weights of {source} to {target}")
-            self._flush_only(submission)
-            self._wait(submission)
-            replies = submission.replies_to_hook("sync_params")
+            hook = SyncParams(source=source, target=target, eta=eta, version=version)
+            call = self._submit_hooks([hook], f"weights of {source} to {target}")
+            self._flush_only(call)
+            self._wait(call)
+            replies = call.replies_to_hook("sync_params")
             try:
                 return agreed_receipt(replies)
             except WorkerError as e:
@@ -314,21 +292,21 @@ class WorkerGroup(GroupData, ABC):
 
     def _forget_data(self) -> None:
         """Forget all samples, which are lost, and what refers to them."""
-        self.buffer = SequenceBuffer()
+        self.data.forget()
         self._submitted, self._in_flight, self._interrupted = [], [], []
-        self._positions = {}
 
     # ---- what a transport implements ---------------------------------------------------------------------------------
 
-    def next_version(self) -> int:
-        """Return the version of the next columns."""
-        return next(self._versions)
-
-    def places(self, role: str) -> tuple[str, ...]:
+    def workers(self, role: str) -> tuple[WorkerId, ...]:
         """Return the processes of a role, in rank order."""
         spec = self.role(role)
         ranks = range(self._pool_size(spec.pool)) if spec.ranks is None else spec.ranks
-        return tuple(place(spec.pool, rank) for rank in ranks)
+        return tuple(worker_id(spec.pool, rank) for rank in ranks)
+
+    def all_workers(self) -> list[WorkerId]:
+        """Return all processes on which there is a role."""
+        pools = sorted({role.pool for role in self.roles.values()})
+        return [worker_id(pool, rank) for pool in pools for rank in range(self._pool_size(pool))]
 
     def sync_backend(self, source: str, target: str) -> CommBackend:
         """Return the backend of the communicator over which a role's weights go to another one; empty if they go without."""
@@ -351,8 +329,25 @@ class WorkerGroup(GroupData, ABC):
         """
 
     @abstractmethod
-    def _run(self, manifest: FlushManifest, submissions: Sequence[Submission]) -> None:
-        """Send requests with their flush, and let the submissions know how to wait."""
+    def is_usable(self) -> bool:
+        """Return whether the processes can be sent requests."""
+
+    @abstractmethod
+    def ask(self, what: str, requests: Mapping[WorkerId, Sequence[Request]]) -> dict[WorkerId, list[Any]]:
+        """Send processes requests that need no flush, and return the replies.
+
+        Args:
+            what: What is asked, for messages.
+            requests: The requests of each process.
+        """
+
+    @abstractmethod
+    def _run(self, manifest: FlushManifest) -> None:
+        """Send the calls of a flush, and let them know how to wait."""
+
+    @abstractmethod
+    def _collect_done(self) -> None:
+        """Read the replies to flushes that have been answered, and that were not asked for."""
 
     @abstractmethod
     def close(self) -> None:
@@ -363,3 +358,37 @@ class WorkerGroup(GroupData, ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def agreed_receipt(replies: Mapping[str, Mapping[str, Any] | None]) -> WeightReceipt:
+    """Return the receipt that all processes have given.
+
+    Args:
+        replies: The receipt of each process, by worker; None of one that has neither sent nor loaded anything.
+
+    Raises:
+        WorkerError: They differ; the message says which processes have what.
+    """
+    receipts = {worker: WeightReceipt(**reply) for worker, reply in replies.items() if reply is not None}
+    # The most frequent one first.
+    distinct = sorted({*receipts.values()}, key=lambda r: -sum(other == r for other in receipts.values()))
+    if len(distinct) > 1:
+        descriptions = "; ".join(
+            f"{', '.join(worker for worker, worker_receipt in receipts.items() if worker_receipt == receipt)}: {receipt.tensors} tensors, version "
+            f"{receipt.version}, digest {receipt.digest[:12]}"
+            for receipt in distinct
+        )
+        raise WorkerError(f"the processes have different weights after the transfer ({descriptions}); sync them again")
+    return distinct[0]
+
+
+def _moved_to_data(name: str) -> property:
+    def refuse(group: WorkerGroup) -> Any:
+        raise AttributeError(f"{type(group).__name__}.{name} has moved: use group.data.{name}")
+
+    return property(refuse)
+
+
+# Set, and not written, so that type checkers do not take them for attributes.
+for _name in ("put", "put_columns", "fetch", "spec", "get", "get_batch", "digests", "clear_data_cache", "buffer"):
+    setattr(WorkerGroup, _name, _moved_to_data(_name))

@@ -1,8 +1,10 @@
-"""Plans calls of roles' methods: arguments of any form, hooks included, become requests."""
+"""Plans calls of roles' methods: arguments of any form, hooks included, become a `GroupCall`."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, get_args
+
+from msgspec.structs import replace
 
 from ...engine.errors import ConfigError
 from ...engine.packing.batch import PackedBatch
@@ -11,62 +13,33 @@ from ...engine.packing.prefixes import Prefixes
 from ...engine.packing.sharing import find_prefixes
 from ...generation.options import SamplingOptions, check_prompts
 from ..data_plane.data_ref import DataRef
-from ..data_plane.plan import Load
-from ..protocol.compute_messages import Call, RankInfo
+from ..protocol.compute_messages import Call, Generate, Inference, RankInfo, SampleRequest, TrainStep
+from ..protocol.hooks import CallHook, Evaluate, EvaluateHook, Offload, Save, SyncParams, WeightDType
 from ..roles.actor import ActorConfig
 from ..roles.base import Worker
-from ..roles.batch_adapters import adapt_batch
+from ..roles.batch_adapters import BatchAdapter, adapt_batch
 from ..roles.dispatch import Assignment, Dispatch, MiniBatches, assign_mini_batches, assign_rows, check_columns
 from ..roles.reference import ReferenceWorkerConfig
-from . import hooks as h
-from .planned import PlannedHook, PlannedRequest, Replies
-from .sample_calls import SampleCall, Shares, evaluation, transfer
-from .state_hooks import plan_hook
+from .group_call import GroupCall, PlannedHook, SampleCall
+from .group_data import GroupData, RoleProcesses
+from .shards import ShardedSamples, Shards
 
-if TYPE_CHECKING:
-    from .base import WorkerGroup
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallSpec:
-    """A call as its caller writes it.
-
-    Args:
-        role: The name of the role.
-        method: The name of the method.
-        args: The positional arguments.
-        options: The keyword arguments.
-        mini_batches: The mini-batches of an update; None makes one step on the entire batch.
-        before: What to do before the calls of the flush.
-        after: What to do after this call.
-    """
-
-    role: str
-    method: str
-    args: Sequence[Any]
-    options: Mapping[str, Any]
-    mini_batches: MiniBatches | None = None
-    before: Sequence[h.Hook] = ()
-    after: Sequence[h.Hook] = ()
-
-    @property
-    def title(self) -> str:
-        """What the call is called in messages."""
-        return f"{self.role}.{self.method}"
+_PLACES = ("host", "disk", "device")
 
 
 class CallPlanner:
     """Plans the calls of a group.
 
     Args:
-        group: The group.
+        group: The group's roles and processes.
+        data: Its data stores.
 
     Raises:
         ConfigError: The roles compute log-probabilities at different temperatures.
     """
 
-    def __init__(self, group: "WorkerGroup") -> None:
-        self._group = group
+    def __init__(self, group: RoleProcesses, data: GroupData) -> None:
+        self._group, self._data = group, data
         temperatures = {
             name: role.config.temperature
             for name, role in group.roles.items()
@@ -80,211 +53,201 @@ class CallPlanner:
             )
         self._temperature = next(iter(temperatures.values()), None)
 
-    def plan(self, call: CallSpec) -> PlannedRequest:
-        """Return the request of a call. A batch of tensors is put into the data stores.
+    def plan(
+        self,
+        role: str,
+        method: str,
+        args: Sequence[Any],
+        options: Mapping[str, Any],
+        *,
+        mini_batches: MiniBatches | None = None,
+        before: Sequence[CallHook] = (),
+        after: Sequence[CallHook] = (),
+    ) -> GroupCall:
+        """Return a call. A batch of tensors is put into the data stores.
+
+        Args:
+            role: The name of the role.
+            method: The name of the method.
+            args: The positional arguments.
+            options: The keyword arguments.
+            mini_batches: The mini-batches of an update; None makes one step on the entire batch.
+            before: What to do before the calls of the flush.
+            after: What to do after this call.
 
         Raises:
             ConfigError: An argument or a hook is not possible here.
         """
-        group, mini_batches = self._group, call.mini_batches
-        spec = group.role(call.role)
-        dispatch = spec.dispatch(call.method)
-        if mini_batches is not None and not isinstance(mini_batches, MiniBatches):
-            raise ConfigError(f"mini_batches={mini_batches!r}; give MiniBatches(size=...)")
-        if mini_batches is not None and dispatch.split != "minibatches":
-            raise ConfigError(f"mini_batches applies to updates only; {call.title} is not an update")
-        for name, hooks in (("before", call.before), ("after", call.after)):
-            if not isinstance(hooks, list | tuple):
-                raise ConfigError(f"{name}={hooks!r:.80}; give a list of hooks")
-        evaluates = [hook for hook in (*call.before, *call.after) if isinstance(hook, h.Evaluate)]
-        if evaluates and (dispatch.split != "minibatches" or any(hook in evaluates for hook in call.before)):
-            raise ConfigError(
-                f"the hook evaluate comes after an update alone: give it in after= of one, not with {call.title}"
-            )
-        infos = group.rank_infos(call.role)
+        spec, title = self._group.role(role), f"{role}.{method}"
+        dispatch = spec.dispatch(method)
+        _check(title, dispatch, mini_batches, before, after)
+        infos, workers = self._group.rank_infos(role), self._group.workers(role)
         if dispatch.split == "all":
-            return self._plan_same(call)
-        if not call.args:
-            raise ConfigError(f"{call.title} needs a batch")
-        self._check_temperature(call.title, (*call.args, *call.options.values()))
-        if spec.generates(call.method):
+            return GroupCall(
+                id=self._group.next_id(),
+                title=title,
+                workers=workers,
+                message=Call(role=role, method=method, args=list(args), options=dict(options)),
+                before=[self._plan_hook(hook) for hook in before],
+                after=[self._plan_hook(hook) for hook in after],
+            )
+        if not args:
+            raise ConfigError(f"{title} needs a batch")
+        self._check_temperature(title, (*args, *options.values()))
+        if spec.generates(method):
             # Generators work independently of each other, whatever the layout of the role's engine.
             infos = [
                 RankInfo(dp_rank=rank, dp_size=len(infos), is_output_rank=True, attention_ratio=0.0)
                 for rank in range(len(infos))
             ]
-        if isinstance(call.args[0], DataRef):
-            return self._plan_samples(call, call.args[0], infos)
-        return self._plan_tensors(call, infos)
-
-    def _plan_same(self, call: CallSpec) -> PlannedRequest:
-        """Plan a call with the same arguments on all ranks."""
-        group, places = self._group, self._group.places(call.role)
-
-        def make(name: str) -> Call:
-            return Call(
-                role=call.role,
-                method=call.method,
-                args=list(call.args),
-                options=dict(call.options),
-                wants_result=name == places[0],
-            )
-
-        return PlannedRequest(
-            id=group.next_id(),
-            title=call.title,
-            mesh=places,
-            make=make,
-            common="",
-            before=[plan_hook(group, hook) for hook in call.before],
-            after=[plan_hook(group, hook) for hook in call.after],
-            finish=lambda replies: replies[places[0]].result,  # type: ignore[attr-defined]
-        )
-
-    def _plan_samples(
-        self,
-        call: CallSpec,
-        ref: DataRef,
-        infos: Sequence[RankInfo],
-        *,
-        shares: Shares | None = None,
-        wants_objects: bool = False,
-    ) -> PlannedRequest:
-        group = self._group
-        spec = group.roles[call.role]
-        dispatch = spec.dispatch(call.method)
-        group.check_ref(ref)
-        shares = shares or self._shares(call.role, ref, dispatch, infos, call.mini_batches)
-        if dispatch.columns is not None and call.options.get(dispatch.columns) is not None:
-            check_columns(call.options[dispatch.columns], len(ref))
-        number = group.next_id()
-        samples = SampleCall(
-            role=call.role,
-            method=call.method,
-            dispatch=dispatch,
-            ref=ref,
-            extra_fields=self._extra_fields(call.role, call.method, ref),
-            shares=shares,
-            args=call.args[1:],
-            options=call.options,
-            version=group.next_version(),
-            wants_objects=wants_objects,
-        )
-        make = samples.requests()
-        moved: list[Load] = []
-        held_out: list[tuple[DataRef, Shares, str]] = []
-        after: list[PlannedHook] = []
-        for i, hook in enumerate(call.after):
-            if isinstance(hook, h.Evaluate):
-                data, own = hook.data, self._evaluated(call, hook, infos)
-                held_out.append((data, own, f"evaluate {i}"))
-                after.append(evaluation(data, self._extra_fields(call.role, hook.method, data), own, hook.method))
-            else:
-                after.append(plan_hook(group, hook))
-
-        def transfers() -> list[PlannedHook]:
-            # When the flush is sent: what was dropped since the submission is missing, and what others have moved is there.
-            hooks = []
-            for data, own, what in ((ref, shares, "batch"), *held_out):
-                group.check_ref(data)
-                planned, loads = transfer(own.needs(data), group.buffer, f"{number}/{what}")
-                moved.extend(loads)
-                hooks += [planned] if planned is not None else []
-            return hooks
-
-        return PlannedRequest(
-            id=number,
-            title=call.title,
-            mesh=tuple(shares.places),
-            make=make,
-            common=samples.common,
-            before=[plan_hook(group, hook) for hook in call.before],
-            after=after,
-            has_samples=True,
-            transfers=transfers,
-            finish=samples.finish,
-            undo=lambda: group.buffer.mark_lost(moved),
-        )
-
-    def _evaluated(self, call: CallSpec, hook: h.Evaluate, infos: Sequence[RankInfo]) -> Shares:
-        """Return who evaluates which samples."""
-        if not isinstance(hook.data, DataRef):
-            raise ConfigError(f"Evaluate(data=...) is a {type(hook.data).__name__}; put it first, and give the DataRef")
-        self._group.check_ref(hook.data)
-        dispatch = self._group.roles[call.role].dispatch(hook.method)
-        if dispatch.returns != "numbers":
-            raise ConfigError(
-                f"Evaluate(method={hook.method!r}): {call.role}.{hook.method} does not return numbers; use evaluate"
-            )
-        return self._shares(call.role, hook.data, dispatch, infos, None)
-
-    def _plan_tensors(self, call: CallSpec, infos: Sequence[RankInfo]) -> PlannedRequest:
-        """Put the batch for the call; its result is got, and both are dropped."""
-        group = self._group
-        spec = group.roles[call.role]
-        dispatch = spec.dispatch(call.method)
-        data = call.args[0]
-        if dispatch.returns == "objects" and not isinstance(data, PackedBatch):
-            # Prompts, which consist of tokens only.
-            data = from_lists(check_prompts(data))
-        adapter = adapt_batch(data, self._declared(), every=not issubclass(spec.owner(call.method), Worker))
-        batch = adapter.batch
-        if dispatch.columns is not None and call.options.get(dispatch.columns) is not None:
-            check_columns(call.options[dispatch.columns], batch.num_sequences)
-        groups = None if batch.group_ids is None else batch.groups()
-        prefixes = find_prefixes(batch) if infos[0].dp_size > 1 and infos[0].shares_prefixes else None
-        assignment = self._assign(batch.lengths, groups, None, prefixes, dispatch, infos, call.mini_batches)
-        shares = Shares(places=group.places(call.role), infos=infos, assignment=assignment)
-        ref = group.put_batch(batch, shares)
+        adapter: BatchAdapter | None = None
+        if isinstance(args[0], DataRef):
+            ref = args[0]
+            self._data.check_ref(ref)
+            shards = self._shards(role, infos, ref, dispatch, mini_batches)
+            _check_columns(dispatch, options, len(ref))
+        else:
+            adapter = self._adapter(role, method, args[0])
+            _check_columns(dispatch, options, adapter.batch.num_sequences)
+            shards = self._shards_of_batch(role, infos, adapter.batch, dispatch, mini_batches)
+            ref = self._data.put_batch(adapter.batch, shards)
         try:
-            request = self._plan_samples(call, ref, infos, shares=shares, wants_objects=True)
+            number = self._group.next_id()
+            samples = ShardedSamples(ref=ref, shards=shards, extra_fields=self._extra_fields(role, method, ref))
+            return SampleCall(
+                id=number,
+                title=title,
+                workers=workers,
+                message=_message(role, method, dispatch, args[1:], options, self._data.next_version(), adapter is not None),
+                before=[self._plan_hook(hook) for hook in before],
+                after=[
+                    self._plan_evaluation(role, infos, hook) if isinstance(hook, Evaluate) else self._plan_hook(hook)
+                    for hook in after
+                ],
+                data=self._data,
+                dispatch=dispatch,
+                samples=samples,
+                adapter=adapter,
+            )
         except BaseException:
-            group.drop(ref, shares.places)
+            if adapter is not None:
+                self._data.drop(ref, workers)
             raise
 
-        def finish(replies: Replies) -> Any:
+    # ---- hooks -------------------------------------------------------------------------------------------------------
+
+    def plan_hooks(self, hooks: Sequence[CallHook], title: str) -> GroupCall:
+        """Return a call of nothing but hooks.
+
+        Args:
+            hooks: The hooks.
+            title: What the call is called in messages; empty for the names of the hooks.
+
+        Raises:
+            ConfigError: A role does not exist, or cannot do this.
+        """
+        planned = [self._plan_hook(hook) for hook in hooks]
+        return GroupCall(id=self._group.next_id(), title=title or ", ".join(hook.name for hook in planned), before=planned)
+
+    def _plan_hook(self, hook: CallHook) -> PlannedHook:
+        """Return a hook on the state of roles, with the processes that take part."""
+        group = self._group
+        if isinstance(hook, Offload):
+            group.role(hook.role).dispatch("to")
+            if hook.place not in _PLACES:
+                raise ConfigError(f"Offload(place={hook.place!r}); it must be one of {', '.join(_PLACES)}")
+            return PlannedHook(message=hook, workers=group.workers(hook.role))
+        if isinstance(hook, Save):
+            group.role(hook.role).dispatch("save_checkpoint")
+            if isinstance(hook.step, bool) or not isinstance(hook.step, int) or hook.step < 0:
+                raise ConfigError(f"Save(step={hook.step!r}); give the number of a step, at least 0")
             try:
-                result = request.finish(replies)
-                if not isinstance(result, DataRef):
-                    return result
-                values = group.get(result, list(result.keys))
-                return adapter.answer(values) if dispatch.returns == "tokens" else adapter.answer_rows(values)
-            finally:
-                group.drop(ref, shares.places)
+                save = replace(hook, root=str(hook.root), extra=dict(hook.extra))
+                json.dumps(save.extra)
+            except (TypeError, ValueError) as e:
+                raise ConfigError(f"Save(extra=...) cannot be written as JSON: {e}") from None
+            return PlannedHook(message=save, workers=group.workers(hook.role))
+        if isinstance(hook, SyncParams):
+            return self._plan_sync(hook)
+        raise ConfigError(
+            f"{hook!r:.80} is not a hook that can come here; the hooks are Offload, Save, SyncParams, and after an update Evaluate"
+        )
 
-        def undo() -> None:
-            request.undo()
-            group.drop(ref, shares.places)
+    def _plan_sync(self, hook: SyncParams) -> PlannedHook:
+        group, version = self._group, hook.version
+        if not 0 <= hook.eta <= 1:
+            raise ConfigError(f"sync_params: eta={hook.eta}; the weight of the new parameters must be between 0 and 1")
+        if version is not None and (isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63):
+            raise ConfigError(f"sync_params: version={version!r}; it must be an integer of at least 0, or None")
+        for name, method in ((hook.source, "weights"), (hook.target, "load_weights")):
+            worker = group.role(name).worker
+            if not hasattr(worker, method):
+                raise ConfigError(
+                    f"sync_weights({hook.source!r}, {hook.target!r}): {worker.__name__}, the worker of {name!r}, has no method "
+                    f"{method}"
+                )
+        sources, targets = group.workers(hook.source), group.workers(hook.target)
+        # A moving average adds to what the target has, so its source is sent as it is.
+        dtypes = {info.weight_dtype for info in group.rank_infos(hook.target)} if hook.eta == 1 else set()
+        sync = replace(
+            hook,
+            sources=list(sources),
+            targets=list(targets),
+            title=f"{group.next_id()}/{hook.source} to {hook.target}",
+            dtype=next((dtype for dtype in get_args(WeightDType) if dtypes == {dtype}), ""),
+            backend=group.sync_backend(hook.source, hook.target),
+        )
+        return PlannedHook(message=sync, workers=tuple(dict.fromkeys((*sources, *targets))))
 
-        return replace(request, finish=finish, undo=undo)
+    def _plan_evaluation(self, role: str, infos: Sequence[RankInfo], hook: Evaluate) -> PlannedHook:
+        if not isinstance(hook.data, DataRef):
+            raise ConfigError(f"Evaluate(data=...) is a {type(hook.data).__name__}; put it first, and give the DataRef")
+        self._data.check_ref(hook.data)
+        dispatch = self._group.roles[role].dispatch(hook.method)
+        if dispatch.returns != "numbers":
+            raise ConfigError(f"Evaluate(method={hook.method!r}): {role}.{hook.method} does not return numbers; use evaluate")
+        samples = ShardedSamples(
+            ref=hook.data,
+            shards=self._shards(role, infos, hook.data, dispatch, None),
+            extra_fields=self._extra_fields(role, hook.method, hook.data),
+        )
+        message = EvaluateHook(ids=[], fields={}, method=hook.method)
+        return PlannedHook(message=message, workers=self._group.workers(role), samples=samples)
 
-    def _shares(
+    # ---- batches -----------------------------------------------------------------------------------------------------
+
+    def _adapter(self, role: str, method: str, batch: Any) -> BatchAdapter:
+        """Return what converts a caller's batch, and the results back."""
+        spec = self._group.roles[role]
+        if spec.dispatch(method).returns == "objects" and not isinstance(batch, PackedBatch):
+            # Prompts, which consist of tokens only.
+            batch = from_lists(check_prompts(batch))
+        return adapt_batch(batch, self._declared(), every=not issubclass(spec.owner(method), Worker))
+
+    def _shards(
         self,
         role: str,
+        infos: Sequence[RankInfo],
         ref: DataRef,
         dispatch: Dispatch,
-        infos: Sequence[RankInfo],
         mini_batches: MiniBatches | None,
-    ) -> Shares:
+    ) -> Shards:
         prefixes = ref.prefixes if infos[0].shares_prefixes else None
-        assignment = self._assign(ref.lengths, ref.group_ids, ref.prefixes, prefixes, dispatch, infos, mini_batches)
-        return Shares(places=self._group.places(role), infos=infos, assignment=assignment)
+        assignment = _assign(ref.lengths, ref.group_ids, ref.prefixes, prefixes, dispatch, infos[0], mini_batches)
+        return Shards(workers=self._group.workers(role), infos=infos, assignment=assignment)
 
-    def _assign(
+    def _shards_of_batch(
         self,
-        lengths: Sequence[int],
-        groups: Sequence[int] | None,
-        families: Prefixes | None,
-        prefixes: Prefixes | None,
-        dispatch: Dispatch,
+        role: str,
         infos: Sequence[RankInfo],
+        batch: PackedBatch,
+        dispatch: Dispatch,
         mini_batches: MiniBatches | None,
-    ) -> Assignment:
-        dp_size, ratio = infos[0].dp_size, infos[0].attention_ratio
-        if dispatch.split == "dp":
-            return assign_rows(lengths, groups, dp_size, ratio, prefixes=prefixes)
-        steps = mini_batches or MiniBatches()
-        return assign_mini_batches(lengths, groups, dp_size, ratio, steps, families=families, prefixes=prefixes)
+    ) -> Shards:
+        groups = None if batch.group_ids is None else batch.groups()
+        prefixes = find_prefixes(batch) if infos[0].dp_size > 1 and infos[0].shares_prefixes else None
+        assignment = _assign(batch.lengths, groups, None, prefixes, dispatch, infos[0], mini_batches)
+        return Shards(workers=self._group.workers(role), infos=infos, assignment=assignment)
 
     def _declared(self) -> set[str]:
         # The extra_fields of one role are accepted by all, because the same batch goes from role to role.
@@ -294,7 +257,7 @@ class CallPlanner:
         every = not issubclass(self._group.roles[role].owner(method), Worker)
         return ref.extra_fields | self._declared() | (ref.keys.keys() if every else set())
 
-    def _check_temperature(self, call: str, arguments: Sequence[Any]) -> None:
+    def _check_temperature(self, title: str, arguments: Sequence[Any]) -> None:
         """Check that responses to be trained on are sampled at the temperature that the roles compute at.
 
         Raises:
@@ -305,8 +268,78 @@ class CallPlanner:
                 continue
             if options.temperature not in (0.0, self._temperature):
                 raise ConfigError(
-                    f"{call} samples at temperature={options.temperature:g}, but the group's other roles compute "
+                    f"{title} samples at temperature={options.temperature:g}, but the group's other roles compute "
                     f"log-probabilities at {self._temperature:g}, so importance ratios and KL estimates would compare "
                     "different distributions; use the same temperature, or set SamplingOptions(evaluation=True) if nothing is "
                     "trained on the responses"
                 )
+
+
+def _check(
+    title: str,
+    dispatch: Dispatch,
+    mini_batches: MiniBatches | None,
+    before: Sequence[CallHook],
+    after: Sequence[CallHook],
+) -> None:
+    """Check what is around a call against what its method is.
+
+    Raises:
+        ConfigError: The method is not an update, or an argument is not a list of hooks.
+    """
+    is_update = dispatch.split == "minibatches"
+    if mini_batches is not None and not isinstance(mini_batches, MiniBatches):
+        raise ConfigError(f"mini_batches={mini_batches!r}; give MiniBatches(size=...)")
+    if mini_batches is not None and not is_update:
+        raise ConfigError(f"mini_batches applies to updates only; {title} is not an update")
+    for name, hooks in (("before", before), ("after", after)):
+        if not isinstance(hooks, list | tuple):
+            raise ConfigError(f"{name}={hooks!r:.80}; give a list of hooks")
+    if any(isinstance(hook, Evaluate) for hook in (before if is_update else [*before, *after])):
+        raise ConfigError(f"the hook evaluate comes after an update alone: give it in after= of one, not with {title}")
+
+
+def _check_columns(dispatch: Dispatch, options: Mapping[str, Any], rows: int) -> None:
+    if dispatch.columns is not None and options.get(dispatch.columns) is not None:
+        check_columns(options[dispatch.columns], rows)
+
+
+def _assign(
+    lengths: Sequence[int],
+    groups: Sequence[int] | None,
+    families: Prefixes | None,
+    prefixes: Prefixes | None,
+    dispatch: Dispatch,
+    info: RankInfo,
+    mini_batches: MiniBatches | None,
+) -> Assignment:
+    dp_size, ratio = info.dp_size, info.attention_ratio
+    if dispatch.split == "dp":
+        return assign_rows(lengths, groups, dp_size, ratio, prefixes=prefixes)
+    steps = mini_batches or MiniBatches()
+    return assign_mini_batches(lengths, groups, dp_size, ratio, steps, families=families, prefixes=prefixes)
+
+
+def _message(
+    role: str,
+    method: str,
+    dispatch: Dispatch,
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+    version: int,
+    wants_completions: bool,
+) -> SampleRequest:
+    """Return what all processes that run a call with samples are sent alike."""
+    common: dict[str, Any] = {
+        "role": role,
+        "method": method,
+        "ids": [],
+        "args": list(args),
+        "options": dict(options),
+        "version": version,
+    }
+    if dispatch.returns == "objects" and method == "generate":
+        return Generate(**common, wants_result=wants_completions)
+    if dispatch.returns != "objects" and dispatch.split == "minibatches":
+        return TrainStep(**common)
+    return Inference(**common)

@@ -1,13 +1,11 @@
 """A group's data plane, as a controller sees it: put, fetch, get and drop samples that the workers hold."""
 
-import json
 import threading
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, count
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,17 +15,18 @@ from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import from_lists
 from ...generation.options import check_prompts
 from ..data_plane.data_ref import DataRef
-from ..data_plane.plan import Column, place
+from ..data_plane.plan import Column, WorkerId
 from ..data_plane.samples import batch_of, column_of, columns_of
 from ..data_plane.sequence_buffer import SequenceBuffer, key_of
 from ..data_plane.store import DataStore
 from ..process.role_host import RoleSpec
 from ..protocol import data_messages as d
 from ..protocol.compute_messages import RankInfo
+from ..protocol.hooks import CommBackend
 from ..protocol.messages import Request
 from ..roles.batch_adapters import adapt_batch
 from ..roles.dispatch import assign_rows
-from .sample_calls import Shares
+from .shards import Shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class DatasetSize:
     """The size of a data set.
 
     Args:
-        samples: The number of samples of an epoch, over all shares.
+        samples: The number of samples of an epoch, over all shards.
         position: The position after the last fetch, counted over epochs.
     """
 
@@ -43,13 +42,75 @@ class DatasetSize:
     position: int
 
 
-class GroupData(ABC):
-    """The part of `WorkerGroup` that concerns the workers' data stores."""
+class RoleProcesses(Protocol):
+    """The roles of a group and the processes that they run on: what its data stores and the planning of its calls need of it."""
 
-    roles: dict[str, RoleSpec]
-    buffer: SequenceBuffer
-    _positions: dict[str, int]
-    _fetching: "threading.Lock"
+    @property
+    def roles(self) -> Mapping[str, RoleSpec]:
+        """The roles by name."""
+        ...
+
+    def role(self, name: str) -> RoleSpec:
+        """Return a role; an error names the roles that there are."""
+        ...
+
+    def workers(self, role: str) -> tuple[WorkerId, ...]:
+        """Return the processes of a role, in rank order."""
+        ...
+
+    def all_workers(self) -> list[WorkerId]:
+        """Return all processes on which there is a role."""
+        ...
+
+    def rank_infos(self, role: str) -> Sequence[RankInfo]:
+        """Return the info of each process of a role, in rank order."""
+        ...
+
+    def sync_backend(self, source: str, target: str) -> CommBackend:
+        """Return the backend of the communicator over which a role's weights go to another one; empty if they go without."""
+        ...
+
+    def next_id(self) -> int:
+        """Return the id of the next request."""
+        ...
+
+    def is_usable(self) -> bool:
+        """Return whether the processes can be sent requests."""
+        ...
+
+    def ask(self, what: str, requests: Mapping[WorkerId, Sequence[Request]]) -> dict[WorkerId, list[Any]]:
+        """Send processes requests that need no flush, and return the replies.
+
+        Args:
+            what: What is asked, for messages.
+            requests: The requests of each process.
+        """
+        ...
+
+
+class GroupData:
+    """The data stores of a group's workers, as a controller sees them.
+
+    Args:
+        group: The group.
+    """
+
+    def __init__(self, group: RoleProcesses) -> None:
+        self._group = group
+        self.buffer = SequenceBuffer()
+        """What the workers' data stores hold."""
+        self._positions: dict[str, int] = {}
+        self._fetching = threading.Lock()
+        self._versions = count(1)
+
+    def forget(self) -> None:
+        """Forget all samples, which are lost."""
+        self.buffer = SequenceBuffer()
+        self._positions = {}
+
+    def next_version(self) -> int:
+        """Return the version of the next columns."""
+        return next(self._versions)
 
     def put(self, batch: Any, role: str | None = None) -> DataRef:
         """Put a batch into the data stores of a role's workers, distributed as for a call of the role.
@@ -58,8 +119,8 @@ class GroupData(ABC):
             batch: The batch, in a format of `workers.roles.batch_adapters`; or prompts, as lists of token ids.
             role: The role, which should be that of the first call; the group's first role if not given.
         """
-        role = next(iter(self.roles)) if role is None else role
-        infos = self.rank_infos(role)
+        role = next(iter(self._group.roles)) if role is None else role
+        infos = self._group.rank_infos(role)
         if isinstance(batch, PackedBatch):
             extra_fields = batch.extra_fields
         else:
@@ -68,23 +129,23 @@ class GroupData(ABC):
             extra_fields = frozenset()
         groups = None if batch.group_ids is None else batch.groups()
         assignment = assign_rows(batch.lengths, groups, infos[0].dp_size, infos[0].attention_ratio)
-        shares = Shares(places=self.places(role), infos=infos, assignment=assignment)
-        return self.put_batch(batch, shares, extra_fields)
+        shards = Shards(workers=self._group.workers(role), infos=infos, assignment=assignment)
+        return self.put_batch(batch, shards, extra_fields)
 
-    def put_batch(self, batch: PackedBatch, shares: Shares, extra_fields: frozenset[str] | None = None) -> DataRef:
-        """Put the rows of each share into the store of its output rank."""
+    def put_batch(self, batch: PackedBatch, shards: Shards, extra_fields: frozenset[str] | None = None) -> DataRef:
+        """Put the rows of each shard into the store of its output rank."""
         number = self.next_version()
         ids = [f"{number}.{row}" for row in range(batch.num_sequences)]
         requests: dict[str, list[Request]] = {}
         stored: list[tuple[str, list[int], list[Column]]] = []
-        for name, rows in shares.outputs():
+        for name, rows in shards.outputs():
             if rows:
                 part = batch.select(rows)
                 columns = columns_of(part)
                 kinds, tensors = [column for column, _ in columns], [values for _, values in columns]
                 requests[name] = [d.Put(ids=[ids[row] for row in rows], lengths=part.lengths, columns=kinds, tensors=tensors)]
                 stored.append((name, rows, kinds))
-        self._ask("putting samples", requests)
+        self._group.ask("putting samples", requests)
         self.buffer.create(ids, batch.lengths, None if batch.group_ids is None else batch.groups())
         for name, rows, kinds in stored:
             self.buffer.add([ids[row] for row in rows], [batch.lengths[row] for row in rows], kinds, [name])
@@ -117,45 +178,47 @@ class GroupData(ABC):
         """
         self.check_ref(ref)
         number, bounds = self.next_version(), [0, *accumulate(ref.lengths)]
-        given = [("token", name, torch.as_tensor(values)) for name, values in (tokens or {}).items()]
-        given += [("sequence", name, torch.as_tensor(values)) for name, values in (rows or {}).items()]
+        added = [("token", name, torch.as_tensor(values)) for name, values in (tokens or {}).items()]
+        added += [("sequence", name, torch.as_tensor(values)) for name, values in (rows or {}).items()]
         if both := sorted((tokens or {}).keys() & (rows or {}).keys()):
             raise BatchError(f"put_columns: {both[0]!r} is given for tokens and for rows; use two names")
-        if not given:
+        if not added:
             raise BatchError("put_columns: there are no columns; give tokens={name: values} or rows={name: values}")
-        for per, name, values in given:
-            wanted = ref.num_tokens if per == "token" else len(ref)
+        for per, name, values in added:
+            expected = ref.num_tokens if per == "token" else len(ref)
             if "@" in name:
                 raise BatchError(f"put_columns: {name!r} has an @, which begins the version of a column; use another name")
-            if values.dim() == 0 or len(values) != wanted:
-                raise BatchError(f"{name} is {list(values.shape)}; it must have {wanted} rows, one per {per}")
-        by_place: dict[str, list[int]] = defaultdict(list)
+            if values.dim() == 0 or len(values) != expected:
+                raise BatchError(f"{name} is {list(values.shape)}; it must have {expected} rows, one per {per}")
+        by_worker: dict[WorkerId, list[int]] = defaultdict(list)
         for row, sample in enumerate(ref.ids):
             columns_here = self.buffer.record(sample).columns
-            by_place[next(iter(columns_here.values())).origin].append(row)
+            by_worker[next(iter(columns_here.values())).origin].append(row)
         requests: dict[str, list[Request]] = {}
         columns: dict[str, list[Column]] = {}
-        for place_, own in by_place.items():
-            at = torch.cat([torch.arange(bounds[row], bounds[row + 1]) for row in own])
+        for worker, sample_rows in by_worker.items():
+            at = torch.cat([torch.arange(bounds[row], bounds[row + 1]) for row in sample_rows])
             pairs = [
                 column_of(key_of(name, number), "token", values[at])
                 if per == "token"
-                else column_of(key_of(name, number), "sequence", values[own])
-                for per, name, values in given
+                else column_of(key_of(name, number), "sequence", values[sample_rows])
+                for per, name, values in added
             ]
-            columns[place_] = [column for column, _ in pairs]
-            requests[place_] = [
+            columns[worker] = [column for column, _ in pairs]
+            requests[worker] = [
                 d.Put(
-                    ids=[ref.ids[row] for row in own],
-                    lengths=[ref.lengths[row] for row in own],
-                    columns=columns[place_],
+                    ids=[ref.ids[row] for row in sample_rows],
+                    lengths=[ref.lengths[row] for row in sample_rows],
+                    columns=columns[worker],
                     tensors=[values for _, values in pairs],
                 )
             ]
-        self._ask("putting columns", requests)
-        for place_, own in by_place.items():
-            self.buffer.add([ref.ids[row] for row in own], [ref.lengths[row] for row in own], columns[place_], [place_])
-        return replace(ref, keys={name: key_of(name, number) for _, name, _ in given}, extra_fields=frozenset())
+        self._group.ask("putting columns", requests)
+        for worker, sample_rows in by_worker.items():
+            self.buffer.add(
+                [ref.ids[row] for row in sample_rows], [ref.lengths[row] for row in sample_rows], columns[worker], [worker]
+            )
+        return replace(ref, keys={name: key_of(name, number) for _, name, _ in added}, extra_fields=frozenset())
 
     def fetch(self, samples: int, role: str | None = None, *, start: int | None = None) -> DataRef:
         """Let the workers of a role load the next samples of its data set, each its own share.
@@ -178,10 +241,10 @@ class GroupData(ABC):
             # Said to all shares, so that they stay together whatever happens to one of them.
             first = self._positions.get(name, 0) if start is None else start
             request = d.Fetch(role=name, count=samples, start=first)
-            answers = self._ask(f"fetch of {name}", {place_: [request] for place_ in self.places(name)})
+            by_worker = self._group.ask(f"fetch of {name}", {worker: [request] for worker in self._group.workers(name)})
             self._positions[name] = first + samples
-        replies: dict[str, Any] = {place_: some[0] for place_, some in answers.items()}
-        found: list[tuple[int, str, int, int | None]] = []
+        replies: dict[str, Any] = {worker: reply for worker, (reply,) in by_worker.items()}
+        loaded: list[tuple[int, str, int, int | None]] = []
         keys: dict[str, str] = {}
         for reply in replies.values():
             if not reply.ids:
@@ -190,13 +253,13 @@ class GroupData(ABC):
                 raise BatchError(f"the samples have {', '.join(keys)} on one rank and {', '.join(reply.fields)} on another")
             keys = {title: column.key for title, column in reply.fields.items()}
             groups = reply.group_ids or [None] * len(reply.ids)
-            found += zip(reply.positions, reply.ids, reply.lengths, groups, strict=True)
-        found.sort(key=lambda item: item[0])
-        ids, lengths = [sample for _, sample, _, _ in found], [length for _, _, length, _ in found]
-        groups = [group for _, _, _, group in found if group is not None] or None
+            loaded += zip(reply.positions, reply.ids, reply.lengths, groups, strict=True)
+        loaded.sort(key=lambda item: item[0])
+        ids, lengths = [sample for _, sample, _, _ in loaded], [length for _, _, length, _ in loaded]
+        groups = [group for _, _, _, group in loaded if group is not None] or None
         self.buffer.create(ids, lengths, groups)
-        for place_, reply in replies.items():
-            self.buffer.add(reply.ids, reply.lengths, list(reply.fields.values()), [place_])
+        for worker, reply in replies.items():
+            self.buffer.add(reply.ids, reply.lengths, list(reply.fields.values()), [worker])
         return DataRef(
             ids=tuple(ids),
             lengths=tuple(lengths),
@@ -208,16 +271,9 @@ class GroupData(ABC):
     def spec(self, role: str | None = None) -> DatasetSize:
         """Return the size of a role's data set, by which a controller knows the steps of an epoch."""
         name = self._role_with_data(role)
-        first = self.places(name)[0]
-        reply: Any = self._ask(f"spec of {name}", {first: [d.Spec(role=name)]})[first][0]
+        first = self._group.workers(name)[0]
+        reply: Any = self._group.ask(f"spec of {name}", {first: [d.Spec(role=name)]})[first][0]
         return DatasetSize(samples=reply.samples, position=self._positions.get(name, 0))
-
-    def model_config(self, role: str) -> dict[str, Any]:
-        """Return the config.json of a role's model."""
-        first = self.places(role)[0]
-        reply: Any = self._ask(f"model_config of {role}", {first: [d.ModelConfigRequest(role=role)]})[first][0]
-        config: dict[str, Any] = json.loads(reply.config_json)
-        return config
 
     def get(self, ref: DataRef, fields: Sequence[str]) -> dict[str, Tensor]:
         """Return fields of samples: `[T, ...]` of their tokens or `[N, ...]`, in the order of the reference.
@@ -248,22 +304,20 @@ class GroupData(ABC):
         """Return a store with these columns, each asked of one process that holds it."""
         self._check_owner(ref)
         self.buffer.check(ref.ids, list(keys.values()))
-        by_place: dict[tuple[str, str], list[str]] = defaultdict(list)
+        by_worker: dict[tuple[WorkerId, str], list[str]] = defaultdict(list)
         for key in dict.fromkeys(keys.values()):
             for sample in ref.ids:
-                by_place[self.buffer.origin(sample, key), key].append(sample)
+                by_worker[self.buffer.origin(sample, key), key].append(sample)
         together: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
-        for (name, key), ids in by_place.items():
+        for (name, key), ids in by_worker.items():
             together[name, tuple(ids)].append(key)
-        requests: dict[str, list[Request]] = defaultdict(list)
-        for (name, ids_), own in together.items():
-            requests[name].append(d.Get(ids=list(ids_), keys=own))
+        requests: dict[WorkerId, list[d.Get]] = defaultdict(list)
+        for (name, ids_), keys_ in together.items():
+            requests[name].append(d.Get(ids=list(ids_), keys=keys_))
         store, lengths = DataStore(), dict(zip(ref.ids, ref.lengths, strict=True))
-        for name, replies in self._ask("getting samples", requests).items():
+        for name, replies in self._group.ask("getting samples", requests).items():
             for request, reply in zip(requests[name], replies, strict=True):
-                found: Any = (request, reply)
-                ids = found[0].ids
-                store.put(ids, [lengths[i] for i in ids], list(zip(found[1].columns, found[1].tensors, strict=True)))
+                store.put(request.ids, [lengths[i] for i in request.ids], list(zip(reply.columns, reply.tensors, strict=True)))
         return store
 
     def digests(self, ref: DataRef, role: str) -> dict[str, str]:
@@ -274,8 +328,8 @@ class GroupData(ABC):
         """
         self.check_ref(ref)
         request = d.Digest(ids=list(ref.ids), keys=list(ref.keys.values()))
-        found = self._ask(f"digests of {role}", {name: [request] for name in self.places(role)})
-        return {name: replies[0].digest for name, replies in found.items()}
+        replies = self._group.ask(f"digests of {role}", {name: [request] for name in self._group.workers(role)})
+        return {name: reply.digest for name, (reply,) in replies.items()}
 
     def clear_data_cache(self, ref: DataRef, *fields: str) -> None:
         """Drop samples from all stores, and empty the caches of the devices.
@@ -285,16 +339,14 @@ class GroupData(ABC):
             fields: The fields to drop; all data of the samples if not given.
         """
         self._check_owner(ref)
-        pools = sorted({role.pool for role in self.roles.values()})
-        everyone = [place(pool, rank) for pool in pools for rank in range(self._pool_size(pool))]
-        self.drop(ref, everyone, [ref.key_of(name) for name in fields])
+        self.drop(ref, self._group.all_workers(), [ref.key_of(name) for name in fields])
 
-    def drop(self, ref: DataRef, places: Sequence[str], keys: Sequence[str] = ()) -> None:
+    def drop(self, ref: DataRef, workers: Sequence[WorkerId], keys: Sequence[str] = ()) -> None:
         """Drop samples, or some of their columns, that no process but these holds."""
         self.buffer.drop(ref.ids, keys)
-        if self._is_usable():
+        if self._group.is_usable():
             request = d.ClearDataCache(ids=list(ref.ids), keys=list(keys))
-            self._ask("clearing the data cache", {name: [request] for name in places})
+            self._group.ask("clearing the data cache", {worker: [request] for worker in workers})
 
     def check_ref(self, ref: DataRef) -> None:
         """Check that a reference can be used.
@@ -314,36 +366,12 @@ class GroupData(ABC):
 
     def _role_with_data(self, role: str | None) -> str:
         if role is not None:
-            self.places(role)
+            self._group.workers(role)
             return role
-        names = [name for name, spec in self.roles.items() if spec.dataset is not None]
+        names = [name for name, spec in self._group.roles.items() if spec.dataset is not None]
         if len(names) != 1:
             raise ConfigError(
                 f"{'no role has' if not names else ', '.join(names) + ' have'} a data set; "
                 f"{'give RoleSpec(..., dataset=DatasetSpec(...))' if not names else 'say which, with role='}"
             )
         return names[0]
-
-    @abstractmethod
-    def next_version(self) -> int:
-        """Return the version of the next columns."""
-
-    @abstractmethod
-    def _ask(self, what: str, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Any]]:
-        """Send each process requests that need no flush, and return the replies."""
-
-    @abstractmethod
-    def _is_usable(self) -> bool:
-        """Return whether the processes can be sent requests."""
-
-    @abstractmethod
-    def places(self, role: str) -> tuple[str, ...]:
-        """Return the processes of a role, in rank order."""
-
-    @abstractmethod
-    def _pool_size(self, pool: str) -> int:
-        """Return the number of processes of a pool."""
-
-    @abstractmethod
-    def rank_infos(self, role: str) -> Sequence[RankInfo]:
-        """Return the info of each process of the role, in rank order."""

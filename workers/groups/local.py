@@ -11,14 +11,15 @@ import torch.distributed as dist
 from ...engine.errors import ConfigError, DataMissingError, HookError, WorkerLostError
 from ...engine.parallel.collectives import all_gather_object
 from ...engine.parallel.process_groups import DEFAULT_TIMEOUT, init_distributed
-from ..data_plane.plan import place, rank_of
+from ..data_plane.plan import rank_of, worker_id
+from ..process.flush import run_flush
 from ..process.role_host import RoleSpec
 from ..process.worker import ModelWorker, WorkerSettings
 from ..protocol.compute_messages import ComputeRequest, RankInfo
 from ..protocol.data_messages import Put
 from ..protocol.messages import Reply, Request
 from .base import WorkerGroup
-from .planned import FlushManifest, Submission
+from .group_call import FlushManifest
 
 _groups = count(1)
 
@@ -67,7 +68,7 @@ class LocalWorkerGroup(WorkerGroup):
         request = role.request(name)
         reply: Any = None
         error: Exception | None = None
-        if self._worker.place in self.places(name):
+        if self._worker.id in self.workers(name):
             try:
                 reply = self._worker.execute(request)
             except Exception as e:  # raised on all ranks by the exchange, and on those of the role already
@@ -89,41 +90,42 @@ class LocalWorkerGroup(WorkerGroup):
     def _pool_size(self, pool: str) -> int:
         return dist.get_world_size()
 
-    def _is_usable(self) -> bool:
+    def is_usable(self) -> bool:
+        """See `WorkerGroup.is_usable`."""
         return not self._closed
 
-    def _run(self, manifest: FlushManifest, submissions: Sequence[Submission]) -> None:
+    def _run(self, manifest: FlushManifest) -> None:
         self._check_open()
-        for submission in submissions:
-            submission.collect = _nothing
-        everyone = [place(self._worker.pool, rank) for rank in range(dist.get_world_size())]
-        own: dict[int, Any] = {}
-        name = self._worker.place
-        if name in manifest.places:
-            requests = manifest.frames(name)
+        for call in manifest.calls:
+            call.collect = _nothing
+        everyone = [worker_id(self._worker.pool, rank) for rank in range(dist.get_world_size())]
+        own_outcomes: dict[int, Any] = {}
+        name = self._worker.id
+        if name in manifest.workers:
+            requests = manifest.requests_for(name)
             for request in requests:
-                self._worker.submit(request)
+                self._worker.check_request(request)
             flush = manifest.flush(everyone)
-            outcomes = {id(request): outcome for request, outcome in self._worker.flush(flush, requests)}
+            outcomes = {id(request): outcome for request, outcome in run_flush(self._worker, flush, requests)}
             acknowledged = outcomes[id(flush)]
             if isinstance(acknowledged, BaseException):
                 # All ranks have this error.
                 raise acknowledged
-            own = {i: outcomes[id(request)] for i, request in enumerate(requests)}
+            own_outcomes = {i: outcomes[id(request)] for i, request in enumerate(requests)}
             for i, request in enumerate(requests):
-                self._raise_alone(request, own[i])
-        by_request = {id(submission.request): submission for submission in submissions}
-        for i, planned in enumerate(manifest.requests):
-            submission = by_request[id(planned)]
-            outcome = own.get(i)
+                self._raise_alone(request, own_outcomes[i])
+        for i, call in enumerate(manifest.calls):
+            outcome = own_outcomes.get(i)
             error = outcome if isinstance(outcome, Exception) else None
             try:
                 replies = all_gather_object(None if error is not None else outcome, error=error)
-            except Exception as e:  # raised by the submission's result
-                submission.error = e
-                planned.undo()
+            except Exception as e:  # raised by the call's result
+                call.fail(e)
                 continue
-            submission.replies = dict(zip(everyone, replies, strict=True))
+            call.replies = dict(zip(everyone, replies, strict=True))
+
+    def _collect_done(self) -> None:
+        """A flush has run when it returns, so nothing is left to read."""
 
     def _raise_alone(self, request: ComputeRequest, outcome: Reply | BaseException | None) -> None:
         """Raise an error whose peers may be inside a collective that no message can end.
@@ -139,16 +141,16 @@ class LocalWorkerGroup(WorkerGroup):
         if not isinstance(outcome, Exception) or (collective and not isinstance(outcome, HookError | DataMissingError)):
             raise outcome
 
-    def _ask(self, what: str, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Any]]:
-        """Execute this process's own requests, and exchange the replies."""
+    def ask(self, what: str, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Any]]:
+        """See `WorkerGroup.ask`. Executes this process's own requests, and exchanges the replies."""
         self._check_open()
         error: Exception | None = None
-        own: list[Any] = []
+        own_replies: list[Any] = []
         try:
-            own = [self._worker.execute(_with_own_memory(request)) for request in requests.get(self._worker.place, ())]
+            own_replies = [self._worker.execute(_with_own_memory(request)) for request in requests.get(self._worker.id, ())]
         except Exception as e:  # raised on all ranks by the exchange
             error = e
-        replies = all_gather_object(own, error=error)
+        replies = all_gather_object(own_replies, error=error)
         return {name: replies[rank_of(name)] for name in requests}
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any, get_args
 
 from ...engine.errors import ConfigError, WorkerError, WorkerLostError
-from ..data_plane.plan import CurveKeySet, place, pool_of, rank_of
+from ..data_plane.plan import CurveKeySet, pool_of, rank_of, worker_id
 from ..process.role_host import RoleSpec
 from ..process.worker import MAX_SECONDS
 from ..protocol import data_messages, messages
@@ -20,7 +20,7 @@ from ..protocol.messages import Request
 from ..protocol.names import Names
 from ..protocol.values import dump
 from .base import WorkerGroup
-from .planned import FlushManifest, PlannedRequest, Submission
+from .group_call import FlushManifest, GroupCall
 from .replies import PendingReply, ReplyChannel, ReplyOutcome, ReplyTimeouts, read_replies
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -37,15 +37,15 @@ def process_environment(environment: Mapping[str, str] | None, gpus: float) -> d
     Raises:
         ConfigError: A value is not a text, or the caller chooses the GPUs.
     """
-    found = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
-    if wrong := [name for name, value in found.items() if not isinstance(value, str)]:
-        raise ConfigError(f"environment={{{wrong[0]!r}: {found[wrong[0]]!r}}}; the value must be a str")
-    if VISIBLE in found:
+    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
+    if wrong := [name for name, value in variables.items() if not isinstance(value, str)]:
+        raise ConfigError(f"environment={{{wrong[0]!r}: {variables[wrong[0]]!r}}}; the value must be a str")
+    if VISIBLE in variables:
         raise ConfigError(
-            f"environment={{{VISIBLE!r}: {found[VISIBLE]!r}}}, but gpus={gpus:g} says which GPUs a process sees; set the variable for the "
+            f"environment={{{VISIBLE!r}: {variables[VISIBLE]!r}}}, but gpus={gpus:g} says which GPUs a process sees; set the variable for the "
             "controller, whose GPUs are divided among its processes"
         )
-    return found if gpus else {**found, VISIBLE: ""}
+    return variables if gpus else {**variables, VISIBLE: ""}
 
 
 def comm_backend(weight_sync: WeightSync, gpus: float) -> CommBackend:
@@ -189,7 +189,7 @@ class RemoteWorkerGroup(WorkerGroup):
         with self._lock:
             try:
                 self._channels = {pool: list(channels) for pool, channels in self._start_pools().items()}
-                everyone = [place(pool, rank) for pool, size in self._sizes.items() for rank in range(size)]
+                everyone = [worker_id(pool, rank) for pool, size in self._sizes.items() for rank in range(size)]
                 hello = {
                     pool: messages.Hello(protocol=messages.PROTOCOL, world_size=size, pool=pool)
                     for pool, size in self._sizes.items()
@@ -220,27 +220,16 @@ class RemoteWorkerGroup(WorkerGroup):
         by_pool = [[name for name, role in self.roles.items() if role.pool == pool] for pool in self._sizes]
         for names in zip_longest(*by_pool):
             present = [name for name in names if name is not None]
-            submissions = [self._submit_initialize(name, requests[name]) for name in present]
-            for name, submission in zip(present, submissions, strict=True):
-                self._infos[name] = submission.result()
-
-    def _submit_initialize(self, name: str, request: Initialize) -> Submission:
-        places = self.places(name)
-
-        def infos(replies: Mapping[str, Any]) -> list[RankInfo]:
-            return list(replies.values())
-
-        planned = PlannedRequest(
-            id=self.next_id(),
-            title=f"building {name}",
-            mesh=places,
-            make=lambda place_: request,
-            common="",
-            finish=infos,
-        )
-        submission = Submission(request=planned)
-        self._run(FlushManifest.of([planned]), [submission])
-        return submission
+            calls = [
+                GroupCall(id=self.next_id(), title=f"building {name}", workers=self.workers(name), message=requests[name])
+                for name in present
+            ]
+            for call in calls:
+                self._run(FlushManifest.of([call]))
+            for name, call in zip(present, calls, strict=True):
+                call.result()
+                infos: Any = call.replies.values()
+                self._infos[name] = list(infos)
 
     def rebuild(self, checkpoints: Mapping[str, str] | None = None) -> None:
         """Restart all processes, including any that were lost, and resume from checkpoints. All samples are lost.
@@ -282,7 +271,8 @@ class RemoteWorkerGroup(WorkerGroup):
         if self._broken is not None:
             raise WorkerLostError(f"this group cannot be used: {self._broken}; rebuild() it from the last checkpoints")
 
-    def _is_usable(self) -> bool:
+    def is_usable(self) -> bool:
+        """See `WorkerGroup.is_usable`."""
         return self._broken is None
 
     # ---- requests ----------------------------------------------------------------------------------------------------
@@ -300,15 +290,16 @@ class RemoteWorkerGroup(WorkerGroup):
         self.role(role)
         return self._infos[role]
 
-    def _ask(self, what: str, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Any]]:
+    def ask(self, what: str, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Any]]:
+        """See `WorkerGroup.ask`."""
         self._check_whole()
         return self._exchange(what, requests)
 
-    def _run(self, manifest: FlushManifest, submissions: Sequence[Submission]) -> None:
+    def _run(self, manifest: FlushManifest) -> None:
         self._check_whole()
-        pools = {pool: [place(pool, rank) for rank in range(size)] for pool, size in self._sizes.items()}
+        pools = {pool: [worker_id(pool, rank) for rank in range(size)] for pool, size in self._sizes.items()}
         pending = self._post(
-            {name: [*manifest.frames(name), manifest.flush(pools[pool_of(name)])] for name in sorted(manifest.places)}
+            {name: [*manifest.requests_for(name), manifest.flush(pools[pool_of(name)])] for name in sorted(manifest.workers)}
         )
         channels, generation = dict(self._channels), self._generation
         self._in_flight.append(manifest)
@@ -321,16 +312,16 @@ class RemoteWorkerGroup(WorkerGroup):
                 if collected:
                     return
                 if generation != self._generation or self._broken is not None:
-                    for submission in submissions:
+                    for call in manifest.calls:
                         reason = self._broken or "it was rebuilt"
-                        submission.fail(WorkerLostError(f"{submission.request.title} was not answered: {reason}"))
+                        call.fail(WorkerLostError(f"{call.title} was not answered: {reason}"))
                 else:
-                    self._collect_flush(manifest, submissions, pending, channels)
+                    self._collect_flush(manifest, pending, channels)
                 collected = True
 
-        for submission in submissions:
-            submission.collect = collect
-        futures = [reply.future for some in pending.values() for reply in some]
+        for call in manifest.calls:
+            call.collect = collect
+        futures = [reply.future for replies in pending.values() for reply in replies]
         self._flights.append((manifest, lambda: all(future.done() for future in futures), collect))
 
     def _collect_done(self) -> None:
@@ -342,30 +333,27 @@ class RemoteWorkerGroup(WorkerGroup):
     def _collect_flush(
         self,
         manifest: FlushManifest,
-        submissions: Sequence[Submission],
         pending: Mapping[str, Sequence[PendingReply]],
         channels: Mapping[str, Sequence[ReplyChannel]],
     ) -> None:
-        """Read the replies to a flush and to its requests, in the order in which these run."""
+        """Read the replies to a flush and to its calls, in the order in which these run."""
         error: WorkerError | None = None
         try:
             self._collect(manifest.title, {name: replies[-1] for name, replies in pending.items()}, channels)
         except WorkerError as e:
             error = e
         flush_error = error
-        by_request = {id(submission.request): submission for submission in submissions}
-        places = {id(request): i for i, request in enumerate(manifest.requests)}
-        for request in manifest.in_order():
-            submission, i = by_request[id(request)], places[id(request)]
+        position = {call.id: i for i, call in enumerate(manifest.calls)}
+        for call in manifest.in_order():
             if self._broken is None:
-                own = {name: replies[i] for name, replies in pending.items()}
+                reply_by_worker = {name: replies[position[call.id]] for name, replies in pending.items()}
                 try:
-                    submission.replies = self._collect(request.title, own, channels)
+                    call.replies = self._collect(call.title, reply_by_worker, channels)
                     continue
                 except WorkerError as e:
                     # That the requests of the flush differ is a consequence, where one of them says why.
                     error = flush_error if flush_error is not None and str(e).startswith("ManifestError") else e
-            submission.fail(error or WorkerLostError(f"{request.title} was not answered: {self._broken}"))
+            call.fail(error or WorkerLostError(f"{call.title} was not answered: {self._broken}"))
         self._in_flight.remove(manifest)
         self._note_read()
 
@@ -379,36 +367,37 @@ class RemoteWorkerGroup(WorkerGroup):
             WorkerLostError: A process died, or hung after another one failed.
         """
         pending, channels = self._post(requests), dict(self._channels)
-        found: dict[str, list[Any]] = {name: [] for name in requests}
+        results: dict[str, list[Any]] = {name: [] for name in requests}
         error: WorkerError | None = None
-        for i in range(max((len(some) for some in requests.values()), default=0)):
-            own = {name: replies[i] for name, replies in pending.items() if i < len(replies)}
+        for i in range(max((len(worker_requests) for worker_requests in requests.values()), default=0)):
+            reply_by_worker = {name: replies[i] for name, replies in pending.items() if i < len(replies)}
             try:
-                for name, reply in self._collect(what, own, channels, limit_s).items():
-                    found[name].append(reply)
+                for name, reply in self._collect(what, reply_by_worker, channels, limit_s).items():
+                    results[name].append(reply)
             except WorkerError as e:
                 error = error or e
         self._note_read()
         if error is not None:
             raise error
-        return found
+        return results
 
     def _post(self, requests: Mapping[str, Sequence[Request]]) -> dict[str, Sequence[PendingReply]]:
         """Send each process its requests."""
         # What several processes are sent is converted once.
         plain: dict[int, tuple[Request, list[FramePart]]] = {}
-        for request in (request for some in requests.values() for request in some):
+        for request in (request for worker_requests in requests.values() for request in worker_requests):
             if id(request) not in plain:
                 # Nothing changes before the replies are here, so no tensor needs a copy.
                 plain[id(request)] = dump(request, self._names, copy=False)
         # Encoded first: if a value could not be sent, some ranks would otherwise be in a collective without the others.
         encoded = {
-            name: [self._channel(name).encode(*plain[id(request)]) for request in some] for name, some in requests.items()
+            name: [self._channel(name).encode(*plain[id(request)]) for request in worker_requests]
+            for name, worker_requests in requests.items()
         }
         with self._count_lock:
             self._unread += 1
         try:
-            return {name: self._channel(name).send(some) for name, some in encoded.items()}
+            return {name: self._channel(name).send(worker_requests) for name, worker_requests in encoded.items()}
         except BaseException:
             self._end("a request reached only some of its processes")
             raise
@@ -436,7 +425,9 @@ class RemoteWorkerGroup(WorkerGroup):
         failed = [outcome for outcome in outcomes if outcome.errors or not outcome.whole]
         if failed:
             self._fail(failed)
-        return {place(outcome.pool, rank): reply for outcome in outcomes for rank, reply in sorted(outcome.replies.items())}
+        return {
+            worker_id(outcome.pool, rank): reply for outcome in outcomes for rank, reply in sorted(outcome.replies.items())
+        }
 
     def _fail(self, outcomes: Sequence[ReplyOutcome]) -> None:
         # Where processes died, the errors of others follow from that; and what one pool only reports, or only waits for, from another

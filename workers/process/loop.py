@@ -27,10 +27,10 @@ from ..protocol.messages import Beat, Bye, Error, Reply, Request, Shutdown
 from ..protocol.transports.base import Frame, FrameTooLargeError, LeaderLostError, Transport
 from . import metrics
 from .background import Background
-from .flush import AbandonedError
+from .flush import run_flush
 from .serving import Serving
 from .watchdog import Watchdog
-from .worker import ModelWorker, error_of
+from .worker import AbandonedError, ModelWorker, error_of
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class RequestLoop:
     def _hold_back(self, waiting: _Waiting, request: ComputeRequest) -> None:
         """Keep a request for the next flush. What is wrong with it by itself is told at once; the flush then lacks it."""
         try:
-            self._worker.submit(request)
+            self._worker.check_request(request)
             # Its id stays: with it the request is found when it is cancelled.
             waiting.request = self._worker.loaded(request, self._loader(waiting))
         except Exception as e:
@@ -180,14 +180,14 @@ class RequestLoop:
             self._flushing, self._unflushed = self._unflushed, []
             by_request = {id(w.request): w for w in self._flushing}
         requests: list[Any] = [w.request for w in by_request.values()]
-        for request, outcome in self._worker.flush(flush, requests):
-            own = waiting if request is flush else by_request[id(request)]
+        for request, outcome in run_flush(self._worker, flush, requests):
+            request_reply = waiting if request is flush else by_request[id(request)]
             reply = error_of(self._worker.registry.of(request), outcome) if isinstance(outcome, BaseException) else outcome
             metrics.add("requests")
             with self._changed:
-                if own is not waiting:
-                    self._flushing.remove(own)
-            self._finish(own, reply)
+                if request_reply is not waiting:
+                    self._flushing.remove(request_reply)
+            self._finish(request_reply, reply)
 
     def _finish(self, waiting: _Waiting, reply: Reply) -> None:
         """Send the reply to a request that was in the queue."""
@@ -210,12 +210,12 @@ class RequestLoop:
     def _refuse_rest(self, reason: str) -> None:
         with self._changed:
             self._refusal = reason
-            rest = [*self._flushing, *self._unflushed, *self._queue, *self._held]
+            remaining = [*self._flushing, *self._unflushed, *self._queue, *self._held]
             self._flushing.clear()
             self._unflushed.clear()
             self._queue.clear()
             self._held.clear()
-        for waiting in rest:
+        for waiting in remaining:
             self._send(waiting.reply or Error(id=waiting.number, kind="cancelled", message=reason))
         for number in [*(request.id for request in self._background.take_rest()), *self._serving.take_rest()]:
             self._send(Error(id=number, kind="cancelled", message=reason))

@@ -12,7 +12,7 @@ bucket, and at the end the sums over the bytes of all buckets. Both sides comput
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
@@ -26,12 +26,10 @@ from ..data_plane.links import Header, Links
 from ..data_plane.plan import aligned, pool_of
 from ..data_plane.store import DTYPE_NAMES, DTYPES
 from ..protocol import comm_id as comm_ids
-from ..protocol.hooks import SyncParamsHook
+from ..protocol.hooks import SyncParams
 from .param_sync import load_stream, rounded
 from .pool_communicator import Broadcast, PoolCommunicator
-
-if TYPE_CHECKING:
-    from .worker import ModelWorker
+from .worker import ModelWorker
 
 BUCKET_BYTES = 64 * 2**20
 """Size of a bucket, unless a single tensor is larger; three are on the source's device at a time, one on each target's."""
@@ -44,7 +42,7 @@ next message of that process."""
 Contents = Sequence[tuple[str, str, tuple[int, ...], str]]
 
 
-def broadcast_params(worker: "ModelWorker", hook: SyncParamsHook) -> dict[str, Any] | None:
+def broadcast_params(worker: ModelWorker, hook: SyncParams) -> dict[str, Any] | None:
     """Take part in a transfer of parameters to another pool. Collective over the processes of both roles.
 
     Returns:
@@ -63,11 +61,11 @@ def broadcast_params(worker: "ModelWorker", hook: SyncParamsHook) -> dict[str, A
             f"backend={hook.backend} for weights of {hook.source} to {hook.target}, whose processes are both in pool "
             f"{pool_of(hook.targets[0])!r}; leave it empty"
         )
-    if worker.place not in hook.sources:
+    if worker.id not in hook.sources:
         sums = BucketSums()
         load_stream(worker, hook, _received(worker, links, hook, sums))
         return sums.receipt(hook.version)
-    if worker.place == hook.sources[0]:
+    if worker.id == hook.sources[0]:
         return _send_all(worker, links, hook)
     with worker.host.weights(hook.source) as stream:
         for _ in stream:
@@ -125,7 +123,7 @@ class BucketSums:
 # ---- the source ---------------------------------------------------------------------------------------------------------
 
 
-def _send_all(worker: "ModelWorker", links: Links, hook: SyncParamsHook) -> dict[str, Any]:
+def _send_all(worker: ModelWorker, links: Links, hook: SyncParams) -> dict[str, Any]:
     """Send all weights, and read their stream to its end whatever happens: the other processes of the source take part in it."""
     with ExitStack() as stack:
         stream: Iterator[tuple[str, Tensor]] = iter(())
@@ -138,7 +136,7 @@ def _send_all(worker: "ModelWorker", links: Links, hook: SyncParamsHook) -> dict
             sender.finish()
             return sender.sums.receipt(hook.version)
         except Exception as e:
-            reason = str(e) if isinstance(e, RemoteError) else f"{worker.place} failed: {type(e).__name__}: {e}"
+            reason = str(e) if isinstance(e, RemoteError) else f"{worker.id} failed: {type(e).__name__}: {e}"
             for target in hook.targets:
                 links.send(target, hook.title, [], error=reason)
             _discard(worker, hook, reason)
@@ -158,7 +156,7 @@ class BucketSender:
         hook: The transfer.
     """
 
-    def __init__(self, communicator: PoolCommunicator, links: Links, hook: SyncParamsHook) -> None:
+    def __init__(self, communicator: PoolCommunicator, links: Links, hook: SyncParams) -> None:
         self._communicator, self._links, self._hook = communicator, links, hook
         self._contents: list[tuple[str, str, tuple[int, ...], str]] = []
         self._data: Tensor | None = None
@@ -209,7 +207,7 @@ class BucketSender:
             self._links.send(target, self._hook.title, [], about=about)
 
 
-def _agreed_as_source(worker: "ModelWorker", links: Links, hook: SyncParamsHook) -> PoolCommunicator:
+def _agreed_as_source(worker: ModelWorker, links: Links, hook: SyncParams) -> PoolCommunicator:
     """Return the communicator of a transfer, a new one unless all targets are in the present one.
 
     Raises:
@@ -235,7 +233,7 @@ def _agreed_as_source(worker: "ModelWorker", links: Links, hook: SyncParamsHook)
 # ---- the target ---------------------------------------------------------------------------------------------------------
 
 
-def _received(worker: "ModelWorker", links: Links, hook: SyncParamsHook, sums: BucketSums) -> Iterator[tuple[str, Tensor]]:
+def _received(worker: ModelWorker, links: Links, hook: SyncParams, sums: BucketSums) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of buckets as they arrive; they stay as they are.
 
     Raises:
@@ -249,7 +247,7 @@ def _received(worker: "ModelWorker", links: Links, hook: SyncParamsHook, sums: B
         _, meeting = _next_header(links, hook).about
         if meeting:
             _discard(worker, hook)
-            present = _connect(worker, hook, meeting, 1 + hook.targets.index(worker.place))
+            present = _connect(worker, hook, meeting, 1 + hook.targets.index(worker.id))
         assert present is not None
         while True:
             kind, value = _next_header(links, hook).about
@@ -261,7 +259,7 @@ def _received(worker: "ModelWorker", links: Links, hook: SyncParamsHook, sums: B
                 progress.advance()
                 yield name, tensor
     except Exception as e:
-        _discard(worker, hook, f"{worker.place}: {type(e).__name__}: {e}")
+        _discard(worker, hook, f"{worker.id}: {type(e).__name__}: {e}")
         raise
     sums.check(value)
 
@@ -275,7 +273,7 @@ def _receive(communicator: PoolCommunicator, value: Sequence[Any]) -> Bucket:
     return Bucket(contents=contents, data=data)
 
 
-def _next_header(links: Links, hook: SyncParamsHook) -> Header:
+def _next_header(links: Links, hook: SyncParams) -> Header:
     header = links.receive_header(hook.sources[0], hook.title)
     if header.error:
         raise RemoteError(header.error)
@@ -285,11 +283,11 @@ def _next_header(links: Links, hook: SyncParamsHook) -> Header:
 # ---- both ---------------------------------------------------------------------------------------------------------------
 
 
-def _members(hook: SyncParamsHook) -> tuple[str, ...]:
+def _members(hook: SyncParams) -> tuple[str, ...]:
     return (hook.backend, hook.sources[0], *hook.targets)
 
 
-def _connect(worker: "ModelWorker", hook: SyncParamsHook, meeting: str, rank: int, listener: Any = None) -> PoolCommunicator:
+def _connect(worker: ModelWorker, hook: SyncParams, meeting: str, rank: int, listener: Any = None) -> PoolCommunicator:
     """Return a new communicator, which the next transfer uses again."""
     communicator = worker.communicators[_members(hook)] = PoolCommunicator(
         comm_ids.parse(meeting),
@@ -304,7 +302,7 @@ def _connect(worker: "ModelWorker", hook: SyncParamsHook, meeting: str, rank: in
     return communicator
 
 
-def _discard(worker: "ModelWorker", hook: SyncParamsHook, reason: str = "") -> None:
+def _discard(worker: ModelWorker, hook: SyncParams, reason: str = "") -> None:
     """End the communicator of a transfer, if there is one; the next transfer makes another."""
     present = worker.communicators.pop(_members(hook), None)
     if present is not None:

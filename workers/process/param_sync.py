@@ -9,7 +9,7 @@ bytes travel. A digest of each tensor travels with it, and one of all of them at
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -21,10 +21,8 @@ from ..data_plane.buckets import BroadcastChannel, Bucket, BucketChannel, LinkCh
 from ..data_plane.digests import StreamDigest
 from ..data_plane.plan import pool_of, rank_of
 from ..data_plane.store import DTYPES
-from ..protocol.hooks import SyncParamsHook
-
-if TYPE_CHECKING:
-    from .worker import ModelWorker
+from ..protocol.hooks import SyncParams
+from .worker import ModelWorker
 
 SETTLE_S = 1.0
 """For how long to wait, once a transfer has ended, for what is still being read. More memory would be held until the next one."""
@@ -32,7 +30,7 @@ SETTLE_S = 1.0
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 
-def sync_params(worker: "ModelWorker", hook: SyncParamsHook) -> dict[str, Any] | None:
+def sync_params(worker: ModelWorker, hook: SyncParams) -> dict[str, Any] | None:
     """Take part in a transfer of parameters. Collective over the processes of both roles.
 
     Returns:
@@ -44,7 +42,7 @@ def sync_params(worker: "ModelWorker", hook: SyncParamsHook) -> dict[str, Any] |
         ModelError: What arrived is not what was sent.
         RemoteError: The source failed.
     """
-    is_source, is_target = worker.place in hook.sources, worker.place in hook.targets
+    is_source, is_target = worker.id in hook.sources, worker.id in hook.targets
     # One kind of digest in a transfer: what travels is in host memory.
     stream_digest = StreamDigest(in_host=not set(hook.targets) <= set(hook.sources))
     # And one kind of values, also in processes that hand on weights to themselves.
@@ -79,11 +77,9 @@ def sync_params(worker: "ModelWorker", hook: SyncParamsHook) -> dict[str, Any] |
     }
 
 
-def _channels(
-    worker: "ModelWorker", hook: SyncParamsHook, groups: EngineGroups
-) -> tuple[list[BucketChannel], BucketChannel | None]:
+def _channels(worker: ModelWorker, hook: SyncParams, groups: EngineGroups) -> tuple[list[BucketChannel], BucketChannel | None]:
     """Return where this process sends to, and from where it receives."""
-    name, root = worker.place, hook.sources[0]
+    name, root = worker.id, hook.sources[0]
     remote = [target for target in hook.targets if target not in hook.sources]
     outgoing: list[BucketChannel] = []
     incoming: BucketChannel | None = None
@@ -110,13 +106,13 @@ def _channels(
     return outgoing, incoming
 
 
-def remote_target(hook: SyncParamsHook) -> str | None:
+def remote_target(hook: SyncParams) -> str | None:
     """Return the process of another pool that the source's first process sends to; None if there is none."""
     remote = [target for target in hook.targets if target not in hook.sources]
     return remote[0] if remote and pool_of(remote[0]) != pool_of(hook.sources[0]) else None
 
 
-def load_stream(worker: "ModelWorker", hook: SyncParamsHook, pairs: NamedTensors) -> None:
+def load_stream(worker: ModelWorker, hook: SyncParams, pairs: NamedTensors) -> None:
     """Load a stream into the target, and read it to its end whatever happens: others take part in it."""
     try:
         worker.host.load_weights(hook.target, pairs, hook.eta, hook.version)

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 from ...engine import progress
 from ...engine.errors import ConfigError, DataMissingError, DrivetrainError, ManifestError, RemoteError, is_out_of_memory
 from ...generation.scheduler import RequestCancelledError, SchedulerSettings
-from ..data_plane.plan import place
+from ..data_plane.plan import worker_id
 from ..protocol.codec import text
 from ..protocol.comm_id import CommId
-from ..protocol.compute_messages import Call, ComputeRequest, Flush, SampleRequest
-from ..protocol.hooks import EvaluateHook, WireHook, name_of
+from ..protocol.compute_messages import Call, ComputeRequest, SampleRequest
+from ..protocol.hooks import EvaluateHook, SyncParams, name_of
 from ..protocol.manifest import needed_ids
 from ..protocol.messages import Error, Reply, Request
 from ..protocol.names import Names, Program
 from ..protocol.operations import COMMON_ERRORS, ErrorKind, Op, Registry
-from .flush import AbandonedError, CallOutcome, run_flush
 
 if TYPE_CHECKING:
     from ..data_plane.manager import DataManager
@@ -42,6 +41,10 @@ _FOLDER = Path(__file__).parent
 MAX_SECONDS = 1e8
 """Longer times overflow the clocks of torch."""
 INIT_MARGIN_S = 30.0
+
+
+class AbandonedError(BaseException):
+    """The watchdog has answered for a request, and ends the process. Not an Exception, so that nothing continues after it."""
 
 
 class OpError(Exception):
@@ -176,7 +179,7 @@ class ModelWorker:
         self.models: dict[str, Any] = {}
         """The models that generation steps run on, by their ids."""
         self.communicators: dict[tuple[str, ...], PoolCommunicator] = {}
-        """Communicators with processes of other pools, by the places of their members."""
+        """Communicators with processes of other pools, by their members."""
         self._host: RoleHost | None = None
         self._data: DataManager | None = None
         self._agreement: Agreement | None = None
@@ -194,9 +197,9 @@ class ModelWorker:
         return self._host
 
     @property
-    def place(self) -> str:
-        """The name of this process in plans: `pool/rank`."""
-        return place(self.pool, self.settings.rank)
+    def id(self) -> str:
+        """This process in plans: `pool/rank`."""
+        return worker_id(self.pool, self.settings.rank)
 
     @property
     def data(self) -> "DataManager":
@@ -220,7 +223,7 @@ class ModelWorker:
             self._agreement = Agreement(self.settings.rank, self.settings.flush_s, self.settings.timeout_s, self.name)
         return self._agreement
 
-    def submit(self, request: ComputeRequest) -> None:
+    def check_request(self, request: ComputeRequest) -> None:
         """Check a request that is to wait for a flush.
 
         Raises:
@@ -235,35 +238,23 @@ class ModelWorker:
             if name not in op.hooks or (name == "evaluate" and when == "before"):
                 where = "after train_step" if name == "evaluate" else f"with {', '.join(self._carriers(name))}"
                 raise OpError("bad_request", f"the hook {name} cannot come {when} {op.name}; it can come {where}")
+            if isinstance(hook, SyncParams) and not (hook.sources and hook.targets and hook.title):
+                raise OpError(
+                    "bad_request", "the hook sync_params lacks its processes or its title; give sources, targets and title"
+                )
 
     def _carriers(self, hook: str) -> list[str]:
         return [op.name for op in self.registry.ops.values() if hook in op.hooks]
 
     def hold(self, request: Request) -> None:
         """Keep the samples that a request needs until `release`."""
-        if ids := needed_ids(request, self.place):
+        if ids := needed_ids(request, self.id):
             self.data.store.hold(ids)
 
     def release(self, request: Request) -> None:
         """End the effect of `hold`."""
-        if ids := needed_ids(request, self.place):
+        if ids := needed_ids(request, self.id):
             self.data.store.release(ids)
-
-    def flush(self, flush: Flush, requests: Sequence[ComputeRequest]) -> Iterator[CallOutcome]:
-        """Run the requests that wait for a flush; see `manifest`."""
-        return run_flush(self, flush, requests)
-
-    def run_hook(self, request: ComputeRequest, hook: WireHook) -> Any:
-        """Run a hook of a request, and return its result for the reply. Collective over the processes that are sent it."""
-        from .hook_runner import run_hook
-
-        return run_hook(self, request, hook)
-
-    def abandon_hook(self, hook: WireHook, reason: str) -> None:
-        """Tell processes of other pools that take part in a hook that it does not run here."""
-        from .hook_runner import abandon_hook
-
-        abandon_hook(self, hook, reason)
 
     def check_samples(self, request: ComputeRequest) -> None:
         """Check that the samples which a request works on are in the store.
@@ -408,8 +399,10 @@ def _text(error: BaseException) -> str:
 def _origin(error: BaseException) -> dict[str, Any]:
     if isinstance(error, OpError):
         return {}
-    own, *bases = [f"{cls.__module__}:{cls.__qualname__}" for cls in type(error).__mro__ if issubclass(cls, BaseException)]
-    origin: dict[str, Any] = {"error_type": own, "bases": bases}
+    error_type, *bases = [
+        f"{cls.__module__}:{cls.__qualname__}" for cls in type(error).__mro__ if issubclass(cls, BaseException)
+    ]
+    origin: dict[str, Any] = {"error_type": error_type, "bases": bases}
     if not isinstance(error, DrivetrainError):
         # Without the frames of the worker itself, which say nothing about the error.
         trace = error.__traceback__

@@ -1,17 +1,35 @@
-"""What happens around a call, as sent to the workers: hooks of a request. Imports no torch."""
+"""Hooks: what a controller may have done around a call, as arguments of `WorkerGroup.submit` and as sent to the workers.
 
+The two are the same, but for samples: a controller names them by a reference, and each worker is sent the ids of its own. Imports no torch.
+"""
+
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from ..data_plane.plan import Column, Round
+from ..data_plane.data_ref import DataRef
+from ..data_plane.plan import Column, Round, WorkerId
 
 WeightDType = Literal["", "float32", "bfloat16", "float16"]
 CommBackend = Literal["", "nccl", "gloo"]
 WeightSync = Literal["auto", "tcp", "nccl", "gloo"]
 """The ways from pool to pool that a group can be set to."""
 HookName = Literal["data_transfer", "evaluate", "offload", "sync_params", "save"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Evaluate the role on samples, after an update. The numbers come with the result, in `GroupCall.hook_results`.
+
+    Args:
+        data: The samples.
+        method: The role's method, which takes a batch and returns numbers.
+    """
+
+    data: DataRef
+    method: str = "evaluate"
 
 
 class HookStruct(Struct, tag_field="hook", kw_only=True, omit_defaults=True):
@@ -31,7 +49,7 @@ class DataTransferHook(HookStruct, tag="data_transfer", kw_only=True):
 
 
 class EvaluateHook(HookStruct, tag="evaluate", kw_only=True):
-    """Evaluate the role on samples, after a training step; the numbers come in the reply.
+    """An `Evaluate`, as sent to a worker.
 
     Args:
         ids: The samples of this rank's data-parallel share.
@@ -50,7 +68,7 @@ class EvaluateHook(HookStruct, tag="evaluate", kw_only=True):
     method: str = "evaluate"
 
 
-class OffloadHook(HookStruct, tag="offload", kw_only=True):
+class Offload(HookStruct, tag="offload", kw_only=True):
     """Move the state of a role.
 
     Args:
@@ -62,13 +80,14 @@ class OffloadHook(HookStruct, tag="offload", kw_only=True):
     place: str = "host"
 
 
-class SyncParamsHook(HookStruct, tag="sync_params", kw_only=True):
+class SyncParams(HookStruct, tag="sync_params", kw_only=True):
     """Copy the parameters of one role to another, of any layout and engine.
 
     Args:
         source: The role with the parameters.
         target: The role that gets them.
-        sources: The processes of the source, as `pool/rank`; the first one sends to those that have no source themselves.
+        sources: The processes of the source, as `pool/rank`; the first one sends to those that have no source themselves. These and all
+            that follows, but for `eta` and `version`, are filled in by the group.
         targets: The processes of the target.
         title: The name of the transfer, the same on all processes.
         eta: The weight of the new parameters in a moving average: target = eta x source + (1 - eta) x target.
@@ -80,17 +99,17 @@ class SyncParamsHook(HookStruct, tag="sync_params", kw_only=True):
 
     source: str
     target: str
-    sources: list[str]
-    targets: list[str]
-    title: str
+    sources: list[WorkerId] = []
+    targets: list[WorkerId] = []
+    title: str = ""
     eta: Annotated[float, Meta(ge=0, le=1)] = 1.0
     version: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     dtype: WeightDType = ""
     backend: CommBackend = ""
 
 
-class SaveHook(HookStruct, tag="save", kw_only=True):
-    """Write a checkpoint of a role; its folder comes in the reply.
+class Save(HookStruct, tag="save", kw_only=True):
+    """Write a checkpoint of a role. Its folder comes with the result, in `GroupCall.hook_results`.
 
     Args:
         role: The role.
@@ -105,7 +124,10 @@ class SaveHook(HookStruct, tag="save", kw_only=True):
     extra: dict[str, Any] = {}
 
 
-WireHook = DataTransferHook | EvaluateHook | OffloadHook | SyncParamsHook | SaveHook
+CallHook = Evaluate | Offload | SyncParams | Save
+"""The hooks that a controller gives."""
+WireHook = DataTransferHook | EvaluateHook | Offload | SyncParams | Save
+"""The hooks of a request."""
 
 
 def name_of(hook: WireHook) -> HookName:

@@ -1,31 +1,29 @@
 """Runs the hooks of requests."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..protocol.compute_messages import ComputeRequest, TrainStep
-from ..protocol.hooks import DataTransferHook, EvaluateHook, OffloadHook, SaveHook, SyncParamsHook, WireHook
+from ..protocol.hooks import DataTransferHook, EvaluateHook, Offload, Save, SyncParams, WireHook
 from .handlers import check_role
-
-if TYPE_CHECKING:
-    from .worker import ModelWorker
+from .worker import ModelWorker
 
 
-def run_hook(worker: "ModelWorker", request: ComputeRequest, hook: WireHook) -> Any:
+def run_hook(worker: ModelWorker, request: ComputeRequest, hook: WireHook) -> Any:
     """Run one hook, and return its result for the reply. Collective over the processes that are sent it."""
     if isinstance(hook, DataTransferHook):
-        worker.data.run(worker.place, hook.rounds, hook.title)
+        worker.data.run(worker.id, hook.rounds, hook.title)
         return None
     if isinstance(hook, EvaluateHook):
         return _evaluate(worker, request, hook)
-    if isinstance(hook, OffloadHook | SaveHook):
+    if isinstance(hook, Offload | Save):
         check_role(worker, hook.role)
-    if isinstance(hook, OffloadHook):
+    if isinstance(hook, Offload):
         worker.host.call(hook.role, "to", [hook.place], {})
         return None
-    if isinstance(hook, SaveHook):
+    if isinstance(hook, Save):
         return worker.host.call(hook.role, "save_checkpoint", [hook.root, hook.step, hook.extra], {})
-    assert isinstance(hook, SyncParamsHook)
+    assert isinstance(hook, SyncParams)
     if hook.backend:
         from .param_broadcast import broadcast_params
 
@@ -35,23 +33,23 @@ def run_hook(worker: "ModelWorker", request: ComputeRequest, hook: WireHook) -> 
     return sync_params(worker, hook)
 
 
-def abandon_hook(worker: "ModelWorker", hook: WireHook, reason: str) -> None:
+def abandon_hook(worker: ModelWorker, hook: WireHook, reason: str) -> None:
     """Tell processes of other pools, which wait for this one, that a hook does not run here."""
-    if not isinstance(hook, SyncParamsHook) or worker.data.links is None:
+    if not isinstance(hook, SyncParams) or worker.data.links is None:
         return
     waiting: Sequence[str] = ()
     if hook.backend:
-        waiting = hook.targets if worker.place == hook.sources[0] else hook.sources[:1] if worker.place in hook.targets else ()
-    elif worker.place == hook.sources[0]:
+        waiting = hook.targets if worker.id == hook.sources[0] else hook.sources[:1] if worker.id in hook.targets else ()
+    elif worker.id == hook.sources[0]:
         from .param_sync import remote_target
 
-        target = remote_target(hook)
-        waiting = () if target is None else (target,)
-    for place in waiting:
-        worker.data.links.send(place, hook.title, [], error=reason)
+        first = remote_target(hook)
+        waiting = () if first is None else (first,)
+    for target in waiting:
+        worker.data.links.send(target, hook.title, [], error=reason)
 
 
-def _evaluate(worker: "ModelWorker", request: ComputeRequest, hook: EvaluateHook) -> dict[str, float]:
+def _evaluate(worker: ModelWorker, request: ComputeRequest, hook: EvaluateHook) -> dict[str, float]:
     from .data_handlers import batch_for
 
     assert isinstance(request, TrainStep)
