@@ -1,7 +1,9 @@
 # Everything a person types. Each target sets up what it needs; PYTHON=path takes an existing environment instead.
-.PHONY: setup demo demo-rl bench-trl test test-all test-share test-unit durations mutants coverage test-gpu test-vllm setup-vllm wheels-gpu check bench soak decoders docs clean
+.PHONY: setup demo demo-rl bench-trl test test-all test-share test-unit durations mutants coverage slow-map test-gpu test-vllm setup-vllm wheels-gpu check bench soak decoders docs clean
 
 SHELL := bash
+# Tests start many processes, which would compile every module anew where the environment forbids to keep compiled ones.
+export PYTHONDONTWRITEBYTECODE :=
 
 ifdef PYTHON
 PY := $(PYTHON)
@@ -42,13 +44,13 @@ test: $(SETUP)
 test-all: $(SETUP)
 	$(PYTEST)
 
-# What continuous integration runs: the fast tests, and the part SHARE of the slow ones.
+# What continuous integration runs: the fast tests, the part SHARE of the slow ones, and those that execute what has changed since a commit.
 SHARE ?= 0/3
 test-share: $(SETUP)
-	$(PYTEST) --slow-share $(SHARE)
+	$(PYTEST) --slow-share $(SHARE) $(if $(SINCE),--changed-since $(SINCE))
 
 test-unit: $(SETUP)
-	$(PYTEST) -m "unit and not slow"
+	$(PYTEST) -m "not slow" tests/unit
 
 durations: $(SETUP)
 	$(PYTEST) -m "not slow" --durations 20 --durations-min 0.5
@@ -67,6 +69,10 @@ coverage: $(SETUP)
 	$(PY) -m coverage combine --quiet --append
 	$(PY) -m coverage report
 	@echo "the fast tests alone: $$(tail -n 3 .coverage-fast.txt | grep TOTAL)"
+
+# Which modules each slow test executes, for the choice of test-share: an hour or more. Of some files: make slow-map FILES=tests/e2e/test_rl.py
+slow-map: $(SETUP)
+	$(PY) tests/slow_map.py $(FILES)
 
 # Only the files with tests for a GPU: others import packages that a GPU machine may lack. What make wheels-gpu collected is used as well.
 test-gpu: GPU_TESTS = $(shell grep -rlE --include='test_*.py' '^(pytestmark = |@)pytest\.mark\.gpu' tests/distributed tests/e2e)

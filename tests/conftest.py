@@ -3,7 +3,6 @@
 import gc
 import os
 import tempfile
-import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from helpers.gpus import hide_gpus
 from helpers.preloaded import preloaded, real_processes
+from helpers.slow_share import changed_since, chosen_for_change, load_slow_map, part_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -31,8 +31,11 @@ LEAST_FOR_SERVER = 5
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that leaves out a part of the slow tests."""
+    """Add the options that leave out slow tests."""
     parser.addoption("--slow-share", metavar="I/N", default="0/1", help="run the I-th of N parts of the slow tests, I from 0")
+    parser.addoption(
+        "--changed-since", metavar="COMMIT", default="", help="besides, run slow tests that execute what has changed since"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -40,7 +43,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     share, parts = (int(number) for number in config.getoption("slow_share").split("/"))
     if not 0 <= share < parts:
         raise pytest.UsageError(f"--slow-share {share}/{parts}; the first number must be from 0 to {parts - 1}")
-    left_out = {item for item in items if item.get_closest_marker("slow") is not None and _part(item, parts) != share}
+    slow = {item: function_of(item) for item in items if item.get_closest_marker("slow") is not None}
+    chosen = {test for test in slow.values() if part_of(test, parts) == share}
+    changed = changed_since(commit) if (commit := config.getoption("changed_since")) else None
+    if changed is not None:
+        chosen.update(chosen_for_change(set(slow.values()), load_slow_map(), changed))
+    left_out = {item for item, test in slow.items() if test not in chosen}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
     for item in items:
@@ -51,16 +59,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection() -> None:
+    """Look for no garbage while files of tests are imported: what is imported stays."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Keep what was imported by now out of garbage collections, which engines ask for: each would take half a second."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
-def _part(item: pytest.Item, parts: int) -> int:
-    """Return the number of a test's part: the same one for all parameters of a function, whatever tests there are beside it."""
-    function = item.nodeid.partition("[")[0]
-    return zlib.crc32(function.encode()) % parts
+def function_of(item: pytest.Item) -> str:
+    """Return the name of a test without its parameters: all of them run, or none."""
+    return item.nodeid.partition("[")[0]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -30,7 +30,7 @@ from ..resolve import MemoryNeeds, choose
 from ..resolve import describe as describe_needs
 from ..step import MicroBatchConsumer
 from ..step_plan import MicroBatch
-from ..torch_private import clear_unsharded_gradients, foreach_mul_, take_unsharded_gradients, unsharded_gradients
+from ..torch_private import foreach_mul_
 from . import compile as compile_module
 from .build import Described, FSDPBuild, build, check_config, describe
 from .memory import memory_needs
@@ -40,6 +40,7 @@ from .packed_model import PackedModel
 from .replicas import sum_gradients
 from .shard import needs_fsdp
 from .state import parameter_shards, stored_slices_of, stream_weights, tensor_shards, weight_shapes
+from .torch_private import clear_unsharded_gradients, take_unsharded_gradients, unsharded_gradients
 
 
 class FSDPEngine(BaseEngine):

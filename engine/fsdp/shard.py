@@ -13,9 +13,9 @@ from ..checkpoint.tensor_slices import TensorSlice, whole
 from ..config import EngineConfig
 from ..errors import ModelError
 from ..parallel.topology import Topology
-from ..torch_private import local_shape_and_offset
 from .experts import ExpertShards, expert_modules
 from .options import FSDPOptions
+from .torch_private import local_shape_and_offset
 
 
 def build_mesh(topology: Topology) -> DeviceMesh:

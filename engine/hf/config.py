@@ -1,6 +1,7 @@
 """Reading and checking a model's config."""
 
 import copy
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -9,11 +10,12 @@ from transformers import AutoConfig, PreTrainedConfig
 from ..config import LoraConfig, ModelConfig
 from ..errors import ModelError
 from ..ops.linear_head import LogitTransform
-from .lora import wants_adapters
 from .model_path import check_model_path, quiet_hub, reason
 from .overrides import override
 from .tokenizer import load_tokenizer
-from .weights import check_stored_head
+
+MOST_SCALE = 1e3
+"""The largest factor on the output of adapters that can be meant."""
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
@@ -63,6 +65,9 @@ def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
             f"use_bidirectional_attention={bidirectional} in the config of {model.path}: packed attention is causal; set it to false, or "
             "use a causal model"
         )
+    # Imports peft and accelerate, which who only reads a config or a tokenizer, such as processes that tokenize, does not need.
+    from .weights import check_stored_head
+
     check_stored_head(model)
     if wants_adapters(model.lora):
         for name, value in (("model.added_tokens", model.added_tokens), ("model.freeze", model.freeze)):
@@ -100,3 +105,25 @@ def logit_transform(config: PreTrainedConfig) -> LogitTransform:
     elif getattr(config, "logit_scale", None):
         scale = config.logit_scale
     return LogitTransform(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
+
+
+def wants_adapters(lora: LoraConfig) -> bool:
+    """Return whether adapters are enabled.
+
+    Raises:
+        ModelError: A setting is out of range.
+    """
+    if lora.rank < 0:
+        raise ModelError(f"model.lora.rank={lora.rank}; it must be a positive rank, or 0 for no adapters")
+    if not (lora.alpha > 0 and math.isfinite(lora.alpha)):
+        raise ModelError(f"model.lora.alpha={lora.alpha}; it must be a finite number above 0")
+    if lora.rank and lora.scale > MOST_SCALE:
+        raise ModelError(
+            f"model.lora.alpha={lora.alpha} with model.lora.rank={lora.rank} multiplies the output of the adapters by {lora.scale:g}; it must be "
+            f"at most {MOST_SCALE:g}"
+        )
+    if lora.rank and not lora.targets:
+        raise ModelError(f"model.lora.targets=[] with model.lora.rank={lora.rank}; name layers, or all-linear")
+    if not 0 <= lora.dropout < 1:
+        raise ModelError(f"model.lora.dropout={lora.dropout}; it must be a probability below 1")
+    return lora.rank > 0

@@ -22,8 +22,6 @@ from ..config import LoraConfig
 from ..errors import ModelError
 from ..ops.lora import adapter_product
 
-MOST_SCALE = 1e3
-"""The largest factor on the output of adapters that can be meant."""
 EXPERT_NAMES = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
@@ -204,25 +202,3 @@ def merged(layer: Any, base: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
 def adapted_layers(root: nn.Module) -> dict[str, Any]:
     """Return the adapted layers: module name -> `LoraLayer`."""
     return {name: m for name, m in root.named_modules() if isinstance(m, LoraLayer)}
-
-
-def wants_adapters(lora: LoraConfig) -> bool:
-    """Return whether adapters are enabled.
-
-    Raises:
-        ModelError: A setting is out of range.
-    """
-    if lora.rank < 0:
-        raise ModelError(f"model.lora.rank={lora.rank}; it must be a positive rank, or 0 for no adapters")
-    if not (lora.alpha > 0 and math.isfinite(lora.alpha)):
-        raise ModelError(f"model.lora.alpha={lora.alpha}; it must be a finite number above 0")
-    if lora.rank and lora.scale > MOST_SCALE:
-        raise ModelError(
-            f"model.lora.alpha={lora.alpha} with model.lora.rank={lora.rank} multiplies the output of the adapters by {lora.scale:g}; it must be "
-            f"at most {MOST_SCALE:g}"
-        )
-    if lora.rank and not lora.targets:
-        raise ModelError(f"model.lora.targets=[] with model.lora.rank={lora.rank}; name layers, or all-linear")
-    if not 0 <= lora.dropout < 1:
-        raise ModelError(f"model.lora.dropout={lora.dropout}; it must be a probability below 1")
-    return lora.rank > 0

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..config import ModelConfig
 from ..errors import ModelError
+from .config import wants_adapters
 from .layout import DiskLayout
-from .lora import add_adapters, modules_to_save, peft_config, wants_adapters
+from .lora import add_adapters, modules_to_save, peft_config
 from .names import hf_name
 from .overrides import named
 

@@ -16,9 +16,10 @@ from drivetrain.engine.fsdp import compile as compile_module
 from drivetrain.engine.fsdp import engine as engine_module
 from drivetrain.engine.fsdp.memory import memory_needs
 from drivetrain.engine.fsdp.options import FSDPOptions
+from drivetrain.engine.fsdp.torch_private import unsharded_gradients
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.resolve import USABLE
-from drivetrain.engine.torch_private import storage_key, unsharded_gradients
+from drivetrain.engine.torch_private import storage_key
 from drivetrain.losses.sft import SFTLoss
 from helpers.engines import OPTIM, build
 from helpers.harness import run_ranks

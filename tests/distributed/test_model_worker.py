@@ -381,7 +381,6 @@ def test_a_comm_id_holds_an_address_and_a_run() -> None:
     listener.close()
 
 
-@pytest.mark.usefixtures("real_commands")
 def test_meetings_that_fail_say_why() -> None:
     """A rank that never comes, another number of ranks, two of one rank, another run, a second controller."""
     with Worker(0, 3, "--init-timeout", "3") as first, Worker(1, 3, "--init-timeout", "3") as second:
@@ -422,7 +421,12 @@ def test_meetings_that_fail_say_why() -> None:
             "the controller speaks version 99 of the protocol"
         )
         assert "expects 4 ranks" in alone.ask({"op": "hello", "protocol": p.PROTOCOL, "world_size": 4})["message"]
-        # The store listens on the loopback address only.
+
+
+@pytest.mark.usefixtures("real_commands")
+def test_the_store_of_a_meeting_listens_on_the_loopback_address_only() -> None:
+    with Worker(0, 1) as alone:
+        alone.join(new_comm_id())
         own = {os.readlink(file) for file in Path(f"/proc/{alone.process.pid}/fd").iterdir()}
         sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         listening = [words[1] for words in sockets if words[3] == "0A" and f"socket:[{words[9]}]" in own]

@@ -50,9 +50,9 @@ def actor_role(models: Path) -> RoleSpec:
 
 
 def test_a_function_of_the_program_itself_travels_with_ray() -> None:
-    """A lambda too: Ray brings it to processes that could not import it."""
+    """A lambda too: Ray brings it to a process that could not import it."""
     reward = RoleSpec(worker=FunctionRewardWorker, config=FunctionRewardConfig(function=lambda some: [7.0 for _ in some]))
-    with RayWorkerGroup({"reward": reward}, pools={"main": 2}) as group:
+    with RayWorkerGroup({"reward": reward}, pools={"main": 1}) as group:
         found = group["reward"].compute_rewards(from_lists([[8, 1], [2, 3], [4, 5]]))
     assert found["rewards"].tolist() == [7.0, 7.0, 7.0]
 

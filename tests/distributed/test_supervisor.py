@@ -15,7 +15,7 @@ import torch
 
 from drivetrain.engine.errors import ConfigError, WorkerError, WorkerLostError
 from drivetrain.workers.supervision.supervisor import SupervisedWorker, SupervisorSettings, start_model_worker
-from helpers.roles import Model, make_model
+from helpers.supervised import Model, make_model
 
 # Whether a process has ended is seen by its id.
 pytestmark = pytest.mark.usefixtures("real_commands")
@@ -158,7 +158,7 @@ def test_a_silent_worker_is_ended_and_a_busy_one_is_not(caplog: pytest.LogCaptur
 @pytest.mark.slow
 def test_a_request_without_progress_ends_the_worker() -> None:
     with start_model_worker(make_model, {}, settings(watchdog_s=1.0)) as worker:
-        with pytest.raises(WorkerError, match=r"made no progress in model.sleep for \d+ s, in sleep of .*roles.py"):
+        with pytest.raises(WorkerError, match=r"made no progress in model.sleep for \d+ s, in sleep of .*supervised.py"):
             worker.call("sleep", 60.0)
         assert worker.call("add", 1, 2) == 3
         assert worker.control.restarts == 1

@@ -21,16 +21,7 @@ from typing import Any
 
 from helpers.gpus import shown_gpus
 
-PRELOAD = [
-    "torch",
-    "torch.distributed.fsdp",
-    "transformers",
-    "transformers.models.qwen3.modeling_qwen3",
-    "peft",
-    "accelerate",
-    "drivetrain.engine.fsdp.engine",
-    "drivetrain.engine.mcore.engine",
-]
+PRELOAD = ["drivetrain.tests.helpers.preloaded.imports"]
 TIMEOUT_S = 120.0
 
 _context: Any = None

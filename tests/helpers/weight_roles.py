@@ -14,7 +14,7 @@ import torch.distributed as dist
 from drivetrain.workers.process import param_broadcast
 from drivetrain.workers.process.pool_communicator import Broadcast, PoolCommunicator
 from drivetrain.workers.roles.dispatch import register
-from helpers.roles import die
+from helpers.supervised import die
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -104,18 +103,20 @@ def test_a_summary_tells_what_was_done() -> None:
     assert told["model"] == "runs/x/hf"
 
 
-def test_tokenising_shows_a_bar_on_a_terminal() -> None:
+def test_tokenising_shows_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     import pty
 
-    program = (
-        "from drivetrain.trainers.data.tokenize import Bar\n"
-        "with Bar('tokenising x') as bar:\n    bar.advance(0.5, 123)\n    bar._progress.refresh()\n"
-    )
+    from drivetrain.trainers.data.tokenize import Bar
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
     ours, theirs = pty.openpty()
-    subprocess.run(
-        [sys.executable, "-c", program], check=True, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    )
-    os.close(theirs)
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with Bar("tokenising x") as bar:
+            bar.advance(0.5, 123)
+            bar._progress.refresh()
+        monkeypatch.undo()
     shown = os.read(ours, 100_000).decode()
     os.close(ours)
     assert "tokenising x" in shown

@@ -54,7 +54,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 )
 def test_workers_of_xdist_know_of_the_gpus(count: int, before: str | None, told: str, tmp_path: Path) -> None:
     (tmp_path / "helpers" / "preloaded").mkdir(parents=True)
-    for name in ("conftest.py", "helpers/gpus.py", "helpers/preloaded/__init__.py"):
+    for name in ("conftest.py", "helpers/gpus.py", "helpers/preloaded/__init__.py", "helpers/slow_share.py"):
         (tmp_path / name).write_text((ROOT / "tests" / name).read_text())
     (tmp_path / "fake_gpus.py").write_text(FAKE.format(count=count))
     (tmp_path / "test_probe.py").write_text(PROBE.format(before=before))

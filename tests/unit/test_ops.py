@@ -8,17 +8,14 @@ import torch
 from torch import Tensor
 
 from drivetrain.engine.ops import flex as flex_module
-from drivetrain.engine.ops import kernels, ulysses
+from drivetrain.engine.ops import kernels
 from drivetrain.engine.ops import linear_head as head_module
-from drivetrain.engine.ops.attention import packed_attention
 from drivetrain.engine.ops.flex import compile_flex, flex
 from drivetrain.engine.ops.head_regions import HeadRegions, chunk_outputs, logit_gradient
 from drivetrain.engine.ops.kernels import by_document
 from drivetrain.engine.ops.linear_head import LogitTransform, linear_head
 from drivetrain.engine.ops.norm import sum_of_squares
 from drivetrain.engine.ops.packed_context import PackedContext
-from drivetrain.engine.ops.ulysses import gather_tokens, slice_tokens
-from helpers.harness import run_ranks
 
 BOUNDS = (0, 1, 14, 15, 40)
 
@@ -265,44 +262,6 @@ def test_a_child_that_sees_its_sibling_is_noticed() -> None:
     assert (by_document(q, k, v, wrong, 0.3, None, None, None) - want).abs().max() > 1e-2
 
 
-def rank_ulysses(heads: int, kv: int) -> float:
-    import torch.distributed as dist
-
-    torch.manual_seed(0)
-    tokens = BOUNDS[-1]
-    group: Any = dist.group.WORLD
-    # Values of another size than queries and keys.
-    sizes = ((heads, 8), (kv, 8), (kv, 6))
-    full = [torch.randn(tokens, n, size, dtype=torch.float64, requires_grad=True) for n, size in sizes]
-    sinks = torch.randn(heads, dtype=torch.float64)
-    weight = torch.randn(tokens, heads, 6, dtype=torch.float64)
-    want = packed_attention(full[0], full[1], full[2], context(), scale=0.3, sinks_h=sinks)
-    grads = torch.autograd.grad((want * weight).sum(), full)
-    mine = [slice_tokens(t, group, 0).detach().requires_grad_() for t in full]
-    shared = PackedContext(bounds=BOUNDS, cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32), cp_group=group)
-    exchanges: list[int] = []
-    exchange = ulysses._exchange
-
-    def counted(*args: Any) -> Tensor:
-        exchanges.append(1)
-        return exchange(*args)
-
-    ulysses._exchange = counted  # type: ignore[assignment]
-    got = packed_attention(mine[0], mine[1], mine[2], shared, scale=0.3, sinks_h=sinks)
-    # Through the gather that losses see: every rank computes the same loss of whole documents.
-    mine_grads = torch.autograd.grad((gather_tokens(got, group) * weight).sum(), mine)
-    # Queries, keys and values together, and the outputs; and back.
-    assert len(exchanges) == 4
-    off = [(got - slice_tokens(want, group, 0)).abs().max()]
-    off += [(a - slice_tokens(b, group, 0)).abs().max() for a, b in zip(mine_grads, grads, strict=True)]
-    return float(max(off))
-
-
-@pytest.mark.parametrize(("nproc", "heads", "kv"), [(2, 4, 2), (2, 4, 1), (4, 8, 2), (4, 4, 4), (4, 12, 6)])
-def test_ulysses_equals_one_rank(nproc: int, heads: int, kv: int) -> None:
-    assert max(run_ranks(rank_ulysses, nproc, heads, kv)) < 1e-12
-
-
 def test_norm_agrees_with_float64() -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(3_000_001), torch.randn(7, 13) * 100, torch.zeros(0), torch.tensor(3.0)]
@@ -452,11 +411,11 @@ def test_many_kinds_of_flex_attention_stay_compiled(monkeypatch: pytest.MonkeyPa
 
     compiled = compile_flex(backend)
     monkeypatch.setattr(flex_module, "_flex_kernel", lambda kind: compiled)
-    kinds = itertools.product((1, 2, 4), (None, 5), (None, 4.0), (None, (-1, 0)))
+    kinds = itertools.product((1, 2), (None, 5), (None, 4.0), (None, (-1, 0)))
     for made, (heads, window, softcap, parents) in enumerate(kinds, 1):
         q = torch.randn(24, heads, 16)
         bounds = (0, 7, 24)
         borders = PackedContext(bounds=bounds, cu_seqlens=torch.tensor(bounds, dtype=torch.int32), parents=parents)
         flex(q, q, q, borders, 0.3, window, softcap, None)
         assert counts["calls"] == made
-    assert counts["graphs"] > 8
+    assert counts["graphs"] > 12

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,9 +158,12 @@ def test_large_small_and_odd_tensors_between_pools(tmp_path: Path, transport: st
     channels = [LinkChannel(links, BlockReader(), "p0/0", "p1/0", "1/x") for links in ends]
     assert channels[0].shares_memory == (transport == "ipc")
     out, back, pool = StreamDigest(in_host=True), StreamDigest(in_host=True), BlockPool()
-    for _ in param_sync._sent(iter(tensors), channels[:1], out, pool):
-        pass
-    found = dict(param_sync._received(channels[1], [], back))
+    with ThreadPoolExecutor(1) as receiver:
+        # While it is sent, or the sender would wait for memory that nobody has read.
+        receiving = receiver.submit(lambda: {n: t.clone() for n, t in param_sync._received(channels[1], [], back)})
+        for _ in param_sync._sent(iter(tensors), channels[:1], out, pool):
+            pass
+        found = receiving.result(60)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors)
     assert len(found) == len(tensors)
     assert out.digest() == back.digest()

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -45,22 +46,27 @@ class Key:
     path: bool
 
 
-def keys(cls: type, prefix: str = "", defaults: Any = None) -> Iterator[Key]:
-    """Yield every setting of a config class, depth first.
+def keys(cls: type, prefix: str = "") -> tuple[Key, ...]:
+    """Return every setting of a config class, depth first.
 
     Args:
         cls: The config class.
         prefix: The prefix of the dotted names.
-        defaults: An instance of the class that holds the defaults; by default, one with no arguments.
-
-    Yields:
-        One key per setting.
     """
-    hints, defaults = get_type_hints(cls), cls() if defaults is None else defaults
+    return _cached_keys(cls, prefix)  # type: ignore[arg-type]
+
+
+@cache
+def _cached_keys(cls: type, prefix: str) -> tuple[Key, ...]:
+    return tuple(_keys(cls, prefix, cls()))
+
+
+def _keys(cls: type, prefix: str, defaults: Any) -> Iterator[Key]:
+    hints = get_type_hints(cls)
     for f in fields(cls):
         name, hint, default = prefix + f.name, hints[f.name], getattr(defaults, f.name)
         if is_dataclass(hint) and isinstance(hint, type):
-            yield from keys(hint, f"{name}.", default)
+            yield from _keys(hint, f"{name}.", default)
         else:
             yield Key(name, _type_name(hint), default, f.metadata.get("help", ""), f.metadata.get("path", False))
 
@@ -126,20 +132,23 @@ def recipes_of(cls: type) -> list[str]:
     return sorted(p.stem for p in RECIPES.glob(f"{prefix}*.yaml"))
 
 
-def own_sections(cls: type) -> Iterator[tuple[str, str, type]]:
-    """Yield the sections that default to one of the top level, such as `actor.engine` to `engine`.
+def own_sections(cls: type) -> tuple[tuple[str, str, type], ...]:
+    """Return the sections that default to one of the top level, such as `actor.engine` to `engine`.
 
     Args:
         cls: The config class.
 
-    Yields:
-        The dotted name, the name of the section of the top level, and its class.
+    Returns:
+        The dotted name of each, the name of the section of the top level, and its class.
     """
+    hints = get_type_hints(cls)
+    sections: list[tuple[str, str, type]] = []
     for key in keys(cls):
         parent = key.name.rpartition(".")[2]
-        hint = get_type_hints(cls).get(parent)
+        hint = hints.get(parent)
         if "." in key.name and isinstance(hint, type) and is_dataclass(hint):
-            yield key.name, parent, hint
+            sections.append((key.name, parent, hint))
+    return tuple(sections)
 
 
 def parse(cls: type[Config], argv: Sequence[str], usage: str = "") -> Config:

@@ -20,26 +20,18 @@ from pathlib import Path
 from typing import Any
 
 PRELOAD = (
-    "torch",
-    "torch.distributed.fsdp",
+    "drivetrain.tests.helpers.preloaded.imports",
     "torch.distributed.run",
-    "transformers",
-    "transformers.models.qwen3.modeling_qwen3",
-    "peft",
-    "accelerate",
     "datasets",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "drivetrain.cli",
-    "drivetrain.engine.fsdp.engine",
-    "drivetrain.engine.mcore.engine",
-    "drivetrain.trainers.offline.run",
-    "drivetrain.trainers.rl.trainer",
-    "drivetrain.workers.process.worker",
 )
 ANY = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES", "GLOO_"),
     *("DRIVETRAIN_", "PYTEST_", "COLUMNS", "LINES", "CUBLAS_", "NVTE_", "WANDB_SERVICE", "_TORCHINDUCTOR"),
+    # What torchrun sets for NCCL, and `drivetrain serve` for the hub's bars.
+    *("TORCH_NCCL_", "HF_HUB_DISABLE_PROGRESS_BARS"),
 )
 """The beginnings of the variables that no import reads, or that libraries set while they work."""
 SET_HERE = ("PYTHON", "PYTHONPATH", "PWD", "OLDPWD", "SHLVL", "_")
@@ -216,8 +208,10 @@ def _kill(pid: int) -> None:
 if __name__ == "__main__":
     # Before the imports: who connects meanwhile waits for them.
     server = Server(*sys.argv[1:])
+    gc.disable()
     for name in PRELOAD:
         import_module(name)
     # A collection in a fork would walk through all of it, half a second each time.
     gc.freeze()
+    gc.enable()
     server.serve()
