@@ -78,10 +78,12 @@ class ContinuousGenerator(BaseGenerator):
             raise stream.error
         if stream.error is not None:
             raise self._unfit(stream.error) from stream.error
-        found = stream.log_probs[0]
-        if not abs(expected[stream.tokens[0]] - found) <= (1e-3 if self.config.dtype == "float32" else 0.1):
+        log_prob = stream.log_probs[0]
+        if not abs(expected[stream.tokens[0]] - log_prob) <= (1e-3 if self.config.dtype == "float32" else 0.1):
             raise self._unfit(
-                ModelError(f"a log-probability is {found:.4f}, and {expected[stream.tokens[0]]:.4f} in a plain forward pass")
+                ModelError(
+                    f"a log-probability is {log_prob:.4f}, and {expected[stream.tokens[0]]:.4f} in a plain forward pass"
+                )
             )
         self.drop_caches()
         self.reset_stats()
@@ -111,8 +113,8 @@ class ContinuousGenerator(BaseGenerator):
             processor.scheduler.block_new_requests = False
             if not processor.prepare_next_batch():
                 raise RuntimeError("transformers' scheduler has requests, but selects none of them")
-        own = self._lm.model.config._attn_implementation == IMPLEMENTATION
-        processor._generation_step(_PagedModel(self._lm.model, self._sampler) if own else self._lm.model)
+        is_paged = self._lm.model.config._attn_implementation == IMPLEMENTATION
+        processor._generation_step(_PagedModel(self._lm.model, self._sampler) if is_paged else self._lm.model)
         processor.update_batch()
         sampler = self._sampler
         self.prefill_tokens += sampler.prefill_tokens
@@ -175,10 +177,10 @@ class ContinuousGenerator(BaseGenerator):
         for number, (parent, *children) in enumerate(parents):
             parent_name = f"{name}.{number}"
             for i, stream in enumerate((parent, *children)):
-                own = f"{parent_name}{_CHILD}{i - 1}" if i else parent_name
-                self._streams[own], self._names[stream.id] = stream, own
+                request_name = f"{parent_name}{_CHILD}{i - 1}" if i else parent_name
+                self._streams[request_name], self._names[stream.id] = stream, request_name
                 if children:
-                    self._unborn.add(own)
+                    self._unborn.add(request_name)
             self._processor.scheduler.add_waiting_request(
                 RequestState(
                     request_id=parent_name,
@@ -229,14 +231,14 @@ class ContinuousGenerator(BaseGenerator):
             "auto_switch_to_flash": self.config.dtype == "bfloat16",
             "safety_margin": 0.0,
         }
-        known = {field.name for field in fields(ContinuousBatchingConfig)}
-        if "page_size" not in known:
+        field_names = {field.name for field in fields(ContinuousBatchingConfig)}
+        if "page_size" not in field_names:
             # Its name before transformers 5.20.
             settings["block_size"] = self._page
         manager = _Manager(
             self._lm.model,
             GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1),
-            ContinuousBatchingConfig(**{name: value for name, value in settings.items() if name in known}),
+            ContinuousBatchingConfig(**{name: value for name, value in settings.items() if name in field_names}),
             self._sampler,
         )
         self._blocks = blocks

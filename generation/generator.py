@@ -282,20 +282,20 @@ class BaseGenerator(ABC):
                 streams.append([])
                 for sample in range(options.samples):
                     streams[-1].append(self._enqueue(f"prompt {i}", prompt, options, None, row, sample))
-            rest = [stream for some in streams for stream in some]
-            while rest:
+            open_streams = [stream for samples in streams for stream in samples]
+            while open_streams:
                 if not self.step():
                     raise ConfigError("the generator is paused; call resume()")
-                for stream in rest:
+                for stream in open_streams:
                     if stream.error is not None:
                         raise stream.error
-                rest = [stream for stream in rest if not stream.ended]
+                open_streams = [stream for stream in open_streams if not stream.ended]
         finally:
-            for some in streams:
-                for stream in some:
+            for samples in streams:
+                for stream in samples:
                     if not stream.ended:
                         self.cancel(stream.id)
-        return [[stream.result() for stream in some] for some in streams]
+        return [[stream.result() for stream in samples] for samples in streams]
 
     def pause(self) -> None:
         """Stop generating until `resume`. Requests and their caches stay."""

@@ -100,14 +100,14 @@ def _index(order: Any, device: torch.device | str) -> Tensor | None:
 
 def _groups(queries: Sequence[int], keys: Sequence[int]) -> list[list[int]]:
     """Return the requests that are computed together: those of one token and of similar length, the longest first, and others alone."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for i in sorted((i for i, tokens in enumerate(queries) if tokens == 1), key=lambda i: -keys[i]):
-        width = keys[found[-1][0]] if found else 0
-        if found and width - keys[i] <= max(_LEAST_PADDING, width // _PADDING_SHARE):
-            found[-1].append(i)
+        width = keys[groups[-1][0]] if groups else 0
+        if groups and width - keys[i] <= max(_LEAST_PADDING, width // _PADDING_SHARE):
+            groups[-1].append(i)
         else:
-            found.append([i])
-    return found + [[i] for i, tokens in enumerate(queries) if tokens > 1]
+            groups.append([i])
+    return groups + [[i] for i, tokens in enumerate(queries) if tokens > 1]
 
 
 def _causal_mask(queries: int, keys: int, window: int | None) -> Tensor | None:

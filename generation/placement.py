@@ -35,20 +35,20 @@ class GeneratorPlacement:
             raise ConfigError(f"to({place!r}, {part!r}): the parts of a rollout model are 'parameters' and 'cache'")
         if place not in ("device", "host", "absent"):
             raise ConfigError(f"to({place!r}): a rollout model can be on 'device' or 'host', or 'absent'")
-        found = cast("GeneratorPlace", place)
+        target = cast("GeneratorPlace", place)
         if part == "cache":
-            if found == "host":
+            if target == "host":
                 raise ConfigError("to('host', 'cache'): a cache is not kept on the host; use 'absent'")
-            if found == "device" and self.parameters != "device":
+            if target == "device" and self.parameters != "device":
                 raise ConfigError(
                     f"to('device', 'cache') while the parameters are {_where(self.parameters)}; move these to the device first"
                 )
-            return replace(self, cache=found)
-        if (self.parameters, found) == ("absent", "host"):
+            return replace(self, cache=target)
+        if (self.parameters, target) == ("absent", "host"):
             raise ConfigError("to('host') while the parameters are absent; load them on the device first")
-        if found != "device":
-            return replace(self, parameters=found, cache="absent")
-        return replace(self, parameters=found, cache="device" if part is None else self.cache)
+        if target != "device":
+            return replace(self, parameters=target, cache="absent")
+        return replace(self, parameters=target, cache="device" if part is None else self.cache)
 
 
 def _where(place: GeneratorPlace) -> str:

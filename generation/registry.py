@@ -57,15 +57,15 @@ def generators() -> dict[str, GeneratorSpec]:
     Raises:
         ConfigError: Two of them have the same name.
     """
-    known = dict(_GENERATORS)
+    specs = dict(_GENERATORS)
     for point in entry_points(group=ENTRY_POINT_GROUP):
-        if point.name in known:
+        if point.name in specs:
             raise ConfigError(
-                f"two generators are called {point.name!r}: {known[point.name].generator} and the entry point {point.value}; "
+                f"two generators are called {point.name!r}: {specs[point.name].generator} and the entry point {point.value}; "
                 "uninstall one of the two packages, or rename its entry point"
             )
-        known[point.name] = GeneratorSpec(generator=point.value)
-    return dict(sorted(known.items()))
+        specs[point.name] = GeneratorSpec(generator=point.value)
+    return dict(sorted(specs.items()))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,15 +83,15 @@ def generator_class(name: str) -> "type[BaseGenerator]":
     Raises:
         ConfigError: There is no such generator, or a module that it requires is not installed.
     """
-    known = generators()
+    specs = generators()
     if ":" in name:
         spec = GeneratorSpec(generator=name)
-    elif name in known:
-        spec = known[name]
+    elif name in specs:
+        spec = specs[name]
     else:
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "give one of your own as module:class"
-        raise ConfigError(f"generator={name!r} is unknown; available: {', '.join(known)}; {hint}")
+        close_matches = get_close_matches(name, specs, n=1)
+        hint = f"did you mean {close_matches[0]!r}?" if close_matches else "give one of your own as module:class"
+        raise ConfigError(f"generator={name!r} is unknown; available: {', '.join(specs)}; {hint}")
     if spec.needs is not None and find_spec(spec.needs) is None:
         raise ConfigError(
             f"generator={name} needs {spec.needs}, which is not installed: pip install 'drivetrain[{spec.extra}]', or use another "
@@ -99,10 +99,10 @@ def generator_class(name: str) -> "type[BaseGenerator]":
         )
     module, _, attribute = spec.generator.partition(":")
     try:
-        found: type[BaseGenerator] = getattr(import_module(module), attribute)
+        generator: type[BaseGenerator] = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as e:
         raise ConfigError(f"generator={name}: {spec.generator} cannot be imported: {e}") from e
-    return found
+    return generator
 
 
 def build_generator(config: RolloutConfig) -> "BaseGenerator":

@@ -69,8 +69,8 @@ def sample_tokens(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], lis
         logits include NaN or positive infinity is not finite.
     """
     chosen, log_probs = choose(logits, draws)
-    found = torch.stack([chosen.double(), log_probs.double()]).tolist()
-    return [int(token) for token in found[0]], found[1]
+    pairs = torch.stack([chosen.double(), log_probs.double()]).tolist()
+    return [int(token) for token in pairs[0]], pairs[1]
 
 
 def choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
@@ -91,8 +91,8 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
     else:
         chosen = scaled.argmax(-1)
         if sampled:
-            rows, some = torch.tensor(sampled, device=device), [draws[row] for row in sampled]
-            chosen[rows] = _invert(_allowed(scaled[rows], some), some)
+            rows, row_draws = torch.tensor(sampled, device=device), [draws[row] for row in sampled]
+            chosen[rows] = _invert(_allowed(scaled[rows], row_draws), row_draws)
     return chosen, log_probs.gather(1, chosen[:, None])[:, 0]
 
 
@@ -130,8 +130,8 @@ def _allowed(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
         return scores
     rows = torch.tensor(filtered, device=scores.device)
     options = [draws[row].options for row in filtered]
-    some, vocabulary = scores[rows], scores.shape[-1]
-    ordered, order = some.sort(-1, descending=True)
+    row_scores, vocabulary = scores[rows], scores.shape[-1]
+    ordered, order = row_scores.sort(-1, descending=True)
     kept = torch.tensor([min(o.top_k or vocabulary, vocabulary) for o in options], device=scores.device)
     # Tokens as likely as the last one that top_k allows are allowed too: which of them came first would be arbitrary.
     least = ordered.gather(1, (kept - 1)[:, None])
@@ -142,4 +142,4 @@ def _allowed(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
     outside = (_cumulative(probabilities) - probabilities >= top_p[:, None]) & (top_p[:, None] < 1)
     outside[:, 0] = False
     ordered = ordered.masked_fill(outside, -torch.inf)
-    return scores.index_copy(0, rows, torch.full_like(some, -torch.inf).scatter(1, order, ordered))
+    return scores.index_copy(0, rows, torch.full_like(row_scores, -torch.inf).scatter(1, order, ordered))

@@ -150,8 +150,8 @@ class Scheduler(ABC, Generic[R]):
             with self._lock:
                 self._polled.discard(request_id)
         with self._lock:
-            rest, self._cancelled = self._cancelled, []
-        for request_id in rest:
+            remaining, self._cancelled = self._cancelled, []
+        for request_id in remaining:
             events += self.end(request_id)
         events += self.execute()
         return events

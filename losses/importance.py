@@ -74,16 +74,16 @@ def rejection_bounds(kind: str, limit: float | tuple[float, float]) -> tuple[flo
     """
     if kind not in get_args(Rejection):
         raise ConfigError(f"rejection.{kind}: there is no such criterion; choose one of {', '.join(get_args(Rejection))}")
-    given: Any = [limit] if isinstance(limit, (int, float)) else limit
-    numbers = [float(n) for n in given if isinstance(n, (int, float)) and not isinstance(n, bool) and 0 < n < math.inf]
-    if len(numbers) == len(given):
+    bounds: Any = [limit] if isinstance(limit, (int, float)) else limit
+    numbers = [float(n) for n in bounds if isinstance(n, (int, float)) and not isinstance(n, bool) and 0 < n < math.inf]
+    if len(numbers) == len(bounds):
         if not kind.endswith("k1") and len(numbers) == 1:
             return -math.inf, numbers[0]
         low, high = (1 / numbers[0], numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[-1])
         if kind.endswith("k1") and len(numbers) <= 2 and low < 1 < high:
             return math.log(low), math.log(high)
-    wanted = "[LOW, HIGH] around a ratio of 1, or HIGH alone" if kind.endswith("k1") else "one number above 0"
-    raise ConfigError(f"rejection.{kind}={limit}; give it {wanted}")
+    expected = "[LOW, HIGH] around a ratio of 1, or HIGH alone" if kind.endswith("k1") else "one number above 0"
+    raise ConfigError(f"rejection.{kind}={limit}; give it {expected}")
 
 
 def accepted_tokens(

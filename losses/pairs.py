@@ -127,8 +127,8 @@ def log_odds(log_prob: Tensor) -> Tensor:
     near_one = log_prob > -0.6931471805599453
     # Models compute in float32 at best, so a log-probability of 0 is a rounding artifact, and its infinite odds would end the
     # run.
-    near = log_prob.clamp(max=-torch.finfo(torch.float32).eps / 2)
-    safe_near, safe_far = torch.where(near_one, near, -0.5), torch.where(near_one, -1.0, log_prob)
+    clamped = log_prob.clamp(max=-torch.finfo(torch.float32).eps / 2)
+    safe_near, safe_far = torch.where(near_one, clamped, -0.5), torch.where(near_one, -1.0, log_prob)
     return log_prob - torch.where(near_one, torch.log(-torch.expm1(safe_near)), torch.log1p(-torch.exp(safe_far)))
 
 

@@ -148,8 +148,8 @@ class ByName:
         if isinstance(chosen, str):
             kind = cls.registry.get(chosen)
             chosen = kind(**{f.name: settings[f.name] for f in fields(kind) if f.name in settings})
-        own = {f.name: settings[f.name] for f in fields(cls) if f.name in settings}  # type: ignore[arg-type]
-        return cls(**{**own, cls.part: chosen})
+        own_settings = {f.name: settings[f.name] for f in fields(cls) if f.name in settings}  # type: ignore[arg-type]
+        return cls(**{**own_settings, cls.part: chosen})
 
     @classmethod
     def setting_names(cls) -> set[str]:
@@ -158,11 +158,11 @@ class ByName:
 
     def settings(self) -> dict[str, Any]:
         """Return the flat settings, the inverse of `from_settings`. An object that is not registered stands for itself."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        chosen = own[self.part]
+        own_settings = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        chosen = own_settings[self.part]
         if self.registry.all().get(chosen.name) is not type(chosen):
-            return own
-        return {**own, self.part: chosen.name, **{f.name: getattr(chosen, f.name) for f in fields(chosen)}}
+            return own_settings
+        return {**own_settings, self.part: chosen.name, **{f.name: getattr(chosen, f.name) for f in fields(chosen)}}
 
     def with_settings(self, **changes: Any) -> Self:
         """Return a configuration with changed flat settings. Another object keeps those settings that the one before it has too.
@@ -201,12 +201,12 @@ def with_settings_of(registry: LossRegistry[Any], part: str) -> Callable[[type[S
     """
 
     def extend(cls: type[SettingsClass]) -> type[SettingsClass]:
-        own, types = cls.__annotations__, dict[str, Any]()
+        annotations, types = cls.__annotations__, dict[str, Any]()
         lines: dict[str, dict[str, list[str]]] = {}
         for name, kind in registry.all().items():
             hints = get_type_hints(kind)
             for f in fields(kind):
-                if f.name in own:
+                if f.name in annotations:
                     raise ConfigError(
                         f"the setting {f.name} of {registry.kind}={name} is one of {cls.__name__} itself; give it another name"
                     )
@@ -219,7 +219,11 @@ def with_settings_of(registry: LossRegistry[Any], part: str) -> Callable[[type[S
             setattr(cls, name, setting(None, "; ".join(f"{', '.join(names)}: {line}" for line, names in by_help.items())))
         names: Any = Literal[tuple(registry.all())]  # type: ignore[misc]
         nullable = {name: hint | None for name, hint in types.items()}
-        cls.__annotations__ = {part: names | None, **nullable, **{name: hint for name, hint in own.items() if name != part}}
+        cls.__annotations__ = {
+            part: names | None,
+            **nullable,
+            **{name: hint for name, hint in annotations.items() if name != part},
+        }
         return cls
 
     return extend

@@ -29,19 +29,19 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
         ConfigError: A word is no such setting.
     """
     settings: dict[str, Any] = {}
-    known = {field.name for field in fields(RolloutConfig)} - {"model", "generator", "options"}
+    field_names = {field.name for field in fields(RolloutConfig)} - {"model", "generator", "options"}
     for word in words:
-        name, given, value = word.partition("=")
-        target, own = settings, name
+        name, separator, value = word.partition("=")
+        target, field_name = settings, name
         if name.startswith("options."):
-            target, own = settings.setdefault("options", {}), name.removeprefix("options.")
-        elif name not in known:
+            target, field_name = settings.setdefault("options", {}), name.removeprefix("options.")
+        elif name not in field_names:
             raise ConfigError(
-                f"{word!r} is not a setting with a value; the settings are {', '.join(sorted(known))}, options.NAME"
+                f"{word!r} is not a setting with a value; the settings are {', '.join(sorted(field_names))}, options.NAME"
             )
-        if not given or not own:
+        if not separator or not field_name:
             raise ConfigError(f"{word!r} has no value; write {name}=VALUE")
-        target[own] = yaml.safe_load(value)
+        target[field_name] = yaml.safe_load(value)
     return settings
 
 

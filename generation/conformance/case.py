@@ -78,8 +78,8 @@ class Case:
         with torch.no_grad():
             logits = self.models[model](torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
         expected = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
-        found: list[float] = expected.tolist()
-        return found
+        log_probs_list: list[float] = expected.tolist()
+        return log_probs_list
 
 
 def expect(condition: bool, message: str) -> None:
@@ -100,11 +100,13 @@ def expect_error(kinds: type[Exception], what: str, run: Callable[[], Any]) -> N
 
 
 def expect_log_probs(
-    found: Sequence[float], reference: Sequence[float], what: str, tolerance: float = LOG_PROB_TOLERANCE
+    log_probs: Sequence[float], reference: Sequence[float], what: str, tolerance: float = LOG_PROB_TOLERANCE
 ) -> None:
     """Check log-probabilities."""
-    expect(len(found) == len(reference), f"{what}: there are {len(found)} log-probabilities for {len(reference)} tokens")
-    difference = max((abs(a - b) / max(1.0, abs(b)) for a, b in zip(found, reference, strict=True)), default=0.0)
+    expect(
+        len(log_probs) == len(reference), f"{what}: there are {len(log_probs)} log-probabilities for {len(reference)} tokens"
+    )
+    difference = max((abs(a - b) / max(1.0, abs(b)) for a, b in zip(log_probs, reference, strict=True)), default=0.0)
     expect(difference <= tolerance, f"{what}: log-probabilities differ by {difference:.1e}")
 
 

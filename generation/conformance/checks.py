@@ -37,8 +37,8 @@ def log_probs(case: Case) -> None:
     with case.generator() as generator:
         for more in ({}, {"top_k": 40}, {"top_p": 0.8}, {"top_k": 50, "top_p": 0.9, "temperature": 0.6}):
             settings = replace(options, **more)
-            for some in generator.generate(PROMPTS, settings):
-                for answer in some:
+            for samples in generator.generate(PROMPTS, settings):
+                for answer in samples:
                     reference = case.log_probs(answer.prompt, answer.response, settings.temperature)
                     tolerance = LOG_PROB_TOLERANCE / min(settings.temperature, 1.0)
                     expect_log_probs(answer.log_probs, reference, str(more), tolerance)
@@ -72,12 +72,12 @@ def seeds(case: Case) -> None:
     """A response depends on its seed, row and sample, and on nothing else."""
     options = SamplingOptions(max_tokens=8, temperature=2.0, samples=2, seed=7)
     with case.generator() as generator:
-        all_at_once = [[a.response for a in some] for some in generator.generate(PROMPTS, options)]
-        again = [[a.response for a in some] for some in generator.generate(PROMPTS, options)]
+        all_at_once = [[a.response for a in samples] for samples in generator.generate(PROMPTS, options)]
+        again = [[a.response for a in samples] for samples in generator.generate(PROMPTS, options)]
         expect(again == all_at_once, "the same seed gives different responses")
         alone = [[a.response for a in generator.generate([p], options, [i])[0]] for i, p in enumerate(PROMPTS)]
         expect(alone == all_at_once, "a response depends on the other prompts of its batch")
-        other = [[a.response for a in some] for some in generator.generate(PROMPTS, replace(options, seed=8))]
+        other = [[a.response for a in samples] for samples in generator.generate(PROMPTS, replace(options, seed=8))]
         expect(other != all_at_once, "another seed gives the same responses")
         same = generator.generate([PROMPTS[0]] * 2, options)
         expect(same[0][0].response != same[1][0].response, "the same prompt in another row gets the same response")
@@ -113,33 +113,39 @@ def stops(case: Case) -> None:
 def streams(case: Case) -> None:
     """Tokens come one after the other, of several requests at the same time."""
     with case.generator() as generator:
-        found = [generator.submit(prompt, GREEDY, f"r{i}") for i, prompt in enumerate(PROMPTS)]
-        first = next(iter(found[-1]))
-        expect(len(found[-1].tokens) < GREEDY.max_tokens, "the first token comes with the last one")
-        expect(first.token == found[-1].tokens[0], "the first token that is read is not the first one")
-        expect_error(ConfigError, "a second request of the same id", lambda: generator.submit([5], GREEDY, found[-1].id))
-        for stream in found:
-            rest = list(stream)
+        streams_of_prompts = [generator.submit(prompt, GREEDY, f"r{i}") for i, prompt in enumerate(PROMPTS)]
+        first = next(iter(streams_of_prompts[-1]))
+        expect(len(streams_of_prompts[-1].tokens) < GREEDY.max_tokens, "the first token comes with the last one")
+        expect(first.token == streams_of_prompts[-1].tokens[0], "the first token that is read is not the first one")
+        expect_error(
+            ConfigError, "a second request of the same id", lambda: generator.submit([5], GREEDY, streams_of_prompts[-1].id)
+        )
+        for stream in streams_of_prompts:
+            remaining = list(stream)
             expect(stream.ended, "a stream ends, and its request does not")
-            expect([token.token for token in rest] == stream.tokens[len(stream.tokens) - len(rest) :], "tokens are lost")
+            expect(
+                [token.token for token in remaining] == stream.tokens[len(stream.tokens) - len(remaining) :], "tokens are lost"
+            )
             expect_greedy(case, stream, 0, 0, "as a stream")
         stats = generator.stats()
         expect((stats.waiting, stats.running) == (0, 0), f"requests are left: {stats}")
-        expect(stats.tokens == sum(len(stream.tokens) for stream in found), f"{stats.tokens} tokens were counted")
+        expect(stats.tokens == sum(len(stream.tokens) for stream in streams_of_prompts), f"{stats.tokens} tokens were counted")
 
 
 def cancel(case: Case) -> None:
     """A request that is cancelled ends as `aborted`, with the tokens so far; the others do not notice."""
     long = replace(GREEDY, max_tokens=40, ignore_eos=True)
     with case.generator() as generator:
-        found = [generator.submit(prompt, long, f"r{i}") for i, prompt in enumerate(PROMPTS)]
+        streams = [generator.submit(prompt, long, f"r{i}") for i, prompt in enumerate(PROMPTS)]
         same = generator.submit(PROMPTS[0], long, "same")
-        reader = iter(found[0])
+        reader = iter(streams[0])
         for _ in range(3):
             next(reader)
         expect(generator.cancel("r0"), "a running request is not found")
-        count = len(found[0].tokens)
-        expect(found[0].finish_reason == "aborted", f"the finish reason of a cancelled request is {found[0].finish_reason}")
+        count = len(streams[0].tokens)
+        expect(
+            streams[0].finish_reason == "aborted", f"the finish reason of a cancelled request is {streams[0].finish_reason}"
+        )
         expect(3 <= count < 40, f"a request that was cancelled after 3 tokens has {count}")
         expect(not generator.cancel("r0"), "a request can be cancelled twice")
         expect(not generator.cancel("nobody"), "a request that does not exist can be cancelled")
@@ -149,18 +155,18 @@ def cancel(case: Case) -> None:
         again = generator.submit(PROMPTS[0], long, "r0")
         while generator.step():
             pass
-        expect(len(found[0].tokens) == count, "a cancelled request gets more tokens")
-        for stream in [*found[1:], same, again]:
+        expect(len(streams[0].tokens) == count, "a cancelled request gets more tokens")
+        for stream in [*streams[1:], same, again]:
             expect(stream.finish_reason == "length", f"the others end with {stream.finish_reason}")
             expect(stream.tokens == _greedy_to_the_end(case, stream.prompt, 40), "the others get other tokens")
-        expect(found[0].tokens == again.tokens[:count], "the tokens so far are not those of the whole response")
+        expect(streams[0].tokens == again.tokens[:count], "the tokens so far are not those of the whole response")
 
 
 def _greedy_to_the_end(case: Case, prompt: Sequence[int], count: int) -> list[int]:
-    found: list[int] = []
-    while len(found) < count:
-        found += case.greedy([*prompt, *found], count - len(found))
-    return found
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens += case.greedy([*prompt, *tokens], count - len(tokens))
+    return tokens
 
 
 def pause(case: Case) -> None:
@@ -187,18 +193,18 @@ def weights_in_flight(case: Case) -> None:
     long = replace(GREEDY, max_tokens=30, ignore_eos=True)
     prompts = [PROMPTS[5], PROMPTS[0], PROMPTS[4]]
     with case.generator() as generator:
-        found = [generator.submit(prompt, long) for prompt in prompts]
+        streams = [generator.submit(prompt, long) for prompt in prompts]
         for _ in range(5):
             generator.step()
-        counts = [len(stream.tokens) for stream in found]
+        counts = [len(stream.tokens) for stream in streams]
         expect(any(counts), "after 5 steps no request has a token")
         generator.load_weights(case.weights())
-        expect([len(stream.tokens) for stream in found] == counts, "tokens were lost or made while weights were loaded")
+        expect([len(stream.tokens) for stream in streams] == counts, "tokens were lost or made while weights were loaded")
         # Their prompts are in the cache of the old weights.
         fresh = [generator.submit(prompt, long) for prompt in prompts]
         while generator.step():
             pass
-        for stream, count in zip(found + fresh, counts + [0] * len(fresh), strict=True):
+        for stream, count in zip(streams + fresh, counts + [0] * len(fresh), strict=True):
             expect(len(stream.tokens) == 30, f"a response has {len(stream.tokens)} tokens of 30 ({stream.error})")
             expect(
                 stream.versions == [0] * count + [1] * (30 - count),
@@ -305,8 +311,11 @@ def shared_prompts(case: Case) -> None:
     prompt, samples = PROMPTS[5], 8
     with case.generator() as generator:
         generator.generate([prompt], SamplingOptions(max_tokens=4, samples=samples, seed=1))
-        found, most = generator.stats().prefill_tokens, len(prompt) + samples
-        expect(found <= most, f"{found} tokens were processed for a prompt of {len(prompt)} and {samples} responses")
+        prefill_tokens, most = generator.stats().prefill_tokens, len(prompt) + samples
+        expect(
+            prefill_tokens <= most,
+            f"{prefill_tokens} tokens were processed for a prompt of {len(prompt)} and {samples} responses",
+        )
 
 
 CHECKS: dict[str, Callable[[Case], None]] = {

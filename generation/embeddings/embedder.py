@@ -118,25 +118,25 @@ class Embedder:
             self.check(text)
         # Texts of similar length together, so that little is padded.
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-        found: list[Tensor | None] = [None] * len(texts)
+        embeddings: list[Tensor | None] = [None] * len(texts)
         batch: list[int] = []
         for i in order:
             tokens = sum(len(texts[j]) for j in batch) if self.packs else len(batch) * len(texts[batch[0]]) if batch else 0
             step = len(texts[i]) if self.packs or not batch else len(texts[batch[0]])
             if batch and (len(batch) >= self._config.max_batch_size or tokens + step > self._config.target_tokens_per_batch):
-                self._run(texts, batch, found)
+                self._run(texts, batch, embeddings)
                 batch = []
             batch.append(i)
         if batch:
-            self._run(texts, batch, found)
-        return torch.stack([row for row in found if row is not None]) if texts else torch.zeros(0, 0)
+            self._run(texts, batch, embeddings)
+        return torch.stack([row for row in embeddings if row is not None]) if texts else torch.zeros(0, 0)
 
     def close(self) -> None:
         """Free the model."""
         del self._model
         free_memory(self.device)
 
-    def _run(self, texts: Sequence[Sequence[int]], batch: Sequence[int], found: list[Tensor | None]) -> None:
+    def _run(self, texts: Sequence[Sequence[int]], batch: Sequence[int], embeddings: list[Tensor | None]) -> None:
         chosen = [texts[i] for i in batch]
         rows = self._packed(chosen) if self.packs else self._padded(chosen)
         rows = self._finish(rows).float().cpu()
@@ -145,7 +145,7 @@ class Embedder:
                 f"{self._config.model.path} computes NaN or infinity; its weights or its number format are at fault"
             )
         for i, row in zip(batch, rows, strict=True):
-            found[i] = row
+            embeddings[i] = row
 
     def _packed(self, texts: Sequence[Sequence[int]]) -> Tensor:
         ids = torch.tensor([[token for text in texts for token in text]], device=self.device)

@@ -152,9 +152,9 @@ def _read(path: Path, default: Any) -> Any:
     if not path.is_file():
         return default
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError) as e:
         raise ModelError(f"{path} cannot be read: {e}; the file is damaged") from e
-    if isinstance(default, dict) and not isinstance(found, dict):
+    if isinstance(default, dict) and not isinstance(content, dict):
         raise ModelError(f"{path} is no object; the file is damaged")
-    return found
+    return content

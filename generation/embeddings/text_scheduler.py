@@ -78,9 +78,9 @@ def _one_by_one(embed: Callable[[Sequence[list[int]]], Tensor], texts: list[list
     if not texts:
         return []
     try:
-        found = list(embed(texts))
+        embeddings = list(embed(texts))
         progress.advance()
-        return found
+        return embeddings
     except Exception as e:  # the request's
         if len(texts) == 1:
             return [e]

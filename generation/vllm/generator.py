@@ -117,11 +117,11 @@ class VLLMGenerator(BaseGenerator):
             if output.request_id not in self._streams:
                 continue
             stream = self._streams[output.request_id]
-            (found,) = output.outputs
+            (completion,) = output.outputs
             # With the first tokens of a request.
             if self._begun.pop(output.request_id, -1) == len(stream.tokens):
                 self.prefill_tokens += len(stream.so_far) - (output.num_cached_tokens or 0)
-            for token, log_probs in zip(found.token_ids, found.logprobs or (), strict=True):
+            for token, log_probs in zip(completion.token_ids, completion.logprobs or (), strict=True):
                 if stream.ended:
                     break
                 self.add_token(stream, token, log_probs[token].logprob)

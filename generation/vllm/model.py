@@ -91,10 +91,10 @@ class VLLMModel:
             if tp > 1:
                 # It binds each worker to a NUMA node of its own, and refuses to start where there are fewer.
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            own: dict[str, Any] = {"enforce_eager": True, "block_size": _BLOCK_TOKENS_CPU}
+            device_arguments: dict[str, Any] = {"enforce_eager": True, "block_size": _BLOCK_TOKENS_CPU}
         else:
-            own = gpu_arguments(config, gpu, memory_needs(config), tp=tp, joined=joined)
-            if own.get("disable_custom_all_reduce"):
+            device_arguments = gpu_arguments(config, gpu, memory_needs(config), tp=tp, joined=joined)
+            if device_arguments.get("disable_custom_all_reduce"):
                 # Its rendezvous takes GPUs that have the same index in different processes for one GPU.
                 os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
         return {
@@ -115,7 +115,7 @@ class VLLMModel:
             # The first of vLLM's runners reads the tokens of a request before the next one is drawn; with the second one, a step would
             # be under way when new weights come.
             "async_scheduling": False,
-            **own,
+            **device_arguments,
             **{name: value for name, value in config.options.items() if name not in _OWN},
         }
 
@@ -253,8 +253,8 @@ def check_version(version: str) -> None:
         ConfigError: It is not supported.
     """
     first, beyond = SUPPORTED
-    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if not first <= found < beyond:
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if not first <= numbers < beyond:
         raise ConfigError(
             f"vLLM {version} is installed; generator=vllm was tried with {'.'.join(map(str, first))} and not with "
             f"{'.'.join(map(str, beyond))}: pip install 'vllm>={'.'.join(map(str, first))},<{'.'.join(map(str, beyond))}'"

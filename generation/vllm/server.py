@@ -140,10 +140,10 @@ class VLLMServerGenerator(BaseGenerator):
         if choice["finish_reason"] not in (None, "stop", "length"):
             raise ModelError(f"vLLM's server ended a request with {choice['finish_reason']!r}")
         self.prefill_tokens -= cached
-        for token, found in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+        for token, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
             if stream.ended:
                 break
-            log_prob = found["logprob"]
+            log_prob = entry["logprob"]
             self.add_token(stream, token, log_prob if log_prob > _LOWEST else math.nan)
 
     def server_error(self, error: Exception) -> Exception:
@@ -206,8 +206,8 @@ class VLLMServerGenerator(BaseGenerator):
         self._streams, self._names, self._readers = {}, {}, {}
         if self._server is None or self._server.lost or self.placement != GeneratorPlacement():
             return
-        found = self._server.post("/reset_prefix_cache", parameters={"reset_running_requests": True})
-        if not found["success"]:
+        reply = self._server.post("/reset_prefix_cache", parameters={"reset_running_requests": True})
+        if not reply["success"]:
             raise ModelError("vLLM did not drop its cache of prefixes; tokens of old weights would follow")
 
     def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -26,8 +26,8 @@ def reload_weights(
     runner: Any, *, weights_path: str | None = None, weights_iterator: Iterable[tuple[str, Tensor]] | None = None
 ) -> None:
     """Load new weights into the model of one of vLLM's workers."""
-    given = {"weights_path": weights_path} if weights_path is not None else {"weights_iterator": weights_iterator}
-    runner.reload_weights(**given)
+    arguments = {"weights_path": weights_path} if weights_path is not None else {"weights_iterator": weights_iterator}
+    runner.reload_weights(**arguments)
     model = runner.get_model()
     if getattr(runner.model_config.hf_text_config, "tie_word_embeddings", False):
         # Their head keeps a copy of the embedding in the layout of its kernel.

@@ -56,7 +56,7 @@ class Block:
 
     def is_free(self, wait_s: float = 0.0) -> bool:
         """Wait for at most this long; return whether the memory may change."""
-        if all(some.wait(0.0 if self.is_late else wait_s) for some in self.in_flight):
+        if all(transfer.wait(0.0 if self.is_late else wait_s) for transfer in self.in_flight):
             self.in_flight, self.is_late = [], False
             return True
         self.is_late = self.is_late or wait_s > 0

@@ -198,9 +198,11 @@ class Links:
             WorkerLostError: The peer sends nothing in time.
         """
         views = [memoryview(piece).cast("B") for piece in pieces]
-        wanted = sum(view.nbytes for view in views)
-        if wanted != header.size:
-            raise ManifestError(f"{header.source} sends {header.size} bytes of {header.title!r}, but {wanted} are expected")
+        expected_bytes = sum(view.nbytes for view in views)
+        if expected_bytes != header.size:
+            raise ManifestError(
+                f"{header.source} sends {header.size} bytes of {header.title!r}, but {expected_bytes} are expected"
+            )
         for view in views:
             end = 0
             while end < view.nbytes:

@@ -65,12 +65,12 @@ class DataManager:
         singles = [load for step in steps if step.kind != "broadcast" for load in step.loads if load.layout()[1]]
         self._store_empty(name, steps)
         pool = pool_of(name)
-        near = [load for load in singles if pool_of(load.source) == pool_of(load.targets[0]) == pool]
+        inside_pool = [load for load in singles if pool_of(load.source) == pool_of(load.targets[0]) == pool]
         far = [load for load in singles if pool_of(load.source) != pool_of(load.targets[0])]
         # All at once: in whatever order the other processes come, none waits for one that waits for it.
         works: list[Any] = []
         arriving: list[tuple[Load, list[Tensor], Tensor]] = []
-        for load in near:
+        for load in inside_pool:
             if load.source == name:
                 pieces, status = self._pieces(load, errors)
                 works += [dist.isend(piece, rank_of(load.targets[0])) for piece in (*pieces, status)]

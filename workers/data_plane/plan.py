@@ -136,12 +136,12 @@ Round = list[Step]
 
 def part_of(rounds: list[Round], worker: WorkerId) -> list[Round]:
     """Return a process's part of a plan: the loads that it sends or receives."""
-    own: list[Round] = []
+    own_rounds: list[Round] = []
     for steps in rounds:
         mine = []
         for step in steps:
             loads = [load for load in step.loads if worker == load.source or worker in load.targets]
             if loads:
                 mine.append(Step(step.kind, loads))
-        own.append(mine)
-    return own
+        own_rounds.append(mine)
+    return own_rounds

@@ -57,16 +57,16 @@ def plan_redistribution(needs: Sequence[Need], buffer: SequenceBuffer) -> list[R
         for target in route.targets:
             by_pool[pool_of(target)].append(target)
         for pool, targets in by_pool.items():
-            near = [holder for holder in route.holders if pool_of(holder) == pool]
-            source = min(near or route.holders, key=lambda holder: (sent[holder], holder))
-            first = targets if near else targets[:1]
+            inside_pool = [holder for holder in route.holders if pool_of(holder) == pool]
+            source = min(inside_pool or route.holders, key=lambda holder: (sent[holder], holder))
+            first = targets if inside_pool else targets[:1]
             load = _load(source, first, ids, route.keys, buffer)
             sent[source] += size
             if len(first) > 1:
                 broadcasts.append(Step("broadcast", [load]))
             else:
                 copies.append(load)
-            if not near and len(targets) > 1:
+            if not inside_pool and len(targets) > 1:
                 onward = Load(targets[0], tuple(targets[1:]), load.ids, load.lengths, load.columns)
                 relayed.append(Step("broadcast" if len(targets) > 2 else "copy", [onward]))
     rounds = [broadcasts + _grouped(copies), relayed]
@@ -76,16 +76,16 @@ def plan_redistribution(needs: Sequence[Need], buffer: SequenceBuffer) -> list[R
 def _routes(needs: Sequence[Need], buffer: SequenceBuffer) -> dict[_Route, list[str]]:
     """Return the samples of each route: from which holders to which targets, with which keys."""
     # Different needs may want the same sample elsewhere, as when every rank of a generator reads every prompt.
-    wanted: dict[str, list[Need]] = {}
+    needs_by_sample: dict[str, list[Need]] = {}
     for need in needs:
         for sample in need.ids:
-            wanted.setdefault(sample, []).append(need)
+            needs_by_sample.setdefault(sample, []).append(need)
     routes: dict[_Route, list[str]] = {}
     plain: dict[tuple[frozenset[str], tuple[str, ...]], tuple[str, ...]] = {}
-    for sample, some in wanted.items():
+    for sample, sample_needs in needs_by_sample.items():
         columns = buffer.record(sample).columns
         by_route: dict[tuple[frozenset[str], tuple[str, ...]], list[str]] = {}
-        for need in some:
+        for need in sample_needs:
             for key in need.keys:
                 if key not in columns:
                     raise DataMissingError.of([sample], [key])
@@ -95,7 +95,7 @@ def _routes(needs: Sequence[Need], buffer: SequenceBuffer) -> dict[_Route, list[
                     plain[pair] = tuple(target for target in need.targets if target not in holders)
                 if plain[pair]:
                     by_route.setdefault((holders, plain[pair]), []).append(key)
-        for (holders, targets), keys in _merged(by_route, len(some)).items():
+        for (holders, targets), keys in _merged(by_route, len(sample_needs)).items():
             routes.setdefault(_Route(holders, targets, tuple(keys)), []).append(sample)
     return routes
 

@@ -96,22 +96,22 @@ def batch_of(
             f"the samples have no {missing[0]}, so they are not a batch; join the reference that has them, with |"
         )
     lengths = store.lengths(ids)
-    found = {
+    pairs = {
         name: store.get(ids, column.key, copy=True) if ids else (column, _no_rows(column)) for name, column in fields.items()
     }
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    positions = found["position_ids"][1]
-    rest = {name: pair for name, pair in found.items() if name not in STRUCTURE}
+    positions = pairs["position_ids"][1]
+    other_fields = {name: pair for name, pair in pairs.items() if name not in STRUCTURE}
     return PackedBatch(
-        input_ids=found["input_ids"][1],
+        input_ids=pairs["input_ids"][1],
         position_ids=positions if positions.dim() == 1 else positions.T.contiguous(),
         cu_seqlens=bounds,
-        labels=found["labels"][1],
-        token_fields={name: values for name, (column, values) in rest.items() if column.per == "token"},
-        sequence_fields={name: values for name, (column, values) in rest.items() if column.per == "sequence"},
+        labels=pairs["labels"][1],
+        token_fields={name: values for name, (column, values) in other_fields.items() if column.per == "token"},
+        sequence_fields={name: values for name, (column, values) in other_fields.items() if column.per == "sequence"},
         media={
             name.removeprefix(MEDIA): MediaField(values=values, counts=torch.tensor(column.rows, dtype=torch.int64))
-            for name, (column, values) in rest.items()
+            for name, (column, values) in other_fields.items()
             if column.per == "media"
         },
         group_ids=None if group_ids is None else torch.tensor(group_ids, dtype=torch.int64),

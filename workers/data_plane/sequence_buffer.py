@@ -61,10 +61,10 @@ class SequenceBuffer:
         Raises:
             DataMissingError: It is not in the stores.
         """
-        found = self._samples.get(sample)
-        if found is None:
+        sample_record = self._samples.get(sample)
+        if sample_record is None:
             raise DataMissingError.of([sample])
-        return found
+        return sample_record
 
     def check(self, ids: Iterable[str], keys: Collection[str]) -> None:
         """Check that samples and their columns are in the stores.
@@ -80,13 +80,13 @@ class SequenceBuffer:
 
     def lacking(self, ids: Iterable[str], keys: Collection[str]) -> dict[str, list[str]]:
         """Return the keys that samples still lack, for each sample that lacks any."""
-        found = {}
+        missing_keys = {}
         for sample in ids:
             columns = self.record(sample).columns
             missing = [key for key in keys if key not in columns]
             if missing:
-                found[sample] = missing
-        return found
+                missing_keys[sample] = missing
+        return missing_keys
 
     def create(self, ids: Sequence[str], lengths: Sequence[int], groups: Sequence[int] | None = None) -> None:
         """Note samples, in the order in which `ready` takes them. Those that are there already stay.
@@ -111,7 +111,7 @@ class SequenceBuffer:
         Raises:
             BatchError: A sample has another length already.
         """
-        own = self._shared(frozenset(holders))
+        shared_holders = self._shared(frozenset(holders))
         plain = [Column(c.key, c.dtype, c.per, c.tail) for c in columns]
         for i, (sample, length) in enumerate(zip(ids, lengths, strict=True)):
             record = self._samples.get(sample)
@@ -121,7 +121,7 @@ class SequenceBuffer:
                 raise BatchError(f"sample {sample!r} has {record.length} tokens, so columns of {length} do not fit it")
             for full, column in zip(columns, plain, strict=True):
                 rows = full.rows[i] if full.per == "media" else length if full.per == "token" else 1
-                record.columns[column.key] = StoredColumn(column, rows, min(own), own)
+                record.columns[column.key] = StoredColumn(column, rows, min(shared_holders), shared_holders)
 
     def mark_moved(self, loads: Iterable[Load]) -> None:
         """Note that the targets of loads hold these as well."""
@@ -174,20 +174,20 @@ class SequenceBuffer:
         Returns:
             The ids; none if fewer than `count` are ready.
         """
-        found: list[str] = []
+        ready_ids: list[str] = []
         if count == 0:
-            return found
+            return ready_ids
         for sample, record in self._samples.items():
             have = {name_of_key(key) for key in record.columns}
             if call not in record.used_by and have.issuperset(needs):
-                found.append(sample)
-                if len(found) == count:
+                ready_ids.append(sample)
+                if len(ready_ids) == count:
                     break
-        if count is not None and len(found) < count:
+        if count is not None and len(ready_ids) < count:
             return []
-        for sample in found:
+        for sample in ready_ids:
             self._samples[sample].used_by.add(call)
-        return found
+        return ready_ids
 
     def newest(self, sample: str) -> dict[str, str]:
         """Return the keys of a sample's columns by name, each in its newest version."""
@@ -208,9 +208,9 @@ class SequenceBuffer:
         if not ids:
             raise BatchError(f"there are no samples, so {key!r} has no type")
         stored = [self.record(sample).columns.get(key) for sample in ids]
-        if missing := [sample for sample, found in zip(ids, stored, strict=True) if found is None]:
+        if missing := [sample for sample, entry in zip(ids, stored, strict=True) if entry is None]:
             raise DataMissingError.of(missing, [key])
-        kinds = Counter(found.column for found in stored if found is not None)
+        kinds = Counter(entry.column for entry in stored if entry is not None)
         if len(kinds) > 1:
             one, other = list(kinds)[:2]
             raise BatchError(
@@ -221,7 +221,7 @@ class SequenceBuffer:
         if column.per != "media":
             return column
         return Column(
-            column.key, column.dtype, column.per, column.tail, tuple(found.rows for found in stored if found is not None)
+            column.key, column.dtype, column.per, column.tail, tuple(entry.rows for entry in stored if entry is not None)
         )
 
     def origin(self, sample: str, key: str) -> str:

@@ -108,11 +108,11 @@ class DataStore:
                 for sample, count in zip(ids, counts, strict=True):
                     self._forget(sample, column.key)
                     # A sample without rows does not keep the memory of the others.
-                    own = block if count else nothing
+                    memory = block if count else nothing
                     at = begin if count else 0
-                    self._samples[sample][column.key] = _Entry(own, at, at + count)
-                    own.samples.add(sample)
-                    own.alive += count
+                    self._samples[sample][column.key] = _Entry(memory, at, at + count)
+                    memory.samples.add(sample)
+                    memory.alive += count
                     begin += count
                 self._blocks.update(one for one in (block, nothing) if one.samples)
 
@@ -176,12 +176,12 @@ class DataStore:
         Raises:
             DataMissingError: A sample does not have them.
         """
-        found = hashlib.sha256()
+        hasher = hashlib.sha256()
         for key in keys:
             column, values = self.get(ids, key)
-            found.update(repr(column).encode())
-            found.update(_bytes(values).numpy().data)
-        return found.hexdigest()
+            hasher.update(repr(column).encode())
+            hasher.update(_bytes(values).numpy().data)
+        return hasher.hexdigest()
 
     def pieces(self, load: Load) -> list[Tensor]:
         """Return the bytes of a load in the pieces in which they travel: see `empty_pieces`. They must not be changed.
@@ -192,9 +192,9 @@ class DataStore:
         """
         parts = []
         for column in load.columns:
-            found, values = self.get(load.ids, column.key)
-            if found != column:
-                raise BatchError(f"{column.key!r} is {found} in the store, but the plan says {column}")
+            lengths, values = self.get(load.ids, column.key)
+            if lengths != column:
+                raise BatchError(f"{column.key!r} is {lengths} in the store, but the plan says {column}")
             parts.append(_bytes(values))
         spans, size = load.layout()
         if size >= SEPARATE_BYTES:

@@ -373,12 +373,12 @@ def agreed_receipt(replies: Mapping[str, Mapping[str, Any] | None]) -> WeightRec
     # The most frequent one first.
     distinct = sorted({*receipts.values()}, key=lambda r: -sum(other == r for other in receipts.values()))
     if len(distinct) > 1:
-        shown = "; ".join(
-            f"{', '.join(worker for worker, own in receipts.items() if own == receipt)}: {receipt.tensors} tensors, version "
+        descriptions = "; ".join(
+            f"{', '.join(worker for worker, worker_receipt in receipts.items() if worker_receipt == receipt)}: {receipt.tensors} tensors, version "
             f"{receipt.version}, digest {receipt.digest[:12]}"
             for receipt in distinct
         )
-        raise WorkerError(f"the processes have different weights after the transfer ({shown}); sync them again")
+        raise WorkerError(f"the processes have different weights after the transfer ({descriptions}); sync them again")
     return distinct[0]
 
 

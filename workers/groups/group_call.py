@@ -252,21 +252,23 @@ class SampleCall(GroupCall):
         """See `GroupCall.message_for`."""
         message, ref, shards = self.message, self.samples.ref, self.samples.shards
         rows, columns = shards.rows_of(worker), self.dispatch.columns
-        own: dict[str, Any] = {
+        changes: dict[str, Any] = {
             **self.samples.part(worker),
             "names": [] if ref.names is None else [ref.names[row] for row in rows],
         }
         if columns is not None and message.options.get(columns) is not None:
             by_title = message.options[columns].items()
-            own["options"] = message.options | {columns: {title: [values[row] for row in rows] for title, values in by_title}}
+            changes["options"] = message.options | {
+                columns: {title: [values[row] for row in rows] for title, values in by_title}
+            }
         if isinstance(message, TrainStep):
             steps = shards.assignment.steps
-            own["steps"] = None if steps is None else steps[shards.shard_of(worker)]
+            changes["steps"] = None if steps is None else steps[shards.shard_of(worker)]
         # What all processes return alike is sent by one of them, and what they store by none.
         if self.dispatch.returns != "objects":
             alike = self.dispatch.split == "minibatches" or self.dispatch.returns == "numbers"
-            own["wants_result"] = alike and worker == self.workers[0]
-        return msgspec.structs.replace(message, **own)
+            changes["wants_result"] = alike and worker == self.workers[0]
+        return msgspec.structs.replace(message, **changes)
 
     def fail(self, error: BaseException) -> None:
         """See `GroupCall.fail`."""

@@ -99,7 +99,7 @@ class LocalWorkerGroup(WorkerGroup):
         for call in manifest.calls:
             call.collect = _nothing
         everyone = [worker_id(self._worker.pool, rank) for rank in range(dist.get_world_size())]
-        own: dict[int, Any] = {}
+        own_outcomes: dict[int, Any] = {}
         name = self._worker.id
         if name in manifest.workers:
             requests = manifest.requests_for(name)
@@ -111,11 +111,11 @@ class LocalWorkerGroup(WorkerGroup):
             if isinstance(acknowledged, BaseException):
                 # All ranks have this error.
                 raise acknowledged
-            own = {i: outcomes[id(request)] for i, request in enumerate(requests)}
+            own_outcomes = {i: outcomes[id(request)] for i, request in enumerate(requests)}
             for i, request in enumerate(requests):
-                self._raise_alone(request, own[i])
+                self._raise_alone(request, own_outcomes[i])
         for i, call in enumerate(manifest.calls):
-            outcome = own.get(i)
+            outcome = own_outcomes.get(i)
             error = outcome if isinstance(outcome, Exception) else None
             try:
                 replies = all_gather_object(None if error is not None else outcome, error=error)
@@ -145,12 +145,12 @@ class LocalWorkerGroup(WorkerGroup):
         """See `WorkerGroup.ask`. Executes this process's own requests, and exchanges the replies."""
         self._check_open()
         error: Exception | None = None
-        own: list[Any] = []
+        own_replies: list[Any] = []
         try:
-            own = [self._worker.execute(_with_own_memory(request)) for request in requests.get(self._worker.id, ())]
+            own_replies = [self._worker.execute(_with_own_memory(request)) for request in requests.get(self._worker.id, ())]
         except Exception as e:  # raised on all ranks by the exchange
             error = e
-        replies = all_gather_object(own, error=error)
+        replies = all_gather_object(own_replies, error=error)
         return {name: replies[rank_of(name)] for name in requests}
 
     def close(self) -> None:

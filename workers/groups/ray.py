@@ -53,8 +53,8 @@ class _Actor:
         """Return an id with the address of this process, which listens there already."""
         import ray
 
-        found, self._worker.listener = comm_id.mint(ray.util.get_node_ip_address())
-        return found.hex()
+        minted, self._worker.listener = comm_id.mint(ray.util.get_node_ip_address())
+        return minted.hex()
 
     def host(self) -> str:
         """Return the address of this process's machine."""
@@ -120,10 +120,10 @@ class _RayChannel:
     def encode(self, request: Request, parts: Sequence[FramePart]) -> tuple[int, bytes, Any]:
         """Return a message; see `ReplyChannel`."""
         group = self._group
-        own = request if isinstance(request.id, int) else msgspec.structs.replace(request, id=next(group.ids))
-        header = group.codec.encode(own)
+        numbered = request if isinstance(request.id, int) else msgspec.structs.replace(request, id=next(group.ids))
+        header = group.codec.encode(numbered)
         group.controller_bytes += len(header) + sum(memoryview(part).nbytes for part in parts)
-        return own.id, header, group.put_parts(parts)  # type: ignore[return-value]
+        return numbered.id, header, group.put_parts(parts)  # type: ignore[return-value]
 
     def send(self, messages: Sequence[tuple[int, bytes, Any]]) -> list[_RayReply]:
         """Send messages; see `ReplyChannel`."""

@@ -37,15 +37,15 @@ def process_environment(environment: Mapping[str, str] | None, gpus: float) -> d
     Raises:
         ConfigError: A value is not a text, or the caller chooses the GPUs.
     """
-    found = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
-    if wrong := [name for name, value in found.items() if not isinstance(value, str)]:
-        raise ConfigError(f"environment={{{wrong[0]!r}: {found[wrong[0]]!r}}}; the value must be a str")
-    if VISIBLE in found:
+    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
+    if wrong := [name for name, value in variables.items() if not isinstance(value, str)]:
+        raise ConfigError(f"environment={{{wrong[0]!r}: {variables[wrong[0]]!r}}}; the value must be a str")
+    if VISIBLE in variables:
         raise ConfigError(
-            f"environment={{{VISIBLE!r}: {found[VISIBLE]!r}}}, but gpus={gpus:g} says which GPUs a process sees; set the variable for the "
+            f"environment={{{VISIBLE!r}: {variables[VISIBLE]!r}}}, but gpus={gpus:g} says which GPUs a process sees; set the variable for the "
             "controller, whose GPUs are divided among its processes"
         )
-    return found if gpus else {**found, VISIBLE: ""}
+    return variables if gpus else {**variables, VISIBLE: ""}
 
 
 def comm_backend(weight_sync: WeightSync, gpus: float) -> CommBackend:
@@ -321,7 +321,7 @@ class RemoteWorkerGroup(WorkerGroup):
 
         for call in manifest.calls:
             call.collect = collect
-        futures = [reply.future for some in pending.values() for reply in some]
+        futures = [reply.future for replies in pending.values() for reply in replies]
         self._flights.append((manifest, lambda: all(future.done() for future in futures), collect))
 
     def _collect_done(self) -> None:
@@ -346,9 +346,9 @@ class RemoteWorkerGroup(WorkerGroup):
         position = {call.id: i for i, call in enumerate(manifest.calls)}
         for call in manifest.in_order():
             if self._broken is None:
-                own = {name: replies[position[call.id]] for name, replies in pending.items()}
+                reply_by_worker = {name: replies[position[call.id]] for name, replies in pending.items()}
                 try:
-                    call.replies = self._collect(call.title, own, channels)
+                    call.replies = self._collect(call.title, reply_by_worker, channels)
                     continue
                 except WorkerError as e:
                     # That the requests of the flush differ is a consequence, where one of them says why.
@@ -367,36 +367,37 @@ class RemoteWorkerGroup(WorkerGroup):
             WorkerLostError: A process died, or hung after another one failed.
         """
         pending, channels = self._post(requests), dict(self._channels)
-        found: dict[str, list[Any]] = {name: [] for name in requests}
+        results: dict[str, list[Any]] = {name: [] for name in requests}
         error: WorkerError | None = None
-        for i in range(max((len(some) for some in requests.values()), default=0)):
-            own = {name: replies[i] for name, replies in pending.items() if i < len(replies)}
+        for i in range(max((len(worker_requests) for worker_requests in requests.values()), default=0)):
+            reply_by_worker = {name: replies[i] for name, replies in pending.items() if i < len(replies)}
             try:
-                for name, reply in self._collect(what, own, channels, limit_s).items():
-                    found[name].append(reply)
+                for name, reply in self._collect(what, reply_by_worker, channels, limit_s).items():
+                    results[name].append(reply)
             except WorkerError as e:
                 error = error or e
         self._note_read()
         if error is not None:
             raise error
-        return found
+        return results
 
     def _post(self, requests: Mapping[str, Sequence[Request]]) -> dict[str, Sequence[PendingReply]]:
         """Send each process its requests."""
         # What several processes are sent is converted once.
         plain: dict[int, tuple[Request, list[FramePart]]] = {}
-        for request in (request for some in requests.values() for request in some):
+        for request in (request for worker_requests in requests.values() for request in worker_requests):
             if id(request) not in plain:
                 # Nothing changes before the replies are here, so no tensor needs a copy.
                 plain[id(request)] = dump(request, self._names, copy=False)
         # Encoded first: if a value could not be sent, some ranks would otherwise be in a collective without the others.
         encoded = {
-            name: [self._channel(name).encode(*plain[id(request)]) for request in some] for name, some in requests.items()
+            name: [self._channel(name).encode(*plain[id(request)]) for request in worker_requests]
+            for name, worker_requests in requests.items()
         }
         with self._count_lock:
             self._unread += 1
         try:
-            return {name: self._channel(name).send(some) for name, some in encoded.items()}
+            return {name: self._channel(name).send(worker_requests) for name, worker_requests in encoded.items()}
         except BaseException:
             self._end("a request reached only some of its processes")
             raise

@@ -125,20 +125,20 @@ class ReplyOutcome:
             WorkerLostError: A process died, hung, or gave no sign of life.
         """
         watched = {rank: error for rank, error in self.errors.items() if error.kind == "watchdog"}
-        own = self.own_errors
+        own_errors = self.own_errors
         where = f"pool {self.pool!r} in {self.what}"
         messages = [f"rank {rank} of pool {self.pool!r} died during {self.what}: {text}" for rank, text in self.lost.items()]
         cause: Exception | None = None
         messages += [f"{error.message} [{where}]" for error in watched.values()]
         if self.lost or watched:
             # Its peers failed only because their connections to it broke.
-            messages += [f"rank {rank} then failed too: {error.message.splitlines()[0]}" for rank, error in own.items()]
+            messages += [f"rank {rank} then failed too: {error.message.splitlines()[0]}" for rank, error in own_errors.items()]
         else:
-            shown = own or self.errors
-            for text in dict.fromkeys(error.message for error in shown.values()):
-                same = [rank for rank, error in shown.items() if error.message == text]
-                cause = cause or cause_of(shown[same[0]])
-                messages.append(describe(shown[same[0]], f"rank {_listed(same)} of {where}"))
+            errors = own_errors or self.errors
+            for text in dict.fromkeys(error.message for error in errors.values()):
+                same = [rank for rank, error in errors.items() if error.message == text]
+                cause = cause or cause_of(errors[same[0]])
+                messages.append(describe(errors[same[0]], f"rank {_listed(same)} of {where}"))
         if self.silent:
             messages.append(
                 f"rank {_listed(self.silent)} of pool {self.pool!r} gave no sign of life for {self.patience.silence_s:g} s during "
@@ -159,7 +159,7 @@ class ReplyOutcome:
         ]
         if self.whole and all(other.whole for other in others):
             raise WorkerError("\n".join(messages)) from cause
-        kind = WorkerError if own and not (self.lost or self.silent or watched) else WorkerLostError
+        kind = WorkerError if own_errors and not (self.lost or self.silent or watched) else WorkerLostError
         raise kind("\n".join([*messages, hint] if hint else messages)) from cause
 
     def reason(self) -> str:
@@ -187,7 +187,7 @@ def read_replies(
     Returns:
         What has come of it in each pool.
     """
-    asked = {(pool, rank): reply for pool, some in pending.items() for rank, reply in some.items()}
+    asked = {(pool, rank): reply for pool, by_rank in pending.items() for rank, reply in by_rank.items()}
     names: dict[Future[Any], tuple[str, int]] = {reply.future: name for name, reply in asked.items()}
     waiting = set(names)
     replies: dict[tuple[str, int], Reply] = {}
@@ -222,12 +222,12 @@ def read_replies(
             pool=pool,
             what=what,
             patience=patience,
-            replies={rank: replies[pool, rank] for rank in sorted(some) if (pool, rank) in replies},
-            lost={rank: lost[pool, rank] for rank in sorted(some) if (pool, rank) in lost},
+            replies={rank: replies[pool, rank] for rank in sorted(by_rank) if (pool, rank) in replies},
+            lost={rank: lost[pool, rank] for rank in sorted(by_rank) if (pool, rank) in lost},
             hung=[rank for at, rank in left if at == pool and (at, rank) not in silent],
             silent=[rank for at, rank in left if at == pool and (at, rank) in silent],
         )
-        for pool, some in pending.items()
+        for pool, by_rank in pending.items()
     ]
 
 

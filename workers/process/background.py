@@ -37,10 +37,10 @@ class Background:
     def take_rest(self) -> list[Request]:
         """Return the requests without a reply, which this thread will not send any more: the worker ends."""
         with self._changed:
-            rest = [*([] if self._running is None else [self._running]), *self._requests]
+            remaining = [*([] if self._running is None else [self._running]), *self._requests]
             self._requests.clear()
             self._running = None
-            return rest
+            return remaining
 
     def _run(self) -> None:
         while True:

@@ -49,7 +49,7 @@ def train_step(worker: ModelWorker, request: c.TrainStep) -> c.TrainStepOk:
 def generate(worker: ModelWorker, request: c.Generate) -> c.GenerateOk:
     """Generate, and store the responses as samples, each as a document with its prompt."""
     result = _run(worker, request, {})
-    answers = [(row, k, g) for row, some in zip(request.rows, result, strict=True) for k, g in enumerate(some)]
+    answers = [(row, k, g) for row, samples in zip(request.rows, result, strict=True) for k, g in enumerate(samples)]
     if request.wants_result or not all(isinstance(g, Generation) for _, _, g in answers):
         return c.GenerateOk(result=result)
     prompts = dict(zip(request.rows, request.ids, strict=True))
@@ -178,8 +178,8 @@ def put(worker: ModelWorker, request: d.Put) -> d.PutOk:
 
 def get(worker: ModelWorker, request: d.Get) -> d.GetOk:
     """Return columns of samples."""
-    found = [worker.data.store.get(request.ids, key) for key in request.keys]
-    return d.GetOk(columns=[column for column, _ in found], tensors=[values for _, values in found])
+    columns = [worker.data.store.get(request.ids, key) for key in request.keys]
+    return d.GetOk(columns=[column for column, _ in columns], tensors=[values for _, values in columns])
 
 
 def digest(worker: ModelWorker, request: d.Digest) -> d.DigestOk:

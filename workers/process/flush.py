@@ -54,9 +54,9 @@ def run_flush(worker: ModelWorker, flush: Flush, requests: Sequence[ComputeReque
             except BaseException as e:  # the request's reply; a role that calls sys.exit does not end the worker
                 error = e
             if request.sync_failures:
-                own = {} if error is None else {request.id: error}
-                told = _exchange_failures(worker, flush, f"after/{request.id}", request, own, ranks)
-                error = error or told.get(request.id)
+                own_failures = {} if error is None else {request.id: error}
+                all_failures = _exchange_failures(worker, flush, f"after/{request.id}", request, own_failures, ranks)
+                error = error or all_failures.get(request.id)
         for hook in request.post_hooks:
             if error is not None and not isinstance(error, HookError):
                 # Who waits for this process in another pool is told why nothing comes.
@@ -119,32 +119,32 @@ def _compare(
     worker: ModelWorker, flush: Flush, requests: Sequence[ComputeRequest], ranks: Sequence[int]
 ) -> ManifestError | None:
     rank = worker.settings.rank
-    own = _difference(flush, requests)
+    own_problem = _difference(flush, requests)
     if rank not in ranks:
-        own = f"the flush is for the ranks {', '.join(map(str, ranks))}"
-    text = "" if own is None else f"rank {rank}: {own}"
+        own_problem = f"the flush is for the ranks {', '.join(map(str, ranks))}"
+    text = "" if own_problem is None else f"rank {rank}: {own_problem}"
     problems = [text] if text else []
     if len(ranks) > 1:
-        value = flush.digest if own is None else f"rank {rank}"
+        value = flush.digest if own_problem is None else f"rank {rank}"
         problems = worker.agreement.compare(f"{_key(flush)}/digest", ranks, value, text)
     if not problems:
         return None
-    shown = "; ".join(filter(None, problems)) or "the ranks were sent different flushes"
-    return ManifestError(f"the ranks do not have the same requests, so none of them ran: {shown}")
+    reason = "; ".join(filter(None, problems)) or "the ranks were sent different flushes"
+    return ManifestError(f"the ranks do not have the same requests, so none of them ran: {reason}")
 
 
 def _difference(flush: Flush, requests: Sequence[ComputeRequest]) -> str | None:
     """Return how the requests that are here differ from those of the flush; None if they do not."""
-    wanted, have = list(flush.ids), [request.id for request in requests]
+    expected, have = list(flush.ids), [request.id for request in requests]
     doubled = [number for i, number in enumerate(have) if number in have[:i]]
     if doubled:
         return f"request {doubled[0]!r} came twice"
-    if missing := [number for number in wanted if number not in have]:
+    if missing := [number for number in expected if number not in have]:
         return f"request {missing[0]!r} of the flush did not come"
-    if extra := [number for number in have if number not in wanted]:
+    if extra := [number for number in have if number not in expected]:
         return f"request {extra[0]!r} is not in the flush"
-    if wanted != have:
-        return f"the requests came in the order {have}, but the flush says {wanted}"
+    if expected != have:
+        return f"the requests came in the order {have}, but the flush says {expected}"
     if flush.digest != digest_of((request.id, request.digest) for request in requests):
         return "the digest of the requests is not that of the flush"
     return None
@@ -162,24 +162,26 @@ def _exchange_failures(
     if len(ranks) < 2:
         return {}
     rank = worker.settings.rank
-    own = [[number, f"rank {rank} failed: {error}"] for number, error in failures.items()]
+    own_failures = [[number, f"rank {rank} failed: {error}"] for number, error in failures.items()]
     try:
         # Under the name of a request: the flush has been answered.
         with worker.executing(request, f"waiting for other ranks before {worker.title_of(request)}"):
-            value = f"rank {rank}" if own else ""
-            texts = worker.agreement.compare(f"{_key(flush)}/{stage}", ranks, value, json.dumps(own) if own else "", long=True)
+            value = f"rank {rank}" if own_failures else ""
+            texts = worker.agreement.compare(
+                f"{_key(flush)}/{stage}", ranks, value, json.dumps(own_failures) if own_failures else "", long=True
+            )
     except Exception as e:  # of the store: whether the others go on is not known
         return dict.fromkeys(flush.ids, e)
-    found: dict[Any, Exception] = {}
+    errors: dict[Any, Exception] = {}
     for text in filter(None, texts):
         try:
-            told = json.loads(text)
+            failures_of_rank = json.loads(text)
         except ValueError:
             # A rank that did not come: all requests are affected.
-            told = [[number, text] for number in flush.ids]
-        for number, reason in told:
-            found.setdefault(number, RemoteError(reason))
-    return found
+            failures_of_rank = [[number, text] for number in flush.ids]
+        for number, reason in failures_of_rank:
+            errors.setdefault(number, RemoteError(reason))
+    return errors
 
 
 def _key(flush: Flush) -> str:

@@ -181,13 +181,13 @@ class RequestLoop:
             by_request = {id(w.request): w for w in self._flushing}
         requests: list[Any] = [w.request for w in by_request.values()]
         for request, outcome in run_flush(self._worker, flush, requests):
-            own = waiting if request is flush else by_request[id(request)]
+            request_reply = waiting if request is flush else by_request[id(request)]
             reply = error_of(self._worker.registry.of(request), outcome) if isinstance(outcome, BaseException) else outcome
             metrics.add("requests")
             with self._changed:
-                if own is not waiting:
-                    self._flushing.remove(own)
-            self._finish(own, reply)
+                if request_reply is not waiting:
+                    self._flushing.remove(request_reply)
+            self._finish(request_reply, reply)
 
     def _finish(self, waiting: _Waiting, reply: Reply) -> None:
         """Send the reply to a request that was in the queue."""
@@ -210,12 +210,12 @@ class RequestLoop:
     def _refuse_rest(self, reason: str) -> None:
         with self._changed:
             self._refusal = reason
-            rest = [*self._flushing, *self._unflushed, *self._queue, *self._held]
+            remaining = [*self._flushing, *self._unflushed, *self._queue, *self._held]
             self._flushing.clear()
             self._unflushed.clear()
             self._queue.clear()
             self._held.clear()
-        for waiting in rest:
+        for waiting in remaining:
             self._send(waiting.reply or Error(id=waiting.number, kind="cancelled", message=reason))
         for number in [*(request.id for request in self._background.take_rest()), *self._serving.take_rest()]:
             self._send(Error(id=number, kind="cancelled", message=reason))

@@ -52,9 +52,9 @@ def print_comm_id(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0, help="its port; 0 takes one that is free now")
     args = parser.parse_args(argv)
     try:
-        found, listener = comm_id.mint(args.host, args.port)
+        minted, listener = comm_id.mint(args.host, args.port)
         listener.close()
-        print(found.hex())
+        print(minted.hex())
     except comm_id.CommIdError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
@@ -128,18 +128,18 @@ def _settings(args: argparse.Namespace) -> WorkerSettings:
         )
     watchdog: dict[str, float] = {}
     default = WorkerSettings.watchdog_s
-    known = Registry().ops
+    ops = Registry().ops
     for word in args.watchdog:
-        op, given, seconds = word.rpartition("=")
+        op, separator, seconds = word.rpartition("=")
         try:
             value = float(seconds)
         except ValueError:
             raise ConfigError(
                 f"--watchdog {word}; give seconds, or an operation and seconds as in generate_step=120"
             ) from None
-        if given and op not in known:
-            raise ConfigError(f"--watchdog {word}: there is no operation {op!r}; there are {', '.join(known)}")
-        if given:
+        if separator and op not in ops:
+            raise ConfigError(f"--watchdog {word}: there is no operation {op!r}; there are {', '.join(ops)}")
+        if separator:
             watchdog[op] = value
         else:
             default = value

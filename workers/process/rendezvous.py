@@ -103,12 +103,12 @@ def _connect(comm_id: CommId, wait_s: float) -> Store:
     Raises:
         TimeoutError: Something listens at the address and does not answer: rank 0 that is about to join, or another program.
     """
-    found: list[Store] = []
+    stores: list[Store] = []
     errors: list[Exception] = []
 
     def connect() -> None:
         try:
-            found.append(TCPStore(comm_id.host, comm_id.port, wait_for_workers=False, timeout=timedelta(seconds=wait_s)))
+            stores.append(TCPStore(comm_id.host, comm_id.port, wait_for_workers=False, timeout=timedelta(seconds=wait_s)))
         except Exception as e:  # raised by the caller
             errors.append(e)
 
@@ -118,9 +118,9 @@ def _connect(comm_id: CommId, wait_s: float) -> Store:
     thread.join(wait_s)
     if errors:
         raise errors[0]
-    if not found:
+    if not stores:
         raise TimeoutError("the address accepts connections, but does not answer")
-    return found[0]
+    return stores[0]
 
 
 def _meet(store: Store, rank: int, world_size: int, deadline: float, wait_s: float) -> None:

@@ -79,8 +79,8 @@ class Serving:
     def take_rest(self) -> list[Id]:
         """Forget all requests, and return their ids for whoever answers them."""
         with self._lock:
-            rest, self._requests = list(self._requests), {}
-        return rest
+            remaining, self._requests = list(self._requests), {}
+        return remaining
 
     # ---- called by the executor --------------------------------------------------------------------------------------
 
@@ -101,20 +101,20 @@ class Serving:
 
     def _advance(self, role: str, scheduler: Scheduler[Any]) -> None:
         with self._lock:
-            own = {number: request for number, request in self._requests.items() if request.role == role}
-        if not own:
+            role_requests = {number: request for number, request in self._requests.items() if request.role == role}
+        if not role_requests:
             # Only what was cancelled after its end.
             scheduler.run()
             return
-        watched = own.get(scheduler.current() or "", next(iter(own.values())))
+        watched = role_requests.get(scheduler.current() or "", next(iter(role_requests.values())))
         try:
             with self._worker.executing(watched, f"a step of {role}"):
                 events = scheduler.run()
         except AbandonedError:
             raise
         except Exception as e:  # a scheduler or a generator that breaks its contract
-            for number in own:
-                self._end(number, error_of(self._worker.registry.of(own[number]), e))
+            for number in role_requests:
+                self._end(number, error_of(self._worker.registry.of(role_requests[number]), e))
             return
         self._report(events)
 

@@ -60,10 +60,10 @@ class Watchdog:
         if frame is None:
             return "outside of Python"
         stack = traceback.extract_stack(frame)
-        own = next((s for s in reversed(stack) if "/torch/" not in s.filename), stack[-1])
+        user_frame = next((s for s in reversed(stack) if "/torch/" not in s.filename), stack[-1])
         place = f"{stack[-1].name} of {stack[-1].filename}:{stack[-1].lineno}"
         if any("/torch/distributed/" in s.filename for s in stack[-6:]):
-            return f"waiting for other ranks in {place}, called by {own.name}"
+            return f"waiting for other ranks in {place}, called by {user_frame.name}"
         return f"in {place}"
 
     def end_process(self, transport: Transport) -> None:

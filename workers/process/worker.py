@@ -399,8 +399,10 @@ def _text(error: BaseException) -> str:
 def _origin(error: BaseException) -> dict[str, Any]:
     if isinstance(error, OpError):
         return {}
-    own, *bases = [f"{cls.__module__}:{cls.__qualname__}" for cls in type(error).__mro__ if issubclass(cls, BaseException)]
-    origin: dict[str, Any] = {"error_type": own, "bases": bases}
+    error_type, *bases = [
+        f"{cls.__module__}:{cls.__qualname__}" for cls in type(error).__mro__ if issubclass(cls, BaseException)
+    ]
+    origin: dict[str, Any] = {"error_type": error_type, "bases": bases}
     if not isinstance(error, DrivetrainError):
         # Without the frames of the worker itself, which say nothing about the error.
         trace = error.__traceback__

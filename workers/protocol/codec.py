@@ -88,9 +88,9 @@ class Codec:
             return Error(kind="bad_request", message=f"the frame is not a request: {error}")
         request_id = envelope.id if _is_id(envelope.id) else None
         if isinstance(envelope.op, str) and envelope.op not in self._registry.ops:
-            known = ", ".join(self._registry.ops)
+            op_names = ", ".join(self._registry.ops)
             return Error(
-                id=request_id, kind="unknown_op", message=f"there is no operation {envelope.op[:80]!r}; there are {known}"
+                id=request_id, kind="unknown_op", message=f"there is no operation {envelope.op[:80]!r}; there are {op_names}"
             )
         return Error(id=request_id, kind="bad_request", message=f"the frame is not a request: {error}")
 

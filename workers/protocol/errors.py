@@ -23,12 +23,12 @@ def cause_of(error: Error) -> Exception:
     """
     name = error.error_type.rpartition(":")[2]
     message = error.message.removeprefix(f"{name}: ")
-    for known in [error.error_type, *error.bases]:
-        found = _known_class(known)
-        if found is None:
+    for class_name in [error.error_type, *error.bases]:
+        error_class = _known_class(class_name)
+        if error_class is None:
             continue
         try:
-            return found(message)
+            return error_class(message)
         except TypeError:  # a class that needs more than a message, such as UnicodeDecodeError
             continue
     return RemoteWorkerError(error.message)
@@ -36,14 +36,16 @@ def cause_of(error: Error) -> Exception:
 
 def _known_class(name: str) -> type[Exception] | None:
     module, _, attribute = name.partition(":")
-    found: object = None
+    candidate: object = None
     if module == errors.__name__:
-        found = getattr(errors, attribute, None)
+        candidate = getattr(errors, attribute, None)
     elif module == "builtins":
-        found = getattr(builtins, attribute, None)
+        candidate = getattr(builtins, attribute, None)
     elif module.partition(".")[0] == "torch" and attribute == "OutOfMemoryError":
-        found = getattr(import_module("torch"), attribute)
-    return found if isinstance(found, type) and issubclass(found, Exception) and found is not Exception else None
+        candidate = getattr(import_module("torch"), attribute)
+    return (
+        candidate if isinstance(candidate, type) and issubclass(candidate, Exception) and candidate is not Exception else None
+    )
 
 
 def describe(error: Error, where: str) -> str:

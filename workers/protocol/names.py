@@ -184,10 +184,10 @@ class Names:
             module = _import_program(self._program) if module_name == MAIN and self._program else import_module(module_name)
         except ImportError as e:
             raise ConfigError(f"{name} cannot be imported by the worker: {e}; install its module, or set PYTHONPATH") from e
-        found = _attribute(module, attribute)
-        if found is None:
+        target = _attribute(module, attribute)
+        if target is None:
             raise ConfigError(f"{name}: the module has no {attribute}")
-        return found
+        return target
 
     def _check(self, name: str) -> None:
         if name not in self.allowed:
@@ -202,18 +202,18 @@ def references(value: Any) -> list[Any]:
     if is_reference(value):
         return [value]
     parts: list[Any] = []
-    found: list[Any] = []
+    targets: list[Any] = []
     if is_dataclass(value):
-        found.append(type(value))
+        targets.append(type(value))
         parts = list(contents(value).values())
     elif isinstance(value, Mapping):
         parts = [*value.keys(), *value.values()]
     elif isinstance(value, list | tuple | set | frozenset):
         parts = list(value)
-        found += [type(value)] if is_named_tuple(value) else []
+        targets += [type(value)] if is_named_tuple(value) else []
     elif isinstance(value, Enum):
-        found.append(type(value))
-    return found + [reference for part in parts for reference in references(part)]
+        targets.append(type(value))
+    return targets + [reference for part in parts for reference in references(part)]
 
 
 def contents(value: Any) -> dict[str, Any]:
@@ -232,15 +232,15 @@ def collect(value: Any) -> set[str]:
     Raises:
         ConfigError: A class or function has no name that another process could use.
     """
-    found = {name_of(target) for target in references(value)} - BUILT_IN
+    names = {name_of(target) for target in references(value)} - BUILT_IN
     program = this_program()
-    for name in sorted(found):
+    for name in sorted(names):
         if name.startswith(f"{MAIN}:") and not (program.file or program.module):
             raise ConfigError(
                 f"{name.partition(':')[2]} is defined in a program without a file (an interactive session, python -c, standard "
                 "input), where workers cannot find it; put it into a module"
             )
-    return found
+    return names
 
 
 def this_program() -> Program:
@@ -315,7 +315,7 @@ def _as_program(program: Program) -> Iterator[None]:
 
 
 def _attribute(module: types.ModuleType | None, path: str) -> Any:
-    found: Any = module
+    value: Any = module
     for part in path.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value

@@ -259,10 +259,10 @@ def _value(plain: Any, parts: Sequence[Any], names: Names) -> Any:
 
 
 def _subclass(name: str, base: type, names: Names) -> Any:
-    found = names.resolve(name)
-    if not isinstance(found, type) or not issubclass(found, base):
+    resolved = names.resolve(name)
+    if not isinstance(resolved, type) or not issubclass(resolved, base):
         raise ValueDecodeError(f"{name} is not a subclass of {base.__name__}")
-    return found
+    return resolved
 
 
 def _unpickled(plain: dict[str, Any], parts: Sequence[Any], names: Names) -> Any:
@@ -276,9 +276,9 @@ def _instance(name: str, content: dict[str, Any], names: Names) -> Any:
     cls = names.resolve(name)
     if not isinstance(cls, type) or not is_dataclass(cls):
         raise ValueDecodeError(f"{name} is not a dataclass, so it has no fields")
-    known = cls.setting_names() if issubclass(cls, ByName) else {f.name for f in fields(cls) if f.init}
-    content = {MOVED_FIELDS.get(name, name) if name not in known else name: value for name, value in content.items()}
-    if unknown := sorted(content.keys() - known):
+    field_names = cls.setting_names() if issubclass(cls, ByName) else {f.name for f in fields(cls) if f.init}
+    content = {MOVED_FIELDS.get(name, name) if name not in field_names else name: value for name, value in content.items()}
+    if unknown := sorted(content.keys() - field_names):
         raise ValueDecodeError(f"{name} has no field {unknown[0]!r}")
     try:
         return cls.from_settings(**content) if issubclass(cls, ByName) else cls(**content)

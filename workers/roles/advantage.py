@@ -194,7 +194,7 @@ class AdvantageWorker:
         with self._errors():
             batch = adapt_batch(data, every=True).batch
             mask = loss_mask(batch)
-            found = {
+            summary = {
                 name: token_field(batch, name, mask).double()[mask]
                 for name in ("entropy", "old_log_probs", "rollout_log_probs", "reference_log_probs", "importance_weights")
                 if name in batch.token_fields
@@ -202,19 +202,19 @@ class AdvantageWorker:
         tokens = mask.sum().double()
         sums: dict[str, Tensor] = {}
         largest = tokens.new_zeros(())
-        if "entropy" in found:
-            sums["entropy"] = found["entropy"].sum()
-        if "old_log_probs" in found and "rollout_log_probs" in found:
-            gap = (found["old_log_probs"] - found["rollout_log_probs"]).abs()
+        if "entropy" in summary:
+            sums["entropy"] = summary["entropy"].sum()
+        if "old_log_probs" in summary and "rollout_log_probs" in summary:
+            gap = (summary["old_log_probs"] - summary["rollout_log_probs"]).abs()
             sums["log_prob_gap"] = gap.sum()
             largest = gap.max() if len(gap) else largest
-        if "old_log_probs" in found and "reference_log_probs" in found:
-            old, reference = found["old_log_probs"], found["reference_log_probs"]
+        if "old_log_probs" in summary and "reference_log_probs" in summary:
+            old, reference = summary["old_log_probs"], summary["reference_log_probs"]
             sums["kl"] = kl_estimate(old, reference, "k1").sum()
             sums["kl_k3"] = kl_estimate(old, reference, "k3").sum()
-        if "importance_weights" in found:
-            sums["importance_weight"] = found["importance_weights"].sum()
-            sums["importance_masked"] = (found["importance_weights"] == 0).sum().double()
+        if "importance_weights" in summary:
+            sums["importance_weight"] = summary["importance_weights"].sum()
+            sums["importance_masked"] = (summary["importance_weights"] == 0).sum().double()
         if "response_mask" in batch.token_fields:
             sums["accepted"] = response_tokens(batch).sum().double()
         rows = tokens.new_tensor(float(batch.num_sequences))

@@ -115,8 +115,8 @@ class ChildProcess:
             return "is still running"
         how = f"exited with code {code}"
         if code < 0:
-            known = -code in set(signal.Signals)
-            how = f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
+            is_signal = -code in set(signal.Signals)
+            how = f"was killed by {signal.Signals(-code).name if is_signal else f'signal {-code}'}"
         if code == -signal.SIGKILL:
             how += ", either from outside or because memory ran out"
         return how
@@ -165,17 +165,17 @@ class ChildProcess:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        rest = b""
+        unfinished = b""
         with self._process.stdout as output:
             while chunk := os.read(output.fileno(), 65536):
                 # A progress bar returns to the beginning of its line, and never ends it.
-                *lines, rest = re.split(rb"[\r\n]+", rest + chunk)
+                *lines, unfinished = re.split(rb"[\r\n]+", unfinished + chunk)
                 for line in lines:
                     self._take(line.decode(errors="replace"))
-                if len(rest) > _MAX_LINE:
-                    self._take(rest.decode(errors="replace"))
-                    rest = b""
-        self._take(rest.decode(errors="replace"))
+                if len(unfinished) > _MAX_LINE:
+                    self._take(unfinished.decode(errors="replace"))
+                    unfinished = b""
+        self._take(unfinished.decode(errors="replace"))
 
     def _take(self, line: str) -> None:
         if not line:

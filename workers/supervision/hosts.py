@@ -145,7 +145,10 @@ class RayHost:
         self._each = {"CPU": devices, "GPU": devices if resources.get("GPU", 0) else 0}
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         # A model's devices are those of one machine.
-        room = sum(int(min(found.get(kind, 0) // each for kind, each in self._each.items() if each)) for found in machines)
+        room = sum(
+            int(min(resources_of_machine.get(kind, 0) // each for kind, each in self._each.items() if each))
+            for resources_of_machine in machines
+        )
         if room < count:
             needs = " and ".join(f"{each} {kind}s" for kind, each in self._each.items() if each)
             raise ConfigError(

@@ -400,15 +400,15 @@ class SupervisedWorker:
         """
         channel = self.wait_for_channel()
         sent = channel.ask_flushed(Call(role=ROLE, method=method, args=list(args), options=options))
-        found: Future[Any] = Future()
+        future: Future[Any] = Future()
         # In a thread of its own: what runs when the future is done may call the worker again.
         sent.add_done_callback(
-            lambda done: threading.Thread(target=self._arrive, args=(channel, done, found, method), daemon=True).start()
+            lambda done: threading.Thread(target=self._arrive, args=(channel, done, future, method), daemon=True).start()
         )
-        return found
+        return future
 
-    def _arrive(self, channel: Channel, sent: Any, found: "Future[Any]", method: str) -> None:
-        if not found.set_running_or_notify_cancel():
+    def _arrive(self, channel: Channel, sent: Any, future: "Future[Any]", method: str) -> None:
+        if not future.set_running_or_notify_cancel():
             return
         try:
             reply = sent.reply()
@@ -417,9 +417,9 @@ class SupervisedWorker:
                     # The worker is ending: nothing more is sent to it.
                     self.mark_ended(channel)
                 raise_error(reply, f"{method} of {self.name}")
-            found.set_result(reply.result)
+            future.set_result(reply.result)
         except Exception as e:  # the future's
-            found.set_exception(e)
+            future.set_exception(e)
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of the model and return its result; see `submit`.
@@ -481,7 +481,7 @@ class SupervisedWorker:
 
 async def in_thread(run: Callable[[], T]) -> T:
     """Run a function in a thread of its own: those of the event loop's pool may all be waiting."""
-    found: Future[T] = Future()
+    future: Future[T] = Future()
 
     def work() -> None:
         try:
@@ -491,14 +491,14 @@ async def in_thread(run: Callable[[], T]) -> T:
         else:
             error = None
         # The event loop may have been cancelled meanwhile.
-        if found.set_running_or_notify_cancel():
+        if future.set_running_or_notify_cancel():
             if error is None:
-                found.set_result(result)
+                future.set_result(result)
             else:
-                found.set_exception(error)
+                future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    return await asyncio.wrap_future(found)
+    return await asyncio.wrap_future(future)
 
 
 def start_model_worker(

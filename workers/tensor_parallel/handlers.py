@@ -156,11 +156,11 @@ class _Agreed:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         size = self._worker.settings.world_size
         if size > 1 and (error is None or isinstance(error, Exception)):
-            own = torch.frombuffer(bytearray(self._digest), dtype=torch.uint8)
+            own_digest = torch.frombuffer(bytearray(self._digest), dtype=torch.uint8)
             # A digest of zeros stands for an error.
-            found = [torch.empty_like(own) for _ in range(size)]
-            dist.all_gather(found, own)
-            digests = [bytes(one.tolist()) for one in found]
+            all_digests = [torch.empty_like(own_digest) for _ in range(size)]
+            dist.all_gather(all_digests, own_digest)
+            digests = [bytes(one.tolist()) for one in all_digests]
             failed = [rank for rank, digest in enumerate(digests) if not any(digest)]
             if error is None and failed:
                 raise RemoteError(f"rank {failed[0]} refused the step, so no rank ran it; its reply says why")

@@ -34,10 +34,10 @@ def resolve_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
             f"transformers has no plan by which the layers of {family} could be split; use one process, or a model of another family"
         )
     paths = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    known = {re.sub(r"\.\d+(?=\.|$)", ".*", path): [] for path in paths}  # type: dict[str, list[str]]
+    paths_by_pattern = {re.sub(r"\.\d+(?=\.|$)", ".*", path): [] for path in paths}  # type: dict[str, list[str]]
     for path in paths:
-        known[re.sub(r"\.\d+(?=\.|$)", ".*", path)].append(path)
-    plan = {path: style for pattern, style in patterns.items() for path in known.get(pattern, ())}
+        paths_by_pattern[re.sub(r"\.\d+(?=\.|$)", ".*", path)].append(path)
+    plan = {path: style for pattern, style in patterns.items() for path in paths_by_pattern.get(pattern, ())}
     unknown = sorted(set(plan.values()) - {*STYLES, *IGNORED_STYLES, _EXPERTS, "packed_colwise"})
     if unknown:
         raise CapabilityError(f"the plan of {family} uses {', '.join(unknown)}, which is not supported in generation steps")
@@ -90,9 +90,9 @@ def styles_of(model: PreTrainedModel, plan: Mapping[str, str], slices: LocalSlic
         if path not in modules or style in IGNORED_STYLES:
             continue
         if style == _EXPERTS:
-            own = {name.rpartition(".")[2]: kind for name, kind in plan.items() if name.rpartition(".")[0] == path}
-            packed = [name for name, kind in own.items() if kind == "packed_colwise"]
-            rows = [name for name, kind in own.items() if kind == "rowwise"]
+            own_styles = {name.rpartition(".")[2]: kind for name, kind in plan.items() if name.rpartition(".")[0] == path}
+            packed = [name for name, kind in own_styles.items() if kind == "packed_colwise"]
+            rows = [name for name, kind in own_styles.items() if kind == "rowwise"]
             styles[path] = ExpertsStyle(path, slices, packed, rows)
         else:
             styles[path] = STYLES[style](path, slices)

@@ -168,12 +168,12 @@ class Ranks:
             raise WorkerLostError("a rank has died; the model must be loaded anew")
         sent = [channel.ask(make()) for channel in self._channels]
         request = make()
-        own: m.Reply
+        own_reply: m.Reply
         try:
-            own = self.local.execute(request)
+            own_reply = self.local.execute(request)
         except Exception as e:  # sent to the caller with those of the others
-            own = error_of(self.local.registry.of(request), e)
-        replies: list[tuple[int, m.Reply | BaseException]] = [(0, own)]
+            own_reply = error_of(self.local.registry.of(request), e)
+        replies: list[tuple[int, m.Reply | BaseException]] = [(0, own_reply)]
         # A rank that is wedged has a watchdog; one that waits for a rank that has died is told by its connection.
         deadline = time.monotonic() + self._settings.timeout_s + self._settings.watchdog_s
         for rank, future in enumerate(sent, start=1):
@@ -186,7 +186,7 @@ class Ranks:
                 self.lost = True
                 replies.append((rank, WorkerLostError(f"rank {rank} did not answer")))
         self._raise_first(self.local.title_of(request), replies)
-        return own
+        return own_reply
 
     def _raise_first(self, title: str, replies: list[tuple[int, Any]]) -> None:
         lost = [reply for _, reply in replies if isinstance(reply, WorkerLostError)]

@@ -235,7 +235,7 @@ def gather_last(tensor: Tensor, width: int, group: dist.ProcessGroup, rank: int,
     lengths = [high - low for low, high in (bounds(width, size, part) for part in range(size))]
     widest = max(lengths)
     # Of the same shape on all ranks.
-    own = tensor if tensor.shape[-1] == widest else nn.functional.pad(tensor, (0, widest - tensor.shape[-1]))
-    parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(size)]
-    dist.all_gather(parts, own.contiguous(), group=group)
+    padded = tensor if tensor.shape[-1] == widest else nn.functional.pad(tensor, (0, widest - tensor.shape[-1]))
+    parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in range(size)]
+    dist.all_gather(parts, padded.contiguous(), group=group)
     return torch.cat([part[..., :length] for part, length in zip(parts, lengths, strict=True)], -1)

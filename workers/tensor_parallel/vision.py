@@ -90,12 +90,12 @@ class ImageReader:
         """
         images = decode_images(uris)
         try:
-            found = self._processor(images=images, return_tensors="pt")
+            inputs = self._processor(images=images, return_tensors="pt")
         except ValueError as e:
             raise ConfigError(f"the images cannot be used: {e}") from e
-        grids: Tensor = found["image_grid_thw"]
+        grids: Tensor = inputs["image_grid_thw"]
         merged = int(self._processor.merge_size) ** 2
-        return Pixels(found["pixel_values"], grids, [int(n) // merged for n in grids.prod(-1)])
+        return Pixels(inputs["pixel_values"], grids, [int(n) // merged for n in grids.prod(-1)])
 
     def expand(self, tokens: Sequence[int], image_token: int, counts: Sequence[int]) -> list[int]:
         """Return a prompt in which the token of each image is repeated as often as the image has tokens.
@@ -108,10 +108,10 @@ class ImageReader:
         Raises:
             ConfigError: There are more or fewer image tokens than images.
         """
-        if (given := list(tokens).count(image_token)) != len(counts):
-            raise ConfigError(f"the prompt has {given} image tokens (id {image_token}) for {len(counts)} images")
-        rest = iter(counts)
-        return [token for one in tokens for token in ([one] * next(rest) if one == image_token else [one])]
+        if (token_count := list(tokens).count(image_token)) != len(counts):
+            raise ConfigError(f"the prompt has {token_count} image tokens (id {image_token}) for {len(counts)} images")
+        remaining = iter(counts)
+        return [token for one in tokens for token in ([one] * next(remaining) if one == image_token else [one])]
 
 
 def check_sees_images(lm: ShardedLM) -> None:
@@ -132,10 +132,10 @@ def check_image_tokens(tokens: Sequence[int], image_token: int, pixels: Pixels) 
     Raises:
         ConfigError: The number of image tokens is not that of the images.
     """
-    given, needed = list(tokens).count(image_token), sum(pixels.tokens)
-    if given != needed:
+    count, needed = list(tokens).count(image_token), sum(pixels.tokens)
+    if count != needed:
         raise ConfigError(
-            f"the prompt has {given} image tokens (id {image_token}), but its images have {needed} ({pixels.tokens}); repeat the image "
+            f"the prompt has {count} image tokens (id {image_token}), but its images have {needed} ({pixels.tokens}); repeat the image "
             "token as often as each image needs"
         )
 

@@ -84,10 +84,10 @@ class StdioTransport:
             return []
         size = os.readv(self._read, [self._chunk])
         if not size:
-            rest = bytes(self._buffer)
+            remaining = bytes(self._buffer)
             self._buffer.clear()
-            if rest.strip() and not self._skipping:
-                return [[rest]]
+            if remaining.strip() and not self._skipping:
+                return [[remaining]]
             self._ended = True
             return None
         self._buffer += self._chunk[:size]

@@ -66,19 +66,19 @@ def endpoint_of(address: str) -> tuple[str, bool]:
     Raises:
         ConfigError: The address is not of the form zmq:///path or zmq://host:port.
     """
-    rest = address.removeprefix(SCHEME)
-    if rest == address or not rest:
+    location = address.removeprefix(SCHEME)
+    if location == address or not location:
         raise ConfigError(f"the address {address!r} is not of the form zmq:///path or zmq://host:port")
-    if rest.startswith("/"):
-        if len(os.fsencode(rest)) > 107:
+    if location.startswith("/"):
+        if len(os.fsencode(location)) > 107:
             raise ConfigError(
-                f"{rest} is too long for a socket ({len(os.fsencode(rest))} of 107 bytes); set TMPDIR to a short path"
+                f"{location} is too long for a socket ({len(os.fsencode(location))} of 107 bytes); set TMPDIR to a short path"
             )
-        return f"ipc://{rest}", True
-    host, _, port = rest.rpartition(":")
+        return f"ipc://{location}", True
+    host, _, port = location.rpartition(":")
     if not host or not (port.isdigit() or port == "*"):
         raise ConfigError(f"the address {address!r} has no port; give zmq://host:port")
-    return f"tcp://{rest}", False
+    return f"tcp://{location}", False
 
 
 class ZmqTransport:
