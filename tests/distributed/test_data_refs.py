@@ -634,8 +634,14 @@ def test_what_was_dropped_meanwhile_is_missing_everywhere_and_nothing_is_lost() 
         with pytest.raises(WorkerError, match="are not in the data store"):
             group["one"].double(ref)
         assert group["carrier"].wait(0.0) == 0.0
-        # Nothing has been stored for what did not arrive.
+        # Nothing has been stored for what did not arrive, and none of it counts as having arrived.
         assert stores(group)["main/0"] == held
+        assert all("main/0" not in group.data.buffer.holders(sample, "x") for sample in some)
+        # What was put for a call of tensors goes when the call fails.
+        count = len(group.data.buffer)
+        with pytest.raises(WorkerError, match="KeyError"):
+            group["carrier"].double(from_lists([[1, 2], [3]]))
+        assert len(group.data.buffer) == count
         # While the call runs: its results go with the samples.
         fresh = group.data.put(odd_batch())
         running = group.submit("carrier", "double", fresh, slowly=0.5)
