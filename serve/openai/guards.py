@@ -36,8 +36,8 @@ class HostGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         if scope["type"] == "http":
-            given = Headers(scope=scope).get("host", "")
-            name = given.partition("]")[0].removeprefix("[") if given.startswith("[") else given.partition(":")[0]
+            host = Headers(scope=scope).get("host", "")
+            name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
             if name.lower() not in self._hosts:
                 message = f"the service has no name {name[:100]!r}; allow it with --allowed-host"
                 await refuse(send, 400, message, "invalid_request_error")
