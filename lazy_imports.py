@@ -32,6 +32,8 @@ MOVED_MODULES = {
     "trainers.launch": "trainers.main",
     "trainers.loop.parts": "trainers.loop.training_run",
     "trainers.report": "trainers.offline.report",
+    "trainers.loop.answer_metrics": "trainers.loop.completion_metrics",
+    "trainers.rl.answers": "trainers.rl.completions",
     "trainers.rl.cli": "trainers.rl.phase_commands",
     "trainers.rl.controllers": "trainers.loop.ranks",
     "trainers.rl.lane": "trainers.rl.reward_runner",

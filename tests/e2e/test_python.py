@@ -32,7 +32,7 @@ from drivetrain import (
     TokenOutputs,
 )
 from drivetrain.trainers.data.python_data import PythonData
-from drivetrain.trainers.loop.answer_metrics import AnswerMetrics, exact_match
+from drivetrain.trainers.loop.completion_metrics import CompletionMetrics, exact_match
 from drivetrain.trainers.loop.early_stopping import EarlyStopping
 from drivetrain.trainers.loop.loop import StopReason
 from drivetrain.trainers.loop.samples import HeldOutCompletion
@@ -297,10 +297,10 @@ def test_answers_are_measured_and_select_the_best_checkpoint(task: Path) -> None
 
 def test_metrics_are_checked_before_the_run_and_on_every_answer() -> None:
     answer = HeldOutCompletion(
-        name="a.jsonl:1", prompt="", answer="", plain_prompt="2+2=", plain_answer=" 4\n", plain_wanted="4"
+        name="a.jsonl:1", prompt="", completion="", plain_prompt="2+2=", plain_completion=" 4\n", plain_wanted="4"
     )
-    assert AnswerMetrics.of(["exact_match", "contains"]).measure([answer]) == {"exact_match": 1.0, "contains": 1.0}
-    assert AnswerMetrics.of([], [lambda **given: len(given)]).measure([answer]) == {"<lambda>": 3.0}
+    assert CompletionMetrics.of(["exact_match", "contains"]).measure([answer]) == {"exact_match": 1.0, "contains": 1.0}
+    assert CompletionMetrics.of([], [lambda **given: len(given)]).measure([answer]) == {"<lambda>": 3.0}
     for names, functions, told in (
         (["f1"], [], r"trainer.metrics has 'f1'; give module:function, or one of exact_match, contains"),
         (["nowhere:f1"], [], r"cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
@@ -311,13 +311,13 @@ def test_metrics_are_checked_before_the_run_and_on_every_answer() -> None:
         ([], [lambda text: 1.0], r"the metric <lambda> needs 'text'; a metric is a function of any of prompt, answer, wanted"),
     ):
         with pytest.raises(ConfigError, match=told):
-            AnswerMetrics.of(names, functions)
+            CompletionMetrics.of(names, functions)
     with pytest.raises(
         DrivetrainError, match=r"the metric <lambda> returned 'yes' for the answer to a.jsonl:1; it must be a number"
     ):
-        AnswerMetrics.of([], [lambda answer: "yes"]).measure([answer])  # type: ignore[return-value, list-item]
+        CompletionMetrics.of([], [lambda answer: "yes"]).measure([answer])  # type: ignore[return-value, list-item]
     with pytest.raises(DrivetrainError, match=r"the metric <lambda> failed on the answer to a.jsonl:1 with ZeroDivisionError"):
-        AnswerMetrics.of([], [lambda answer: 1 / 0]).measure([answer])
+        CompletionMetrics.of([], [lambda answer: 1 / 0]).measure([answer])
 
 
 # ---- dry runs --------------------------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ def test_metrics_select_by_the_higher_value(task: Path) -> None:
     config = config_of(task, "run", "trainer.generate=1", "trainer.metrics=[exact_match]", "trainer.best_metric=exact_match")
     trainer = SFTTrainer(config, train_data=rows_of(task))
     watch = EarlyStopping.of(
-        config.trainer, evaluation_metrics(trainer.make_method(), AnswerMetrics.of(config.trainer.metrics))
+        config.trainer, evaluation_metrics(trainer.make_method(), CompletionMetrics.of(config.trainer.metrics))
     )
     assert watch.update(1, {"exact_match": 0.25})
     assert not watch.update(2, {"exact_match": 0.125})

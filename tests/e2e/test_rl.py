@@ -490,7 +490,7 @@ def test_a_signal_to_everything_saves_whole_steps(task: Path, tmp_path: Path, ki
 def test_a_dry_run_makes_a_step_and_saves_nothing(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = GRPOConfig.parse(*words(task, tmp_path / "run", "trainer.max_steps=3", "trainer.bundle_every=1"))
     plan = GRPOTrainer(config).dry_run()
-    assert (plan.total_steps, plan.answers) == (3, 16)
+    assert (plan.total_steps, plan.completions) == (3, 16)
     assert plan.metrics["grad_norm"] > 0
     assert 0 < plan.metrics["reward"] <= 1
     assert plan.metrics["peak_gib"] > 0

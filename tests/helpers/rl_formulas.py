@@ -60,7 +60,7 @@ class Formula:
 
 
 @dataclass(kw_only=True)
-class Answers:
+class Completions:
     """What advantages are made of, one entry per answer; `[R]` where they are tensors."""
 
     rewards: list[float]
@@ -89,12 +89,12 @@ def shaped(rewards: Sequence[float], formula: Formula) -> list[float]:
     return [min(max((r - mean) / scale, -formula.clip_rewards), formula.clip_rewards) for r in rewards]
 
 
-def advantages_of(x: Answers, formula: Formula) -> Advantages:
+def advantages_of(x: Completions, formula: Formula) -> Advantages:
     """The advantage of each token, and the returns that a critic learns."""
     return ADVANTAGES[formula.advantage](x, formula)
 
 
-def _token_rewards(x: Answers, i: int, formula: Formula) -> list[float]:
+def _token_rewards(x: Completions, i: int, formula: Formula) -> list[float]:
     """InstructGPT's: at every token a penalty for leaving the reference, at the last one the reward."""
     rewards: list[float] = (-formula.reward_kl * (x.old[i] - x.reference[i])).tolist()
     rewards[-1] += x.rewards[i]
@@ -109,12 +109,12 @@ def _returns(rewards: Sequence[float], gamma: float) -> Tensor:
     return torch.tensor(returns[::-1], dtype=torch.float64)
 
 
-def _scores(x: Answers, formula: Formula) -> list[float]:
+def _scores(x: Completions, formula: Formula) -> list[float]:
     """The reward of an answer, less the penalty of all of its tokens."""
     return [sum(_token_rewards(x, i, formula)) for i in range(len(x.rewards))]
 
 
-def _by_answer(x: Answers, scores: Sequence[float]) -> list[Tensor]:
+def _by_answer(x: Completions, scores: Sequence[float]) -> list[Tensor]:
     return [torch.full_like(old, score) for old, score in zip(x.old, scores, strict=True)]
 
 
@@ -128,24 +128,24 @@ def _whitened(advantages: list[Tensor]) -> list[Tensor]:
     return [(a - every.mean()) / (every.var() + 1e-8).sqrt() for a in advantages]
 
 
-def _distances(x: Answers, formula: Formula) -> list[float]:
+def _distances(x: Completions, formula: Formula) -> list[float]:
     scores = _scores(x, formula)
     return [score - sum(scores[j] for j in x.peers(i)) / len(x.peers(i)) for i, score in enumerate(scores)]
 
 
-def _grpo(x: Answers, formula: Formula) -> Advantages:
+def _grpo(x: Completions, formula: Formula) -> Advantages:
     """DeepSeekMath, arXiv:2402.03300, section 4.1.2."""
     scores = _scores(x, formula)
     spreads = [_deviation([scores[j] for j in x.peers(i)]) for i in range(len(scores))]
     return _by_answer(x, [d / (s + 1e-6) for d, s in zip(_distances(x, formula), spreads, strict=True)]), None
 
 
-def _centered(x: Answers, formula: Formula) -> Advantages:
+def _centered(x: Completions, formula: Formula) -> Advantages:
     """Dr. GRPO, arXiv:2503.20783: without the deviation."""
     return _by_answer(x, _distances(x, formula)), None
 
 
-def _pass_at_k(x: Answers, formula: Formula) -> Advantages:
+def _pass_at_k(x: Completions, formula: Formula) -> Advantages:
     """arXiv:2503.19595: only the best answer of a group counts, by how much it is better than the second best."""
     scores = _scores(x, formula)
     found = [0.0] * len(scores)
@@ -156,7 +156,7 @@ def _pass_at_k(x: Answers, formula: Formula) -> Advantages:
     return _by_answer(x, found), None
 
 
-def _rloo(x: Answers, formula: Formula) -> Advantages:
+def _rloo(x: Completions, formula: Formula) -> Advantages:
     """arXiv:2402.14740, section 3.2: the mean of the other answers is the baseline."""
     scores, found = _scores(x, formula), []
     for i in range(len(scores)):
@@ -165,7 +165,7 @@ def _rloo(x: Answers, formula: Formula) -> Advantages:
     return _by_answer(x, found), None
 
 
-def _opo(x: Answers, formula: Formula) -> Advantages:
+def _opo(x: Completions, formula: Formula) -> Advantages:
     """arXiv:2505.23585: the baseline is weighted by length; an answer without others has none."""
     scores, found = _scores(x, formula), []
     for i in range(len(scores)):
@@ -175,14 +175,14 @@ def _opo(x: Answers, formula: Formula) -> Advantages:
     return _by_answer(x, found), None
 
 
-def _gpg(x: Answers, formula: Formula) -> Advantages:
+def _gpg(x: Completions, formula: Formula) -> Advantages:
     """arXiv:2504.02546: scaled up by the share of answers from which something can be learned."""
     scores = _scores(x, formula)
     useful = [i for i in range(len(scores)) if len({scores[j] for j in x.peers(i)}) > 1]
     return _by_answer(x, [d * len(scores) / len(useful) for d in _distances(x, formula)]), None
 
 
-def _optimal_token_baseline(x: Answers, formula: Formula) -> Advantages:
+def _optimal_token_baseline(x: Completions, formula: Formula) -> Advantages:
     """Of each position the baseline of least variance, arXiv:1301.2315: weights are squared norms of the gradients so far."""
     returns = [_returns(_token_rewards(x, i, formula), 1.0) for i in range(len(x.rewards))]
     energy = []
@@ -199,25 +199,25 @@ def _optimal_token_baseline(x: Answers, formula: Formula) -> Advantages:
     return found, returns
 
 
-def _reinforce(x: Answers, formula: Formula) -> Advantages:
+def _reinforce(x: Completions, formula: Formula) -> Advantages:
     """REINFORCE++, arXiv:2501.03262: whitened returns."""
     returns = [_returns(_token_rewards(x, i, formula), formula.gamma) for i in range(len(x.rewards))]
     return _whitened(returns), returns
 
 
-def _reinforce_baseline(x: Answers, formula: Formula) -> Advantages:
+def _reinforce_baseline(x: Completions, formula: Formula) -> Advantages:
     """REINFORCE++ with the mean of the group as baseline."""
     return _whitened(_by_answer(x, _distances(x, formula))), None
 
 
-def _remax(x: Answers, formula: Formula) -> Advantages:
+def _remax(x: Completions, formula: Formula) -> Advantages:
     """arXiv:2310.10505: the reward of the most likely answer is the baseline."""
     returns = [_returns(_token_rewards(x, i, formula), formula.gamma) for i in range(len(x.rewards))]
     baselines = [math.nan if baseline is None else baseline for baseline in x.baselines]
     return [r - baseline for r, baseline in zip(returns, baselines, strict=True)], returns
 
 
-def _gae(x: Answers, formula: Formula) -> Advantages:
+def _gae(x: Completions, formula: Formula) -> Advantages:
     """arXiv:1506.02438, equation 16, with lambda 0.95."""
     advantages, returns = [], []
     for i, values in enumerate(x.values):
@@ -230,7 +230,7 @@ def _gae(x: Answers, formula: Formula) -> Advantages:
     return _whitened(advantages), returns
 
 
-ADVANTAGES: Mapping[str, Callable[[Answers, Formula], Advantages]] = {
+ADVANTAGES: Mapping[str, Callable[[Completions, Formula], Advantages]] = {
     "grpo": _grpo,
     "centered": _centered,
     "pass_at_k": _pass_at_k,

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from helpers.rl_formulas import (
     ESTIMATES,
     OBJECTIVES,
-    Answers,
+    Completions,
     Formula,
     accepted_of,
     advantages_of,
@@ -252,7 +252,7 @@ def _train(actor: Model, critic: Model | None, before: Before, formula: Formula,
     sampled = [document.sampled for document in documents]
     old = sampled if formula.old == "rollout" else before.actor
     weights, accepted = importance_of(old, sampled, formula), accepted_of(old, sampled, formula)
-    answers = Answers(
+    answers = Completions(
         rewards=shaped([document.reward for document in documents], formula),
         groups=[document.group for document in documents],
         baselines=[document.baseline for document in documents],

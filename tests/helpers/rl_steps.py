@@ -23,7 +23,7 @@ from drivetrain.trainers.config.rl import (
 )
 from drivetrain.trainers.data.prompts import Prompt
 from drivetrain.trainers.rl.algorithms import resolve
-from drivetrain.trainers.rl.answers import Answer, Answers
+from drivetrain.trainers.rl.completions import Completion, Completions
 from drivetrain.trainers.rl.roles import build_roles
 from drivetrain.trainers.rl.session import open_phases
 from drivetrain.trainers.rl.step import train_on
@@ -91,7 +91,7 @@ def steps_of_phases(config: RLConfig) -> dict[str, list[float]]:
                 supervised=[[False] * len(row["prompt"]) + [True] * len(row["response"]) for row in rows],
                 token_fields={"rollout_log_probs": [[0.0] * len(row["prompt"] + row["response"]) for row in rows]},
             )
-            answers = Answers(ref=phases.group.data.put(batch, role="actor"), rows=tuple(answer_of(row) for row in rows))
+            answers = Completions(ref=phases.group.data.put(batch, role="actor"), rows=tuple(answer_of(row) for row in rows))
             answers, _, metrics = train_on(phases, phases.score(answers), {}, step=step)
             phases.discard(answers.ref)
             for name in ("loss", "grad_norm", "critic/loss", "critic/grad_norm"):
@@ -100,9 +100,9 @@ def steps_of_phases(config: RLConfig) -> dict[str, list[float]]:
     return found
 
 
-def answer_of(row: dict[str, Any]) -> Answer:
+def answer_of(row: dict[str, Any]) -> Completion:
     prompt = Prompt(name="recorded", ids=row["prompt"], content="")
-    return Answer(prompt=prompt, group=row["group"], tokens=row["response"], text="", finished=True, reward=row["reward"])
+    return Completion(prompt=prompt, group=row["group"], tokens=row["response"], text="", finished=True, reward=row["reward"])
 
 
 # ---- plain ---------------------------------------------------------------------------------------------------------------

@@ -392,6 +392,6 @@ def test_held_out_operands_are_not_in_the_training_data() -> None:
     ],
 )
 def test_the_expected_answer_is_that_of_one_turn(supervised: list[bool], wanted: list[int]) -> None:
-    from drivetrain.trainers.loop.samples import _first_answer
+    from drivetrain.trainers.loop.samples import _first_completion
 
-    assert _first_answer(Sample("a", [1, 2, 3, 4, 5, 6], supervised)) == wanted
+    assert _first_completion(Sample("a", [1, 2, 3, 4, 5, 6], supervised)) == wanted

@@ -39,7 +39,7 @@ FORBIDDEN_PHRASES = (
 )
 ALLOWED = {
     # The name of an argument that metrics of users have as well, and of a field in answers.jsonl.
-    "trainers/loop/answer_metrics.py": {"wanted"},
+    "trainers/loop/completion_metrics.py": {"wanted"},
     "trainers/loop/samples.py": {"wanted"},
     # The name of a field in messages.
     "workers/protocol/messages.py": {"found"},

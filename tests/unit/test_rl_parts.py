@@ -17,10 +17,10 @@ from drivetrain.trainers.data.prompts import Prompt
 from drivetrain.trainers.demo.reinforcement import curve
 from drivetrain.trainers.rl.adaptive import Adaptive
 from drivetrain.trainers.rl.algorithms import published, resolve
-from drivetrain.trainers.rl.answers import Answer, equal_groups
+from drivetrain.trainers.rl.completions import Completion, equal_groups
 from drivetrain.trainers.rl.correction import resolve_importance
 from drivetrain.trainers.rl.evaluation import accuracy
-from drivetrain.trainers.rl.metrics import answer_metrics, staleness
+from drivetrain.trainers.rl.metrics import completion_metrics, staleness
 from drivetrain.trainers.rl.phases import Phases
 from drivetrain.trainers.rl.roles import rollout_config
 from drivetrain.trainers.rl.state import is_random
@@ -32,9 +32,9 @@ def config(*words: str) -> RLConfig:
     return parse(GRPOConfig, ["model.path=/tmp", "data.train=[x.jsonl]", "rewards.use=[answer]", *words], "")
 
 
-def answer(group: int, reward: float, *, tokens: int = 3, finished: bool = True, **rewards: float) -> Answer:
+def answer(group: int, reward: float, *, tokens: int = 3, finished: bool = True, **rewards: float) -> Completion:
     prompt = Prompt(name=f"p:{group}", ids=[1], content="?")
-    return Answer(
+    return Completion(
         prompt=prompt,
         group=group,
         tokens=[5] * tokens,
@@ -295,13 +295,13 @@ def test_the_numbers_of_answers() -> None:
         answer(1, 0.5),
         answer(1, 0.5),
     ]
-    numbers = answer_metrics(answers)
+    numbers = completion_metrics(answers)
     assert numbers["reward"] == 0.5
     assert numbers["reward/answer"] == 0.5
     assert numbers["reward/format"] == 1.0
     assert (numbers["length"], numbers["length_max"], numbers["truncated"]) == (4.0, 8.0, 0.25)
     assert (numbers["groups"], numbers["equal_groups"]) == (2, 0.5)
-    assert math.isnan(answer_metrics([])["reward"])
+    assert math.isnan(completion_metrics([])["reward"])
     assert staleness(answers, 5) == 3
     assert staleness([], 5) == 0
 

@@ -188,7 +188,7 @@ def _open(folders: Sequence[Path]) -> list[TokenCache]:
 def _run_collectively(work: Generator[None, None, None]) -> None:
     """Run steps until all ranks are done; an error is raised on all ranks. Collective.
 
-    TrainerRanks without work synchronize with the others every `SYNC_SECONDS`, so that they do not time out.
+    Ranks without work synchronize with the others every `SYNC_SECONDS`, so that they do not time out.
     """
     while True:
         done, start = False, time.monotonic()

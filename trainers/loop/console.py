@@ -15,8 +15,8 @@ from rich.table import Column
 from .samples import HeldOutCompletion
 
 BAR_WIDTH = 12
-SHOWN_ANSWERS = 10
-"""An evaluation may generate hundreds of answers, which `answers.jsonl` has all of."""
+SHOWN_COMPLETIONS = 10
+"""An evaluation may generate hundreds of completions, which `answers.jsonl` has all of."""
 SHOWN = ("accuracy", "reward_accuracy", "reward_margin")
 """Metrics that a progress line shows when they are present."""
 
@@ -89,7 +89,7 @@ class Console:
         total_steps: The number of steps in the run.
         every: The number of steps between lines when the output is not a terminal.
         out: The console to write to; standard output by default.
-        lines: What the lines look like; those of trainers on given answers by default.
+        lines: What the lines look like; those of the trainers on a fixed dataset by default.
     """
 
     def __init__(self, total_steps: int, every: int, out: RichConsole | None = None, lines: "Lines | None" = None) -> None:
@@ -121,11 +121,13 @@ class Console:
         elif step % self._every == 0 or step == self._total:
             self._out.print(fitted(parts, self._out.width), markup=False, soft_wrap=True)
 
-    def answers(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
-        """Print the answers to held-out samples."""
-        for answer in completions[:SHOWN_ANSWERS]:
-            last = f"expected {answer.wanted!r}" if answer.rewards is None else f"rewards {answer.shown_rewards}"
-            self._out.print(f"  {answer.prompt!r}\n    answer {answer.answer!r}\n    {last}", markup=False, soft_wrap=True)
+    def log_completions(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
+        """Print the completions to held-out samples."""
+        for completion in completions[:SHOWN_COMPLETIONS]:
+            last = f"expected {completion.wanted!r}" if completion.rewards is None else f"rewards {completion.shown_rewards}"
+            self._out.print(
+                f"  {completion.prompt!r}\n    answer {completion.completion!r}\n    {last}", markup=False, soft_wrap=True
+            )
 
     def close(self) -> None:
         """Remove the bar."""
@@ -164,8 +166,8 @@ class Summary:
         self._skipped += record["skipped"]
         self._seconds += record["seconds"]
 
-    def answers(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
-        """Ignore answers, which are not part of the summary."""
+    def log_completions(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
+        """Ignore completions, which are not part of the summary."""
 
     def close(self) -> None:
         """Do nothing, since there is nothing to flush."""

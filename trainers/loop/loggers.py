@@ -24,8 +24,8 @@ class Logger(Protocol):
     def log(self, record: Mapping[str, Any]) -> None:
         """Log a record. It always has a `step`; a `split` other than train marks an evaluation."""
 
-    def answers(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
-        """Log the model's answers to held-out samples."""
+    def log_completions(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
+        """Log the model's completions to held-out samples."""
 
     def close(self) -> None:
         """Flush and close the logger."""
@@ -51,12 +51,12 @@ class JSONL:
         self._metrics.write(json.dumps({k: _finite(v) for k, v in record.items()}) + "\n")
         self._metrics.flush()
 
-    def answers(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
-        """Append the answers to `answers.jsonl`."""
+    def log_completions(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
+        """Append the completions to `answers.jsonl`."""
         if self._answers is None:
             self._answers = _reopened(self._folder / "answers.jsonl", self._resumed)
-        for answer in completions:
-            self._answers.write(json.dumps({"step": step, **answer.record()}, ensure_ascii=False) + "\n")
+        for completion in completions:
+            self._answers.write(json.dumps({"step": step, **completion.record()}, ensure_ascii=False) + "\n")
         self._answers.flush()
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class JSONL:
 
 
 class TensorBoard:
-    """A logger for TensorBoard, with scalars under `train/` and `eval/` and answers as text."""
+    """A logger for TensorBoard, with scalars under `train/` and `eval/` and completions as text."""
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -79,11 +79,13 @@ class TensorBoard:
         for name, value in _scalars(record).items():
             self._writer.add_scalar(name, value, record["step"])
 
-    def answers(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
-        """Write the answers as text."""
-        for i, answer in enumerate(completions):
+    def log_completions(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
+        """Write the completions as text."""
+        for i, completion in enumerate(completions):
             self._writer.add_text(
-                f"answers/{i}", f"{answer.prompt}\n\n**{answer.answer}**\n\n({answer.wanted or answer.shown_rewards})", step
+                f"answers/{i}",
+                f"{completion.prompt}\n\n**{completion.completion}**\n\n({completion.wanted or completion.shown_rewards})",
+                step,
             )
 
     def close(self) -> None:
@@ -115,8 +117,8 @@ class WandB:
         """Write every number."""
         self._run.log(_scalars(record), step=record["step"])
 
-    def answers(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
-        """Write the answers as a table."""
+    def log_completions(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
+        """Write the completions as a table."""
         rows = [{**a.record(), **({} if a.rewards is None else {"rewards": a.shown_rewards})} for a in completions]
         columns = list(rows[0]) if rows else []
         self._run.log({"answers": self._table(columns=columns, data=[list(row.values()) for row in rows])}, step=step)

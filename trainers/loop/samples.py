@@ -1,7 +1,7 @@
-"""Answers to held-out samples during training, for people to read, decoded greedily with the engine's own forward pass.
+"""Completions to held-out samples during training, for people to read, decoded greedily with the engine's own forward pass.
 
 The full text goes through the model for every token, so a model that is sharded for training needs no KV cache. This is meant
-for a handful of short answers, on any engine and layout.
+for a handful of short completions, on any engine and layout.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,27 +20,27 @@ from .signals import StopSignal
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutCompletion:
-    """The model's answer to a held-out sample, and the expected answer.
+    """The model's completion to a held-out sample, and the expected completion.
 
     Args:
         name: The name of the sample.
         prompt: The text up to the first supervised token.
-        answer: The model's answer.
-        wanted: The expected answer, which is the text of the first supervised tokens, of a chat its first answer; empty if there is
+        completion: The model's completion.
+        wanted: The expected completion, which is the text of the first supervised tokens, of a chat its first completion; empty if there is
             none.
-        rewards: What each reward made of the answer, by name, if it was judged.
+        rewards: What each reward made of the completion, by name, if it was judged.
         plain_prompt: The prompt without special tokens.
-        plain_answer: The answer without special tokens.
-        plain_wanted: The expected answer without special tokens.
+        plain_completion: The completion without special tokens.
+        plain_wanted: The expected completion without special tokens.
     """
 
     name: str
     prompt: str
-    answer: str
+    completion: str
     wanted: str = ""
     rewards: Mapping[str, float] | None = None
     plain_prompt: str = ""
-    plain_answer: str = ""
+    plain_completion: str = ""
     plain_wanted: str = ""
 
     @property
@@ -50,23 +50,23 @@ class HeldOutCompletion:
 
     def record(self) -> dict[str, Any]:
         """Return the fields that there are, for a file or a table."""
-        fields = {"name": self.name, "prompt": self.prompt, "answer": self.answer}
+        fields = {"name": self.name, "prompt": self.prompt, "answer": self.completion}
         return fields | ({"wanted": self.wanted} if self.rewards is None else {"rewards": dict(self.rewards)})
 
 
-def answers(
+def generate_completions(
     engine: BaseEngine, tokenizer: Any, samples: Sequence[Sample], most: int, budget: int, stop: StopSignal
 ) -> list[HeldOutCompletion] | None:
-    """Generate greedy answers. Collective.
+    """Generate greedy completions. Collective.
 
-    Every rank passes the same samples and gets all answers; None if a rank was asked to stop before they were complete.
+    Every rank passes the same samples and gets all completions; None if a rank was asked to stop before they were complete.
 
     Args:
         engine: The initialized engine.
         tokenizer: The tokenizer of the model.
         samples: The samples, each with supervised tokens.
-        most: The maximum number of tokens in an answer.
-        budget: The maximum number of tokens in a micro-batch; an answer ends when its text would exceed it.
+        most: The maximum number of tokens in a completion.
+        budget: The maximum number of tokens in a micro-batch; a completion ends when its text would exceed it.
         stop: The stop signal of the run.
     """
     topology = engine.topology
@@ -78,7 +78,7 @@ def answers(
     request = OutputRequest(greedy=True)
     for _ in range(most):
         active = [i for i in texts if open_[i] and len(texts[i]) < budget]
-        # TrainerRanks whose own answers are complete take part as well, since the forward pass is collective.
+        # Ranks whose own completions are complete take part as well, since the forward pass is collective.
         rank_states = topology.all_gather_object((bool(active), stop.is_requested_here))
         if any(stop_requested for _, stop_requested in rank_states):
             return None
@@ -91,35 +91,35 @@ def answers(
         for i, token in zip(active, next_tokens, strict=True):
             texts[i].append(int(token))
             open_[i] = token not in ends[i]
-    local_answers = {i: tokens[prompts[i] :] for i, tokens in texts.items()}
-    all_answers: dict[int, list[int]] = {}
-    for part in topology.all_gather_object(local_answers if topology.is_output_rank else {}):
-        all_answers |= part
+    local_completions = {i: tokens[prompts[i] :] for i, tokens in texts.items()}
+    all_completions: dict[int, list[int]] = {}
+    for part in topology.all_gather_object(local_completions if topology.is_output_rank else {}):
+        all_completions |= part
     return [
         HeldOutCompletion(
             name=sample.name,
-            **{name: tokenizer.decode(ids) for name, ids in _parts(sample, all_answers[i]).items()},
+            **{name: tokenizer.decode(ids) for name, ids in _parts(sample, all_completions[i]).items()},
             **{
                 f"plain_{name}": tokenizer.decode(ids, skip_special_tokens=True)
-                for name, ids in _parts(sample, all_answers[i]).items()
+                for name, ids in _parts(sample, all_completions[i]).items()
             },
         )
         for i, sample in enumerate(samples)
     ]
 
 
-def _parts(sample: Sample, answer: Sequence[int]) -> dict[str, Sequence[int]]:
-    return {"prompt": sample.ids[: _first_target(sample)], "answer": answer, "wanted": _first_answer(sample)}
+def _parts(sample: Sample, completion: Sequence[int]) -> dict[str, Sequence[int]]:
+    return {"prompt": sample.ids[: _first_target(sample)], "completion": completion, "wanted": _first_completion(sample)}
 
 
 def _ends(tokenizer: Any, sample: Sample) -> set[int]:
-    """Return the tokens that end an answer: EOS, and the special token, if any, that ends the turn of the expected answer."""
+    """Return the tokens that end a completion: EOS, and the special token, if any, that ends the turn of the expected completion."""
     special = set(tokenizer.all_special_ids)
     turn = [t for t, s in zip(sample.ids, sample.supervised, strict=True) if s and t in special]
     return {tokenizer.eos_token_id, *turn[-1:]}
 
 
-def _first_answer(sample: Sample) -> list[int]:
+def _first_completion(sample: Sample) -> list[int]:
     """Return the supervised tokens up to the next one that is not."""
     start = _first_target(sample) if not sample.supervised[0] else 0
     return [

@@ -139,7 +139,7 @@ class TrainingRun(ABC):
             for logger in self.loggers:
                 logger.log(record)
                 if completions:
-                    logger.answers(self.step, completions)
+                    logger.log_completions(self.step, completions)
         except OSError as e:
             return disk_error(f"the metrics of step {self.step}", e)
         return None

@@ -88,7 +88,7 @@ class PreferenceMethod(TrainingMethod):
         if self.kind == "pairs":
             if not getattr(self._loss, "needs_matching", False):
                 return batch
-            # TrainerRanks among all pairs of the global batch, so that they do not depend on how it is split.
+            # Ranks among all pairs of the global batch, so that they do not depend on how it is split.
             policy = log_probs_of(engine, global_batch, training=training)
             matched = matched_quantiles(policy[::2] - policy[1::2], log_probs[::2] - log_probs[1::2]).repeat_interleave(2)
             return batch.with_sequence_fields(**{MATCHED: matched[shard.positions]})

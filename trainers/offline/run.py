@@ -31,15 +31,15 @@ from ..data.order import Cursor, Sampler
 from ..data.python_data import PythonData
 from ..data.stream import StreamLoader
 from ..data.tokenize import NO_PYTHON
-from ..loop.answer_metrics import AnswerMetrics
 from ..loop.callbacks import Callback
+from ..loop.completion_metrics import CompletionMetrics
 from ..loop.console import Lines, Summary
 from ..loop.early_stopping import EarlyStopping
 from ..loop.loggers import LOSS, Display
 from ..loop.ranks import TrainerRanks, process_group
 from ..loop.resume import check_fingerprint, check_method, check_no_later
 from ..loop.run_folder import locked_folders
-from ..loop.samples import HeldOutCompletion, answers
+from ..loop.samples import HeldOutCompletion, generate_completions
 from ..loop.signals import StopSignal
 from ..loop.training_run import EvaluationResult, TrainingRun
 from ..methods.base import TrainingMethod
@@ -59,7 +59,7 @@ class OfflineRun(TrainingRun):
         data: The tokenizer and the data.
         loader: The batches to train on.
         manager: The run's checkpoints.
-        answer_metrics: The metrics of the generated answers.
+        completion_metrics: The metrics of the generated completions.
         cursor: The position of the next batch in the data.
     """
 
@@ -69,7 +69,7 @@ class OfflineRun(TrainingRun):
     data: RunData
     loader: Loader | StreamLoader
     manager: CheckpointManager
-    answer_metrics: AnswerMetrics
+    completion_metrics: CompletionMetrics
     cursor: Cursor = field(default_factory=Cursor)
 
     def __post_init__(self) -> None:
@@ -143,10 +143,10 @@ class OfflineRun(TrainingRun):
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate(self, stop: StopSignal) -> EvaluationResult | None:
-        """Compute the exact loss and metrics over all held-out samples, and the metrics of the generated answers. Collective.
+        """Compute the exact loss and metrics over all held-out samples, and the metrics of the generated completions. Collective.
 
         Each loss term is its weighted sum over all samples divided by the total weight; each metric of the loss is its sum divided by
-        the total count. Metrics of answers are means over the answers that are generated.
+        the total count. Metrics of completions are means over the completions that are generated.
 
         Args:
             stop: The stop signal of the run.
@@ -179,7 +179,7 @@ class OfflineRun(TrainingRun):
         if completions is None:
             return None
         if completions:
-            metrics |= self.ranks.run_on_rank0(lambda: self.answer_metrics.measure(completions))
+            metrics |= self.ranks.run_on_rank0(lambda: self.completion_metrics.measure(completions))
         return EvaluationResult(metrics=metrics, tokens=tokens, completions=completions)
 
     def _generate(self, stop: StopSignal) -> list[HeldOutCompletion] | None:
@@ -191,7 +191,7 @@ class OfflineRun(TrainingRun):
         if not samples:
             return []
         budget = self.method.budget.tokens
-        return answers(self.engine, self.data.tokenizer, samples, self.config.generate_tokens, budget, stop)
+        return generate_completions(self.engine, self.data.tokenizer, samples, self.config.generate_tokens, budget, stop)
 
     # ---- checkpoints and exports -------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class OfflineRun(TrainingRun):
 def open_run(
     config: RunConfig,
     method: TrainingMethod,
-    metrics: AnswerMetrics,
+    metrics: CompletionMetrics,
     *,
     python: PythonData = NO_PYTHON,
     callbacks: Sequence[Callback] = (),
@@ -287,7 +287,7 @@ def open_run(
     Args:
         config: The run's settings.
         method: The training method.
-        metrics: The metrics of the generated answers.
+        metrics: The metrics of the generated completions.
         python: Rows in memory, and what is applied to every row.
         callbacks: Code that the training loop calls on every rank.
         is_dry: Whether nothing is to be written: folders are neither created nor locked against other runs.
@@ -341,7 +341,7 @@ def open_run(
                         data=data,
                         loader=loader,
                         manager=manager,
-                        answer_metrics=metrics,
+                        completion_metrics=metrics,
                     )
                     if trainer.save_every and run.step + trainer.save_every < total_steps and not is_dry:
                         manager.prepare()
@@ -351,7 +351,7 @@ def open_run(
                 engine.close()
 
 
-def evaluation_metrics(method: TrainingMethod, metrics: AnswerMetrics) -> dict[str, bool]:
+def evaluation_metrics(method: TrainingMethod, metrics: CompletionMetrics) -> dict[str, bool]:
     """Return the metrics of an evaluation, and for each whether lower is better."""
     return {**method.lower_is_better, **dict.fromkeys(metrics.names, False)}
 

@@ -11,8 +11,8 @@ from ..base_trainer import BaseTrainer
 from ..config.data import DataConfig
 from ..config.runs import DPOConfig, RMConfig, RunConfig, SFTConfig
 from ..data.python_data import EVAL, TRAIN, Formatting, PythonData, Rows
-from ..loop.answer_metrics import AnswerMetrics, Metric
 from ..loop.callbacks import Callback, check_callbacks
+from ..loop.completion_metrics import CompletionMetrics, Metric
 from ..loop.early_stopping import EarlyStopping
 from ..methods.base import TrainingMethod
 from ..methods.preference import PreferenceMethod
@@ -78,7 +78,7 @@ class Trainer(BaseTrainer[C, DryRun]):
             raise ConfigError(
                 "metrics are given, which measure generated answers, but trainer.generate=0; set it to their number"
             )
-        EarlyStopping.of(trainer, evaluation_metrics(method, self._answer_metrics))
+        EarlyStopping.of(trainer, evaluation_metrics(method, self._completion_metrics))
         check_outputs(trainer)
 
     def open_run(self, *, is_dry: bool = False) -> AbstractContextManager[OfflineRun]:
@@ -90,7 +90,7 @@ class Trainer(BaseTrainer[C, DryRun]):
         return open_run(
             self.config,
             self.make_method(),
-            self._answer_metrics,
+            self._completion_metrics,
             python=self._python,
             callbacks=self._callbacks,
             is_dry=is_dry,
@@ -109,8 +109,8 @@ class Trainer(BaseTrainer[C, DryRun]):
         return self.method_class(self.config, self._loss)
 
     @property
-    def _answer_metrics(self) -> AnswerMetrics:
-        return AnswerMetrics.of(self.config.trainer.metrics, self._metrics)
+    def _completion_metrics(self) -> CompletionMetrics:
+        return CompletionMetrics.of(self.config.trainer.metrics, self._metrics)
 
 
 def _check_loss(loss: Loss | None) -> None:

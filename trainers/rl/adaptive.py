@@ -54,12 +54,12 @@ class Adaptive:
         assert isinstance(self._algorithm.loss, PolicyLoss)
         return replace(self._algorithm.loss, kl_coef=self._coef)
 
-    def adapt_kl(self, measured: float | None, answers: int) -> None:
+    def adapt_kl(self, measured: float | None, completions: int) -> None:
         """Adapt the weight of the KL penalty.
 
         Args:
-            measured: The KL divergence per answer in this step, in nats; None if it was not measured.
-            answers: The number of answers in this step.
+            measured: The KL divergence per completion in this step, in nats; None if it was not measured.
+            completions: The number of completions in this step.
 
         Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
         """
@@ -67,10 +67,10 @@ class Adaptive:
         if target is None or measured is None or not math.isfinite(measured):
             return
         error = min(max(measured / target - 1, -_MOST), _MOST)
-        self._coef *= 1 + error * min(1.0, answers / self._settings.kl_horizon)
+        self._coef *= 1 + error * min(1.0, completions / self._settings.kl_horizon)
 
     def shape_rewards(self, rewards: Sequence[float]) -> list[float]:
-        """Return the rewards of a step's answers, scaled and clipped as the settings say."""
+        """Return the rewards of a step's completions, scaled and clipped as the settings say."""
         kind = self._settings.reward_norm
         if kind == "batch":
             mean = sum(rewards) / max(1, len(rewards))

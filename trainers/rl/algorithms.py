@@ -22,7 +22,7 @@ class Algorithm:
 
     Args:
         loss: The loss of the policy.
-        advantage: How advantages are computed; None for a loss that compares pairs of answers.
+        advantage: How advantages are computed; None for a loss that compares pairs of completions.
         dynamic_sampling: Whether groups of equal rewards are replaced.
     """
 
@@ -69,7 +69,7 @@ class Algorithm:
 
     @property
     def needs_baselines(self) -> bool:
-        """Whether it compares each answer with the most likely one."""
+        """Whether it compares each completion with the most likely one."""
         return self._needs("baselines")
 
     def _needs(self, name: str) -> bool:

@@ -1,6 +1,6 @@
-"""Replay bundles: answers with all of their tensors in a file, from which a phase continues, or a step is repeated elsewhere.
+"""Replay bundles: completions with all of their tensors in a file, from which a phase continues, or a step is repeated elsewhere.
 
-A bundle is a safetensors file. Its metadata is JSON: what the answers are, and the settings that made them. Nothing in it is code: names
+A bundle is a safetensors file. Its metadata is JSON: what the completions are, and the settings that made them. Nothing in it is code: names
 of code and `trust_remote_code` in its settings are ignored.
 """
 
@@ -20,7 +20,7 @@ from ...engine.errors import CheckpointError, disk_error
 from ...engine.packing.batch import PackedBatch
 from ..config.rl import RLConfig
 from ..data.prompts import Prompt
-from .answers import Answer, Answers
+from .completions import Completion, Completions
 from .phases import Phases
 
 FORMAT = 1
@@ -30,11 +30,11 @@ _STRUCTURE = ("input_ids", "position_ids", "labels", "cu_seqlens")
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """Answers, and everything that is known of them.
+    """Completions, and everything that is known of them.
 
     Args:
-        batch: The documents, each a prompt with its answer, and their fields.
-        rows: The answers.
+        batch: The documents, each a prompt with its completion, and their fields.
+        rows: The completions.
         config: The settings of the run, as plain data.
         step: The number of the step; 0 if there is none.
         adaptive: The state of what the run adapts, before the step.
@@ -43,7 +43,7 @@ class Bundle:
     """
 
     batch: PackedBatch
-    rows: tuple[Answer, ...]
+    rows: tuple[Completion, ...]
     config: Mapping[str, Any]
     step: int = 0
     adaptive: Mapping[str, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Bundle:
             "checkpoints": dict(self.checkpoints),
             "expected": {name: value if math.isfinite(value) else None for name, value in self.expected.items()},
             "passengers": sorted(self.batch.extra_fields),
-            "answers": [_answer_record(row) for row in self.rows],
+            "answers": [_completion_record(row) for row in self.rows],
         }
         batch = self.batch
         tensors = {name: getattr(batch, name) for name in _STRUCTURE}
@@ -117,7 +117,7 @@ class Bundle:
                 sequence_fields={n.removeprefix("sequence/"): t for n, t in tensors.items() if n.startswith("sequence/")},
                 extra_fields=frozenset(about["passengers"]),
             )
-            rows = tuple(_answer(record, batch, i) for i, record in enumerate(about["answers"]))
+            rows = tuple(_completion_of(record, batch, i) for i, record in enumerate(about["answers"]))
             if len(rows) != batch.num_sequences:
                 raise ValueError(f"it has {len(rows)} answers and {batch.num_sequences} documents")
             return cls(
@@ -133,19 +133,19 @@ class Bundle:
             raise CheckpointError(f"{path} is malformed: {type(e).__name__}: {e}") from e
 
 
-def bundle_of(config: RLConfig, batch: PackedBatch, rows: Sequence[Answer], **more: Any) -> Bundle:
-    """Return a bundle of answers.
+def bundle_of(config: RLConfig, batch: PackedBatch, rows: Sequence[Completion], **more: Any) -> Bundle:
+    """Return a bundle of completions.
 
     Args:
         config: The run's settings.
         batch: The documents with their fields.
-        rows: The answers.
+        rows: The completions.
         more: Other arguments of `Bundle`.
     """
     return Bundle(batch=batch, rows=tuple(rows), config=asdict(config), **more)
 
 
-def _answer_record(row: Answer) -> dict[str, Any]:
+def _completion_record(row: Completion) -> dict[str, Any]:
     return {
         "name": row.prompt.name,
         "prompt": row.prompt.content,
@@ -161,14 +161,14 @@ def _answer_record(row: Answer) -> dict[str, Any]:
     }
 
 
-def _answer(record: Mapping[str, Any], batch: PackedBatch, row: int) -> Answer:
+def _completion_of(record: Mapping[str, Any], batch: PackedBatch, row: int) -> Completion:
     begin, end = batch.bounds[row], batch.bounds[row + 1]
     ids: list[int] = batch.input_ids[begin:end].tolist()
     first = int(record["prompt_tokens"])
     if not 0 < first <= len(ids):
         raise ValueError(f"answer {row} has a prompt of {first} tokens in a document of {len(ids)}")
     prompt = Prompt(name=str(record["name"]), ids=ids[:first], content=record["prompt"], columns=dict(record["columns"]))
-    return Answer(
+    return Completion(
         prompt=prompt,
         group=int(record["group"]),
         tokens=ids[first:],
@@ -246,11 +246,11 @@ class StepBundles:
         self._every = phases.config.trainer.bundle_every
         self._folder = Path(phases.config.trainer.output_dir).absolute() / "bundles"
 
-    def begin(self, answers: Answers, step: int) -> Bundle | None:
+    def begin(self, completions: Completions, step: int) -> Bundle | None:
         """Save what repeats the update of a step, before it; return the bundle without the update's metrics, None if none is due.
 
         Args:
-            answers: The judged and scored answers, with `old_log_probs`.
+            completions: The judged and scored completions, with `old_log_probs`.
             step: The number of the step.
         """
         if not self._every or step % self._every:
@@ -262,8 +262,8 @@ class StepBundles:
             if role in group.roles:
                 group[role].save_checkpoint(str(self._folder / name / role), step - 1, {})
                 checkpoints[role] = f"{name}/{role}/{folder_name(step - 1)}"
-        batch, adaptive = group.data.get_batch(answers.ref), self._phases.adaptive.state()
-        return bundle_of(self._phases.config, batch, answers.rows, step=step, adaptive=adaptive, checkpoints=checkpoints)
+        batch, adaptive = group.data.get_batch(completions.ref), self._phases.adaptive.state()
+        return bundle_of(self._phases.config, batch, completions.rows, step=step, adaptive=adaptive, checkpoints=checkpoints)
 
     def write(self, bundle: Bundle, metrics: Mapping[str, float]) -> None:
         """Write the bundle of a step after its update.

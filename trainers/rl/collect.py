@@ -1,4 +1,4 @@
-"""The prompts of a run, and the collection of a step's answers."""
+"""The prompts of a run, and the collection of a step's completions."""
 
 import logging
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ..data.dataset import Budget, micro_batch_budget
 from ..data.order import BatchOrder, Cursor, Sampler
 from ..data.prompts import Prompt, PromptSet, load_prompts
 from ..data.vocabulary import check_same_vocabulary
-from .answers import Answers, equal_groups, join
+from .completions import Completions, equal_groups, join
 from .phases import Phases
 from .reward_runner import check_judged
 
@@ -75,7 +75,7 @@ def load_data(config: RLConfig) -> Prompts:
 
 
 def prompt_budget(config: RLConfig) -> Budget:
-    """Return the largest number of tokens of a prompt, with which its longest answer still fits into a micro-batch.
+    """Return the largest number of tokens of a prompt, with which its longest completion still fits into a micro-batch.
 
     Raises:
         ConfigError: No prompt would fit.
@@ -91,7 +91,7 @@ def prompt_budget(config: RLConfig) -> Budget:
 
 
 def most_tokens(config: RLConfig, prompts: Prompts) -> int:
-    """Return the size of a generator's cache, in tokens, that is not full even if all answers of a call are as long as allowed.
+    """Return the size of a generator's cache, in tokens, that is not full even if all completions of a call are as long as allowed.
 
     Args:
         config: The run's settings.
@@ -100,14 +100,14 @@ def most_tokens(config: RLConfig, prompts: Prompts) -> int:
     sizes = [(prompts.train, config.data.batch_size * config.rl.group_size)]
     if prompts.held_out is not None:
         sizes.append((prompts.held_out, len(prompts.held_out) * config.rl.eval_samples))
-    answers = min(config.rollout.max_batch_size, max(count for _, count in sizes))
+    completions = min(config.rollout.max_batch_size, max(count for _, count in sizes))
     # One token more than these, and whole pages, as `continuous` reserves them.
     tokens = max(part.longest for part, _ in sizes) + config.rollout.max_tokens + 1
-    return answers * -(-tokens // PAGE_TOKENS_CUDA) * PAGE_TOKENS_CUDA
+    return completions * -(-tokens // PAGE_TOKENS_CUDA) * PAGE_TOKENS_CUDA
 
 
 class Collector:
-    """Collects the answers of steps.
+    """Collects the completions of steps.
 
     Args:
         config: The run's settings.
@@ -120,8 +120,8 @@ class Collector:
         self._equal_steps = 0
         self._warned: set[str] = set()
 
-    def collect(self, cursor: Cursor, *, step: int, version: int) -> tuple[Answers, dict[str, float], Cursor]:
-        """Generate the answers of a step, whose rewards are then being computed.
+    def collect(self, cursor: Cursor, *, step: int, version: int) -> tuple[Completions, dict[str, float], Cursor]:
+        """Generate the completions of a step, whose rewards are then being computed.
 
         Args:
             cursor: The position of the first prompt.
@@ -129,13 +129,13 @@ class Collector:
             version: The version of the weights.
 
         Returns:
-            The answers, numbers of what happened to others, and the position of the next prompt.
+            The completions, numbers of what happened to others, and the position of the next prompt.
         """
         chosen, cursor = next(self._prompts.order.indices(cursor))
-        return self._answer(chosen, step, version, first=0), {}, cursor
+        return self._complete(chosen, step, version, first=0), {}, cursor
 
-    def collect_varied(self, cursor: Cursor, *, step: int, version: int) -> tuple[Answers, dict[str, float], Cursor]:
-        """Generate the answers of a step with dynamic sampling: groups whose rewards are all equal are replaced, and rewards are known.
+    def collect_varied(self, cursor: Cursor, *, step: int, version: int) -> tuple[Completions, dict[str, float], Cursor]:
+        """Generate the completions of a step with dynamic sampling: groups whose rewards are all equal are replaced, and rewards are known.
 
         Source: DAPO, arXiv:2503.14476, section 3.2.
 
@@ -145,34 +145,34 @@ class Collector:
             version: The version of the weights.
 
         Returns:
-            The answers, numbers of what happened to others, and the position of the next prompt.
+            The completions, numbers of what happened to others, and the position of the next prompt.
 
         Raises:
-            RewardError: Too many answers could not be judged.
+            RewardError: Too many completions could not be judged.
         """
         batches = self._prompts.order.indices(cursor)
         group_count = self._config.data.batch_size
-        kept: list[Answers] = []
+        kept: list[Completions] = []
         totals: dict[str, float] = {}
         groups = different = first = replaced = 0
         for attempt in range(1 + self._config.rl.max_resamples):
             chosen, cursor = next(batches)
-            answers, counts = self._phases.collect_rewards(self._answer(chosen, step, version, first=first))
+            completions, counts = self._phases.collect_rewards(self._complete(chosen, step, version, first=first))
             first += len(chosen)
             for name, count in counts.items():
                 totals[name] = totals.get(name, 0.0) + count
-            equal = equal_groups(answers.rows)
-            last_resort = attempt == self._config.rl.max_resamples and not kept and len(equal) == len({*answers.groups})
-            others = [group for group in dict.fromkeys(answers.groups) if group not in equal or last_resort][
+            equal = equal_groups(completions.rows)
+            last_resort = attempt == self._config.rl.max_resamples and not kept and len(equal) == len({*completions.groups})
+            others = [group for group in dict.fromkeys(completions.groups) if group not in equal or last_resort][
                 : group_count - groups
             ]
             chosen_groups = set(others)
-            rows = [i for i, row in enumerate(answers.rows) if row.group in chosen_groups]
-            self._phases.discard(answers.ref.select(sorted({*range(len(answers))} - {*rows})))
+            rows = [i for i, row in enumerate(completions.rows) if row.group in chosen_groups]
+            self._phases.discard(completions.ref.select(sorted({*range(len(completions))} - {*rows})))
             replaced += len(equal)
             different += sum(group not in equal for group in others)
             if rows:
-                kept.append(answers.select(rows))
+                kept.append(completions.select(rows))
                 groups += len(others)
             if groups >= group_count:
                 break
@@ -189,8 +189,8 @@ class Collector:
         check_judged([row for part in kept for row in part.rows], totals)
         return join(kept), {**totals, "replaced_groups": float(replaced)}, cursor
 
-    def _answer(self, chosen: Sequence[int], step: int, version: int, *, first: int) -> Answers:
-        """Answer prompts, in parts whose answers are judged while the next part is answered."""
+    def _complete(self, chosen: Sequence[int], step: int, version: int, *, first: int) -> Completions:
+        """Answer prompts, in parts whose completions are judged while the next part is answered."""
         prompts: list[Prompt] = [self._prompts.train[i] for i in chosen]
         size = self._config.rollout.prompts_per_call or len(prompts)
         parts = []

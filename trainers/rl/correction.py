@@ -30,7 +30,7 @@ def resolve_importance(config: RLConfig, group: WorkerGroup) -> RLConfig:
     if "rollout" in group.roles:
         generator: Mapping[str, str] = group["rollout"].number_format()
     else:
-        # The answers come from a bundle.
+        # The completions come from a bundle.
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = rollout_config(config).dtype
         generator = {"dtype": ("bfloat16" if device == "cuda" else "float32") if dtype == "auto" else dtype, "device": device}

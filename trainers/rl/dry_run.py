@@ -23,15 +23,15 @@ class RLDryRun:
     Args:
         total_steps: The number of steps of the run.
         prompts: The number of prompts in an epoch.
-        answers: The number of answers of a step.
+        completions: The number of completions of a step.
         metrics: The metrics of the step.
-        example: The first prompt of the step, with its answer and its rewards.
+        example: The first prompt of the step, with its completion and its rewards.
         seconds: The time of the step, which includes compilation and allocation.
     """
 
     total_steps: int
     prompts: int
-    answers: int
+    completions: int
     metrics: dict[str, float]
     example: Any
     seconds: float
@@ -40,12 +40,12 @@ class RLDryRun:
         """Format it, one string per line."""
         metrics = self.metrics
         rows = {
-            "steps": f"{self.total_steps}, each of {self.answers} answers",
+            "steps": f"{self.total_steps}, each of {self.completions} answers",
             "prompts": f"{self.prompts} in an epoch",
             "first step": f"{self.seconds:.1f} s, reward {metrics['reward']:.3g}, length {metrics['length']:.1f}, "
             f"{metrics['truncated']:.0%} truncated",
             "memory": f"at most {metrics.get('peak_gib', 0.0):.2f} GiB in a worker",
-            "example": f"{self.example.prompt!r}\n{'':13}answer {self.example.answer!r}\n{'':13}rewards {self.example.shown_rewards}",
+            "example": f"{self.example.prompt!r}\n{'':13}answer {self.example.completion!r}\n{'':13}rewards {self.example.shown_rewards}",
         }
         return [*(f"{name:12} {value}" for name, value in rows.items()), "dry run: nothing was saved"]
 
@@ -73,9 +73,9 @@ def dry_run(
         outcome = RLDryRun(
             total_steps=total_steps,
             prompts=len(prompts.order),
-            answers=len(completed.answers),
+            completions=len(completed.completions),
             metrics=completed.metrics,
-            example=shown(completed.answers.rows[:1])[0],
+            example=shown(completed.completions.rows[:1])[0],
             seconds=time.perf_counter() - start,
         )
         phases.ranks.run_on_rank0(lambda: print("\n".join(outcome.lines()), flush=True))

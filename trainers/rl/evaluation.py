@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from ...generation.options import SamplingOptions
 from ..config.rl import RLConfig
 from ..data.prompts import PromptSet
-from .answers import Answer
-from .metrics import answer_metrics
+from .completions import Completion
+from .metrics import completion_metrics
 from .phases import Phases
 from .reward_runner import check_judged
 
@@ -15,7 +15,7 @@ PROMPTS_PER_CALL = 512
 """The number of prompts that are answered at a time."""
 
 
-def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict[str, float], list[Answer]]:
+def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict[str, float], list[Completion]]:
     """Answer all held-out prompts, once with the most likely tokens, or `rl.eval_samples` times by sampling.
 
     Args:
@@ -24,15 +24,15 @@ def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict
         version: The version of the weights.
 
     Returns:
-        The metrics: those of `answer_metrics`, and the share of right answers, `accuracy`. With k samples `avg@k` is the same, and
-        `pass@k` is the share of prompts of which one answer is right. And the answers.
+        The metrics: those of `completion_metrics`, and the share of right completions, `accuracy`. With k samples `avg@k` is the same, and
+        `pass@k` is the share of prompts of which one completion is right. And the completions.
 
     Raises:
-        RewardError: No answer could be judged.
+        RewardError: No completion could be judged.
     """
     rl, rollout = phases.config.rl, phases.config.rollout
     samples = rl.eval_samples
-    judged: list[Answer] = []
+    judged: list[Completion] = []
     counts: dict[str, float] = {}
     for first in range(0, len(held_out), PROMPTS_PER_CALL):
         prompts = [held_out[i] for i in range(first, min(first + PROMPTS_PER_CALL, len(held_out)))]
@@ -47,40 +47,40 @@ def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict
         )
         # In each part: the reward model may have taken the generator's place.
         phases.memory_manager.enter("rollout")
-        answers = phases.generate(prompts, options, version=version, first=first)
-        ref = answers.ref
-        answers, failures = phases.collect_rewards(answers)
+        completions = phases.generate(prompts, options, version=version, first=first)
+        ref = completions.ref
+        completions, failures = phases.collect_rewards(completions)
         for name, count in failures.items():
             counts[name] = counts.get(name, 0.0) + count
-        judged += answers.rows
+        judged += completions.rows
         phases.discard(ref)
     check_judged(judged, counts)
     return {
-        **answer_metrics(judged),
+        **completion_metrics(judged),
         **counts,
         **accuracy(judged, correct_reward(phases.config, phases.reward_runner.names), samples),
     }, judged
 
 
 def correct_reward(config: RLConfig, names: Sequence[str]) -> str:
-    """Return the name of the reward that decides whether an answer is right."""
+    """Return the name of the reward that decides whether a completion is right."""
     return config.rl.eval_reward or names[0]
 
 
-def accuracy(answers: Sequence[Answer], name: str, samples: int) -> dict[str, float]:
-    """Return the share of right answers, whose value of one reward is 1 or more, and for several samples `avg@k` and `pass@k`.
+def accuracy(completions: Sequence[Completion], name: str, samples: int) -> dict[str, float]:
+    """Return the share of right completions, whose value of one reward is 1 or more, and for several samples `avg@k` and `pass@k`.
 
-    An answer without a value of that reward does not count.
+    A completion without a value of that reward does not count.
 
     Args:
-        answers: The answers.
+        completions: The completions.
         name: The name of the reward.
-        samples: k, the number of answers to each prompt.
+        samples: k, the number of completions to each prompt.
     """
     by_group: dict[int, list[bool]] = {}
-    for answer in answers:
-        if name in answer.rewards:
-            by_group.setdefault(answer.group, []).append(answer.rewards[name] >= 1)
+    for completion in completions:
+        if name in completion.rewards:
+            by_group.setdefault(completion.group, []).append(completion.rewards[name] >= 1)
     right = [value for values in by_group.values() for value in values]
     mean = sum(right) / len(right) if right else math.nan
     if samples == 1:

@@ -36,7 +36,7 @@ class Allocation:
 
 
 def scoring_phase(*, own_reference: bool, critic: bool) -> Phase:
-    """Return the phase in which the answers of a step are scored.
+    """Return the phase in which the completions of a step are scored.
 
     A policy that is its own reference is trained next, so all of its state comes at once, instead of the parameters for the reference's
     log-probabilities, and back, and then again. With a critic it does not: the critic is trained first.

@@ -1,4 +1,4 @@
-"""Numbers of a step's answers, and how they are shown."""
+"""Numbers of a step's completions, and how they are shown."""
 
 import math
 import statistics
@@ -8,8 +8,8 @@ from typing import Any
 
 from ..loop.console import Lines, TextPart, duration
 from ..loop.loggers import Panel
-from ..loop.samples import HeldOutCompletion as ShownAnswer
-from .answers import Answer, equal_groups
+from ..loop.samples import HeldOutCompletion
+from .completions import Completion, equal_groups
 
 PANELS = (
     Panel(ylabel="reward", curves={"train": ("train", "reward"), "eval": ("eval", "reward")}),
@@ -18,53 +18,53 @@ PANELS = (
 """What is plotted at the end of a run."""
 
 
-def answer_metrics(answers: Sequence[Answer]) -> dict[str, float]:
-    """Return the numbers of judged answers.
+def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Return the numbers of judged completions.
 
     Returns:
-        The mean and the standard deviation of the `reward`; the mean of each reward, `reward/NAME`, over the answers that have it; mean
-        and largest `length` in tokens; the share of answers that are `truncated`; the number of `answers` and of `groups`; and the
+        The mean and the standard deviation of the `reward`; the mean of each reward, `reward/NAME`, over the completions that have it; mean
+        and largest `length` in tokens; the share of completions that are `truncated`; the number of completions, `answers`, and of `groups`; and the
         share of groups in which all rewards are equal, `equal_groups`.
     """
-    count = max(1, len(answers))
-    rewards = [answer.reward for answer in answers]
+    count = max(1, len(completions))
+    rewards = [completion.reward for completion in completions]
     mean = sum(rewards) / count
     numbers = {
-        "reward": mean if answers else math.nan,
+        "reward": mean if completions else math.nan,
         "reward_std": math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / max(1, count - 1)),
     }
-    for name in dict.fromkeys(name for answer in answers for name in answer.rewards):
-        values = [answer.rewards[name] for answer in answers if name in answer.rewards]
+    for name in dict.fromkeys(name for completion in completions for name in completion.rewards):
+        values = [completion.rewards[name] for completion in completions if name in completion.rewards]
         numbers[f"reward/{name}"] = sum(values) / len(values)
-    lengths = [len(answer.tokens) for answer in answers]
-    groups = len({answer.group for answer in answers})
+    lengths = [len(completion.tokens) for completion in completions]
+    groups = len({completion.group for completion in completions})
     return {
         **numbers,
         "length": sum(lengths) / count,
         "length_max": float(max(lengths, default=0)),
-        "truncated": sum(not answer.finished for answer in answers) / count,
-        "answers": float(len(answers)),
+        "truncated": sum(not completion.finished for completion in completions) / count,
+        "answers": float(len(completions)),
         "groups": float(groups),
-        "equal_groups": len(equal_groups(answers)) / max(1, groups),
+        "equal_groups": len(equal_groups(completions)) / max(1, groups),
     }
 
 
-def staleness(answers: Sequence[Answer], version: int) -> float:
+def staleness(completions: Sequence[Completion], version: int) -> float:
     """Return by how many versions the oldest token is behind the weights that learn from it."""
-    made_by = [made for answer in answers for made in answer.versions]
+    made_by = [made for completion in completions for made in completion.versions]
     return float(version - min(made_by)) if made_by else 0.0
 
 
-def shown(answers: Sequence[Answer]) -> list[ShownAnswer]:
-    """Return answers with their rewards, for people."""
+def shown(completions: Sequence[Completion]) -> list[HeldOutCompletion]:
+    """Return completions with their rewards, for people."""
     return [
-        ShownAnswer(
-            name=answer.prompt.name,
-            prompt=_text(answer.prompt.content),
-            answer=answer.text,
-            rewards={"reward": answer.reward, **answer.rewards},
+        HeldOutCompletion(
+            name=completion.prompt.name,
+            prompt=_text(completion.prompt.content),
+            completion=completion.text,
+            rewards={"reward": completion.reward, **completion.rewards},
         )
-        for answer in answers
+        for completion in completions
     ]
 
 
@@ -106,7 +106,7 @@ class RLLines(Lines):
 
 
 def _failures(record: Mapping[str, Any]) -> list[str]:
-    """Return the numbers of answers that rewards could not judge, and of those that were left out for it."""
+    """Return the numbers of completions that rewards could not judge, and of those that were left out for it."""
     failed = sum(value for name, value in record.items() if name.startswith(("error/", "timeout/")))
     return [f"{name} {count:.0f}" for name, count in (("failed", failed), ("dropped", record.get("dropped", 0.0))) if count]
 
@@ -136,8 +136,8 @@ class RLSummary:
         target = self._evaluated if record.get("split") == "eval" else self._records
         target.append({name: record[name] for name in kept if name in record})
 
-    def answers(self, step: int, completions: Sequence[ShownAnswer]) -> None:
-        """Ignore answers, which are not part of the summary."""
+    def log_completions(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
+        """Ignore completions, which are not part of the summary."""
 
     def close(self) -> None:
         """Do nothing, since there is nothing to flush."""
@@ -153,12 +153,12 @@ class RLSummary:
             first, last = self._records[0], self._records[-1]
             # The first step allocates and compiles.
             seconds = statistics.median([record["seconds"] for record in self._records[1:] or self._records])
-            answers = sum(record["answers"] for record in self._records)
+            completions = sum(record["answers"] for record in self._records)
             rows = {
                 "steps": f"{first['step']} to {last['step']} of {self._total}",
                 "time": f"{duration(time.monotonic() - self._start)}, {seconds:.2f} s per step (median)",
                 "reward": f"{first['reward']:.4g} at the first step, {last['reward']:.4g} at the last",
-                "answers": f"{answers:.0f}",
+                "answers": f"{completions:.0f}",
                 "peak memory": f"{max(record.get('peak_gib', 0.0) for record in self._records):.2f} GiB in a worker",
             }
         if self._evaluated:

@@ -30,9 +30,9 @@ from ..config.rl import GroupConfig, GRPOConfig, RLConfig
 from ..data.order import Cursor
 from ..loop.logs import configure_logging
 from .algorithms import Algorithm, resolve
-from .answers import Answers, join
 from .bundle import Bundle, bundle_of, settings_of
 from .collect import load_data
+from .completions import Completions, join
 from .phases import Phases
 from .reward_runner import check_judged
 from .roles import Roles, build_roles, check_roles
@@ -125,9 +125,9 @@ def _rollout(paths: Sequence[Path], settings: Sequence[str]) -> int:
             prompts_of_batch = [prompts.train[i] for i in chosen]
             parts.append(phases.rollout(prompts_of_batch, version=None, seed=phases.seed(0, first), first=first))
             first += len(chosen)
-        answers = join(parts)
-        _write(phases, answers, paths[0], step=0)
-    print(f"{len(answers)} answers to {first} prompts: {paths[0]}")
+        completions = join(parts)
+        _write(phases, completions, paths[0], step=0)
+    print(f"{len(completions)} answers to {first} prompts: {paths[0]}")
     return 0
 
 
@@ -135,25 +135,25 @@ def _score(paths: Sequence[Path], settings: Sequence[str]) -> int:
     bundle = Bundle.read(paths[0])
     config, algorithm, roles = _opened(bundle, settings)
     needed = {name for name in SCORERS if name in roles.specs} | ({"actor"} if roles.has_own_reference else set())
-    # Something has to hold the answers.
+    # Something has to hold the completions.
     needed = needed or {"advantage"}
     with open_phases(config, algorithm, roles, only=needed) as phases:
         ref = phases.group.data.put(bundle.batch.with_extra_fields(*bundle.batch.token_fields)).with_prefixes(
             _prefixes(bundle)
         )
-        answers = Answers(ref=ref, rows=bundle.rows, pending=phases.submit(bundle.rows))
-        answers, counts = phases.collect_rewards(phases.score(answers))
-        check_judged(answers, counts)
-        _write(phases, answers, paths[1], step=bundle.step)
-        mean = sum(row.reward for row in answers.rows) / max(1, len(answers))
+        completions = Completions(ref=ref, rows=bundle.rows, pending=phases.submit(bundle.rows))
+        completions, counts = phases.collect_rewards(phases.score(completions))
+        check_judged(completions, counts)
+        _write(phases, completions, paths[1], step=bundle.step)
+        mean = sum(row.reward for row in completions.rows) / max(1, len(completions))
     dropped = ", ".join(f"{name} {count:.0f}" for name, count in counts.items() if count)
-    print(f"{len(answers)} answers, mean reward {mean:.4g}{f'; {dropped}' if dropped else ''}: {paths[1]}")
+    print(f"{len(completions)} answers, mean reward {mean:.4g}{f'; {dropped}' if dropped else ''}: {paths[1]}")
     return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """An update that was made with the answers of a bundle.
+    """An update that was made with the completions of a bundle.
 
     Args:
         bundle: The bundle.
@@ -169,7 +169,7 @@ class Replayed:
 
 
 def replay(path: Path, settings: Sequence[str] = (), out: Path | None = None) -> Replayed:
-    """Make one update of the policy with the scored answers of a bundle, in this process.
+    """Make one update of the policy with the scored completions of a bundle, in this process.
 
     Args:
         path: The bundle.
@@ -177,7 +177,7 @@ def replay(path: Path, settings: Sequence[str] = (), out: Path | None = None) ->
         out: The folder for the updated model; None writes none.
 
     Raises:
-        ConfigError: The answers have no rewards, or a setting is invalid.
+        ConfigError: The completions have no rewards, or a setting is invalid.
         CheckpointError: The file is not a bundle, or is damaged.
     """
     bundle = Bundle.read(path)
@@ -189,7 +189,7 @@ def replay(path: Path, settings: Sequence[str] = (), out: Path | None = None) ->
             phases.group[role].load_checkpoint(str(_inside(path.parent, folder)))
         phases.adaptive.restore(bundle.adaptive)
         ref = phases.group.data.put(bundle.batch, role="actor").with_prefixes(_prefixes(bundle))
-        _, _, metrics = train_on(phases, Answers(ref=ref, rows=bundle.rows), {}, step=bundle.step)
+        _, _, metrics = train_on(phases, Completions(ref=ref, rows=bundle.rows), {}, step=bundle.step)
         exported = None if out is None else phases.group["actor"].export(str(out.absolute()))
     return Replayed(bundle=bundle, config=config, metrics=metrics, exported=exported)
 
@@ -283,10 +283,10 @@ def _inside(folder: Path, relative: str) -> Path:
 
 
 def _prefixes(bundle: Bundle) -> Prefixes:
-    """Return which answers begin alike, by which those of a step are put together."""
+    """Return which completions begin alike, by which those of a step are put together."""
     return Prefixes.of_prompts([row.group for row in bundle.rows], [len(row.prompt.ids) for row in bundle.rows])
 
 
-def _write(phases: Phases, answers: Answers, path: Path, *, step: int) -> None:
-    batch = phases.group.data.get_batch(answers.ref)
-    bundle_of(phases.config, batch, answers.rows, step=step).write(path)
+def _write(phases: Phases, completions: Completions, path: Path, *, step: int) -> None:
+    batch = phases.group.data.get_batch(completions.ref)
+    bundle_of(phases.config, batch, completions.rows, step=step).write(path)

@@ -1,4 +1,4 @@
-"""The phases of a step before its update, each a function of role handles and answers: rollout and score."""
+"""The phases of a step before its update, each a function of role handles and completions: rollout and score."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from ..data.prompts import Prompt
 from ..loop.ranks import TrainerRanks
 from .adaptive import Adaptive
 from .algorithms import Algorithm
-from .answers import Answer, Answers, decoded
+from .completions import Completion, Completions, decoded
 from .memory_manager import MemoryManager, scoring_phase
 from .reward_runner import RewardRunner
 from .roles import Roles
@@ -34,7 +34,7 @@ class Phases:
         roles: The roles.
         ranks: The processes of the controller.
         group: The group that they run in.
-        rewards: The rewards; None if no answers are judged.
+        rewards: The rewards; None if no completions are judged.
         tokenizer: The tokenizer of the policy.
         memory_manager: What moves the state of roles.
         adaptive: The settings that a run adapts.
@@ -86,7 +86,7 @@ class Phases:
         return bool(self.roles.specs["actor"].config.model.lora.rank)
 
     def seed(self, step: int, first: int) -> int:
-        """Return the seed of the answers to some prompts of a step.
+        """Return the seed of the completions to some prompts of a step.
 
         Args:
             step: The number of the step.
@@ -106,7 +106,7 @@ class Phases:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """The tokens that end an answer, beside those of the model's generation config."""
+        """The tokens that end a completion, beside those of the model's generation config."""
         return () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
 
     def discard(self, ref: DataRef) -> None:
@@ -127,13 +127,13 @@ class Phases:
 
     # ---- rollout -----------------------------------------------------------------------------------------------------
 
-    def rollout(self, prompts: Sequence[Prompt], *, version: int | None, seed: int, first: int = 0) -> Answers:
-        """Generate `rl.group_size` answers to each prompt, whose rewards are computed from then on.
+    def rollout(self, prompts: Sequence[Prompt], *, version: int | None, seed: int, first: int = 0) -> Completions:
+        """Generate `rl.group_size` completions to each prompt, whose rewards are computed from then on.
 
         Args:
             prompts: The prompts.
             version: The version that the weights must have.
-            seed: The seed of the answers.
+            seed: The seed of the completions.
             first: The number of the first prompt in the step.
         """
         self.memory_manager.enter("rollout")
@@ -147,14 +147,16 @@ class Phases:
             stop_tokens=self.stop_tokens,
             seed=seed,
         )
-        answers = self.generate(prompts, options, version=version, first=first)
+        completions = self.generate(prompts, options, version=version, first=first)
         if not self.algorithm.needs_baselines:
-            return answers
+            return completions
         greedy = SamplingOptions(max_tokens=settings.max_tokens, temperature=0.0, stop_tokens=self.stop_tokens, seed=seed)
-        return replace(answers, baselines=self.generate(prompts, greedy, version=version, first=first))
+        return replace(completions, baselines=self.generate(prompts, greedy, version=version, first=first))
 
-    def generate(self, prompts: Sequence[Prompt], options: SamplingOptions, *, version: int | None, first: int = 0) -> Answers:
-        """Generate answers, and hand them to the rewards.
+    def generate(
+        self, prompts: Sequence[Prompt], options: SamplingOptions, *, version: int | None, first: int = 0
+    ) -> Completions:
+        """Generate completions, and hand them to the rewards.
 
         Args:
             prompts: The prompts.
@@ -173,14 +175,14 @@ class Phases:
                 "changed its weights on its own"
             )
         self.tokens["rollout"] = self.tokens.get("rollout", 0) + sum(len(row.tokens) for row in rows)
-        return Answers(ref=ref.without_groups(), rows=tuple(rows), pending=self.submit(rows))
+        return Completions(ref=ref.without_groups(), rows=tuple(rows), pending=self.submit(rows))
 
-    def submit(self, rows: Sequence[Answer]) -> tuple[PendingScores | None, ...]:
-        """Begin to judge answers, if answers are judged."""
+    def submit(self, rows: Sequence[Completion]) -> tuple[PendingScores | None, ...]:
+        """Begin to judge completions, if completions are judged."""
         return () if self.rewards is None else (self.rewards.submit(rows),)
 
-    def _read(self, ref: DataRef, prompts: Sequence[Prompt], samples: int, first: int) -> list[Answer]:
-        """Read answers back. They are decoded here: this takes far less time than generating them, and the generator's processes need no
+    def _read(self, ref: DataRef, prompts: Sequence[Prompt], samples: int, first: int) -> list[Completion]:
+        """Read completions back. They are decoded here: this takes far less time than generating them, and the generator's processes need no
         tokenizer and send no texts.
         """
         with self.timed("read"):
@@ -189,13 +191,13 @@ class Phases:
         rows = []
         for i, (tokens, made_by) in enumerate(zip(ids, versions, strict=True)):
             prompt = prompts[i // samples]
-            answer = tokens[len(prompt.ids) :].tolist()
+            completion = tokens[len(prompt.ids) :].tolist()
             rows.append(
-                Answer(
+                Completion(
                     prompt=prompt,
                     group=first + i // samples,
-                    tokens=answer,
-                    text=decoded(self.tokenizer, answer),
+                    tokens=completion,
+                    text=decoded(self.tokenizer, completion),
                     finished=bool(columns["finished"][i]),
                     # Runs of equal versions, of which there are few, before Python sees them.
                     versions=tuple(sorted({*made_by.unique_consecutive().tolist()} - {-1})),
@@ -205,51 +207,56 @@ class Phases:
 
     # ---- score -------------------------------------------------------------------------------------------------------
 
-    def score_with_reward_model(self, answers: Answers) -> Answers:
-        """Let the reward model judge answers, if there is one."""
-        if self.rewards is None or not self.rewards.asks_model or answers.model_scores is not None or not answers.pending:
-            return answers
+    def score_with_reward_model(self, completions: Completions) -> Completions:
+        """Let the reward model judge completions, if there is one."""
+        if (
+            self.rewards is None
+            or not self.rewards.asks_model
+            or completions.model_scores is not None
+            or not completions.pending
+        ):
+            return completions
         self.memory_manager.enter("score")
-        with self.timed("reward_model", answers.ref.num_tokens):
-            scores = self.group["reward"].compute_rewards(answers.ref)
+        with self.timed("reward_model", completions.ref.num_tokens):
+            scores = self.group["reward"].compute_rewards(completions.ref)
             numbers = self.group.data.get(scores, ["rewards"])["rewards"].tolist()
-        baselines = None if answers.baselines is None else self.score_with_reward_model(answers.baselines)
-        return replace(answers, model_scores=tuple(numbers), baselines=baselines)
+        baselines = None if completions.baselines is None else self.score_with_reward_model(completions.baselines)
+        return replace(completions, model_scores=tuple(numbers), baselines=baselines)
 
-    def collect_rewards(self, answers: Answers) -> tuple[Answers, dict[str, float]]:
-        """Wait for the rewards of answers, unless they are there already.
+    def collect_rewards(self, completions: Completions) -> tuple[Completions, dict[str, float]]:
+        """Wait for the rewards of completions, unless they are there already.
 
         Returns:
-            The answers with their rewards, without those that have none, and perhaps none at all; and the numbers of outcomes that are
+            The completions with their rewards, without those that have none, and perhaps none at all; and the numbers of outcomes that are
             not values.
         """
-        if not answers.pending:
-            return answers, {}
-        answers = self.score_with_reward_model(answers)
+        if not completions.pending:
+            return completions, {}
+        completions = self.score_with_reward_model(completions)
         with self.timed("reward_wait"):
-            rows, counts = self.reward_runner.result(answers.rows, answers.pending, answers.model_scores)
-        if answers.baselines is not None:
-            greedy, failed = self.collect_rewards(answers.baselines)
+            rows, counts = self.reward_runner.result(completions.rows, completions.pending, completions.model_scores)
+        if completions.baselines is not None:
+            greedy, failed = self.collect_rewards(completions.baselines)
             for name, count in failed.items():
                 counts[name] = counts.get(name, 0.0) + count
-            self.discard(answers.baselines.ref)
+            self.discard(completions.baselines.ref)
             by_group = {row.group: row.reward for row in greedy.rows}
             rows = [replace(row, baseline=by_group.get(row.group, math.nan)) for row in rows]
-        judged = replace(answers, rows=tuple(rows), pending=(), baselines=None)
+        judged = replace(completions, rows=tuple(rows), pending=(), baselines=None)
         kept = [i for i, row in enumerate(rows) if not math.isnan(row.reward) and not math.isnan(row.baseline or 0.0)]
         counts["dropped"] = float(len(rows) - len(kept))
         if len(kept) < len(rows):
-            self.discard(answers.ref.select(sorted(set(range(len(rows))) - set(kept))))
+            self.discard(completions.ref.select(sorted(set(range(len(rows))) - set(kept))))
             judged = judged.select(kept)
         return judged, counts
 
-    def score(self, answers: Answers) -> Answers:
-        """Add what other models make of answers, as the algorithm needs it: reference, critic and reward model.
+    def score(self, completions: Completions) -> Completions:
+        """Add what other models make of completions, as the algorithm needs it: reference, critic and reward model.
 
         The rewards are computed meanwhile.
         """
-        answers = self.score_with_reward_model(answers)
-        batch = answers.ref
+        completions = self.score_with_reward_model(completions)
+        batch = completions.ref
         if self.algorithm.needs_reference or self.algorithm.needs_critic:
             self.memory_manager.enter(
                 scoring_phase(own_reference=self.roles.has_own_reference, critic=self.algorithm.needs_critic)
@@ -263,4 +270,4 @@ class Phases:
         if self.algorithm.needs_critic:
             with self.timed("critic", batch.num_tokens):
                 batch |= self.group["critic"].compute_values(batch)
-        return answers.with_columns(batch)
+        return completions.with_columns(batch)

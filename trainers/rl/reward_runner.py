@@ -11,11 +11,11 @@ from ...rewards.scorer import PendingScores, RewardScorer, Scores
 from ..config.rl import REWARD_MODEL, RLConfig
 from ..data.prompts import PromptSet
 from ..loop.ranks import TrainerRanks
-from .answers import Answer
+from .completions import Completion
 
 log = logging.getLogger(__name__)
 SHOWN = 80
-"""The number of characters of an answer in a message."""
+"""The number of characters of a completion in a message."""
 
 
 class RewardRunner:
@@ -68,28 +68,28 @@ class RewardRunner:
 
         self._ranks.run_on_rank0(check)
 
-    def submit(self, answers: Sequence[Answer]) -> PendingScores | None:
-        """Begin to judge answers, and return at once; None in a process that computes no rewards.
+    def submit(self, completions: Sequence[Completion]) -> PendingScores | None:
+        """Begin to judge completions, and return at once; None in a process that computes no rewards.
 
         Raises:
-            ConfigError: An answer lacks a column that a reward needs.
+            ConfigError: A completion lacks a column that a reward needs.
         """
         if self._scorer is None:
             return None
-        return self._scorer.submit([answer.sample() for answer in answers])
+        return self._scorer.submit([completion.sample() for completion in completions])
 
     def result(
-        self, rows: Sequence[Answer], pending: Sequence[PendingScores | None], model: Sequence[float] | None
-    ) -> tuple[list[Answer], dict[str, float]]:
-        """Wait for the rewards of answers.
+        self, rows: Sequence[Completion], pending: Sequence[PendingScores | None], model: Sequence[float] | None
+    ) -> tuple[list[Completion], dict[str, float]]:
+        """Wait for the rewards of completions.
 
         Args:
-            rows: The answers.
+            rows: The completions.
             pending: What `submit` returned for each part of them.
-            model: What the reward model made of each answer, if there is one.
+            model: What the reward model made of each completion, if there is one.
 
         Returns:
-            The answers with their rewards, and the number of outcomes of each kind, by the name of the reward.
+            The completions with their rewards, and the number of outcomes of each kind, by the name of the reward.
 
         Raises:
             RewardError: A function failed, and `rewards.on_failure` is `raise`.
@@ -111,9 +111,9 @@ class RewardRunner:
         scores = self._ranks.run_on_rank0(wait)
         if isinstance(scores, RewardError):
             raise scores
-        judged: list[Answer] = []
+        judged: list[Completion] = []
         counts: dict[str, float] = {}
-        messages: dict[str, tuple[Answer, str]] = {}
+        messages: dict[str, tuple[Completion, str]] = {}
         for part in scores:
             for i, reward in enumerate(part.rewards):
                 values = {}
@@ -130,15 +130,15 @@ class RewardRunner:
         self._warn(messages)
         return judged, {name: count for name, count in counts.items() if count and not name.startswith(f"{OUTCOME_KINDS[0]}/")}
 
-    def _warn(self, messages: Mapping[str, tuple[Answer, str]]) -> None:
-        for name, (answer, message) in messages.items():
+    def _warn(self, messages: Mapping[str, tuple[Completion, str]]) -> None:
+        for name, (completion, message) in messages.items():
             if name not in self._shown:
                 self._shown.add(name)
                 log.warning(
                     "the reward %s could not judge an answer to %s, %r (%s); further ones are counted in the metrics",
                     name,
-                    answer.prompt.name,
-                    answer.text[:SHOWN],
+                    completion.prompt.name,
+                    completion.text[:SHOWN],
                     message,
                 )
 
@@ -148,17 +148,17 @@ class RewardRunner:
             self._scorer.close()
 
 
-def check_judged(answers: Sized, counts: Mapping[str, float]) -> None:
-    """Check that answers are left after those without a reward were dropped.
+def check_judged(completions: Sized, counts: Mapping[str, float]) -> None:
+    """Check that completions are left after those without a reward were dropped.
 
     Args:
-        answers: The answers that are left.
+        completions: The completions that are left.
         counts: What happened to the others: `dropped`, and the numbers of outcomes by kind and reward.
 
     Raises:
         RewardError: None is left; the message says what the rewards made of them.
     """
-    if not len(answers):
+    if not len(completions):
         failures = (
             ", ".join(f"{name} {count:.0f}" for name, count in counts.items() if "/" in name) or "no reward was responsible"
         )

@@ -122,8 +122,8 @@ def updates_per_step(config: RLConfig) -> int:
         # Of each group one pair, which is not divided.
         pairs = config.data.batch_size
         return config.rl.epochs * -(-pairs // (pairs if size is None else max(1, size // 2)))
-    answers = config.data.batch_size * config.rl.group_size
-    return config.rl.epochs * -(-answers // (size or answers))
+    completions = config.data.batch_size * config.rl.group_size
+    return config.rl.epochs * -(-completions // (size or completions))
 
 
 def is_own_reference(config: RLConfig) -> bool:

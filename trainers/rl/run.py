@@ -98,7 +98,9 @@ class RLRun(TrainingRun):
         metrics, judged = evaluate(self.phases, self.prompts.held_out, version=self.step)
         count = min(self.config.generate, len(judged))
         completions = shown([judged[i * len(judged) // count] for i in range(count)])
-        return EvaluationResult(metrics=metrics, tokens=sum(len(answer.tokens) for answer in judged), completions=completions)
+        return EvaluationResult(
+            metrics=metrics, tokens=sum(len(completion.tokens) for completion in judged), completions=completions
+        )
 
     def write_checkpoint(self, *, evaluation_due: bool, last: bool) -> None:
         """Write the checkpoints of the actor and the critic."""

@@ -39,7 +39,7 @@ def open_phases(
         functions: Reward functions of the program.
         prompts: The prompts whose columns the rewards will need.
         only: The roles that are needed; None for all.
-        judges: Whether answers will be judged.
+        judges: Whether completions will be judged.
 
     Raises:
         ConfigError: A reward cannot be used, or a prompt lacks a column.

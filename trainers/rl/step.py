@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from ..data.order import Cursor
-from .answers import Answers
 from .bundle import StepBundles
 from .collect import Collector
-from .metrics import answer_metrics, staleness
+from .completions import Completions
+from .metrics import completion_metrics, staleness
 from .phases import Phases
 from .reward_runner import check_judged
 from .update import add_old_log_probs, estimate_advantages, update
@@ -17,12 +17,12 @@ class CompletedStep:
     """A completed step.
 
     Args:
-        answers: The answers that were learned from, with their rewards. Their tensors are gone.
+        completions: The completions that were learned from, with their rewards. Their tensors are gone.
         metrics: The metrics of the step.
         cursor: The position of the next prompt.
     """
 
-    answers: Answers
+    completions: Completions
     metrics: dict[str, float]
     cursor: Cursor
 
@@ -36,63 +36,63 @@ def make_step(
 
     Args:
         phases: The phases.
-        collector: The collection of answers from the next prompts.
+        collector: The collection of completions from the next prompts.
         cursor: The position of the first prompt.
         step: The number of the step, from 1.
         bundles: What writes replay bundles of steps; None writes none.
 
     Raises:
-        RewardError: Too many answers could not be judged.
+        RewardError: Too many completions could not be judged.
         ConfigError: The log-probabilities of actor and generator differ by more than `rl.max_log_prob_gap`.
     """
     phases.reset_timing()
     if phases.algorithm.dynamic_sampling:
-        answers, counts, cursor = collector.collect_varied(cursor, step=step, version=step - 1)
+        completions, counts, cursor = collector.collect_varied(cursor, step=step, version=step - 1)
     else:
-        answers, counts, cursor = collector.collect(cursor, step=step, version=step - 1)
-    answers = phases.score(answers)
-    answers, counts, metrics = train_on(phases, answers, counts, step=step, bundles=bundles)
+        completions, counts, cursor = collector.collect(cursor, step=step, version=step - 1)
+    completions = phases.score(completions)
+    completions, counts, metrics = train_on(phases, completions, counts, step=step, bundles=bundles)
     metrics = {
-        **answer_metrics(answers.rows),
+        **completion_metrics(completions.rows),
         **counts,
-        "tokens": answers.ref.num_tokens,
-        "staleness": staleness(answers.rows, step - 1),
+        "tokens": completions.ref.num_tokens,
+        "staleness": staleness(completions.rows, step - 1),
         **metrics,
     }
-    phases.discard(answers.ref)
+    phases.discard(completions.ref)
     with phases.timed("sync"):
         phases.memory_manager.sync(step)
-    return CompletedStep(answers=answers, metrics=metrics, cursor=cursor)
+    return CompletedStep(completions=completions, metrics=metrics, cursor=cursor)
 
 
 def train_on(
-    phases: Phases, answers: Answers, counts: dict[str, float], *, step: int, bundles: StepBundles | None = None
-) -> tuple[Answers, dict[str, float], dict[str, float]]:
-    """Collect the rewards of scored answers, estimate advantages, and update the critic and the policy.
+    phases: Phases, completions: Completions, counts: dict[str, float], *, step: int, bundles: StepBundles | None = None
+) -> tuple[Completions, dict[str, float], dict[str, float]]:
+    """Collect the rewards of scored completions, estimate advantages, and update the critic and the policy.
 
     Args:
         phases: The phases.
-        answers: The scored answers.
-        counts: Numbers of what happened to other answers of the step, by name.
+        completions: The scored completions.
+        counts: Numbers of what happened to other completions of the step, by name.
         step: The number of the step; 0 for one that belongs to no run.
         bundles: What writes replay bundles of steps; None writes none.
 
     Returns:
-        The answers that were learned from, with their rewards; numbers of what happened to others; and the metrics of the update.
+        The completions that were learned from, with their rewards; numbers of what happened to others; and the metrics of the update.
 
     Raises:
-        RewardError: Too many answers could not be judged.
+        RewardError: Too many completions could not be judged.
         ConfigError: The log-probabilities of actor and generator differ by more than `rl.max_log_prob_gap`.
     """
     # Reward functions run in processes of their own meanwhile, so what the models compute comes before their results.
-    answers = add_old_log_probs(phases, answers)
-    answers, failed = phases.collect_rewards(answers)
+    completions = add_old_log_probs(phases, completions)
+    completions, failed = phases.collect_rewards(completions)
     counts = {**counts, **failed}
-    check_judged(answers, counts)
+    check_judged(completions, counts)
 
-    bundle = None if bundles is None else bundles.begin(answers, step)
-    batch, metrics = estimate_advantages(phases, answers, step)
-    metrics = update(phases, answers, batch, metrics, step)
+    bundle = None if bundles is None else bundles.begin(completions, step)
+    batch, metrics = estimate_advantages(phases, completions, step)
+    metrics = update(phases, completions, batch, metrics, step)
     if bundles is not None and bundle is not None:
         bundles.write(bundle, metrics)
-    return answers, counts, metrics
+    return completions, counts, metrics

@@ -68,7 +68,7 @@ class RLTrainer(BaseTrainer[RLConfig, RLDryRun]):
         )
 
     def make_first_step(self) -> RLDryRun:
-        """Make a step from the beginning of the run, and report its answers and memory."""
+        """Make a step from the beginning of the run, and report its completions and memory."""
         prompts, total_steps, roles = self._plan()
         return dry_run(self.config, self._algorithm, roles, prompts, self._rewards, total_steps)
 
@@ -94,7 +94,7 @@ class RLTrainer(BaseTrainer[RLConfig, RLDryRun]):
 
 
 class GRPOTrainer(RLTrainer):
-    """GRPO and related methods that compare the answers to a prompt; see `rl.algorithm`."""
+    """GRPO and related methods that compare the completions to a prompt; see `rl.algorithm`."""
 
     config_class: ClassVar[type[RLConfig]] = GRPOConfig
 
@@ -106,6 +106,6 @@ class PPOTrainer(RLTrainer):
 
 
 class OnlineDPOTrainer(RLTrainer):
-    """DPO on pairs of answers of the policy itself."""
+    """DPO on pairs of completions of the policy itself."""
 
     config_class: ClassVar[type[RLConfig]] = OnlineDPOConfig

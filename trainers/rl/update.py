@@ -13,43 +13,43 @@ from ...losses.policy import PolicyLoss
 from ...losses.preference import PreferenceLoss
 from ...workers.data_plane.data_ref import DataRef
 from ...workers.roles.dispatch import MiniBatches
-from .answers import Answers
+from .completions import Completions
 from .phases import Phases
 
 GAPS = ("log_prob_gap", "log_prob_gap_max")
 """The metrics that compare the log-probabilities of generator and actor."""
 SPOT_CHECK = 16
-"""The number of answers on which the generator's log-probabilities are compared, if the actor computes no others."""
+"""The number of completions on which the generator's log-probabilities are compared, if the actor computes no others."""
 
 
-def add_old_log_probs(phases: Phases, answers: Answers) -> Answers:
+def add_old_log_probs(phases: Phases, completions: Completions) -> Completions:
     """Add the log-probabilities that ratios compare with, unless they are those of the generator.
 
     The rewards are computed meanwhile.
     """
     if isinstance(phases.algorithm.loss, PreferenceLoss) or phases.is_on_policy:
-        return answers
-    batch = answers.ref
+        return completions
+    batch = completions.ref
     squares = phases.algorithm.needs_squared_probs
     if "old_log_probs" in batch.keys and (not squares or "sum_squared_probs" in batch.keys):
-        return answers
+        return completions
     if phases.config.rl.old_log_probs == "rollout":
-        return answers.with_columns(batch.only("rollout_log_probs").rename(rollout_log_probs="old_log_probs"))
+        return completions.with_columns(batch.only("rollout_log_probs").rename(rollout_log_probs="old_log_probs"))
     # Where a critic is updated first, the actor's state would come and go once more.
     phases.memory_manager.enter("score" if phases.algorithm.needs_critic else "train")
     with phases.timed("old_log_probs", batch.num_tokens):
         log_probs = phases.group["actor"].compute_log_probs(
             batch, entropy=phases.config.rl.log_entropy, sum_squared_probs=squares
         )
-    return answers.with_columns(log_probs.rename(log_probs="old_log_probs"))
+    return completions.with_columns(log_probs.rename(log_probs="old_log_probs"))
 
 
-def estimate_advantages(phases: Phases, answers: Answers, step: int) -> tuple[DataRef, dict[str, float]]:
-    """Turn rewards into what the update learns from: advantages of tokens; or, with a preference loss, pairs of answers.
+def estimate_advantages(phases: Phases, completions: Completions, step: int) -> tuple[DataRef, dict[str, float]]:
+    """Turn rewards into what the update learns from: advantages of tokens; or, with a preference loss, pairs of completions.
 
     Args:
         phases: The phases.
-        answers: The judged and scored answers, with `old_log_probs`.
+        completions: The judged and scored completions, with `old_log_probs`.
         step: The number of the step.
 
     Returns:
@@ -61,34 +61,36 @@ def estimate_advantages(phases: Phases, answers: Answers, step: int) -> tuple[Da
     # The state of the actor is not there while the critic is updated.
     phases.memory_manager.enter("score" if phases.algorithm.needs_critic else "train")
     if isinstance(phases.algorithm.loss, PreferenceLoss):
-        return _pairs(phases, answers)
-    batch, metrics = _corrected(phases, answers)
-    rewards = phases.adaptive.shape_rewards([row.reward for row in answers.rows])
+        return _pairs(phases, completions)
+    batch, metrics = _corrected(phases, completions)
+    rewards = phases.adaptive.shape_rewards([row.reward for row in completions.rows])
     columns = {"rewards": torch.tensor(rewards, dtype=torch.float32)}
     if phases.algorithm.needs_baselines:
-        baselines_given = [row.baseline for row in answers.rows if row.baseline is not None]
-        if len(baselines_given) < len(answers):
+        baselines_given = [row.baseline for row in completions.rows if row.baseline is not None]
+        if len(baselines_given) < len(completions):
             raise ConfigError(
-                f"{len(answers) - len(baselines_given)} of {len(answers)} answers have no baseline, the reward of the most likely answer to "
+                f"{len(completions) - len(baselines_given)} of {len(completions)} answers have no baseline, the reward of the most likely answer to "
                 "their prompt, which rl.algorithm=remax needs; drivetrain grpo generates and judges those as well"
             )
         baselines = phases.adaptive.shape_others(baselines_given)
         columns["baselines"] = torch.tensor(baselines, dtype=torch.float32)
     batch |= phases.group.data.put_columns(batch, rows=columns)
     with phases.timed("advantages"):
-        grouped = batch.with_groups(answers.groups)
+        grouped = batch.with_groups(completions.groups)
         advantages = phases.group["advantage"].compute_advantages(grouped, kl_coef=phases.adaptive.kl_coef)
         batch |= advantages.without_groups()
         batch |= _selected(phases, batch, step)
     return _drop_rejected(phases, batch), metrics
 
 
-def update(phases: Phases, answers: Answers, batch: DataRef, metrics: Mapping[str, float], step: int) -> dict[str, float]:
+def update(
+    phases: Phases, completions: Completions, batch: DataRef, metrics: Mapping[str, float], step: int
+) -> dict[str, float]:
     """Update the critic, if there is one, and the policy.
 
     Args:
         phases: The phases.
-        answers: The answers of the step.
+        completions: The completions of the step.
         batch: The batch; nothing is updated if it is empty.
         metrics: The metrics of the batch, which those of the update are added to.
         step: The number of the step.
@@ -109,7 +111,7 @@ def update(phases: Phases, answers: Answers, batch: DataRef, metrics: Mapping[st
         metrics |= {f"critic/{name}": value for name, value in means(results).items()}
     # A step by itself, number 0, belongs to no warmup.
     if phases.algorithm.needs_critic and 0 < step <= phases.config.rl.critic_warmup:
-        return metrics | (_spot_check_log_prob_gap(phases, answers) if phases.is_on_policy else {})
+        return metrics | (_spot_check_log_prob_gap(phases, completions) if phases.is_on_policy else {})
     phases.memory_manager.enter("train")
     # A preference loss is the role's own; a policy loss depends on the step.
     loss = {} if isinstance(phases.algorithm.loss, PreferenceLoss) else {"loss": loss_of_step(phases)}
@@ -118,7 +120,7 @@ def update(phases: Phases, answers: Answers, batch: DataRef, metrics: Mapping[st
     # Entropy and KL divergence are those of the policy that answered, not the means over its updates.
     metrics = means(results) | metrics
     _check_gap(phases, metrics)
-    phases.adaptive.adapt_kl(metrics.get("kl_per_response"), len(answers))
+    phases.adaptive.adapt_kl(metrics.get("kl_per_response"), len(completions))
     return metrics
 
 
@@ -148,14 +150,14 @@ def _selected(phases: Phases, batch: DataRef, step: int) -> DataRef:
     return marks
 
 
-def _corrected(phases: Phases, answers: Answers) -> tuple[DataRef, dict[str, float]]:
+def _corrected(phases: Phases, completions: Completions) -> tuple[DataRef, dict[str, float]]:
     """Return the batch with importance weights, if they are asked for, and the numbers of its log-probabilities."""
-    rl, batch = phases.config.rl, answers.ref
+    rl, batch = phases.config.rl, completions.ref
     if rl.old_log_probs == "rollout":
         metrics: dict[str, float] = phases.group["advantage"].summarize(batch)
         # The generator's log-probabilities are the old ones here, so their gap is not that between generator and actor.
         of_others = {name: value for name, value in metrics.items() if name not in GAPS}
-        return batch, of_others | _spot_check_log_prob_gap(phases, answers)
+        return batch, of_others | _spot_check_log_prob_gap(phases, completions)
     if rl.importance != "none":
         low, high = rl.importance_bounds
         batch |= phases.group["advantage"].compute_importance_weights(
@@ -169,18 +171,18 @@ def _corrected(phases: Phases, answers: Answers) -> tuple[DataRef, dict[str, flo
 
 
 def _drop_rejected(phases: Phases, batch: DataRef) -> DataRef:
-    """Return the batch without the answers of which every token was rejected: a mini-batch of nothing else would have no loss."""
+    """Return the batch without the completions of which every token was rejected: a mini-batch of nothing else would have no loss."""
     if not phases.config.rl.rejection:
         return batch
     accepted = phases.group.data.get(batch, ["response_mask"])["response_mask"].split(list(batch.lengths))
     return batch.select([row for row, mask in enumerate(accepted) if bool((mask > 0).any())])
 
 
-def _spot_check_log_prob_gap(phases: Phases, answers: Answers) -> dict[str, float]:
-    """Compare the generator's log-probabilities with the actor's for a few answers."""
+def _spot_check_log_prob_gap(phases: Phases, completions: Completions) -> dict[str, float]:
+    """Compare the generator's log-probabilities with the actor's for a few completions."""
     if phases.config.rl.max_log_prob_gap is None:
         return {}
-    sample = answers.ref.select(range(min(len(answers), SPOT_CHECK)))
+    sample = completions.ref.select(range(min(len(completions), SPOT_CHECK)))
     with phases.timed("old_log_probs", sample.num_tokens):
         sample |= phases.group["actor"].compute_log_probs(sample).rename(log_probs="old_log_probs")
     numbers: dict[str, float] = phases.group["advantage"].summarize(sample)
@@ -199,16 +201,16 @@ def _check_gap(phases: Phases, numbers: Mapping[str, float]) -> None:
         )
 
 
-def _pairs(phases: Phases, answers: Answers) -> tuple[DataRef, dict[str, float]]:
-    """Return the best and the worst answer to each prompt, in pairs, and their number."""
-    pairs = best_and_worst(answers.groups, [row.reward for row in answers.rows])
-    chosen = answers.ref.select([row for pair in pairs for row in pair])
+def _pairs(phases: Phases, completions: Completions) -> tuple[DataRef, dict[str, float]]:
+    """Return the best and the worst completion to each prompt, in pairs, and their number."""
+    pairs = best_and_worst(completions.groups, [row.reward for row in completions.rows])
+    chosen = completions.ref.select([row for pair in pairs for row in pair])
     if not pairs:
         return chosen, {"pairs": 0.0}
     marks = torch.tensor([1.0, 0.0] * len(pairs))
     batch = chosen | phases.group.data.put_columns(chosen, rows={"chosen": marks})
     batch = batch.with_groups([i for i in range(len(pairs)) for _ in range(2)])
-    return batch, {"pairs": float(len(pairs)), **_spot_check_log_prob_gap(phases, answers)}
+    return batch, {"pairs": float(len(pairs)), **_spot_check_log_prob_gap(phases, completions)}
 
 
 def _mini_batches(phases: Phases, step: int) -> MiniBatches:
@@ -236,7 +238,7 @@ def means(results: Sequence[StepResult]) -> dict[str, float]:
 
 
 def best_and_worst(groups: Sequence[int], rewards: Sequence[float]) -> list[tuple[int, int]]:
-    """Return the best and the worst answer of each group, the first one if several are; none of a group of equal rewards."""
+    """Return the best and the worst completion of each group, the first one if several are; none of a group of equal rewards."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)

@@ -33,7 +33,7 @@ BUILT_IN: Mapping[str, Metric] = {"exact_match": exact_match, "contains": contai
 
 
 @dataclass(frozen=True)
-class AnswerMetrics:
+class CompletionMetrics:
     """The metrics of a run.
 
     Args:
@@ -43,7 +43,7 @@ class AnswerMetrics:
     functions: Mapping[str, Metric]
 
     @classmethod
-    def of(cls, names: Sequence[str], functions: Sequence[Metric] = ()) -> "AnswerMetrics":
+    def of(cls, names: Sequence[str], functions: Sequence[Metric] = ()) -> "CompletionMetrics":
         """Find the functions that the settings name.
 
         Args:
@@ -126,7 +126,7 @@ def _check_signature(function: Metric, title: str) -> None:
 def _value(function: Metric, title: str, answer: HeldOutCompletion) -> float:
     parameters = inspect.signature(function).parameters
     everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    arguments = {"prompt": answer.plain_prompt, "answer": answer.plain_answer, "wanted": answer.plain_wanted}
+    arguments = {"prompt": answer.plain_prompt, "answer": answer.plain_completion, "wanted": answer.plain_wanted}
     try:
         value = function(**{name: text for name, text in arguments.items() if everything or name in parameters})
     except Exception as e:

@@ -1,4 +1,4 @@
-"""Answers to prompts, as the controller sees them: their text here, their tensors with the workers."""
+"""Completions to prompts, as the controller sees them: their text here, their tensors with the workers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,19 +12,19 @@ from ..data.prompts import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """An answer to a prompt.
+class Completion:
+    """A completion to a prompt.
 
     Args:
         prompt: The prompt.
         group: The number of the prompt in the step.
-        tokens: The token ids of the answer.
-        text: The answer without special tokens.
+        tokens: The token ids of the completion.
+        text: The completion without special tokens.
         finished: Whether it was ended by the model, and not by the length limit.
         versions: The versions of the weights that made its tokens, each once.
         rewards: What each reward made of it, by name; without those that had no value.
         reward: The weighted sum; NaN if it has none.
-        baseline: The reward of the most likely answer to the same prompt, if the algorithm compares with it.
+        baseline: The reward of the most likely completion to the same prompt, if the algorithm compares with it.
     """
 
     prompt: Prompt
@@ -49,65 +49,65 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Answers:
-    """Answers, and where their tensors are.
+class Completions:
+    """Completions, and where their tensors are.
 
     Args:
-        ref: The samples, each a prompt with its answer.
-        rows: The answers, in the same order.
+        ref: The samples, each a prompt with its completion.
+        rows: The completions, in the same order.
         pending: The rewards that are being computed, for each part of the rows in turn; None in it in a process that computes none.
-        model_scores: What the reward model made of each answer, if it was asked.
-        baselines: The most likely answer to each prompt, if the algorithm needs it.
+        model_scores: What the reward model made of each completion, if it was asked.
+        baselines: The most likely completion to each prompt, if the algorithm needs it.
     """
 
     ref: DataRef
-    rows: tuple[Answer, ...]
+    rows: tuple[Completion, ...]
     pending: tuple[PendingScores | None, ...] = ()
     model_scores: tuple[float, ...] | None = None
-    baselines: "Answers | None" = None
+    baselines: "Completions | None" = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def groups(self) -> list[int]:
-        """The number of each answer's prompt."""
+        """The number of each completion's prompt."""
         return [row.group for row in self.rows]
 
     def select(self, indices: Sequence[int]) -> Self:
-        """Return some of the answers."""
+        """Return some of the completions."""
         scores = None if self.model_scores is None else tuple(self.model_scores[i] for i in indices)
         return replace(self, ref=self.ref.select(indices), rows=tuple(self.rows[i] for i in indices), model_scores=scores)
 
     def with_columns(self, ref: DataRef) -> Self:
-        """Return the answers with further columns."""
+        """Return the completions with further columns."""
         return replace(self, ref=self.ref | ref)
 
 
 def decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Return the text of an answer, without special tokens."""
+    """Return the text of a completion, without special tokens."""
     text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
     return text
 
 
-def join(parts: Sequence[Answers]) -> Answers:
-    """Return several batches of answers that nothing has been computed for yet as one.
+def join(parts: Sequence[Completions]) -> Completions:
+    """Return several batches of completions that nothing has been computed for yet as one.
 
     Args:
-        parts: The batches, at least one; the answers of different ones are to different prompts.
+        parts: The batches, at least one; the completions of different ones are to different prompts.
     """
     first = parts[0]
     if len(parts) == 1:
         return first
     ids = [sample for part in parts for sample in part.ref.ids]
     ref = DataRef.of(first.ref.buffer, ids)
-    # As for a single part: an update may distribute the answers to a prompt.
+    # As for a single part: an update may distribute the completions to a prompt.
     ref = replace(ref, extra_fields=first.ref.extra_fields).without_groups()
     prefixes = [part.ref.prefixes for part in parts if part.ref.prefixes is not None]
     if len(prefixes) == len(parts):
         ref = ref.with_prefixes(Prefixes.join(prefixes))
     baselines = [part.baselines for part in parts if part.baselines is not None]
-    return Answers(
+    return Completions(
         ref=ref,
         rows=tuple(row for part in parts for row in part.rows),
         pending=tuple(pending for part in parts for pending in part.pending),
@@ -115,9 +115,9 @@ def join(parts: Sequence[Answers]) -> Answers:
     )
 
 
-def equal_groups(answers: Sequence[Answer]) -> set[int]:
-    """Return the groups in which all rewards are equal, those of a single answer among them."""
+def equal_groups(completions: Sequence[Completion]) -> set[int]:
+    """Return the groups in which all rewards are equal, those of a single completion among them."""
     rewards: dict[int, set[float]] = {}
-    for answer in answers:
-        rewards.setdefault(answer.group, set()).add(answer.reward)
+    for completion in completions:
+        rewards.setdefault(completion.group, set()).add(completion.reward)
     return {group for group, values in rewards.items() if len(values) == 1}
