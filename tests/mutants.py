@@ -70,7 +70,11 @@ def copy_tree(target: Path) -> None:
 
 
 def is_caught(mutant: Mutant, tree: Path, marker: str) -> bool:
-    """Run a defect's tests on a copy that has it. A run that takes too long counts as caught."""
+    """Run a defect's tests on a copy that has it. A run that takes too long counts as caught.
+
+    Raises:
+        RuntimeError: The tests that it names do not exist.
+    """
     file = tree / mutant.file
     original = file.read_text()
     file.write_text(original.replace(mutant.old, mutant.new))
@@ -90,6 +94,8 @@ def is_caught(mutant: Mutant, tree: Path, marker: str) -> bool:
         return True
     finally:
         file.write_text(original)
+    if code == 4:
+        raise RuntimeError(f"{mutant.name}: pytest cannot run {' '.join(mutant.tests)}; name tests that exist")
     # 5: no test was left to run.
     return code not in (0, 5)
 
