@@ -30,6 +30,7 @@ MOVED_MODULES = {
     "trainers.dry_run": "trainers.offline.dry_run",
     "trainers.hub": "trainers.loop.hub",
     "trainers.launch": "trainers.main",
+    "trainers.loop.resume": "trainers.offline.run",
     "trainers.loop.parts": "trainers.loop.training_run",
     "trainers.report": "trainers.offline.report",
     "trainers.loop.answer_metrics": "trainers.loop.completion_metrics",

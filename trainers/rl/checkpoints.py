@@ -14,7 +14,7 @@ from ...engine.hf.model_path import fingerprint
 from ...workers.groups.base import WorkerGroup
 from ..config.rl import RLConfig
 from ..loop.ranks import TrainerRanks
-from ..loop.resume import check_fingerprint, check_method, check_no_later
+from ..loop.checkpoint_checks import check_fingerprint, check_method, check_no_later
 
 log = logging.getLogger(__name__)
 

@@ -295,7 +295,7 @@ class WorkerGroup(ABC):
         self.data.forget()
         self._submitted, self._in_flight, self._interrupted = [], [], []
 
-    # ---- what a transport implements ---------------------------------------------------------------------------------
+    # ---- what a kind of group implements -----------------------------------------------------------------------------
 
     def workers(self, role: str) -> tuple[WorkerId, ...]:
         """Return the processes of a role, in rank order."""

@@ -146,7 +146,7 @@ class RemoteWorkerGroup(WorkerGroup):
         """The number of exchanges whose replies have not all been read."""
         self._count_lock = threading.Lock()
 
-    # ---- what a transport implements ---------------------------------------------------------------------------------
+    # ---- what a kind of group implements -----------------------------------------------------------------------------
 
     @abstractmethod
     def _start_pools(self) -> Mapping[str, Sequence[ReplyChannel]]:

@@ -64,6 +64,7 @@ class EvaluateHook(HookStruct, tag="evaluate", kw_only=True):
     fields: dict[str, Column]
     rows: list[Annotated[int, Meta(ge=0)]] = []
     group_ids: list[int] | None = None
+    # The name on the wire is that of the first version of the protocol.
     extra_fields: list[str] = msgspec.field(name="passengers", default_factory=list)
     method: str = "evaluate"
 
