@@ -32,12 +32,12 @@ from ..data.python_data import PythonData
 from ..data.stream import StreamLoader
 from ..data.tokenize import NO_PYTHON
 from ..loop.callbacks import Callback
+from ..loop.checkpoint_checks import check_fingerprint, check_method, check_no_later
 from ..loop.completion_metrics import CompletionMetrics
 from ..loop.console import Lines, Summary
 from ..loop.early_stopping import EarlyStopping
 from ..loop.loggers import LOSS, Display
 from ..loop.ranks import TrainerRanks, process_group
-from ..loop.checkpoint_checks import check_fingerprint, check_method, check_no_later
 from ..loop.run_folder import locked_folders
 from ..loop.samples import HeldOutCompletion, generate_completions
 from ..loop.signals import StopSignal

@@ -13,8 +13,8 @@ from ...engine.errors import CheckpointError, DrivetrainError
 from ...engine.hf.model_path import fingerprint
 from ...workers.groups.base import WorkerGroup
 from ..config.rl import RLConfig
-from ..loop.ranks import TrainerRanks
 from ..loop.checkpoint_checks import check_fingerprint, check_method, check_no_later
+from ..loop.ranks import TrainerRanks
 
 log = logging.getLogger(__name__)
 
