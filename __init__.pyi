@@ -41,6 +41,7 @@ from .trainers.config.runs import RMConfig as RMConfig
 from .trainers.config.runs import SFTConfig as SFTConfig
 from .trainers.config.trainer import TrainerConfig as TrainerConfig
 from .trainers.loop.callbacks import Callback as Callback
+from .trainers.loop.loop import StopReason as StopReason
 from .trainers.loop.loop import TrainResult as TrainResult
 from .trainers.offline.dry_run import DryRun as DryRun
 from .trainers.offline.trainer import DPOTrainer as DPOTrainer

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: drivetrain COMMAND ...        drivetrain COMMAND --help says more; drivetrain --version [--verbose]\n")
-        print("\n".join(f"  {name:19} {command.help}" for name, command in COMMANDS.items()))
+        print("\n".join(f"  {name:19} {command.help}{command.arguments}" for name, command in COMMANDS.items()))
         return 0
     if arguments[0] in ("-V", "--version"):
         print("\n".join(_version(verbose={"-v", "--verbose"} & {*arguments[1:]} != set())))
@@ -84,7 +84,7 @@ def _version(*, verbose: bool) -> list[str]:
 
 
 def _call(name: str, command: Command, arguments: list[str]) -> int:
-    if command.trains:
+    if command.is_launched:
         return _train(command, arguments)
     try:
         module = import_module(f"{PACKAGE}.{command.module}")

@@ -11,8 +11,9 @@ class Command:
         module: The module that does the work, by its name in the package. It has a function `main`, which takes the arguments and returns an
             exit code.
         help: What it does, in a line.
+        arguments: Its arguments, in the same line.
         names_itself: Whether `main` takes the name of the command before the arguments, since the module has several.
-        trains: Whether it takes the place of this process, with a launcher in front if it has several processes.
+        is_launched: Whether it takes the place of this process, with a launcher in front if it has several processes.
         starts_workers: Whether it starts its processes itself, unless `group.kind=local`.
         extra: The optional dependencies that it needs, as in `pip install 'drivetrain[NAME]'`; empty without any.
         config: Of a trainer, the class of its settings, as MODULE:CLASS.
@@ -22,29 +23,32 @@ class Command:
 
     module: str
     help: str
+    arguments: str = ""
     names_itself: bool = False
-    trains: bool = False
+    is_launched: bool = False
     starts_workers: bool = False
     extra: str = ""
     config: str = ""
     trainer: str = ""
 
 
-def _offline_trainer(name: str, config: str, trainer: str, help: str) -> Command:
+def _offline_trainer(name: str, config: str, trainer: str, help: str, arguments: str) -> Command:
     return Command(
         f"trainers.{name}",
         help,
-        trains=True,
+        arguments,
+        is_launched=True,
         config=f"trainers.config.runs:{config}",
         trainer=f"trainers.offline.trainer:{trainer}",
     )
 
 
-def _rl_trainer(name: str, config: str, trainer: str, help: str) -> Command:
+def _rl_trainer(name: str, config: str, trainer: str, help: str, arguments: str) -> Command:
     return Command(
         f"trainers.{name}",
         help,
-        trains=True,
+        arguments,
+        is_launched=True,
         starts_workers=True,
         config=f"trainers.config.rl:{config}",
         trainer=f"trainers.rl.trainer:{trainer}",
@@ -57,27 +61,30 @@ def _checkpoint_tool(help: str) -> Command:
 
 COMMANDS = {
     "sft": _offline_trainer(
-        "sft", "SFTConfig", "SFTTrainer", "supervised fine-tuning: key=value ..., --nproc N for more than one process"
+        "sft", "SFTConfig", "SFTTrainer", "supervised fine-tuning", ": key=value ..., --nproc N for more than one process"
     ),
     "dpo": _offline_trainer(
         "dpo",
         "DPOConfig",
         "DPOTrainer",
-        "preference learning: DPO, IPO, hinge, SimPO, ORPO, CPO, KTO; same arguments as sft",
+        "preference learning: DPO, IPO, hinge, SimPO, ORPO, CPO, KTO and others (dpo.loss)",
+        "; same arguments as sft",
     ),
-    "rm": _offline_trainer("rm", "RMConfig", "RewardTrainer", "reward model training; same arguments as sft"),
+    "rm": _offline_trainer("rm", "RMConfig", "RewardTrainer", "reward model training on pairs", "; same arguments as sft"),
     "grpo": _rl_trainer(
         "grpo",
         "GRPOConfig",
         "GRPOTrainer",
-        "reinforcement learning: GRPO, DAPO, GSPO, RLOO and others: key=value ..., --nproc N worker processes",
+        "reinforcement learning: GRPO, Dr. GRPO, DAPO, GSPO, RLOO and others (rl.algorithm)",
+        "; key=value ..., --nproc N worker processes",
     ),
-    "ppo": _rl_trainer("ppo", "PPOConfig", "PPOTrainer", "reinforcement learning with a critic; same arguments as grpo"),
+    "ppo": _rl_trainer("ppo", "PPOConfig", "PPOTrainer", "reinforcement learning with a critic", "; same arguments as grpo"),
     "online_dpo": _rl_trainer(
         "online_dpo",
         "OnlineDPOConfig",
         "OnlineDPOTrainer",
-        "preference learning on the policy's own answers; same arguments as grpo",
+        "preference learning on pairs of the policy's own completions (dpo.loss)",
+        "; same arguments as grpo",
     ),
     "rl": Command("trainers.rl.phase_commands", "the phases of a step by themselves: rl rollout, rl score, rl train"),
     "data": Command("trainers.data_show.data_command", "look at data before training: data show SOURCE ... --model MODEL"),
@@ -93,7 +100,7 @@ COMMANDS = {
         "import a sharded checkpoint from another program: PyTorch DCP, Megatron torch_dist or verl shards"
     ),
     "conformance": Command(
-        "engine.conformance", "check a backend against the contract: BACKEND [cp=2 ...], --nproc N", trains=True
+        "engine.conformance", "check a backend against the contract: BACKEND [cp=2 ...], --nproc N", is_launched=True
     ),
     "conformance-rollout": Command(
         "generation.conformance.__main__", "check a generator against plain transformers: NAME [setting=value ...]"

@@ -31,7 +31,7 @@ MOVED_MODULES = {
     "trainers.hub": "trainers.loop.hub",
     "trainers.launch": "trainers.main",
     "trainers.loop.resume": "trainers.offline.run",
-    "trainers.loop.parts": "trainers.loop.training_run",
+    "trainers.loop.parts": "trainers.loop.callbacks",
     "trainers.report": "trainers.offline.report",
     "trainers.loop.answer_metrics": "trainers.loop.completion_metrics",
     "trainers.rl.answers": "trainers.rl.completions",

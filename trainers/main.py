@@ -15,7 +15,7 @@ PACKAGE = __name__.rpartition(".trainers.")[0]
 DRY_RUN = "--dry-run"
 
 
-def train(command: str, argv: Sequence[str] | None = None) -> int:
+def run_trainer(command: str, argv: Sequence[str] | None = None) -> int:
     """Parse the command line, then train, or with `--dry-run` make only a first step.
 
     Args:

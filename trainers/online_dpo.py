@@ -3,9 +3,9 @@
 from functools import partial
 
 from ..engine.parallel.process import exit_process
-from .main import train
+from .main import run_trainer
 
-main = partial(train, "online_dpo")
+main = partial(run_trainer, "online_dpo")
 
 if __name__ == "__main__":
     exit_process(main())

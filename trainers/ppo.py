@@ -3,9 +3,9 @@
 from functools import partial
 
 from ..engine.parallel.process import exit_process
-from .main import train
+from .main import run_trainer
 
-main = partial(train, "ppo")
+main = partial(run_trainer, "ppo")
 
 if __name__ == "__main__":
     exit_process(main())

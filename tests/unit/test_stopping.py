@@ -1,7 +1,10 @@
 """Training that ends where a goal is reached, and the demonstrations, which give up at a bound."""
 
 import json
+import os
 import re
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +16,7 @@ from drivetrain.trainers.config.runs import SFTConfig
 from drivetrain.trainers.config.trainer import TrainerConfig
 from drivetrain.trainers.demo import preferences, reinforcement
 from drivetrain.trainers.loop import signals
+from drivetrain.trainers.loop.callbacks import Callback
 from drivetrain.trainers.loop.early_stopping import EarlyStopping
 from drivetrain.trainers.loop.loop import StopReason, train
 from drivetrain.trainers.loop.ranks import TrainerRanks
@@ -73,6 +77,74 @@ def test_training_ends_at_its_goal_or_at_a_bound(
     result = train(run)
     assert (result.step, result.reason) == (steps, reason)
     assert run.saved[-1] == steps
+
+
+class Stopping(StandInRun):
+    """A run that starts with an evaluation, in which something happens."""
+
+    def __init__(self, happens: str = "", *, callbacks: Sequence[Callback] = (), **settings: Any) -> None:
+        super().__init__([0.1] * 9, max_steps=3, **settings)
+        self.happens, self.evaluates_first, self.callbacks = happens, True, callbacks
+
+    def evaluate(self, stop: Any) -> EvaluationResult:
+        if self.happens == "signal in the first evaluation" and not self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().evaluate(stop)
+
+    def write_checkpoint(self, *, evaluation_due: bool, last: bool) -> None:
+        super().write_checkpoint(evaluation_due=evaluation_due, last=last)
+        if self.happens == "signal in the last save" and self.step == self.total_steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Willing(Callback):
+    """A callback that says True where it does not count."""
+
+    def on_train_begin(self, run: Any, step: int) -> bool:  # type: ignore[override]
+        return True
+
+    def on_save(self, run: Any, step: int) -> bool:  # type: ignore[override]
+        return True
+
+
+def test_a_signal_before_the_first_step_ends_a_run_that_was_saved() -> None:
+    run = Stopping("signal in the first evaluation", best_metric=None)
+    result = train(run)
+    assert (result.step, result.reason, result.signal) == (0, StopReason.SIGNAL, signal.SIGTERM)
+    assert run.saved[1:] == [0]
+
+
+def test_a_process_whose_time_is_always_up_makes_a_step() -> None:
+    run = Stopping(max_minutes=1e-9)
+    assert (train(run).reason, run.step, run.saved[-1]) == (StopReason.TIME, 1, 1)
+
+
+def test_a_signal_after_the_last_step_did_not_end_the_run() -> None:
+    result = train(Stopping("signal in the last save"))
+    assert (result.step, result.reason, result.signal) == (3, StopReason.DONE, None)
+
+
+def test_callbacks_end_training_after_steps_and_evaluations_alone() -> None:
+    run = Stopping(callbacks=[Willing()], save_every=1)
+    assert (train(run).reason, run.step) == (StopReason.DONE, 3)
+
+
+def test_a_due_evaluation_without_data_is_not_saved_as_done() -> None:
+    run = Stopping()
+    run.has_evaluation = False  # type: ignore[misc, method-assign]
+    assert (train(run).step, run.saved[1:]) == (3, [3])
+
+
+def test_an_error_of_a_logger_is_raised_by_the_exchange() -> None:
+    class Broken:
+        def log(self, record: Any) -> None:
+            raise ValueError("the logger is broken")
+
+    run = Stopping()
+    run.loggers = [cast(Any, Broken())]
+    assert str(run.log({"step": 0})) == "the logger is broken"
+    with pytest.raises(ValueError, match="the logger is broken"):
+        train(run)
 
 
 @pytest.mark.parametrize(

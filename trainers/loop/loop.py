@@ -29,7 +29,7 @@ class TrainResult:
     Args:
         step: The last completed step.
         reason: The reason why no further step was taken.
-        signal: The signal that this process has received, if any.
+        signal: The signal that has ended the run, if this process has received it.
         evaluation: The metrics of the last evaluation.
         outputs: The location of each output, by name.
     """
@@ -50,13 +50,15 @@ def train(run: TrainingRun) -> TrainResult:
     config = run.config
     with StopSignal(run.ranks, config.max_minutes) as stop:
         run.notify("on_train_begin")
-        if run.evaluates_first:
+        if run.evaluates_first and run.has_evaluation:
             is_best = evaluate(run, stop)
-            # A resumed run has saved that the evaluation is due, and must save that it was done.
-            if is_best or (is_best is not None and run.step):
-                run.save()
             stop.exchange()
-        reason = stop_reason(run, stop)
+            reason = stop_reason(run, stop)
+            # A resumed run has saved that the evaluation is due, and must save that it was done.
+            if is_best is not None and (is_best or reason is not None or run.step):
+                run.save(last=reason is not None)
+        else:
+            reason = stop_reason(run, stop)
         while reason is None:
             record = run.make_step()
             error = run.log(record)
@@ -70,7 +72,8 @@ def train(run: TrainingRun) -> TrainResult:
                 run.export(Path(config.output_dir) / "exports" / folder_name(run.step))
     if reason is not StopReason.SIGNAL:
         run.notify("on_train_end")
-    return TrainResult(step=run.step, reason=reason, signal=stop.number, evaluation=run.last_evaluation)
+    signal = stop.number if reason is StopReason.SIGNAL else None
+    return TrainResult(step=run.step, reason=reason, signal=signal, evaluation=run.last_evaluation)
 
 
 def stop_reason(run: TrainingRun, stop: StopSignal) -> StopReason | None:
@@ -83,7 +86,8 @@ def stop_reason(run: TrainingRun, stop: StopSignal) -> StopReason | None:
         return StopReason.THRESHOLD if run.early_stopping.reached else StopReason.PATIENCE
     if run.step >= run.total_steps:
         return StopReason.DONE
-    return StopReason.TIME if stop.is_time_up else None
+    # A process makes at least one step: one whose time is always up would otherwise never come further, however often it is started.
+    return StopReason.TIME if stop.is_time_up and run.step > run.resumed_step else None
 
 
 def evaluate(run: TrainingRun, stop: StopSignal) -> bool | None:

@@ -38,12 +38,12 @@ def locked_folders(config: LoopConfig, ranks: TrainerRanks) -> Iterator[None]:
                 locks.enter_context(lock_folder(Path(folder), name))
 
         ranks.run_on_rank0(lock)
-        error = None
+        error: Exception | None = None
         try:
             # Other machines may have a file system of their own.
             for name, folder in _folders(config).items():
                 make_folder(Path(folder), name)
-        except ConfigError as e:
+        except Exception as e:  # any error: the others wait
             error = e
         ranks.all_gather_object(None, error=error)
         yield

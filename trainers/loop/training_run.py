@@ -127,13 +127,14 @@ class TrainingRun(ABC):
 
     def notify(self, hook: StepHook, *args: Any) -> None:
         """Call a method of every callback with this run and the number of the last completed step."""
-        self.is_asked_to_stop |= call_all(self.callbacks, hook, self.ranks, self, self.step, *args)
+        asked = call_all(self.callbacks, hook, self.ranks, self, self.step, *args)
+        self.is_asked_to_stop |= asked and hook in ("on_step_end", "on_evaluate")
 
     def log(self, record: Mapping[str, Any], completions: Sequence[HeldOutCompletion] = ()) -> Exception | None:
         """Pass a record and completions to the loggers. Not collective.
 
         Returns:
-            The disk error, if any, which the next exchange between the ranks is to raise on all of them.
+            The error, if any, which the next exchange between the ranks is to raise on all of them.
         """
         try:
             for logger in self.loggers:
@@ -142,6 +143,8 @@ class TrainingRun(ABC):
                     logger.log_completions(self.step, completions)
         except OSError as e:
             return disk_error(f"the metrics of step {self.step}", e)
+        except Exception as e:  # of a logger's own library
+            return e
         return None
 
     def save(self, *, evaluation_due: bool = False, last: bool = False) -> None:
@@ -156,24 +159,20 @@ class TrainingRun(ABC):
         self.notify("on_save")
 
     @contextmanager
-    def saved_on(self, error: type[Exception], what: str) -> Iterator[None]:
-        """Save the last completed step if the input of the next one fails in the block, on all ranks, and raise the error.
+    def saved_on(self, error: type[Exception], what: str, *, evaluation_due: bool = False) -> Iterator[None]:
+        """Save the last completed step if the block fails on all ranks, and raise the error.
 
         Args:
-            error: The class of the errors of the input.
-            what: What the input is, in the plural.
+            error: The class of the errors.
+            what: What fails, for messages.
+            evaluation_due: Whether the evaluation of that step still has to be done.
         """
         try:
             yield
         except error:
             if self.step > self._saved_step:
-                self.save(last=True)
-                log.error(
-                    "the %s of step %d failed; step %d was saved, from which the same command resumes",
-                    what,
-                    self.step + 1,
-                    self.step,
-                )
+                self.save(evaluation_due=evaluation_due, last=True)
+                log.error("%s failed; step %d was saved, from which the same command resumes", what, self.step)
             raise
 
     def export(self, folder: Path) -> dict[str, str]:

@@ -110,7 +110,7 @@ class OfflineRun(TrainingRun):
         """Train on the next batch; see the base class. Collective."""
         start = time.perf_counter()
         # Streamed data that cannot be used end a run, but not what it has learned.
-        with self.saved_on(DrivetrainError, "data"):
+        with self.saved_on(DrivetrainError, f"the data of step {self.step + 1}"):
             global_batch, following = next(self._batches)
         batch = self.method.batch(self.engine, global_batch, training=True)
         result = self.engine.train_batch(batch, self.method.loss)

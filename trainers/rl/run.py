@@ -51,9 +51,9 @@ class RLRun(TrainingRun):
     cursor: Cursor = field(default_factory=Cursor)
 
     def __post_init__(self) -> None:
+        self.evaluates_first = self.phases.config.rl.eval_before_train
         self._resume()
         super().__post_init__()
-        self.evaluates_first = self.step == 0 and self.phases.config.rl.eval_before_train
         self._collector = Collector(self.phases.config, self.phases, self.prompts)
         self._bundles = StepBundles(self.phases)
 
@@ -76,7 +76,7 @@ class RLRun(TrainingRun):
         """Make a step, from prompts to new weights; see the base class."""
         start, phases = time.perf_counter(), self.phases
         # A judge, for example, cannot be reached.
-        with self.saved_on(RewardError, "rewards"):
+        with self.saved_on(RewardError, f"the rewards of step {self.step + 1}"):
             completed = make_step(phases, self._collector, self.cursor, step=self.step + 1, bundles=self._bundles)
         self.step, self.cursor = self.step + 1, completed.cursor
         self._collector.warn(completed.metrics)
@@ -95,7 +95,8 @@ class RLRun(TrainingRun):
     def evaluate(self, stop: StopSignal) -> EvaluationResult:
         """Answer the held-out prompts; see the base class. It is not interrupted."""
         assert self.prompts.held_out is not None
-        metrics, judged = evaluate(self.phases, self.prompts.held_out, version=self.step)
+        with self.saved_on(RewardError, f"the rewards of the evaluation after step {self.step}", evaluation_due=True):
+            metrics, judged = evaluate(self.phases, self.prompts.held_out, version=self.step)
         count = min(self.config.generate, len(judged))
         completions = shown([judged[i * len(judged) // count] for i in range(count)])
         return EvaluationResult(
@@ -110,6 +111,7 @@ class RLRun(TrainingRun):
             "data": self.prompts.order.state(self.cursor),
             "adaptive": self.phases.adaptive.state(),
             "watch": self.early_stopping.state(),
+            "evaluate": evaluation_due,
         }
         self.checkpoints.save(self.step, extra, best=self.early_stopping.best_step)
 
@@ -135,7 +137,7 @@ class RLRun(TrainingRun):
             self.cursor = self.prompts.order.restore(restored.extra["data"], epochs=self.config.max_steps is None)
         except CheckpointError as e:
             raise CheckpointError(f"{restored.folder}: {e}") from e
-        self.step = restored.step
+        self.step, self.evaluates_first = restored.step, bool(restored.extra.get("evaluate"))
         self.phases.adaptive.restore(restored.extra.get("adaptive", {}))
         self.early_stopping.restore(restored.extra.get("watch", {}), self.checkpoints.steps(), self.checkpoint_root)
 

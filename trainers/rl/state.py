@@ -15,7 +15,7 @@ _PARTS = ("text_config", "ffn_config")
 _RANDOM = re.compile("dropout|layerdrop|pdrop$|jitter")
 """In the names of settings of a model that are random only while it is trained, if they are above 0."""
 PROBE, PROBE_TOKENS = [1, 2, 3, 4], 4
-"""The prompt on which a generator's processes are compared, and the number of tokens that they completion it with."""
+"""The prompt on which a generator's processes are compared, and the number of tokens that they complete it with."""
 PROBE_GAP = 0.05
 """The largest difference of a log-probability between two processes, which compute the same in the same way."""
 
