@@ -135,6 +135,27 @@ def test_a_due_evaluation_without_data_is_not_saved_as_done() -> None:
     assert (train(run).step, run.saved[1:]) == (3, [3])
 
 
+@pytest.mark.parametrize("save_every", [None, 2])
+def test_a_step_is_completely_saved_before_an_error_of_the_next_ones_input_is_raised(save_every: int | None) -> None:
+    class Failing(Stopping):
+        waits = 0
+
+        def make_step(self) -> dict[str, Any]:
+            with self.saved_on(ValueError, f"the data of step {self.step + 1}"):
+                if self.step == 2:
+                    raise ValueError("planted")
+            return super().make_step()
+
+        def wait(self) -> None:
+            self.waits += 1
+
+    run = Failing(save_every=save_every)
+    with pytest.raises(ValueError, match="planted"):
+        train(run)
+    # A save in the background is waited for, and nothing is saved twice.
+    assert (run.saved.count(2), run.waits) == (1, int(save_every is not None))
+
+
 def test_an_error_of_a_logger_is_raised_by_the_exchange() -> None:
     class Broken:
         def log(self, record: Any) -> None:

@@ -60,17 +60,18 @@ def process_group(minutes: float) -> Iterator[None]:
         minutes: The timeout of collectives.
     """
     is_new = not dist.is_initialized()
-    atexit.unregister(close_if_open)
     init_distributed(timedelta(minutes=minutes))
     try:
         yield
     except BaseException:
+        atexit.unregister(close_if_open)
         # With several ranks, destroying the NCCL groups would wait for ranks that may be stuck in a collective that this rank
         # never enters. The caller must end the process.
         if is_new and dist.get_world_size() == 1:
             close_distributed()
         raise
-    if dist.get_world_size() > 1:
+    # One that the program, or a block around this one, has set up is not this block's to close.
+    if is_new and dist.get_world_size() > 1:
         atexit.register(close_if_open)
     elif is_new:
         close_distributed()

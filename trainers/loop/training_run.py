@@ -39,7 +39,7 @@ class EvaluationResult:
 
 @dataclass(kw_only=True, eq=False)
 class TrainingRun(ABC):
-    """A run that `train` makes the steps of. Every method that is not a property is collective over `ranks`.
+    """A run that `train` makes the steps of. Methods that are not properties are collective over `ranks` unless they say otherwise.
 
     Args:
         settings: All settings, as `config.yaml` has them.
@@ -122,7 +122,10 @@ class TrainingRun(ABC):
     # ---- what the loop needs -----------------------------------------------------------------------------------------
 
     def is_due(self, every: int | None) -> bool:
-        """Return whether something that happens every so many steps, and at the end, is due after the last completed step."""
+        """Return whether something that happens every so many steps, and at the end, is due after the last completed step.
+
+        Not collective.
+        """
         return self.step == self.total_steps or bool(every and self.step % every == 0)
 
     def notify(self, hook: StepHook, *args: Any) -> None:
@@ -160,18 +163,22 @@ class TrainingRun(ABC):
 
     @contextmanager
     def saved_on(self, error: type[Exception], what: str, *, evaluation_due: bool = False) -> Iterator[None]:
-        """Save the last completed step if the block fails on all ranks, and raise the error.
+        """Save the last completed step if the block fails, and raise the error. Saving is collective.
 
         Args:
-            error: The class of the errors.
+            error: The class of the errors, which one error must have on all ranks: a rank that does not save lets the others wait.
             what: What fails, for messages.
             evaluation_due: Whether the evaluation of that step still has to be done.
         """
         try:
             yield
         except error:
-            if self.step > self._saved_step:
-                self.save(evaluation_due=evaluation_due, last=True)
+            if self.step > self.resumed_step:
+                if self.step > self._saved_step:
+                    self.save(evaluation_due=evaluation_due, last=True)
+                else:
+                    # It may be saved in the background still, and fail.
+                    self.wait()
                 log.error("%s failed; step %d was saved, from which the same command resumes", what, self.step)
             raise
 
