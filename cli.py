@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: drivetrain COMMAND ...        drivetrain COMMAND --help says more; drivetrain --version [--verbose]\n")
-        print("\n".join(f"  {name:19} {command.help}{command.arguments}" for name, command in COMMANDS.items()))
+        for name, row in COMMANDS.items():
+            print(f"  {name:19} {'; '.join(filter(None, (row.help, row.arguments)))}")
         return 0
     if arguments[0] in ("-V", "--version"):
         print("\n".join(_version(verbose={"-v", "--verbose"} & {*arguments[1:]} != set())))

@@ -11,7 +11,7 @@ class Command:
         module: The module that does the work, by its name in the package. It has a function `main`, which takes the arguments and returns an
             exit code.
         help: What it does, in a line.
-        arguments: Its arguments, in the same line.
+        arguments: Its arguments, which follow in the same line.
         names_itself: Whether `main` takes the name of the command before the arguments, since the module has several.
         is_launched: Whether it takes the place of this process, with a launcher in front if it has several processes.
         starts_workers: Whether it starts its processes itself, unless `group.kind=local`.
@@ -61,30 +61,30 @@ def _checkpoint_tool(help: str) -> Command:
 
 COMMANDS = {
     "sft": _offline_trainer(
-        "sft", "SFTConfig", "SFTTrainer", "supervised fine-tuning", ": key=value ..., --nproc N for more than one process"
+        "sft", "SFTConfig", "SFTTrainer", "supervised fine-tuning", "key=value ..., --nproc N for more than one process"
     ),
     "dpo": _offline_trainer(
         "dpo",
         "DPOConfig",
         "DPOTrainer",
         "preference learning: DPO, IPO, hinge, SimPO, ORPO, CPO, KTO and others (dpo.loss)",
-        "; same arguments as sft",
+        "same arguments as sft",
     ),
-    "rm": _offline_trainer("rm", "RMConfig", "RewardTrainer", "reward model training on pairs", "; same arguments as sft"),
+    "rm": _offline_trainer("rm", "RMConfig", "RewardTrainer", "reward model training on pairs", "same arguments as sft"),
     "grpo": _rl_trainer(
         "grpo",
         "GRPOConfig",
         "GRPOTrainer",
         "reinforcement learning: GRPO, Dr. GRPO, DAPO, GSPO, RLOO and others (rl.algorithm)",
-        "; key=value ..., --nproc N worker processes",
+        "key=value ..., --nproc N worker processes",
     ),
-    "ppo": _rl_trainer("ppo", "PPOConfig", "PPOTrainer", "reinforcement learning with a critic", "; same arguments as grpo"),
+    "ppo": _rl_trainer("ppo", "PPOConfig", "PPOTrainer", "reinforcement learning with a critic", "same arguments as grpo"),
     "online_dpo": _rl_trainer(
         "online_dpo",
         "OnlineDPOConfig",
         "OnlineDPOTrainer",
         "preference learning on pairs of the policy's own completions (dpo.loss)",
-        "; same arguments as grpo",
+        "same arguments as grpo",
     ),
     "rl": Command("trainers.rl.phase_commands", "the phases of a step by themselves: rl rollout, rl score, rl train"),
     "data": Command("trainers.data_show.data_command", "look at data before training: data show SOURCE ... --model MODEL"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,14 +19,35 @@ if TYPE_CHECKING:
 PAPER = "Qi et al. 2026, arXiv:2602.04879"
 _BINARY_EPS = 1e-8
 """Keeps the divergence of two distributions over two outcomes finite where one outcome is certain, as in verl."""
-_LOW = "divergence up to which a token that has become less likely is learned"
-_HIGH = "divergence up to which a token that has become more likely is learned"
-_MOST = "largest weight of a token"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DPPOObjective(Objective):
+    """What both divergences have in common: -sg(min(r, c)) A log p, for tokens inside a region around the old policy."""
+
+    clip_low: float = setting(0.2, "divergence up to which a token that has become less likely is learned")
+    clip_high: float | None = setting(None, "divergence up to which a token that has become more likely is learned")
+    max_ratio: float = setting(20.0, "largest weight of a token")
+
+    def _check_values(self) -> None:
+        check_not_negative(self, "clip_low", "clip_high")
+        check_positive(self, "max_ratio")
+
+    def token_losses(self, x: PolicyTokens, ratio: Tensor) -> TokenLosses:
+        import torch
+
+        inside = self._inside(x, *clip_bounds(self.clip_low, self.clip_high))
+        weight = torch.where(inside, ratio.detach().clamp(max=self.max_ratio), torch.zeros_like(ratio))
+        return TokenLosses(-weight * x.advantages * x.log_probs, ~inside)
+
+    @abstractmethod
+    def _inside(self, x: PolicyTokens, low: float, high: float) -> Tensor:
+        """Return for each token whether it is inside the region."""
 
 
 @objective("dppo_tv", "log-probability, weighted by the ratio, of tokens whose probability has moved little", paper=PAPER)
 @dataclass(frozen=True, kw_only=True)
-class DPPOTVObjective(Objective):
+class DPPOTVObjective(_DPPOObjective):
     """DPPO's loss with the total variation: -sg(min(r, c)) A log p, for tokens whose probability has moved little.
 
     Args:
@@ -37,27 +59,18 @@ class DPPOTVObjective(Objective):
     Source: Qi et al. 2026, DPPO, arXiv:2602.04879, the binary approximation; bounded weights section 5.4.
     """
 
-    clip_low: float = setting(0.2, _LOW)
-    clip_high: float | None = setting(None, _HIGH)
-    max_ratio: float = setting(20.0, _MOST)
-
-    def _check_values(self) -> None:
-        check_not_negative(self, "clip_low", "clip_high")
-        check_positive(self, "max_ratio")
-
-    def token_losses(self, x: PolicyTokens, ratio: Tensor) -> TokenLosses:
+    def _inside(self, x: PolicyTokens, low: float, high: float) -> Tensor:
         import torch
 
-        low, high = clip_bounds(self.clip_low, self.clip_high)
         moved = (x.log_probs.exp() - x.old.exp()).detach()
-        return _within_region(x, ratio, torch.where(x.advantages > 0, moved <= high, moved >= -low), self.max_ratio)
+        return torch.where(x.advantages > 0, moved <= high, moved >= -low)
 
 
 @objective(
     "dppo_kl", "log-probability, weighted by the ratio, of tokens whose distribution has a small KL divergence", paper=PAPER
 )
 @dataclass(frozen=True, kw_only=True)
-class DPPOKLObjective(Objective):
+class DPPOKLObjective(_DPPOObjective):
     """DPPO's loss with the KL divergence, which is that of the token against all others: KL(q, 1 - q || p, 1 - p).
 
     Args:
@@ -69,30 +82,14 @@ class DPPOKLObjective(Objective):
     Source: as of `DPPOTVObjective`.
     """
 
-    clip_low: float = setting(0.2, _LOW)
-    clip_high: float | None = setting(None, _HIGH)
-    max_ratio: float = setting(20.0, _MOST)
-
-    def _check_values(self) -> None:
-        check_not_negative(self, "clip_low", "clip_high")
-        check_positive(self, "max_ratio")
-
-    def token_losses(self, x: PolicyTokens, ratio: Tensor) -> TokenLosses:
+    def _inside(self, x: PolicyTokens, low: float, high: float) -> Tensor:
         import torch
 
-        low, high = clip_bounds(self.clip_low, self.clip_high)
         log_p = x.log_probs.detach()
         p, q = log_p.exp(), x.old.exp()
         divergence = q * (x.old - log_p) + (1 - q) * torch.log((1 - q + _BINARY_EPS) / (1 - p + _BINARY_EPS))
         rising, falling = (divergence <= high) | (p <= q), (divergence <= low) | (p >= q)
-        return _within_region(x, ratio, torch.where(x.advantages > 0, rising, falling), self.max_ratio)
-
-
-def _within_region(x: PolicyTokens, ratio: Tensor, inside: Tensor, max_ratio: float) -> TokenLosses:
-    import torch
-
-    weight = torch.where(inside, ratio.detach().clamp(max=max_ratio), torch.zeros_like(ratio))
-    return TokenLosses(-weight * x.advantages * x.log_probs, ~inside)
+        return torch.where(x.advantages > 0, rising, falling)
 
 
 # With the thresholds of verl's example.

@@ -25,7 +25,7 @@ from drivetrain.trainers.data.prompts import Prompt
 from drivetrain.trainers.rl.algorithms import resolve
 from drivetrain.trainers.rl.completions import Completion, Completions
 from drivetrain.trainers.rl.roles import build_roles
-from drivetrain.trainers.rl.session import open_phases
+from drivetrain.trainers.rl.session import controller_ranks, open_phases
 from drivetrain.trainers.rl.step import train_on
 from drivetrain.workers.roles.dispatch import MiniBatches
 from helpers.hybridflow import Plain, clipped, logs, values, whitened_gae
@@ -84,7 +84,7 @@ def steps_of_phases(config: RLConfig) -> dict[str, list[float]]:
     roles = build_roles(config, algorithm, total_steps=STEPS)
     needed = [name for name in roles.specs if name not in ("rollout", "reward")]
     found: dict[str, list[float]] = {}
-    with open_phases(config, algorithm, roles, only=needed, judges=False) as phases:
+    with controller_ranks(config) as ranks, open_phases(config, algorithm, roles, ranks, only=needed, judges=False) as phases:
         for step, rows in enumerate(recorded(), 1):
             batch = from_lists(
                 [row["prompt"] + row["response"] for row in rows],

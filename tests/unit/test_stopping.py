@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
 from drivetrain.engine.errors import ConfigError
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.runs import SFTConfig
 from drivetrain.trainers.config.trainer import TrainerConfig
 from drivetrain.trainers.demo import preferences, reinforcement
-from drivetrain.trainers.loop import signals
+from drivetrain.trainers.loop import ranks, signals
 from drivetrain.trainers.loop.callbacks import Callback
 from drivetrain.trainers.loop.early_stopping import EarlyStopping
 from drivetrain.trainers.loop.loop import StopReason, train
@@ -63,15 +64,15 @@ class StandInRun(TrainingRun):
         ({"stopping_threshold": 0.6}, 6, StopReason.THRESHOLD),
         ({"stopping_threshold": 0.9}, 12, StopReason.DONE),
         ({"stopping_threshold": 0.9, "patience": 2}, 10, StopReason.PATIENCE),
-        ({"stopping_threshold": 0.9, "max_minutes": 0.05}, 3, StopReason.TIME),
-        ({"stopping_threshold": 0.2, "max_minutes": 0.05}, 2, StopReason.THRESHOLD),
+        ({"stopping_threshold": 0.9, "max_minutes": 0.06}, 3, StopReason.TIME),
+        ({"stopping_threshold": 0.2, "max_minutes": 0.06}, 2, StopReason.THRESHOLD),
     ],
 )
 def test_training_ends_at_its_goal_or_at_a_bound(
     settings: dict[str, Any], steps: int, reason: StopReason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = StandInRun([0.2, 0.3, 0.7, 0.5, 0.6, 0.8], max_steps=12, **settings)
-    # A second passes between two looks at the clock, of which one is at the beginning.
+    # A second passes between two looks at the clock, of which two are before the first step.
     seconds = iter(range(1000))
     monkeypatch.setattr(signals.time, "monotonic", lambda: float(next(seconds)))
     result = train(run)
@@ -119,8 +120,27 @@ def test_a_process_whose_time_is_always_up_makes_a_step() -> None:
     assert (train(run).reason, run.step, run.saved[-1]) == (StopReason.TIME, 1, 1)
 
 
-def test_a_signal_after_the_last_step_did_not_end_the_run() -> None:
+def test_a_signal_in_the_last_save_leaves_out_what_follows() -> None:
     result = train(Stopping("signal in the last save"))
+    assert (result.step, result.reason, result.signal) == (3, StopReason.SIGNAL, signal.SIGTERM)
+
+
+def test_a_signal_before_training_begins_makes_no_step() -> None:
+    class Impatient(Callback):
+        def on_train_begin(self, run: Any, step: int) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run = Stopping(callbacks=[Impatient()])
+    run.evaluates_first = False
+    assert (train(run).reason, run.step, run.saved) == (StopReason.SIGNAL, 0, [0])
+
+
+def test_a_signal_after_training_does_not_undo_its_end() -> None:
+    class Late(Callback):
+        def on_train_end(self, run: Any, step: int) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    result = train(Stopping(callbacks=[Late()]))
     assert (result.step, result.reason, result.signal) == (3, StopReason.DONE, None)
 
 
@@ -275,3 +295,21 @@ def test_recipes_of_demos_have_a_goal_and_bounds(recipe: str) -> None:
         **fields["trainer"],
     }
     assert {"best_metric", "stopping_threshold", "max_steps", "max_minutes", "eval_every"} <= settings.keys()
+
+
+def test_a_process_group_that_a_program_has_set_up_is_left_to_it(process_group: None) -> None:
+    with ranks.process_group(minutes=1):
+        assert TrainerRanks().is_first
+    assert dist.is_initialized()
+    with pytest.raises(ValueError, match="planted"), ranks.process_group(minutes=1):
+        raise ValueError("planted")
+    assert dist.is_initialized()
+
+
+def test_a_process_group_of_a_run_ends_with_it() -> None:
+    with ranks.process_group(minutes=1):
+        assert TrainerRanks().all_gather_object(3) == [3]
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="planted"), ranks.process_group(minutes=1):
+        raise ValueError("planted")
+    assert not dist.is_initialized()

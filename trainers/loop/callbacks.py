@@ -12,9 +12,8 @@ StepHook = Literal["on_train_begin", "on_step_end", "on_evaluate", "on_save", "o
 class Callback:
     """A base class whose methods the training loop calls; they do nothing unless they are overridden.
 
-    Every rank calls them with the same arguments; `run` is an
-    `OfflineRun` or an `RLRun`. An error on one rank ends the run on all of them. To call
-    collectives, such as those of `run.engine`, every rank must do so.
+    Every rank calls them with the same arguments; `run` is an `OfflineRun` or an `RLRun`. An error on one rank ends the run on all of them.
+    To call collectives, such as those of `run.engine`, every rank must do so.
     """
 
     def on_train_begin(self, run: Any, step: int) -> None:

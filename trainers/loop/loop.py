@@ -50,15 +50,12 @@ def train(run: TrainingRun) -> TrainResult:
     config = run.config
     with StopSignal(run.ranks, config.max_minutes) as stop:
         run.notify("on_train_begin")
-        if run.evaluates_first and run.has_evaluation:
-            is_best = evaluate(run, stop)
-            stop.exchange()
-            reason = stop_reason(run, stop)
-            # A resumed run has saved that the evaluation is due, and must save that it was done.
-            if is_best is not None and (is_best or reason is not None or run.step):
-                run.save(last=reason is not None)
-        else:
-            reason = stop_reason(run, stop)
+        is_best = evaluate(run, stop) if run.evaluates_first and run.has_evaluation else None
+        stop.exchange()
+        reason = stop_reason(run, stop)
+        # A resumed run has saved that the evaluation is due, and must save that it was done.
+        if is_best is not None and (is_best or reason is not None or run.step):
+            run.save(last=reason is not None)
         while reason is None:
             record = run.make_step()
             error = run.log(record)
@@ -70,6 +67,10 @@ def train(run: TrainingRun) -> TrainResult:
                 run.save(evaluation_due=is_best is None, last=reason is not None)
             if config.export_hf_every and run.step % config.export_hf_every == 0:
                 run.export(Path(config.output_dir) / "exports" / folder_name(run.step))
+        # Whoever asks a run to stop while it is saved for the last time does not want to wait for its export.
+        stop.exchange()
+        if stop.is_requested:
+            reason = StopReason.SIGNAL
     if reason is not StopReason.SIGNAL:
         run.notify("on_train_end")
     signal = stop.number if reason is StopReason.SIGNAL else None

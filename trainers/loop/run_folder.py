@@ -34,18 +34,17 @@ def locked_folders(config: LoopConfig, ranks: TrainerRanks) -> Iterator[None]:
 
         def lock() -> None:
             for name, folder in _folders(config).items():
-                make_folder(Path(folder), name)
                 locks.enter_context(lock_folder(Path(folder), name))
 
-        ranks.run_on_rank0(lock)
         error: Exception | None = None
         try:
-            # Other machines may have a file system of their own.
+            # On every rank: other machines may have a file system of their own.
             for name, folder in _folders(config).items():
                 make_folder(Path(folder), name)
         except Exception as e:  # any error: the others wait
             error = e
         ranks.all_gather_object(None, error=error)
+        ranks.run_on_rank0(lock)
         yield
 
 
@@ -118,17 +117,13 @@ def write_config(config: RunConfig | RLConfig, *, resumed: bool) -> None:
             for line in differences(file, config):
                 log.warning("resumed with a different setting: %s", line)
         file.write_text(to_yaml(config))
+        log.info("all settings: %s", file)
     except OSError as e:
         raise ConfigError(f"trainer.output_dir={file.parent} cannot be written: {e}") from e
 
 
-def announce_settings(config: RunConfig | RLConfig, *, is_written: bool = True) -> None:
-    """Log the settings that are not the defaults.
-
-    Args:
-        config: The run's settings.
-        is_written: Whether the run writes all of them to `config.yaml`.
-    """
-    log.info("settings%s", f" (complete list: {config.trainer.output_dir}/config.yaml)" if is_written else "")
+def announce_settings(config: RunConfig | RLConfig) -> None:
+    """Log the settings that are not the defaults."""
+    log.info("settings")
     for name, value in changes(config).items():
         log.info("  %s=%s", name, value)

@@ -47,9 +47,7 @@ class TrainingRun(ABC):
         early_stopping: The tracker of the best evaluation.
         display: How the numbers of the run are shown.
         total_steps: The number of the last step.
-        step: The number of the last completed step; 0 before the first.
         callbacks: Code of the user, called on every rank.
-        evaluates_first: Whether an evaluation comes before the first step.
     """
 
     settings: RunConfig | RLConfig
@@ -57,14 +55,16 @@ class TrainingRun(ABC):
     early_stopping: EarlyStopping
     display: Display
     total_steps: int
-    step: int = 0
     callbacks: Sequence[Callback] = ()
-    evaluates_first: bool = False
-    loggers: Sequence[Logger] = ()
+    step: int = field(default=0, init=False)
+    """The number of the last completed step; 0 before the first."""
+    evaluates_first: bool = field(default=False, init=False)
+    """Whether an evaluation comes before the first step."""
+    loggers: Sequence[Logger] = field(default=(), init=False)
     """The loggers, on the first rank while the loop runs."""
-    last_evaluation: Mapping[str, float] = field(default_factory=dict)
+    last_evaluation: Mapping[str, float] = field(default_factory=dict, init=False)
     """The metrics of the last evaluation."""
-    is_asked_to_stop: bool = False
+    is_asked_to_stop: bool = field(default=False, init=False)
     """Whether a callback has asked to stop."""
 
     def __post_init__(self) -> None:

@@ -22,8 +22,6 @@ def announce(
     data: RunData,
     loader: Loader | StreamLoader,
     total_steps: int,
-    *,
-    is_written: bool,
 ) -> None:
     """Log the settings, the layout, the model, the sources and the first sample. Collective.
 
@@ -33,9 +31,8 @@ def announce(
         data: The run's data.
         loader: The batches to train on.
         total_steps: The number of steps in the run.
-        is_written: Whether the run writes its settings.
     """
-    announce_settings(config, is_written=is_written)
+    announce_settings(config)
     if isinstance(loader, Loader):
         samples = loader.samples
         _announce_layout(engine, f"{len(samples)} samples", total_steps)

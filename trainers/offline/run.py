@@ -320,7 +320,7 @@ def open_run(
                 source = data.source if isinstance(data.source, TokenDataset) else None
                 method.setup(engine, data.tokenizer, source, data.held_out)
                 engine.initialize()
-                announce(engine, config, data, loader, total_steps, is_written=not is_dry)
+                announce(engine, config, data, loader, total_steps)
                 digest = "" if data.held_out is None else data.held_out.digest
                 with _manager(engine, trainer, is_dry=is_dry) as manager:
                     run = OfflineRun(

@@ -12,7 +12,7 @@ from .algorithms import Algorithm
 from .collect import Collector, Prompts
 from .metrics import shown
 from .roles import Roles
-from .session import open_phases
+from .session import controller_ranks, open_phases
 from .step import make_step
 
 
@@ -66,7 +66,10 @@ def dry_run(
     Raises:
         DrivetrainError: Something cannot be built or judged; the message says what to do.
     """
-    with open_phases(config, algorithm, roles, functions=functions, prompts=prompts.sets) as phases:
+    with (
+        controller_ranks(config) as ranks,
+        open_phases(config, algorithm, roles, ranks, functions=functions, prompts=prompts.sets) as phases,
+    ):
         start = time.perf_counter()
         phases.memory_manager.sync(0)
         completed = make_step(phases, Collector(config, phases, prompts), Cursor(), step=1)

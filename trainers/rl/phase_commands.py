@@ -36,7 +36,7 @@ from .completions import Completions, join
 from .phases import Phases
 from .reward_runner import check_judged
 from .roles import Roles, build_roles, check_roles
-from .session import open_phases
+from .session import controller_ranks, open_phases
 from .step import train_on
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,10 @@ def _rollout(paths: Sequence[Path], settings: Sequence[str]) -> int:
         )
     roles = build_roles(config, algorithm, total_steps=1)
     check_roles(roles)
-    with open_phases(config, algorithm, roles, only=("rollout",), judges=False) as phases:
+    with (
+        controller_ranks(config) as ranks,
+        open_phases(config, algorithm, roles, ranks, only=("rollout",), judges=False) as phases,
+    ):
         parts = []
         cursor = Cursor()
         batches = prompts.order.indices(cursor)
@@ -137,7 +140,7 @@ def _score(paths: Sequence[Path], settings: Sequence[str]) -> int:
     needed = {name for name in SCORERS if name in roles.specs} | ({"actor"} if roles.has_own_reference else set())
     # Something has to hold the completions.
     needed = needed or {"advantage"}
-    with open_phases(config, algorithm, roles, only=needed) as phases:
+    with controller_ranks(config) as ranks, open_phases(config, algorithm, roles, ranks, only=needed) as phases:
         ref = phases.group.data.put(bundle.batch.with_extra_fields(*bundle.batch.token_fields)).with_prefixes(
             _prefixes(bundle)
         )
@@ -184,7 +187,10 @@ def replay(path: Path, settings: Sequence[str] = (), out: Path | None = None) ->
     if any(math.isnan(row.reward) for row in bundle.rows):
         raise ConfigError(f"{path} has answers without rewards; run drivetrain rl score on it first")
     config, algorithm, roles = _opened(bundle, settings)
-    with open_phases(config, algorithm, roles, only=("actor", "critic", "advantage"), judges=False) as phases:
+    with (
+        controller_ranks(config) as ranks,
+        open_phases(config, algorithm, roles, ranks, only=("actor", "critic", "advantage"), judges=False) as phases,
+    ):
         for role, folder in bundle.checkpoints.items():
             phases.group[role].load_checkpoint(str(_inside(path.parent, folder)))
         phases.adaptive.restore(bundle.adaptive)

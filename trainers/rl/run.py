@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from ..data.order import Cursor
 from ..loop.callbacks import Callback
 from ..loop.early_stopping import EarlyStopping
 from ..loop.loggers import Display
-from ..loop.ranks import TrainerRanks, process_group
 from ..loop.run_folder import announce_settings, locked_folders
 from ..loop.signals import StopSignal
 from ..loop.training_run import EvaluationResult, TrainingRun
@@ -27,7 +26,7 @@ from .evaluation import evaluate
 from .metrics import PANELS, RLLines, RLSummary, shown
 from .phases import Phases
 from .roles import Roles
-from .session import open_phases
+from .session import controller_ranks, open_phases
 from .step import make_step
 
 log = logging.getLogger(__name__)
@@ -167,13 +166,11 @@ def open_run(
     Raises:
         DrivetrainError: Something cannot be opened; the message says what to do.
     """
-    is_local = config.group.kind == "local"
-    ranks = TrainerRanks(alone=not is_local)
     with ExitStack() as opened:
-        opened.enter_context(process_group(config.trainer.timeout_minutes) if is_local else nullcontext())
+        ranks = opened.enter_context(controller_ranks(config))
         # Before models are loaded.
         opened.enter_context(locked_folders(config.trainer, ranks))
-        phases = opened.enter_context(open_phases(config, algorithm, roles, functions=functions, prompts=prompts.sets))
+        phases = opened.enter_context(open_phases(config, algorithm, roles, ranks, functions=functions, prompts=prompts.sets))
         digest = "" if prompts.held_out is None else prompts.held_out.digest
         run = RLRun(
             settings=_with_functions(config, functions),

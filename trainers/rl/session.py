@@ -1,7 +1,7 @@
 """What phases work with, opened and closed together: the group, the rewards, the memory manager."""
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from ...engine.hf.tokenizer import load_tokenizer
@@ -20,10 +20,21 @@ from .state import GroupStates, is_random
 
 
 @contextmanager
+def controller_ranks(config: RLConfig) -> Iterator[TrainerRanks]:
+    """Return the processes that run the controller program: this one, or with `group.kind=local` all that hold the models."""
+    if config.group.kind != "local":
+        yield TrainerRanks(alone=True)
+        return
+    with process_group(config.trainer.timeout_minutes):
+        yield TrainerRanks()
+
+
+@contextmanager
 def open_phases(
     config: RLConfig,
     algorithm: Algorithm,
     roles: Roles,
+    ranks: TrainerRanks,
     *,
     functions: Sequence[RewardTarget] = (),
     prompts: Sequence[PromptSet] = (),
@@ -36,6 +47,7 @@ def open_phases(
         config: The run's settings.
         algorithm: The algorithm.
         roles: The roles.
+        ranks: The processes that run the controller program.
         functions: Reward functions of the program.
         prompts: The prompts whose columns the rewards will need.
         only: The roles that are needed; None for all.
@@ -49,10 +61,7 @@ def open_phases(
         specs = {name: spec for name, spec in roles.specs.items() if name in only}
         used = {spec.pool for spec in specs.values()}
         roles = replace(roles, specs=specs, pools={name: size for name, size in roles.pools.items() if name in used})
-    is_local = config.group.kind == "local"
     with ExitStack() as opened:
-        opened.enter_context(process_group(config.trainer.timeout_minutes) if is_local else nullcontext())
-        ranks = TrainerRanks(alone=not is_local)
         # What is wrong with the rewards is said before models are loaded.
         reward_runner = RewardRunner(config, functions, ranks) if judges else None
         if reward_runner is not None:
