@@ -34,7 +34,8 @@ demo-rl: $(SETUP)
 
 # Files side by side, one more than there are cores: much of a test's time is a process waiting for another one.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
-PYTEST_OPTIONS := -n $(WORKERS) --dist loadfile
+# A process that crashes fails the run: its test would be run again, and crash again, as often as there may be new processes.
+PYTEST_OPTIONS := -n $(WORKERS) --dist loadfile --max-worker-restart 0
 PYTEST := $(PY) -m pytest $(PYTEST_OPTIONS)
 
 # Everything that is not slow: what a change is tested with.

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -22,6 +23,10 @@ torch.set_num_threads(1)
 # Tokenised data of tests is no matter of the user's own cache.
 _CACHE = tempfile.TemporaryDirectory(prefix="drivetrain-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
+# Ray connects to the cluster whose address is noted in its folder: with one for all, to that of a test that runs at the same time, and it
+# ends this process a minute after that cluster has ended. The path is short, since those of sockets are limited.
+_RAY = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+os.environ["RAY_TMPDIR"] = _RAY.name
 
 # Exact comparisons run on the CPU, also where there is a GPU; tests of CUDA kernels ask `run_ranks` for it.
 GPUS = hide_gpus()
@@ -111,6 +116,14 @@ def process_group() -> Iterator[None]:
     init_distributed()
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_ray_cluster_left() -> Iterator[None]:
+    """End the Ray cluster that a group of a module has started: its processes would work beside all tests that come later."""
+    yield
+    if (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
+        ray.shutdown()
 
 
 @pytest.fixture(autouse=True)
