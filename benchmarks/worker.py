@@ -31,7 +31,7 @@ from drivetrain.workers.protocol.names import Names
 from drivetrain.workers.roles.dispatch import register
 from drivetrain.workers.roles.reference import ReferenceWorker, ReferenceWorkerConfig
 from drivetrain.workers.supervision.child_process import ChildProcess
-from drivetrain.workers.supervision.controller import Controller
+from drivetrain.workers.supervision.zmq_controller import ZmqController
 
 PING = b'{"op":"ping"}\n'
 PONG = b'{"op":"pong","rank":0,"world_size":1,"cuda_device":0}\n'
@@ -148,7 +148,7 @@ def on_pipes(rounds: int) -> tuple[list[float], list[float]]:
 
 def on_sockets(rounds: int) -> tuple[list[float], list[float]]:
     """Measure a worker behind a socket, and an echo of the same bytes by pyzmq alone."""
-    controller = Controller(Names())
+    controller = ZmqController(Names())
     channel = controller.channel("worker")
     worker = ChildProcess("worker", controller.address)
     channel.ask(Ping()).reply(60)

@@ -22,7 +22,7 @@ from drivetrain.workers.protocol import messages as p
 from drivetrain.workers.protocol.comm_id import CommId, CommIdError, mint, parse
 from drivetrain.workers.protocol.names import Names
 from drivetrain.workers.protocol.transports.zeromq import CurveKeys
-from drivetrain.workers.supervision.controller import Controller
+from drivetrain.workers.supervision.zmq_controller import ZmqController
 from helpers.controller import Worker, flush_of, initialize
 from helpers.harness import run_ranks
 
@@ -483,7 +483,8 @@ def test_a_controller_in_python_may_be_rank_0() -> None:
     [
         (["--rank", "2", "--world-size", "2"], {}, "rank=2, world_size=2; the rank must be at least 0 and below"),
         (["--world-size", "3"], {"WORLD_SIZE": "2"}, "--world-size 3, but the launcher started 2 processes"),
-        (["--transport", "carrier"], {}, "'carrier' is not of the form zmq:///path or zmq://host:port"),
+        (["--transport", "carrier"], {}, "--transport carrier: there is no transport 'carrier'; there are stdio, zmq"),
+        (["--transport", "zmq"], {}, "'zmq' is not of the form zmq:///path or zmq://host:port"),
         (["--transport", "zmq://host:5555"], {}, "can be reached by other machines, so it needs keys; give --keys-fd"),
         (["--transport", "zmq://host"], {}, "has no port"),
         (["--transport", "zmq:///" + "x" * 200], {}, "is too long for a socket"),
@@ -525,14 +526,14 @@ def test_the_command_prints_ids_and_help(capsys: Any) -> None:
 
 
 @pytest.fixture
-def secured() -> Iterator[Controller]:
+def secured() -> Iterator[ZmqController]:
     """A controller that other machines could reach."""
-    controller = Controller(Names(), "zmq://127.0.0.1:*")
+    controller = ZmqController(Names(), "zmq://127.0.0.1:*")
     yield controller
     controller.close()
 
 
-def heard_of(controller: Controller, keys: CurveKeys | None, seconds: float) -> bool:
+def heard_of(controller: ZmqController, keys: CurveKeys | None, seconds: float) -> bool:
     """Whether a peer with these keys gets through to a controller."""
     channel = controller.channel("peer")
     context = zmq.Context()
@@ -553,7 +554,7 @@ def heard_of(controller: Controller, keys: CurveKeys | None, seconds: float) -> 
     return channel.beat is not None
 
 
-def test_a_peer_without_the_right_keys_is_dropped(secured: Controller) -> None:
+def test_a_peer_without_the_right_keys_is_dropped(secured: ZmqController) -> None:
     keys = secured.new_keys()
     assert keys is not None
     stranger = zmq.curve_keypair()
@@ -564,7 +565,7 @@ def test_a_peer_without_the_right_keys_is_dropped(secured: Controller) -> None:
     assert heard_of(secured, keys, 20)
 
 
-def test_a_worker_whose_keys_are_refused_says_so(secured: Controller) -> None:
+def test_a_worker_whose_keys_are_refused_says_so(secured: ZmqController) -> None:
     good = secured.new_keys()
     assert good is not None
     public, secret = zmq.curve_keypair()
@@ -591,7 +592,7 @@ def test_a_worker_whose_keys_are_refused_says_so(secured: Controller) -> None:
 
 
 def test_another_user_cannot_reach_a_socket_of_this_machine() -> None:
-    controller = Controller(Names())
+    controller = ZmqController(Names())
     path = Path(controller.address.removeprefix("zmq://"))
     try:
         assert path.parent.stat().st_mode & 0o777 == 0o700
@@ -608,7 +609,7 @@ def test_another_user_cannot_reach_a_socket_of_this_machine() -> None:
 
 
 def test_a_worker_that_nobody_started_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
-    controller = Controller(Names())
+    controller = ZmqController(Names())
     context = zmq.Context()
     peer: Any = context.socket(zmq.DEALER)
     peer.setsockopt(zmq.IDENTITY, b"stranger")
@@ -649,4 +650,4 @@ def test_a_port_in_use_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"zmq://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=r"cannot listen at zmq://127.0.0.1:\d+ \(Address already in use\)"):
-            Controller(Names(), address)
+            ZmqController(Names(), address)

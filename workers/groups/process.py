@@ -18,7 +18,7 @@ from ..protocol.hooks import WeightSync
 from ..protocol.messages import Shutdown
 from ..protocol.names import Names, collect, importing_program, name_of
 from ..supervision.child_process import ChildProcess
-from ..supervision.controller import Channel, Controller
+from ..supervision.zmq_controller import Channel, ZmqController
 from .remote import VISIBLE, CallLimits, RemoteWorkerGroup, comm_backend, process_environment
 
 BEAT_S = 1.0
@@ -89,7 +89,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         self._address = address
         self._processes: list[ChildProcess] = []
         self._comm_ids: dict[str, CommId] = {}
-        self._controller: Controller | None = None
+        self._controller: ZmqController | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._start()
 
@@ -98,7 +98,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         return self._allowed_names
 
     def _start_pools(self) -> Mapping[str, Sequence[Channel]]:
-        controller = Controller(self._allowed_names, self._address)
+        controller = ZmqController(self._allowed_names, self._address)
         processes: list[ChildProcess] = []
         # At the end of this program too; but not in a process that was forked from it.
         self._finalizer = weakref.finalize(self, _end, os.getpid(), controller, processes)
@@ -182,7 +182,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
             self._processes = []
 
 
-def _end(owner: int, controller: Controller, processes: Sequence[ChildProcess]) -> None:
+def _end(owner: int, controller: ZmqController, processes: Sequence[ChildProcess]) -> None:
     """Kill what is left of a group's processes, and close its socket."""
     if os.getpid() != owner:
         return

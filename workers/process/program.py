@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...engine.errors import ConfigError
 from ...engine.parallel.process import exit_process
@@ -160,11 +160,13 @@ def _settings(args: argparse.Namespace) -> WorkerSettings:
     )
 
 
-def _transport(args: argparse.Namespace) -> Transport:
-    if args.transport == "stdio":
-        if args.max_line_mib < 1:
-            raise ConfigError(f"--max-line-mib {args.max_line_mib}; it must be at least 1")
-        return StdioTransport.take(args.max_line_mib * 2**20)
+def _stdio(args: argparse.Namespace) -> Transport:
+    if args.max_line_mib < 1:
+        raise ConfigError(f"--max-line-mib {args.max_line_mib}; it must be at least 1")
+    return StdioTransport.take(args.max_line_mib * 2**20)
+
+
+def _zeromq(args: argparse.Namespace) -> Transport:
     from ..protocol.transports.zeromq import CurveKeys, ZmqTransport
 
     identity = args.identity or f"rank-{args.rank}"
@@ -172,3 +174,14 @@ def _transport(args: argparse.Namespace) -> Transport:
         raise ConfigError(f"--identity has {len(identity.encode())} bytes; it may have 255")
     keys = None if args.keys_fd is None else CurveKeys.read(args.keys_fd)
     return ZmqTransport(args.transport, identity.encode(), keys, patience_s=args.init_timeout)
+
+
+TRANSPORTS: dict[str, Callable[[argparse.Namespace], Transport]] = {"stdio": _stdio, "zmq": _zeromq}
+"""What opens a transport, by the first word of `--transport`."""
+
+
+def _transport(args: argparse.Namespace) -> Transport:
+    scheme = args.transport.partition("://")[0]
+    if scheme not in TRANSPORTS:
+        raise ConfigError(f"--transport {args.transport}: there is no transport {scheme!r}; there are {', '.join(TRANSPORTS)}")
+    return TRANSPORTS[scheme](args)

@@ -67,7 +67,7 @@ class Channel:
         identity: The worker's name.
     """
 
-    def __init__(self, controller: "Controller", identity: str) -> None:
+    def __init__(self, controller: "ZmqController", identity: str) -> None:
         self.identity = identity
         self.heard_at = self._checked_at = time.monotonic()
         self.beat: Beat | None = None
@@ -189,7 +189,7 @@ class Channel:
             logger.warning("%s sent a reply that nobody waits for: %s", self.identity, reply)
 
 
-class Controller:
+class ZmqController:
     """Binds the socket to which the workers of a group connect.
 
     Args:
