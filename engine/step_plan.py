@@ -2,15 +2,17 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 
 from .config import MicroBatchConfig, ModelConfig, SharePrefixes
 from .errors import BatchError, BudgetError, ConfigError
 from .flops import ModelShape
+from .hf.media import Kind, MediaFamily
 from .loss import Loss, OutputRequest
+from .media import Items, check_media, items_of, with_positions
 from .packing.batch import PackedBatch, check_read
 from .packing.convert import unsupervised
 from .packing.microbatch import count_units, partition
@@ -33,6 +35,7 @@ class MicroBatch:
         index: The index of the micro-batch in the step, starting at 0.
         count: The number of micro-batches in the step, the same on every rank.
         layout: What is computed instead of the documents one by one; None if they share nothing.
+        media: The items of each kind of media that any rank has in the step, of which this micro-batch may have none.
         is_dummy: Whether this is a dummy micro-batch, which a rank without further documents runs because other ranks still
             have some, and all ranks must enter the same collectives.
     """
@@ -41,6 +44,7 @@ class MicroBatch:
     index: int
     count: int
     layout: SharedLayout | None = None
+    media: Mapping[Kind, Items] = field(default_factory=dict)
     is_dummy: bool = False
 
     @property
@@ -90,6 +94,9 @@ class StepPlan:
         longest: The number of tokens in the longest document of the global batch.
         shared_tokens: The number of tokens in the global batch that are not computed, because another document begins with them too.
         prefixes: The prefixes that the documents of this rank share; None if they are computed one by one.
+        media: How the model takes media; None if it takes none.
+        kinds: The kinds of media that any rank has in the step. All ranks run their encoders in every micro-batch, since these have
+            collectives of their own.
     """
 
     parts: list[list[int]]
@@ -101,6 +108,8 @@ class StepPlan:
     longest: int
     shared_tokens: int = 0
     prefixes: Prefixes | None = None
+    media: "MediaModel | None" = None
+    kinds: tuple[Kind, ...] = ()
 
     def micro_batches(self, batch: PackedBatch, device: torch.device) -> "list[MicroBatch]":
         """Return the micro-batches in order, on the device."""
@@ -109,12 +118,41 @@ class StepPlan:
     def _micro_batch(self, batch: PackedBatch, device: torch.device, index: int) -> MicroBatch:
         part, count = self.parts[index], len(self.parts)
         if not part:
-            return MicroBatch(batch=unsupervised(1, device), index=index, count=count, is_dummy=True)
+            return MicroBatch(
+                batch=unsupervised(1, device),
+                index=index,
+                count=count,
+                media=self._items(unsupervised(1, "cpu")),
+                is_dummy=True,
+            )
         micro_batch = batch.select(part)
+        media = self._items(micro_batch)
+        if self.media is not None and self.kinds:
+            micro_batch = with_positions(micro_batch, self.media.family, self.media.base)
         layout = None if self.prefixes is None else shared_layout(micro_batch.lengths, self.prefixes.select(part))
         return MicroBatch(
-            batch=micro_batch.to(device), index=index, count=count, layout=None if layout is None else layout.to(device)
+            batch=micro_batch.to(device),
+            index=index,
+            count=count,
+            layout=None if layout is None else layout.to(device),
+            media=media,
         )
+
+    def _items(self, micro_batch: PackedBatch) -> dict[Kind, Items]:
+        return {} if self.media is None else {kind: items_of(micro_batch, self.media.family, kind) for kind in self.kinds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaModel:
+    """A model that takes media.
+
+    Args:
+        family: Its family.
+        base: The model without its head, on any device.
+    """
+
+    family: MediaFamily
+    base: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +168,7 @@ class _ShardSummary:
     longest: int
     flops: float
     weights: dict[str, float]
+    kinds: Sequence[Kind]
 
 
 class StepPlanner:
@@ -141,6 +180,7 @@ class StepPlanner:
         model: The model settings.
         shape: The model's shapes, which determine the cost of a document, the vocabulary size and the number of positions.
         share: Whether documents share prefixes; see `EngineConfig.share_prefixes`.
+        media: How the model takes media; None if it takes none.
     """
 
     def __init__(
@@ -150,9 +190,10 @@ class StepPlanner:
         model: ModelConfig,
         shape: ModelShape,
         share: SharePrefixes = "off",
+        media: MediaModel | None = None,
     ) -> None:
         self._topology, self._sizes, self._model, self._shape, self._share = topology, sizes, model, shape, share
-        self._warned = False
+        self._media, self._warned = media, False
 
     def plan(
         self,
@@ -191,6 +232,8 @@ class StepPlanner:
             training=training and loss is not None,
             total_weights=total_weights,
             share=self._share,
+            media=self._media,
+            name=self._model.path,
         )
         self.warn_about_positions(plan.longest)
         return plan
@@ -236,6 +279,8 @@ def plan_step(
     training: bool = False,
     total_weights: Mapping[str, float] | None = None,
     share: SharePrefixes = "off",
+    media: MediaModel | None = None,
+    name: str = "the model",
 ) -> StepPlan:
     """Compute the global weights and the common number of micro-batches, and split the batch. Collective.
 
@@ -247,7 +292,9 @@ def plan_step(
         shape: The model's shapes, which determine the cost of a document and the vocabulary size.
         training: Whether there is a backward pass.
         total_weights: The weights to use instead of the global batch's own, if the caller accumulates over several batches.
-        share: Whether documents share prefixes.
+        share: Whether documents share prefixes. Those with media do not.
+        media: How the model takes media; None if it takes none.
+        name: The name of the model, for messages.
 
     Raises:
         BudgetError: A sequence exceeds the token budget.
@@ -262,8 +309,10 @@ def plan_step(
     error: Exception | None = None
     prefixes: Prefixes | None = None
     try:
-        prefixes = _shared_prefixes(batch, share)
-        local = _summarize_shard(topology, batch, loss, usable, budget.setting, shape, training, prefixes)
+        kinds = check_media(batch, None if media is None else media.family, name)
+        # Documents with the same tokens may have other pictures.
+        prefixes = None if kinds else _shared_prefixes(batch, share)
+        local = _summarize_shard(topology, batch, loss, usable, budget.setting, shape, training, prefixes, kinds)
     except Exception as e:  # raised on all ranks by the exchange below, which every step needs anyway
         error = e
     summaries: list[_ShardSummary] = topology.all_gather_object(local, error=error)
@@ -289,6 +338,8 @@ def plan_step(
         longest=max(summary.longest for summary in summaries),
         shared_tokens=sum(summary.shared_tokens for summary in counted),
         prefixes=prefixes,
+        media=media,
+        kinds=tuple(dict.fromkeys(kind for summary in summaries for kind in summary.kinds)),
     )
 
 
@@ -307,6 +358,7 @@ def _summarize_shard(
     shape: ModelShape,
     training: bool,
     prefixes: Prefixes | None,
+    kinds: Sequence[Kind],
 ) -> _ShardSummary:
     """Check this rank's data-parallel shard and return its summary."""
     weights: dict[str, float] = {}
@@ -331,6 +383,7 @@ def _summarize_shard(
         longest=batch.max_seqlen,
         flops=flops,
         weights=weights,
+        kinds=kinds,
     )
 
 

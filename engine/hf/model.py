@@ -9,15 +9,19 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
 from ..config import ModelConfig
 from ..errors import ModelError
 from .config import wants_adapters
 from .layout import DiskLayout
 from .lora import add_adapters, modules_to_save, peft_config
+from .media import decoder_key
 from .names import hf_name
 from .overrides import named
+
+ENCODER_ATTENTION = "sdpa"
+"""The attention of encoders of media, by transformers' name."""
 
 
 class HFModel(nn.Module):
@@ -34,11 +38,22 @@ class HFModel(nn.Module):
         self.score: nn.Linear | None = None
         if value_head:
             lm.set_output_embeddings(nn.Identity())
-            self.score = nn.Linear(lm.config.hidden_size, 1, bias=False, device="meta", dtype=lm.dtype)
+            hidden = lm.config.get_text_config().hidden_size
+            self.score = nn.Linear(hidden, 1, bias=False, device="meta", dtype=lm.dtype)
+
+    @property
+    def base(self) -> Any:
+        """The model without its head: of a model that takes media, its encoders and its decoder."""
+        return getattr(self.lm, self.lm.base_model_prefix)
 
 
 def empty_lm(
-    config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, attention: str = "eager"
+    config: PreTrainedConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    attention: str = "eager",
+    *,
+    media: PreTrainedConfig | None = None,
 ) -> tuple[PreTrainedModel, DiskLayout, Any]:
     """Return the language model with its adapters, its layout on disk, and the peft config or None.
 
@@ -46,12 +61,13 @@ def empty_lm(
         config: The model's config.
         model: The model settings.
         dtype: The dtype of the parameters.
-        attention: The attention implementation, by transformers' name.
+        attention: The attention implementation of the decoder, by transformers' name.
+        media: The config of the whole model, if it is built with its encoders.
 
     Raises:
         ModelError: No model can be built with `model.overrides`, or settings contradict each other.
     """
-    lm = _built(config, model, dtype, attention)
+    lm = _built(config, model, dtype, attention, media)
     # Created on meta one by one, tied parameters were separated; FSDP must see one parameter, or it would train two.
     lm.tie_weights()
     layout = DiskLayout(lm)
@@ -73,12 +89,22 @@ def empty_lm(
     return lm, layout, adapters
 
 
-def _built(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def _built(
+    config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, attention: str, media: PreTrainedConfig | None
+) -> PreTrainedModel:
+    kind: Any = AutoModelForCausalLM
+    implementation: Any = attention
+    if media is not None:
+        # Encoders attend in both directions, and separate images themselves.
+        kind, implementation = AutoModelForMultimodalLM, {"": ENCODER_ATTENTION, decoder_key(media): attention}
     try:
         # Parameters are on the meta device but buffers are real: rotary frequencies are computed, not loaded.
         with init_empty_weights(include_buffers=False):
-            lm: PreTrainedModel = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), attn_implementation=attention, dtype=dtype, trust_remote_code=model.trust_remote_code
+            lm: PreTrainedModel = kind.from_config(
+                copy.deepcopy(config if media is None else media),
+                attn_implementation=implementation,
+                dtype=dtype,
+                trust_remote_code=model.trust_remote_code,
             )
     except Exception as e:  # of many types, by what a family does with the value
         if not model.overrides:

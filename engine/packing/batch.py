@@ -130,6 +130,12 @@ class PackedBatch:
         _check_fields(derived)
         return derived
 
+    def with_position_ids(self, position_ids: Tensor) -> Self:
+        """Return the batch with other positions, `[T]` or `[A, T]` int64."""
+        derived = self._derive(position_ids=as_int64(position_ids))
+        _check(derived)
+        return derived
+
     def with_extra_fields(self, *names: str) -> Self:
         """Return the batch with these fields declared as extra fields, which a loss need not read."""
         return self._derive(extra_fields=self.extra_fields | set(names))

@@ -1,0 +1,274 @@
+"""The families of transformers that take images or video in: what their encoders read, and how many tokens an item takes.
+
+An item is what an encoder takes by itself: an image, a video, or a tile of an image. Its features stand in the place of as many tokens,
+all of one id. The encoders run by the model's own methods, and what they return goes back to the model as `mm_encoder_outputs`, so no code
+of a family is repeated here.
+
+Axes: T tokens of a document, M rows of a media field, F features, H hidden size, A position axes.
+"""
+
+import copy
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from ..config import ModelConfig
+from ..errors import ModelError
+from .model_path import quiet_hub
+
+Kind = Literal["image", "video", "audio"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Modality:
+    """A kind of media as a family takes it. The fields of a batch have the names of the encoder's arguments.
+
+    Args:
+        values: The field of the encoder's input, with one row or several for each item.
+        items: The fields with one row for each item; without any, each row of `values` is an item.
+        token: The name of the id, in the config, of the tokens in whose place features stand.
+        method: The name of the method that encodes.
+        optional: The fields with one row for each item that may be missing, and that positions alone depend on.
+    """
+
+    values: str
+    items: tuple[str, ...] = ()
+    token: str = "image_token_id"
+    method: str = "get_image_features"
+    optional: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields that a batch must have."""
+        return (self.values, *self.items)
+
+
+class MediaFamily(ABC):
+    """A family that takes media in.
+
+    Args:
+        config: The model's config, with those of its encoders.
+    """
+
+    modalities: ClassVar[Mapping[Kind, Modality]]
+    axes: ClassVar[int] = 1
+    """The number of position axes, A."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config: Any = config
+        self.tokens: dict[Kind, int] = {kind: getattr(config, m.token) for kind, m in self.modalities.items()}
+        """The id of the tokens in whose place the features of each kind stand."""
+
+    @abstractmethod
+    def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        """Return the number of rows of `Modality.values` of each item, given the fields of the kind."""
+
+    @abstractmethod
+    def features_of(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        """Return the number of features of each item, given the fields of the kind."""
+
+    @abstractmethod
+    def blank(self, kind: Kind) -> dict[str, Tensor]:
+        """Return the fields of the smallest item, for a rank that has none while others have."""
+
+    def arguments(self, kind: Kind, media: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the arguments of the encoder."""
+        return {name: media[name] for name in self.modalities[kind].fields}
+
+    def encode(self, base: PreTrainedModel, kind: Kind, media: Mapping[str, Tensor]) -> Tensor:
+        """Run an encoder.
+
+        Args:
+            base: The model without its head.
+            kind: The kind of media.
+            media: The fields of the kind.
+
+        Returns:
+            `[F, (1 + L) H]`: the features, and beside each those that go to L further layers.
+        """
+        output = getattr(base, self.modalities[kind].method)(**self.arguments(kind, media), return_dict=True)
+        layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        return torch.cat([_flat(layer) for layer in layers], -1)
+
+    def encoded(self, features: Tensor) -> Any:
+        """Return what the model takes as the output of an encoder, given rows of what `encode` returned."""
+        first, *deeper = features.split(self.config.get_text_config().hidden_size, -1)
+        output: Any = BaseModelOutputWithPooling(pooler_output=first)
+        if deeper:
+            output.deepstack_features = [[layer] for layer in deeper]
+        return output
+
+    def positions(self, base: PreTrainedModel, ids: Tensor, media: Mapping[Kind, Mapping[str, Tensor]]) -> Tensor:
+        """Return the positions of a document with media.
+
+        Args:
+            base: The model without its head.
+            ids: `[T]` int64 on the host, the token ids.
+            media: The fields of each kind, of this document alone.
+
+        Returns:
+            `[T]`, or `[A, T]` for several axes.
+        """
+        return torch.arange(len(ids))
+
+
+def _flat(features: Any) -> Tensor:
+    """Return features `[F, H]`, which a family may have in a list with one tensor for each item, or `[M, F / M, H]`."""
+    joined = features if isinstance(features, Tensor) else torch.cat(list(features))
+    return joined.flatten(0, -2)
+
+
+class QwenVL(MediaFamily):
+    """Qwen's vision-language families: images and videos as patches, with the grid of each item in time, height and width."""
+
+    modalities = {
+        "image": Modality(values="pixel_values", items=("image_grid_thw",)),
+        "video": Modality(
+            values="pixel_values_videos",
+            items=("video_grid_thw",),
+            token="video_token_id",
+            method="get_video_features",
+            optional=("second_per_grid_ts",),
+        ),
+    }
+    axes = 3
+
+    def encoded(self, features: Tensor) -> Any:
+        output = super().encoded(features)
+        # A list with a tensor for each item.
+        output.pooler_output = [output.pooler_output]
+        return output
+
+    def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        grids: list[int] = media[self.modalities[kind].items[0]].prod(-1).tolist()
+        return grids
+
+    def features_of(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        merged = self.config.vision_config.spatial_merge_size**2
+        return [patches // merged for patches in self.rows(kind, media)]
+
+    def blank(self, kind: Kind) -> dict[str, Tensor]:
+        vision, modality = self.config.vision_config, self.modalities[kind]
+        side, channels = vision.spatial_merge_size, getattr(vision, "in_channels", 3)
+        patch = channels * vision.temporal_patch_size * vision.patch_size**2
+        return {
+            modality.values: torch.zeros(side * side, patch),
+            modality.items[0]: torch.tensor([[1, side, side]]),
+        }
+
+    def positions(self, base: PreTrainedModel, ids: Tensor, media: Mapping[Kind, Mapping[str, Tensor]]) -> Tensor:
+        kinds = torch.zeros_like(ids, dtype=torch.int32)
+        grids: dict[str, Tensor] = {}
+        numbers: dict[Kind, int] = {"image": 1, "video": 2}
+        for kind, number in numbers.items():
+            if kind in media:
+                modality = self.modalities[kind]
+                kinds[ids == self.tokens[kind]] = number
+                grids |= {name: media[kind][name] for name in (*modality.items, *modality.optional) if name in media[kind]}
+        any_base: Any = base
+        positions: Tensor = any_base.get_rope_index(ids[None], mm_token_type_ids=kinds[None], **grids)[0]
+        return positions[:, 0]
+
+
+class Tiles(MediaFamily):
+    """Families whose images are tiles of one size, each with the same number of features: InternVL."""
+
+    modalities = {"image": Modality(values="pixel_values")}
+
+    def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        return [1] * len(media[self.modalities[kind].values])
+
+    def features_of(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        return [self._tile_features] * len(media[self.modalities[kind].values])
+
+    @property
+    def _tile_features(self) -> int:
+        vision = self.config.vision_config
+        patches = (vision.image_size[0] // vision.patch_size[0]) * (vision.image_size[1] // vision.patch_size[1])
+        return int(patches * self.config.downsample_ratio**2)
+
+    def blank(self, kind: Kind) -> dict[str, Tensor]:
+        vision = self.config.vision_config
+        return {self.modalities[kind].values: torch.zeros(1, vision.num_channels, *vision.image_size)}
+
+
+class MaskedTiles(Tiles):
+    """Families whose tiles may be padded, with a mask: Idefics 3, SmolVLM."""
+
+    modalities = {"image": Modality(values="pixel_values", items=("pixel_attention_mask",))}
+
+    @property
+    def _tile_features(self) -> int:
+        vision = self.config.vision_config
+        return int((vision.image_size // vision.patch_size) ** 2 / self.config.scale_factor**2)
+
+    def blank(self, kind: Kind) -> dict[str, Tensor]:
+        vision = self.config.vision_config
+        size = (vision.image_size, vision.image_size)
+        # Not zeros, which the family takes for padding and leaves out.
+        return {"pixel_values": torch.ones(1, vision.num_channels, *size), "pixel_attention_mask": torch.ones(1, *size).long()}
+
+    def arguments(self, kind: Kind, media: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # As one row of a batch, whose images these are.
+        return {name: value[None] for name, value in super().arguments(kind, media).items()}
+
+
+FAMILIES: Mapping[str, type[MediaFamily]] = {
+    "idefics3": MaskedTiles,
+    "internvl": Tiles,
+    "qwen2_5_vl": QwenVL,
+    "qwen2_vl": QwenVL,
+    "qwen3_vl": QwenVL,
+    "smolvlm": MaskedTiles,
+}
+"""The families that take media in, by the model type of their config. The tests compare each with plain transformers."""
+
+
+def media_config(model: ModelConfig, text: PreTrainedConfig) -> PreTrainedConfig | None:
+    """Return the config of the whole model, with its encoders; None if its family takes no media here.
+
+    Args:
+        model: The model settings.
+        text: The config of the decoder, with the changes that the settings make to it, which becomes a part of it.
+    """
+    with quiet_hub():
+        config: Any = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    if config.model_type not in FAMILIES:
+        return None
+    config = copy.deepcopy(config)
+    setattr(config, decoder_key(config), copy.deepcopy(text))
+    return config  # type: ignore[no-any-return]
+
+
+def decoder_key(config: PreTrainedConfig) -> str:
+    """Return the name under which a config has that of its decoder."""
+    decoder = config.get_text_config()
+    return next(key for key in config.sub_configs if getattr(config, key) is decoder)
+
+
+def check_media_support(lm: PreTrainedModel) -> None:
+    """Check that a model takes the output of its encoders.
+
+    Raises:
+        ModelError: It does not, in an older release of transformers.
+    """
+    base = getattr(lm, lm.base_model_prefix)
+    if "mm_encoder_outputs" not in inspect.signature(type(base).forward).parameters:
+        import transformers
+
+        raise ModelError(
+            f"{type(lm).__name__} of transformers {transformers.__version__} does not take the outputs of its encoders; "
+            "install transformers 5.23 or later"
+        )
+
+
+def kinds_of(names: Sequence[str], family: MediaFamily) -> list[Kind]:
+    """Return the kinds of media of which a batch has at least one field, in the family's order."""
+    return [kind for kind, modality in family.modalities.items() if any(n in names for n in modality.fields)]

@@ -1,0 +1,170 @@
+"""Images and videos in packed batches against plain transformers, document by document."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForMultimodalLM
+
+from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.hf.media import FAMILIES
+from drivetrain.engine.packing.batch import MediaField, PackedBatch
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.registry import engine_class
+from drivetrain.engine.tiny_media import MEDIA_FAMILIES, PLAIN, random_item, tiny_media_config
+from drivetrain.losses.sft import SFTLoss
+from helpers.harness import run_ranks
+
+OPTIM = OptimConfig(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)
+Document = tuple[list[int], list[dict[str, Tensor]]]
+
+
+def save(folder: Path, family: str) -> Path:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForMultimodalLM.from_config(tiny_media_config(family), dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def document(family: str, seed: int, *sizes: int, video: bool = False) -> Document:
+    """Text with items of some sizes in it."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, PLAIN, (5 + seed % 4,), generator=g).tolist()
+    fields = []
+    for i, size in enumerate(sizes):
+        tokens, item = random_item(family, size, 100 * seed + i, video=video)
+        ids += tokens + torch.randint(3, PLAIN, (3,), generator=g).tolist()
+        fields.append(item)
+    return ids, fields
+
+
+def supervised(ids: Sequence[int]) -> list[bool]:
+    return [token < PLAIN for token in ids]
+
+
+def pack(documents: Sequence[Document], names: Sequence[str] | None = None) -> PackedBatch:
+    media = {}
+    for name in dict.fromkeys(name for _, items in documents for item in items for name in item):
+        values = [[item[name] for item in items if name in item] for _, items in documents]
+        media[name] = MediaField(
+            values=torch.cat(list(itertools.chain.from_iterable(values))),
+            counts=torch.tensor([sum(len(v) for v in value) for value in values]),
+        )
+    ids = [document[0] for document in documents]
+    return from_lists(ids, supervised=[supervised(i) for i in ids], media=media, names=names)
+
+
+class Plain:
+    """Plain transformers, a document at a time."""
+
+    def __init__(self, folder: Path, family: str) -> None:
+        self.family = family
+        self.model: Any = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+        named = list(self.model.named_parameters())
+        decayed = [p for n, p in named if p.dim() > 1 and not n.endswith("bias")]
+        others = [p for n, p in named if not (p.dim() > 1 and not n.endswith("bias"))]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=OPTIM.lr, betas=OPTIM.betas
+        )
+
+    def logits(self, ids: Sequence[int], items: Sequence[dict[str, Tensor]]) -> Tensor:
+        config = self.model.config
+        given: dict[str, Any] = {}
+        for name in dict.fromkeys(name for item in items for name in item):
+            given[name] = torch.cat([item[name] for item in items if name in item])
+            if self.family in ("idefics3", "smolvlm"):
+                given[name] = given[name][None]
+        tokens = torch.tensor([list(ids)])
+        if self.family.startswith("qwen") and items:
+            kinds = (tokens == config.image_token_id).int() + 2 * (tokens == config.video_token_id).int()
+            given["mm_token_type_ids"] = kinds
+        result: Tensor = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **given).logits[0]
+        return result
+
+    def step(self, documents: Sequence[Document]) -> tuple[float, float]:
+        count = sum(sum(supervised(ids)[1:]) for ids, _ in documents)
+        loss = 0.0
+        for ids, items in documents:
+            targets = torch.tensor(ids[1:]).masked_fill(~torch.tensor(supervised(ids)[1:]), -100)
+            nll = F.cross_entropy(self.logits(ids, items)[:-1], targets, reduction="sum") / count
+            nll.backward()
+            loss += nll.item()
+        norm = float(torch.stack([p.grad.double().norm() for p in self.model.parameters() if p.grad is not None]).norm())
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, norm
+
+
+def steps_of(family: str) -> list[list[Document]]:
+    """Five steps of mixed documents; the fourth has no images, and the last one has them in one document alone."""
+    videos = family.startswith("qwen")
+    mixed = [
+        [
+            document(family, 10 * step + 1, 1),
+            document(family, 10 * step + 2),
+            document(family, 10 * step + 3, 2, 1),
+            document(family, 10 * step + 4, 1, video=videos),
+            document(family, 10 * step + 5),
+            document(family, 10 * step + 6),
+        ]
+        for step in range(3)
+    ]
+    return [*mixed, [document(family, 90 + i) for i in range(4)], [document(family, 80 + i, *([2] if i == 1 else [])) for i in range(4)]]
+
+
+def compare(folder: Path, family: str, parallel: ParallelConfig, tokens: int = 64) -> list[tuple[float, float]]:
+    """Relative differences (loss, gradient norm) to the reference, per step."""
+    config = EngineConfig(parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=tokens))
+    engine = engine_class("fsdp")(model=ModelConfig(path=str(folder)), engine=config, optim=OPTIM).initialize()
+    plain = Plain(folder, family)
+    off = []
+    for documents in steps_of(family):
+        size, rank = engine.topology.dp_size, engine.topology.dp_rank
+        # In blocks, so that the last rank has no media in most of the steps.
+        each = -(-len(documents) // size)
+        got = engine.train_batch(pack(documents[rank * each : (rank + 1) * each]), SFTLoss())
+        loss, norm = plain.step(documents)
+        assert got.grad_norm is not None
+        off.append((abs(got.loss - loss) / loss, abs(got.grad_norm - norm) / norm))
+    engine.close()
+    return off
+
+
+def test_lists_agree() -> None:
+    assert set(FAMILIES) == set(MEDIA_FAMILIES)
+
+
+@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+def test_packed_media_equal_plain_transformers(family: str, tmp_path: Path, process_group: None) -> None:
+    for loss_off, norm_off in compare(save(tmp_path / "model", family), family, ParallelConfig()):
+        assert loss_off <= 1e-6
+        assert norm_off <= 1e-5
+
+
+def rank_compare(root: str, families: list[str], parallel: ParallelConfig) -> dict[str, Any]:
+    found = {}
+    for family in families:
+        folder = Path(root) / family
+        if dist.get_rank() == 0:
+            save(folder, family)
+        dist.barrier()
+        found[family] = compare(folder, family, parallel)
+    return found
+
+
+@pytest.mark.parametrize("parallel", [{}, {"cp": 2}, {"dp_replicate": 2, "dp_shard": 1}], ids=str)
+def test_media_on_two_ranks(parallel: dict[str, int], tmp_path: Path) -> None:
+    found = run_ranks(rank_compare, 2, str(tmp_path), list(MEDIA_FAMILIES), ParallelConfig(**parallel))[0]
+    wrong = {f: off for f, off in found.items() if any(a > 1e-6 or b > 1e-5 for a, b in off)}
+    assert not wrong
