@@ -27,7 +27,9 @@ _TEXT: dict[str, Any] = {
     "bos_token_id": SPECIAL[1],
     "eos_token_id": SPECIAL[2],
 }
-_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_ROPE = {"rope_parameters": {**_AXES, "type": "mrope"}}
+_ROPE3 = {"rope_parameters": {**_AXES, "mrope_interleaved": True}}
 _VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _PATCHES = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
 _QWEN = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 64, **_PATCHES}
@@ -45,7 +47,7 @@ MEDIA_FAMILIES: Mapping[str, dict[str, Any]] = {
         "vision_config": {**_QWEN, "depth": 2, "window_size": 16, "fullatt_block_indexes": [1]},
         **_QWEN_TOKENS,
     },
-    "qwen3_vl": {"text_config": {**_TEXT, **_ROPE, "head_dim": 8}, "vision_config": _QWEN3, **_QWEN_TOKENS},
+    "qwen3_vl": {"text_config": {**_TEXT, **_ROPE3, "head_dim": 8}, "vision_config": _QWEN3, **_QWEN_TOKENS},
     "internvl": {
         "text_config": {**_TEXT, "model_type": "qwen2"},
         "vision_config": {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},

@@ -28,7 +28,7 @@ from ..torch_private import replace_tensor, saved_operators
 from .attention import IMPLEMENTATION
 from .compile import compile_model
 from .experts import ExpertShards, check_experts, cut_experts
-from .families import check_family
+from .families import check_family, check_media_family
 from .options import FSDPOptions
 from .packed_model import PackedModel
 from .shard import build_mesh, local_slice, shard
@@ -94,6 +94,8 @@ def check_config(
     check_rope(config, model.path)
     if media is None:
         check_family(config, allow_unverified=options.allow_unverified_family)
+    else:
+        check_media_family(media, allow_unverified=options.allow_unverified_family)
     heads, cp = config.num_attention_heads, parallel.cp
     if heads % cp:
         legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)

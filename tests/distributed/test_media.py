@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForMultimodalLM
 
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
@@ -69,7 +71,9 @@ class Plain:
 
     def __init__(self, folder: Path, family: str) -> None:
         self.family = family
-        self.model: Any = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+        self.model: Any = AutoModelForMultimodalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).train()
         named = list(self.model.named_parameters())
         decayed = [p for n, p in named if p.dim() > 1 and not n.endswith("bias")]
         others = [p for n, p in named if not (p.dim() > 1 and not n.endswith("bias"))]
@@ -88,7 +92,9 @@ class Plain:
         if self.family.startswith("qwen") and items:
             kinds = (tokens == config.image_token_id).int() + 2 * (tokens == config.video_token_id).int()
             given["mm_token_type_ids"] = kinds
-        result: Tensor = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **given).logits[0]
+        result: Tensor = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **given).logits[
+            0
+        ]
         return result
 
     def step(self, documents: Sequence[Document]) -> tuple[float, float]:
@@ -120,7 +126,11 @@ def steps_of(family: str) -> list[list[Document]]:
         ]
         for step in range(3)
     ]
-    return [*mixed, [document(family, 90 + i) for i in range(4)], [document(family, 80 + i, *([2] if i == 1 else [])) for i in range(4)]]
+    return [
+        *mixed,
+        [document(family, 90 + i) for i in range(4)],
+        [document(family, 80 + i, *([2] if i == 1 else [])) for i in range(4)],
+    ]
 
 
 def compare(folder: Path, family: str, parallel: ParallelConfig, tokens: int = 64) -> list[tuple[float, float]]:
@@ -168,3 +178,97 @@ def test_media_on_two_ranks(parallel: dict[str, int], tmp_path: Path) -> None:
     found = run_ranks(rank_compare, 2, str(tmp_path), list(MEDIA_FAMILIES), ParallelConfig(**parallel))[0]
     wrong = {f: off for f, off in found.items() if any(a > 1e-6 or b > 1e-5 for a, b in off)}
     assert not wrong
+
+
+def rank_compare_four(root: str, families: list[str]) -> dict[str, Any]:
+    found = rank_compare(root, families, ParallelConfig(cp=4))
+    return {
+        **found,
+        **{f"{f}, hybrid": off for f, off in rank_compare(root, families, ParallelConfig(dp_replicate=2, cp=2)).items()},
+    }
+
+
+@pytest.mark.slow
+def test_media_on_four_ranks(tmp_path: Path) -> None:
+    found = run_ranks(rank_compare_four, 4, str(tmp_path), list(MEDIA_FAMILIES), timeout_s=280)[0]
+    wrong = {f: off for f, off in found.items() if any(a > 1e-6 or b > 1e-5 for a, b in off)}
+    assert not wrong
+
+
+class Recorder(TorchDispatchMode):
+    """Records the collectives of this rank: kind and sizes; of exchanges, whose sizes differ between ranks, the kind alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("c10d"):
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            self.calls.append((name, () if "alltoall" in name else tuple(t.numel() for t in tensors)))
+        return func(*args, **(kwargs or {}))
+
+
+def rank_collectives(folder: str, parallel: ParallelConfig) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    config = EngineConfig(parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=64))
+    engine = engine_class("fsdp")(model=ModelConfig(path=folder), engine=config, optim=OPTIM).initialize()
+    rank, found = engine.topology.dp_rank, {}
+    has = {"image": lambda i: document("qwen3_vl", i, 1), "video": lambda i: document("qwen3_vl", i, 1, video=True)}
+    for name, first, second in (
+        ("none", [], []),
+        ("images on one", ["image"], []),
+        ("images on all", ["image"], ["image"]),
+        ("another kind on each", ["image"], ["video"]),
+        ("both kinds on one", ["image", "video"], []),
+        ("more micro-batches on one", ["image"] * 8, ["video"]),
+    ):
+        kinds = (first, second)[rank]
+        documents = [document("qwen3_vl", 40 + rank), *(has[kind](i) for i, kind in enumerate(kinds))]
+        with Recorder() as recorder:
+            engine.train_batch(pack(documents), SFTLoss())
+        found[name] = recorder.calls
+    engine.close()
+    return found
+
+
+def test_collectives_are_equal_whatever_media_the_ranks_have(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "qwen3_vl")
+    one, other = run_ranks(rank_collectives, 2, str(folder), ParallelConfig())
+    assert len(one) == 6
+    assert one == other
+    # What has no media does not run the encoders.
+    assert 0 < len(one["none"]) < len(one["images on one"]) < len(one["both kinds on one"])
+
+
+def rank_blank(folder: str) -> list[float]:
+    """The gradient norm, without and with NaN as what the encoder of the rank without images returns."""
+    engine = engine_class("fsdp")(
+        model=ModelConfig(path=folder), engine=EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64)), optim=OPTIM
+    ).initialize()
+    rank = engine.topology.dp_rank
+    batch = pack([document("qwen2_5_vl", 7 + rank, *([] if rank else [1]))])
+
+    def norm() -> float:
+        engine.zero_grad()
+        with engine.train_mode():
+            engine.forward_backward(batch, SFTLoss())
+            return engine.reduce_and_clip(None)
+
+    norms = [norm()]
+    if rank == 1:
+        visual = engine._root.base.visual  # type: ignore[attr-defined]
+
+        def spoil(module: Any, args: Any, output: Any) -> Any:
+            output.pooler_output = output.pooler_output + float("nan")
+            return output
+
+        visual.register_forward_hook(spoil)
+    norms.append(norm())
+    engine.close()
+    return norms
+
+
+def test_what_a_rank_without_images_encodes_has_no_gradient(tmp_path: Path) -> None:
+    (before, spoiled), _ = run_ranks(rank_blank, 2, str(save(tmp_path / "model", "qwen2_5_vl")))
+    assert before == spoiled > 0
