@@ -1,0 +1,147 @@
+"""Checks of media in packed batches, and the division of encoders' work."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain.engine.errors import BatchError
+from drivetrain.engine.hf.media import FAMILIES
+from drivetrain.engine.media import Items, check_media, items_of, select_items, share_items
+from drivetrain.engine.packing.batch import MediaField, PackedBatch
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.tiny_media import IMAGE, VIDEO, tiny_media_config
+
+QWEN = FAMILIES["qwen2_5_vl"](tiny_media_config("qwen2_5_vl"))
+TILES = FAMILIES["smolvlm"](tiny_media_config("smolvlm"))
+
+
+def field(values: Tensor, *counts: int) -> MediaField:
+    return MediaField(values=values, counts=torch.tensor(counts))
+
+
+def qwen_batch(ids: list[list[int]], **changes: Any) -> PackedBatch:
+    """Two documents; the first has images of 16 and 8 patches, of which four are a token."""
+    media = {
+        "pixel_values": field(torch.zeros(24, 96), 24, 0),
+        "image_grid_thw": field(torch.tensor([[1, 4, 4], [1, 4, 2]]), 2, 0),
+        **changes,
+    }
+    return from_lists(ids, media={k: v for k, v in media.items() if v is not None}, names=["a.jsonl:1", "a.jsonl:2"])
+
+
+RIGHT = [[5, *[IMAGE] * 4, 6, *[IMAGE] * 2, 7], [8, 9]]
+
+
+def test_items_have_their_rows_features_and_tokens() -> None:
+    batch = qwen_batch(RIGHT)
+    assert check_media(batch, QWEN, "tiny") == ["image"]
+    items = items_of(batch, QWEN, "image")
+    assert (items.rows, items.features, items.tokens.tolist()) == ([16, 8], [4, 2], [1, 2, 3, 4, 6, 7])
+    none = items_of(batch, QWEN, "video")
+    assert (none.rows, none.features, none.tokens.tolist()) == ([], [], [])
+    tiles = from_lists(
+        [[IMAGE] * 8],
+        media={"pixel_values": field(torch.ones(2, 3, 16, 16), 2), "pixel_attention_mask": field(torch.ones(2, 16, 16), 2)},
+    )
+    assert check_media(tiles, TILES, "tiny") == ["image"]
+    assert items_of(tiles, TILES, "image").features == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("ids", "changes", "message"),
+    [
+        (
+            [RIGHT[0][:-2], RIGHT[1]],
+            {},
+            r"a.jsonl:1 has 5 image tokens \(id 250\), but 2 images, which take 6; let the model's own",
+        ),
+        ([RIGHT[0], [8, IMAGE]], {}, r"a.jsonl:2 has 1 image tokens \(id 250\), but 0 images, which take 0"),
+        ([RIGHT[0], [8, VIDEO]], {}, r"a.jsonl:2 has 1 video tokens \(id 251\), but 0 videos"),
+        (RIGHT, {"pixel_values": None}, "the batch has image_grid_thw without pixel_values, which tiny needs beside it"),
+        (RIGHT, {"image_grid_thw": None}, "the batch has pixel_values without image_grid_thw"),
+        (
+            RIGHT,
+            {"pixel_values": field(torch.zeros(20, 96), 20, 0)},
+            "a.jsonl:1 has 20 rows of pixel_values, but by its image_grid_thw it",
+        ),
+        (
+            RIGHT,
+            {"input_features": field(torch.zeros(1, 9), 1, 0)},
+            "the batch has the media field 'input_features', but tiny takes pixel_v",
+        ),
+        ([[5, 6], [8, 9]], {"pixel_values": None, "image_grid_thw": None}, ""),
+    ],
+)
+def test_media_that_do_not_fit_their_tokens_are_refused(ids: list[list[int]], changes: dict[str, Any], message: str) -> None:
+    if not message:
+        assert check_media(qwen_batch(ids, **changes), QWEN, "tiny") == []
+        return
+    with pytest.raises(BatchError, match=message):
+        check_media(qwen_batch(ids, **changes), QWEN, "tiny")
+
+
+def test_fields_with_different_numbers_of_items_are_refused() -> None:
+    batch = from_lists(
+        [[IMAGE] * 8],
+        media={"pixel_values": field(torch.ones(2, 3, 16, 16), 2), "pixel_attention_mask": field(torch.ones(1, 16, 16), 1)},
+    )
+    with pytest.raises(
+        BatchError, match="sequence 0 has 2 rows of pixel_values, but by its pixel_attention_mask it should have 1"
+    ):
+        check_media(batch, TILES, "tiny")
+    videos = from_lists(
+        [[VIDEO] * 2],
+        media={
+            "pixel_values_videos": field(torch.zeros(8, 96), 8),
+            "video_grid_thw": field(torch.tensor([[1, 4, 2]]), 1),
+            "second_per_grid_ts": field(torch.ones(2), 2),
+        },
+    )
+    with pytest.raises(BatchError, match="sequence 0 has 1 rows of video_grid_thw and 2 of second_per_grid_ts"):
+        check_media(videos, QWEN, "tiny")
+
+
+def test_a_model_without_encoders_takes_no_media() -> None:
+    with pytest.raises(BatchError, match="the batch has the media field 'image_grid_thw', but tiny takes no media"):
+        check_media(qwen_batch(RIGHT), None, "tiny")
+    assert check_media(from_lists([[IMAGE]]), None, "tiny") == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("rows", "features", "gaps"),
+    [([16, 8, 24, 4], [4, 2, 6, 1], [1, 3, 0, 2]), ([8], [2], [5]), ([], [], []), ([4] * 9, [1] * 9, [0, 2] * 4 + [1])],
+)
+def test_every_feature_arrives_at_its_token(ranks: int, rows: list[int], features: list[int], gaps: list[int]) -> None:
+    tokens: list[int] = []
+    start = 0
+    for gap, count in zip(gaps, features, strict=True):
+        start += gap
+        tokens += range(start, start + count)
+        start += count
+    size = -(-max(start + 2, 24) // ranks)
+    items = Items(rows=rows, features=features, tokens=torch.tensor(tokens, dtype=torch.long))
+    shares = [share_items(items, rank, ranks, size) for rank in range(ranks)]
+    assert sorted(item for share in shares for item in share.items) == list(range(len(rows)))
+    # Each feature is the number of its token; the exchange is done by hand.
+    starts = [sum(features[:i]) for i in range(len(features))]
+    sent = []
+    for share in shares:
+        mine = torch.tensor([tokens[starts[i] + k] for i in share.items for k in range(features[i])], dtype=torch.long)
+        sent.append(mine.split(share.send))
+    for rank, share in enumerate(shares):
+        received = torch.cat([parts[rank] for parts in sent])
+        assert [len(parts[rank]) for parts in sent] == share.receive
+        assert received[share.order].tolist() == [t for t in tokens if rank * size <= t < (rank + 1) * size]
+    loads = [sum(rows[i] for i in share.items) for share in shares]
+    assert max(loads) - min(loads) <= max(rows, default=0)
+
+
+def test_fields_of_some_items() -> None:
+    media = {"pixel_values": torch.arange(24.0)[:, None], "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 2]])}
+    second = select_items(media, QWEN, "image", [16, 8], [1])
+    assert second["pixel_values"][:, 0].tolist() == list(range(16, 24))
+    assert second["image_grid_thw"].tolist() == [[1, 4, 2]]
+    assert select_items(media, QWEN, "image", [16, 8], [0, 1])["pixel_values"] is media["pixel_values"]
