@@ -20,6 +20,8 @@ from .media import decoder_key
 from .names import hf_name
 from .overrides import named
 
+ENCODERS = "encoders"
+"""What stands in `model.freeze` for everything that encodes media."""
 ENCODER_ATTENTION = "sdpa"
 """The attention of encoders of media, by transformers' name."""
 
@@ -126,20 +128,37 @@ def choose_trainable(root: HFModel, model: ModelConfig) -> None:
 def freeze(root: HFModel, patterns: Sequence[str]) -> None:
     """Freeze the parameters whose Hugging Face names match a pattern.
 
+    Args:
+        root: The model.
+        patterns: The patterns; `encoders` stands for everything but the decoder and the head.
+
     Raises:
         ModelError: A pattern matches nothing, or the patterns together match everything.
     """
     names = {name: hf_name(name).name for name, _ in root.named_parameters()}
+    encoders = _encoder_parameters(root)
     for pattern in patterns:
+        if pattern == ENCODERS and encoders:
+            continue
         if not fnmatch.filter(names.values(), pattern):
             close_matches = difflib.get_close_matches(pattern, names.values(), n=1, cutoff=0.3)
             hint = f"; did you mean {close_matches[0]!r}?" if close_matches else ""
             raise ModelError(f"model.freeze: {pattern!r} matches no parameter of {type(root.lm).__name__}{hint}")
     for name, parameter in root.named_parameters():
-        if any(fnmatch.fnmatchcase(names[name], pattern) for pattern in patterns):
+        if (ENCODERS in patterns and name in encoders) or any(
+            fnmatch.fnmatchcase(names[name], pattern) for pattern in patterns
+        ):
             parameter.requires_grad_(False)
     if not any(p.requires_grad for p in root.parameters()):
         raise ModelError(f"model.freeze={list(patterns)} leaves nothing to train")
+
+
+def _encoder_parameters(root: HFModel) -> set[str]:
+    """Return the names of the parameters of what encodes media, with what projects the features."""
+    lm: Any = root.lm
+    others = [lm.get_decoder(), lm.get_input_embeddings(), lm.get_output_embeddings(), root.score]
+    known = {id(parameter) for module in others if module is not None for parameter in module.parameters()}
+    return {name for name, parameter in root.named_parameters() if id(parameter) not in known}
 
 
 def vocabulary_names(lm: PreTrainedModel, layout: DiskLayout) -> frozenset[str]:

@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForMultimodalLM
 
-from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.config import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.errors import ModelError
+from drivetrain.engine.export import export_hf
 from drivetrain.engine.hf.media import FAMILIES
 from drivetrain.engine.packing.batch import MediaField, PackedBatch
 from drivetrain.engine.packing.convert import from_lists
@@ -272,3 +274,77 @@ def rank_blank(folder: str) -> list[float]:
 def test_what_a_rank_without_images_encodes_has_no_gradient(tmp_path: Path) -> None:
     (before, spoiled), _ = run_ranks(rank_blank, 2, str(save(tmp_path / "model", "qwen2_5_vl")))
     assert before == spoiled > 0
+
+
+def one_step(
+    folder: Path, model: dict[str, Any], engine: dict[str, Any], documents: Sequence[Document]
+) -> tuple[float, float, list[str]]:
+    """Loss and gradient norm of a step, and the names of what is trained."""
+    config = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64), **engine)
+    built: Any = engine_class("fsdp")(model=ModelConfig(path=str(folder), **model), engine=config, optim=OPTIM).initialize()
+    result = built.train_batch(pack(documents), SFTLoss())
+    trained = [name for name, parameter in built._root.named_parameters() if parameter.requires_grad]
+    built.close()
+    return result.loss, result.grad_norm, trained
+
+
+def test_settings_of_models_that_take_media(tmp_path: Path, process_group: None) -> None:
+    folder, family = save(tmp_path / "model", "qwen3_vl"), "qwen3_vl"
+    documents = steps_of(family)[0]
+    loss, norm, trained = one_step(folder, {}, {}, documents)
+    for mode in ("full", "selective"):
+        again, other, _ = one_step(folder, {}, {"recompute": mode}, documents)
+        assert (again, other) == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5))
+    plain = Plain(folder, family)
+    plain.model.model.visual.requires_grad_(False)
+    expected = plain.step(documents)
+    for pattern in ("encoders", "model.visual.*"):
+        again, other, rest = one_step(folder, {"freeze": (pattern,)}, {}, documents)
+        assert (again, other) == (pytest.approx(expected[0], rel=1e-6), pytest.approx(expected[1], rel=1e-5))
+        assert other < norm * 0.999
+        assert set(trained) - set(rest) == {name for name in trained if ".visual." in name}
+    for targets, inside, outside in (
+        (("*.visual.*",), ".visual.", ".language_model."),
+        (("*.language_model.*.q_proj",), ".language_model.", ".visual."),
+    ):
+        again, _, adapted = one_step(folder, {"lora": LoraConfig(rank=2, targets=targets)}, {}, documents)
+        assert again == pytest.approx(loss, rel=1e-6)
+        assert adapted
+        assert all(inside in name and outside not in name and ".lora_" in name for name in adapted)
+    with pytest.raises(ModelError, match=r"model.lora.targets names \*.audio.\*, which is not an adaptable linear layer"):
+        one_step(folder, {"lora": LoraConfig(rank=2, targets=("*.audio.*",))}, {}, documents)
+
+
+def rank_export(folder: str, out: str) -> tuple[float, float]:
+    """Train two steps, export, and save; return the loss of the next one."""
+    config = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64), parallel=ParallelConfig(cp=2))
+    engine = engine_class("fsdp")(model=ModelConfig(path=folder), engine=config, optim=OPTIM).initialize()
+    for documents in steps_of("qwen2_5_vl")[:2]:
+        engine.train_batch(pack(documents), SFTLoss())
+    export_hf(engine, Path(out) / "hf")
+    engine.save_checkpoint(Path(out) / "checkpoints", 2)
+    after = engine.train_batch(pack(steps_of("qwen2_5_vl")[2]), SFTLoss())
+    engine.close()
+    assert after.grad_norm is not None
+    return after.loss, after.grad_norm
+
+
+def test_a_trained_model_is_exported_and_resumed_with_its_encoders(tmp_path: Path, process_group: None) -> None:
+    family = "qwen2_5_vl"
+    folder = save(tmp_path / "model", family)
+    loss, norm = run_ranks(rank_export, 2, str(folder), str(tmp_path))[0]
+    plain = Plain(folder, family)
+    for documents in steps_of(family)[:2]:
+        plain.step(documents)
+    exported = Plain(tmp_path / "hf", family)
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(exported.model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+    assert exported.step(steps_of(family)[2]) == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4))
+    # On one process.
+    engine = engine_class("fsdp")(
+        model=ModelConfig(path=str(folder)), engine=EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64)), optim=OPTIM
+    ).initialize()
+    engine.load_checkpoint(next((tmp_path / "checkpoints").glob("step-*")))
+    resumed = engine.train_batch(pack(steps_of(family)[2]), SFTLoss())
+    assert (resumed.loss, resumed.grad_norm) == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5))
+    engine.close()
