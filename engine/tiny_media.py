@@ -34,6 +34,7 @@ _VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidd
 _PATCHES = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
 _QWEN = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 64, **_PATCHES}
 _QWEN3 = {**_QWEN, "depth": 3, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _QWEN_TOKENS = {"video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 
 MEDIA_FAMILIES: Mapping[str, dict[str, Any]] = {
@@ -48,6 +49,7 @@ MEDIA_FAMILIES: Mapping[str, dict[str, Any]] = {
         **_QWEN_TOKENS,
     },
     "qwen3_vl": {"text_config": {**_TEXT, **_ROPE3, "head_dim": 8}, "vision_config": _QWEN3, **_QWEN_TOKENS},
+    "qwen3_vl_moe": {"text_config": {**_TEXT, **_ROPE3, **_MOE, "head_dim": 8}, "vision_config": _QWEN3, **_QWEN_TOKENS},
     "internvl": {
         "text_config": {**_TEXT, "model_type": "qwen2"},
         "vision_config": {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},

@@ -226,6 +226,7 @@ FAMILIES: Mapping[str, type[MediaFamily]] = {
     "qwen2_5_vl": QwenVL,
     "qwen2_vl": QwenVL,
     "qwen3_vl": QwenVL,
+    "qwen3_vl_moe": QwenVL,
     "smolvlm": MaskedTiles,
 }
 """The families that take media in, by the model type of their config. The tests compare each with plain transformers."""
