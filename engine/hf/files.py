@@ -1,8 +1,9 @@
-"""Saving the config, generation config and tokenizer of a trained model, as transformers and peft expect them."""
+"""Saving the config, generation config, tokenizer and processor of a trained model, as transformers and peft expect them."""
 
 import copy
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from ..config import ModelConfig
 from .generation import FILE, end_tokens, read_generation_settings, token_ids
+from .media import FAMILIES
 from .model import HFModel
+from .model_path import resolve_folder
 from .padding import padding_token
 from .tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
+
+PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+"""The files of what turns images, videos and audio into numbers. Training does not change them."""
 
 
 def save_model_files(root: HFModel, model: ModelConfig, adapters: Any, folder: Path) -> None:
@@ -50,6 +56,11 @@ def save_model_files(root: HFModel, model: ModelConfig, adapters: Any, folder: P
         adapters.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    if config.model_type in FAMILIES:
+        stored = resolve_folder(model.path)
+        for name in PROCESSOR_FILES:
+            if (stored / name).is_file():
+                shutil.copyfile(stored / name, folder / name)
 
 
 def _set_padding(config: Any, tokenizer: Any | None, model: ModelConfig) -> None:

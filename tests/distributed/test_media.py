@@ -176,26 +176,24 @@ def rank_compare(root: str, families: list[str], parallel: ParallelConfig) -> di
     return found
 
 
-@pytest.mark.parametrize("parallel", [{}, {"cp": 2}, {"dp_replicate": 2, "dp_shard": 1}], ids=str)
-def test_media_on_two_ranks(parallel: dict[str, int], tmp_path: Path) -> None:
-    found = run_ranks(rank_compare, 2, str(tmp_path), list(MEDIA_FAMILIES), ParallelConfig(**parallel))[0]
+def check_ranks(folder: Path, ranks: int, parallel: dict[str, Any], families: list[str]) -> None:
+    found = run_ranks(rank_compare, ranks, str(folder), families, ParallelConfig(**parallel), timeout_s=240)[0]
+    assert found.keys() == {*families}
     wrong = {f: off for f, off in found.items() if any(a > 1e-6 or b > 1e-5 for a, b in off)}
     assert not wrong
 
 
-def rank_compare_four(root: str, families: list[str]) -> dict[str, Any]:
-    found = rank_compare(root, families, ParallelConfig(cp=4))
-    return {
-        **found,
-        **{f"{f}, hybrid": off for f, off in rank_compare(root, families, ParallelConfig(dp_replicate=2, cp=2)).items()},
-    }
+@pytest.mark.parametrize("parallel", [{}, {"cp": 2}], ids=str)
+def test_media_on_two_ranks(parallel: dict[str, int], tmp_path: Path) -> None:
+    check_ranks(tmp_path, 2, parallel, ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
 
 
 @pytest.mark.slow
-def test_media_on_four_ranks(tmp_path: Path) -> None:
-    found = run_ranks(rank_compare_four, 4, str(tmp_path), list(MEDIA_FAMILIES), timeout_s=280)[0]
-    wrong = {f: off for f, off in found.items() if any(a > 1e-6 or b > 1e-5 for a, b in off)}
-    assert not wrong
+@pytest.mark.parametrize(
+    "parallel", [{}, {"cp": 4}, {"dp_replicate": 2, "cp": 2}, {"dp_replicate": 4, "dp_shard": 1}], ids=str
+)
+def test_all_families_on_four_ranks(parallel: dict[str, int], tmp_path: Path) -> None:
+    check_ranks(tmp_path, 4, parallel, list(MEDIA_FAMILIES))
 
 
 class Recorder(TorchDispatchMode):
@@ -277,6 +275,12 @@ def test_what_a_rank_without_images_encodes_has_no_gradient(tmp_path: Path) -> N
     assert before == spoiled > 0
 
 
+def are_equal(found: tuple[float, float | None], expected: tuple[float, float], times: float = 1) -> bool:
+    """Whether loss and gradient norm are equal up to the usual bounds."""
+    assert found[1] is not None
+    return abs(found[0] / expected[0] - 1) <= 1e-6 * times and abs(found[1] / expected[1] - 1) <= 1e-5 * times
+
+
 def one_step(
     folder: Path, model: dict[str, Any], engine: dict[str, Any], documents: Sequence[Document]
 ) -> tuple[float, float, list[str]]:
@@ -295,13 +299,13 @@ def test_settings_of_models_that_take_media(tmp_path: Path, process_group: None)
     loss, norm, trained = one_step(folder, {}, {}, documents)
     for mode in ("full", "selective"):
         again, other, _ = one_step(folder, {}, {"recompute": mode}, documents)
-        assert (again, other) == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5))
+        assert are_equal((again, other), (loss, norm))
     plain = Plain(folder, family)
     plain.model.model.visual.requires_grad_(False)
     expected = plain.step(documents)
     for pattern in ("encoders", "model.visual.*"):
         again, other, rest = one_step(folder, {"freeze": (pattern,)}, {}, documents)
-        assert (again, other) == (pytest.approx(expected[0], rel=1e-6), pytest.approx(expected[1], rel=1e-5))
+        assert are_equal((again, other), expected)
         assert other < norm * 0.999
         assert set(trained) - set(rest) == {name for name in trained if ".visual." in name}
     for targets, inside, outside in (
@@ -342,13 +346,13 @@ def test_a_trained_model_is_exported_and_resumed_with_its_encoders(tmp_path: Pat
         assert file.get_slice("model.language_model.layers.0.mlp.experts.gate_up_proj").get_shape() == [4, 64, 96]
     exported = Plain(tmp_path / "hf", family)
     for name, value in plain.model.state_dict().items():
-        torch.testing.assert_close(exported.model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
-    assert exported.step(steps_of(family)[2]) == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4))
+        torch.testing.assert_close(exported.model.state_dict()[name], value, rtol=1e-4, atol=1e-4)
+    assert are_equal(exported.step(steps_of(family)[2]), (loss, norm), 10)
     # On one process.
     engine = engine_class("fsdp")(
         model=ModelConfig(path=str(folder)), engine=EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64)), optim=OPTIM
     ).initialize()
     engine.load_checkpoint(next((tmp_path / "checkpoints").glob("step-*")))
     resumed = engine.train_batch(pack(steps_of(family)[2]), SFTLoss())
-    assert (resumed.loss, resumed.grad_norm) == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5))
+    assert are_equal((resumed.loss, resumed.grad_norm), (loss, norm))
     engine.close()
