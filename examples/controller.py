@@ -1,7 +1,7 @@
-"""Make a PPO step on recorded answers as a master does: fetch samples, flush the calls that have what they need, with hooks.
+"""Make a PPO step on recorded answers with a controller of your own: fetch samples, flush the calls that have what they need, with hooks.
 
-    python examples/master.py                           two processes of this machine, all roles on both
-    python examples/master.py --backend mcore --tp 2
+    python examples/controller.py                           two processes of this machine, all roles on both
+    python examples/controller.py --backend mcore --tp 2
 
 The workers load the answers themselves, each its own share. This program sees metadata only: it knows which columns each sample
 has, and so which calls can run. Its numbers are those of `hybridflow_step.py`. Prints one JSON object.
