@@ -268,7 +268,7 @@ class ModelConfig(Settings):
     )
     freeze: tuple[str, ...] = setting(
         (),
-        "parameters that are not trained, as patterns with * that match Hugging Face names; encoders: those of what encodes images and videos",
+        "parameters that are not trained, as patterns with * that match Hugging Face names; encoders: those of what encodes images, video and audio",
     )
     quantization: Literal["none", "int8", "nf4"] = setting(
         "none", "number format of the frozen base model under adapters (QLoRA)"

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from .tiny_configs import SPECIAL
 
 VOCABULARY = 256
-IMAGE, VIDEO, START, END = 250, 251, 248, 249
+IMAGE, VIDEO, AUDIO, START, END = 250, 251, 252, 248, 249
 """The ids of tokens in whose place features stand, and of those before and behind an image."""
 PLAIN = 240
 """The number of ids of plain text, from 0 on."""
@@ -50,6 +50,37 @@ MEDIA_FAMILIES: Mapping[str, dict[str, Any]] = {
     },
     "qwen3_vl": {"text_config": {**_TEXT, **_ROPE3, "head_dim": 8}, "vision_config": _QWEN3, **_QWEN_TOKENS},
     "qwen3_vl_moe": {"text_config": {**_TEXT, **_ROPE3, **_MOE, "head_dim": 8}, "vision_config": _QWEN3, **_QWEN_TOKENS},
+    "qwen2_5_omni_thinker": {
+        "text_config": {**_TEXT, **_ROPE},
+        "vision_config": {**_QWEN, "depth": 2, "window_size": 16, "fullatt_block_indexes": [1]},
+        "audio_config": {
+            "d_model": 32,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "num_mel_bins": 16,
+            "max_source_positions": 20,
+            "n_window": 5,
+            "output_dim": 64,
+        },
+        "audio_token_id": AUDIO,
+        "audio_start_token_id": 246,
+        "audio_end_token_id": 247,
+        "position_id_per_seconds": 5,
+        **_QWEN_TOKENS,
+    },
+    "qwen2_audio": {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "audio_config": {
+            "d_model": 32,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "num_mel_bins": 16,
+            "max_source_positions": 20,
+        },
+        "audio_token_id": AUDIO,
+    },
     "internvl": {
         "text_config": {**_TEXT, "model_type": "qwen2"},
         "vision_config": {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},
@@ -72,33 +103,42 @@ MEDIA_FAMILIES: Mapping[str, dict[str, Any]] = {
 
 def tiny_media_config(family: str) -> PreTrainedConfig:
     """Return the config of a tiny model of a family, with its encoders."""
-    config: PreTrainedConfig = AutoConfig.for_model(
-        family, image_token_id=IMAGE, tie_word_embeddings=False, **MEDIA_FAMILIES[family]
-    )
+    settings = {"tie_word_embeddings": False, **MEDIA_FAMILIES[family]}
+    if "vision_config" in settings:
+        settings["image_token_id"] = IMAGE
+    config: PreTrainedConfig = AutoConfig.for_model(family, **settings)
     return config
 
 
-def random_item(family: str, size: int, seed: int, *, video: bool = False) -> tuple[list[int], dict[str, Tensor]]:
+def random_item(family: str, kind: str, size: int, seed: int) -> tuple[list[int], dict[str, Tensor]]:
     """Return the tokens of a random item and the fields of its encoder.
 
     Args:
         family: The family.
-        size: 1 or more; larger images have more tokens.
+        kind: image, video (of two frames) or audio.
+        size: 1 or 2; larger items have more tokens.
         seed: The seed of the values.
-        video: Whether it is a video of two frames, for the families of Qwen.
     """
     g = torch.Generator().manual_seed(seed)
+    if kind == "audio":
+        frames = 14 * size + 3
+        features = ((frames - 1) // 2 + 1 - 2) // 2 + 1
+        mask = (torch.arange(40) < frames).long()[None]
+        fields = {"input_features": torch.randn(1, 16, 40, generator=g), "feature_attention_mask": mask}
+        return [246, *[AUDIO] * features, 247], fields
     if family in ("internvl", "idefics3", "smolvlm"):
         fields = {"pixel_values": torch.randn(size, 3, 16, 16, generator=g)}
         if family != "internvl":
             fields["pixel_attention_mask"] = torch.ones(size, 16, 16, dtype=torch.long)
         return [IMAGE] * (4 * size), fields
+    video = kind == "video"
     grid = (2 if video else 1, 4, 4 * size)
-    patches, kind = grid[0] * grid[1] * grid[2], "video" if video else "image"
+    patches = grid[0] * grid[1] * grid[2]
     pixels = torch.randn(patches, 3 * 2 * 4 * 4, generator=g)
     fields = {"pixel_values_videos" if video else "pixel_values": pixels, f"{kind}_grid_thw": torch.tensor([grid])}
+    if video and "omni" in family:
+        fields["video_second_per_grid"] = torch.tensor([1.5])
     token = VIDEO if video else IMAGE
     # Qwen 3 has a time stamp before each pair of frames, each of which has borders of its own.
     frames = grid[0] if family.startswith("qwen3") else 1
-    tokens = [START, *[token] * (patches // 4 // frames), END, 7] * frames
-    return tokens, fields
+    return [START, *[token] * (patches // 4 // frames), END, 7] * frames, fields

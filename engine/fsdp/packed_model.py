@@ -4,6 +4,7 @@ Axes: T tokens of the packed sequence (this rank's slice under context paralleli
 H hidden size.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -57,16 +58,20 @@ class PackedModel(HFModel):
             Output name -> `[S]`, and `router_aux` (a scalar) if the balancing loss is on.
         """
         router = {} if self.router is None else {"output_router_logits": True}
-        backbone, encoded = self.lm.get_decoder(), {}
+        backbone: Any = self.lm.get_decoder()
+        inputs: dict[str, Any] = {"input_ids": part.input_ids.unsqueeze(0)}
         if self.media is not None and part.media:
-            backbone = self.base
-            encoded = {"mm_encoder_outputs": {kind: self._encode(kind, one, part) for kind, one in part.media.items()}}
+            features = {kind: self._encode(kind, one, part) for kind, one in part.media.items()}
+            if self.media.takes_outputs:
+                backbone = self.base
+                inputs["mm_encoder_outputs"] = {kind: self.media.encoded(one) for kind, one in features.items()}
+            else:
+                inputs = {"inputs_embeds": self._embed(part, features).unsqueeze(0)}
         result = backbone(
-            input_ids=part.input_ids.unsqueeze(0),
+            **inputs,
             position_ids=part.position_ids.unsqueeze(-2),
             use_cache=False,
             packed=part.context,
-            **encoded,
             **router,
         )
         if result.last_hidden_state.grad_fn is not None:
@@ -79,8 +84,17 @@ class PackedModel(HFModel):
             outputs["router_aux"] = balancing_loss(result.router_logits, self.router, part.real_tokens, part.context.cp_group)
         return outputs
 
-    def _encode(self, kind: Kind, media: EncoderInput, part: RankSlice) -> Any:
-        """Return the features in the place of this slice's tokens, in the form in which the model takes them."""
+    def _embed(self, part: RankSlice, features: Mapping[Kind, Tensor]) -> Tensor:
+        """Return the embeddings `[T, H]` with features in the place of their tokens."""
+        assert self.media is not None
+        embeddings: Tensor = self.lm.get_input_embeddings()(part.input_ids)
+        for kind, one in features.items():
+            mask = (part.input_ids == self.media.tokens[kind]).unsqueeze(-1)
+            embeddings = embeddings.masked_scatter(mask, one.to(embeddings.dtype))
+        return embeddings
+
+    def _encode(self, kind: Kind, media: EncoderInput, part: RankSlice) -> Tensor:
+        """Return the features in the place of this slice's tokens."""
         assert self.media is not None
         features = self.media.encode(self.base, kind, media.fields)
         if media.is_blank:
@@ -89,7 +103,7 @@ class PackedModel(HFModel):
         if media.share is not None and part.context.cp_group is not None:
             features = exchange_rows(features, media.share.send, media.share.receive, part.context.cp_group)
             features = features.index_select(0, media.share.order)
-        return self.media.encoded(features)
+        return features
 
     def _head(self, hidden_sh: Tensor, part: RankSlice) -> dict[str, Tensor]:
         if self.score is not None:

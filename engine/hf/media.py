@@ -1,8 +1,8 @@
-"""The families of transformers that take images or video in: what their encoders read, and how many tokens an item takes.
+"""The families of transformers that take images, video or audio in: what their encoders read, and how many tokens an item takes.
 
 An item is what an encoder takes by itself: an image, a video, or a tile of an image. Its features stand in the place of as many tokens,
-all of one id. The encoders run by the model's own methods, and what they return goes back to the model as `mm_encoder_outputs`, so no code
-of a family is repeated here.
+all of one id. The encoders run by the model's own methods, and what they return goes back to the model as `mm_encoder_outputs`, or among the
+embeddings of its decoder.
 
 Axes: T tokens of a document, M rows of a media field, F features, H hidden size, A position axes.
 """
@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from ..config import ModelConfig
@@ -60,6 +61,8 @@ class MediaFamily(ABC):
     modalities: ClassVar[Mapping[Kind, Modality]]
     axes: ClassVar[int] = 1
     """The number of position axes, A."""
+    takes_outputs: ClassVar[bool] = True
+    """Whether the model takes `mm_encoder_outputs`; otherwise features are put among the embeddings that its decoder takes."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config: Any = config
@@ -177,6 +180,104 @@ class QwenVL(MediaFamily):
         return positions[:, 0]
 
 
+class QwenOmni(QwenVL):
+    """The thinker of Qwen2.5-Omni, which takes audio too. The sound of a video is not taken from it."""
+
+    modalities = {
+        "image": QwenVL.modalities["image"],
+        "video": Modality(
+            values="pixel_values_videos",
+            items=("video_grid_thw", "video_second_per_grid"),
+            token="video_token_id",
+            method="get_video_features",
+        ),
+        "audio": Modality(
+            values="input_features", items=("feature_attention_mask",), token="audio_token_id", method="get_audio_features"
+        ),
+    }
+    takes_outputs = False
+
+    def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        return [1] * len(media["input_features"]) if kind == "audio" else super().rows(kind, media)
+
+    def features_of(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        return _audio_features(media)[1].tolist() if kind == "audio" else super().features_of(kind, media)
+
+    def arguments(self, kind: Kind, media: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value for name, value in super().arguments(kind, media).items() if name != "video_second_per_grid"}
+
+    def blank(self, kind: Kind) -> dict[str, Tensor]:
+        if kind == "audio":
+            return _blank_audio(self.config.audio_config.num_mel_bins, SHORTEST)
+        blank = super().blank(kind)
+        return blank if kind == "image" else {**blank, "video_second_per_grid": torch.ones(1)}
+
+    def positions(self, base: PreTrainedModel, ids: Tensor, media: Mapping[Kind, Mapping[str, Tensor]]) -> Tensor:
+        if "image" not in media and "video" not in media:
+            return torch.arange(len(ids)).expand(self.axes, -1)
+        fields = {name: value for one in media.values() for name, value in one.items()}
+        any_base: Any = base
+        positions: Tensor = any_base.get_rope_index(
+            ids[None],
+            image_grid_thw=fields.get("image_grid_thw"),
+            video_grid_thw=fields.get("video_grid_thw"),
+            attention_mask=torch.ones_like(ids)[None],
+            audio_seqlens=fields["feature_attention_mask"].sum(-1) if "audio" in media else None,
+            second_per_grids=fields.get("video_second_per_grid"),
+        )[0]
+        return positions[:, 0]
+
+
+class QwenAudio(MediaFamily):
+    """Qwen2-Audio, whose model has no method that encodes by itself."""
+
+    modalities = {
+        "audio": Modality(values="input_features", items=("feature_attention_mask",), token="audio_token_id", method="")
+    }
+    takes_outputs = False
+
+    def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        return [1] * len(media["input_features"])
+
+    def features_of(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        features: list[int] = _audio_features(media)[1].tolist()
+        return features
+
+    def blank(self, kind: Kind) -> dict[str, Tensor]:
+        # The encoder takes one length alone.
+        return _blank_audio(self.config.audio_config.num_mel_bins, 2 * self.config.audio_config.max_source_positions)
+
+    def encode(self, base: PreTrainedModel, kind: Kind, media: Mapping[str, Tensor]) -> Tensor:
+        model: Any = base
+        inputs = media["input_features"]
+        convolved, counts = _audio_features(media)
+        steps = torch.arange((inputs.shape[-1] - 2) // 2 + 1, device=inputs.device)
+        mask = create_bidirectional_mask(
+            config=model.audio_tower.config,
+            inputs_embeds=inputs.new_zeros(len(inputs), len(steps), 1, dtype=model.dtype),
+            attention_mask=(steps < convolved[:, None]).long(),
+        )
+        hidden = model.audio_tower(inputs, attention_mask=mask).last_hidden_state
+        features: Tensor = model.multi_modal_projector(hidden)
+        return features[torch.arange(features.shape[1], device=features.device) < counts[:, None]]
+
+
+SHORTEST = 4
+"""The frames of the shortest audio that has a feature."""
+
+
+def _audio_features(media: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return for each audio the number of steps behind the convolutions, and that of its features, two steps each."""
+    frames = media["feature_attention_mask"].sum(-1)
+    steps = (frames - 1) // 2 + 1
+    return steps, (steps - 2) // 2 + 1
+
+
+def _blank_audio(bins: int, frames: int) -> dict[str, Tensor]:
+    mask = (torch.arange(frames) < SHORTEST).long()[None]
+    return {"input_features": torch.zeros(1, bins, frames), "feature_attention_mask": mask}
+
+
 class Tiles(MediaFamily):
     """Families whose images are tiles of one size, each with the same number of features: InternVL."""
 
@@ -223,7 +324,9 @@ class MaskedTiles(Tiles):
 FAMILIES: Mapping[str, type[MediaFamily]] = {
     "idefics3": MaskedTiles,
     "internvl": Tiles,
+    "qwen2_5_omni_thinker": QwenOmni,
     "qwen2_5_vl": QwenVL,
+    "qwen2_audio": QwenAudio,
     "qwen2_vl": QwenVL,
     "qwen3_vl": QwenVL,
     "qwen3_vl_moe": QwenVL,
@@ -260,8 +363,11 @@ def check_media_support(lm: PreTrainedModel) -> None:
     Raises:
         ModelError: It does not, in an older release of transformers.
     """
-    base = getattr(lm, lm.base_model_prefix)
-    if "mm_encoder_outputs" not in inspect.signature(type(base).forward).parameters:
+    base: Any = getattr(lm, lm.base_model_prefix)
+    if (
+        FAMILIES[base.config.model_type].takes_outputs
+        and "mm_encoder_outputs" not in inspect.signature(type(base).forward).parameters
+    ):
         import transformers
 
         raise ModelError(

@@ -57,19 +57,19 @@ def test_the_page_of_families_says_what_the_code_does() -> None:
     from drivetrain.engine.tiny_configs import MAIN_FAMILIES, tiny_model_config
 
     page = (ROOT / "docs" / "families.md").read_text()
-    texts, media = page.split("## Images and videos")
+    texts, media = page.split("## Images, video and audio")
     said = {row[0].strip("`"): [cell == "yes" for cell in row[2:]] for row in _rows(texts)}
     mixtures = {name for name in BRIDGED if find_family(name).decoder(tiny_model_config(name)).experts is not None}
     assert said == {f: [True, f in MAIN_FAMILIES, f in BRIDGED, f in mixtures] for f in EXACT}
     assert all(f"`{name}`" in page for name in UNSUPPORTED if name not in ("qwen3_5_text", "llama4_text"))
-    # Of each family: whether it takes videos, and the fields.
-    listed = {name.strip("`"): (row[3] == "yes", row[4]) for row in _rows(media) for name in row[0].split(", ")}
-    assert {name: takes for name, (takes, _) in listed.items()} == {
-        n: "video" in f.modalities for n, f in MEDIA_FAMILIES.items()
-    }
-    for name, (_, fields) in listed.items():
-        modalities = MEDIA_FAMILIES[name].modalities.values()
-        assert "the same" in fields or all(f"`{field}`" in fields for m in modalities for field in (*m.fields, *m.optional))
+    listed = {name.strip("`"): row[2:] for row in _rows(media) for name in row[0].split(", ")}
+    assert listed.keys() == MEDIA_FAMILIES.keys()
+    for name, (*kinds, fields) in listed.items():
+        modalities = MEDIA_FAMILIES[name].modalities
+        assert [kind == "yes" for kind in kinds] == [kind in modalities for kind in ("image", "video", "audio")]
+        assert {f"`{field}`" for m in modalities.values() for field in (*m.fields, *m.optional)} <= {
+            *re.split("[,;] ", fields)
+        }
 
 
 def _rows(page: str) -> list[list[str]]:
