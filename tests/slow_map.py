@@ -42,13 +42,18 @@ def executed_in(folder: Path) -> dict[str, set[str]]:
     modules: dict[str, set[str]] = defaultdict(set)
     for file in folder.glob("data.*"):
         data = coverage.CoverageData(str(file))
-        data.read()
-        for path in map(Path, data.measured_files()):
-            inside = lines_in_functions(path)
-            for line, contexts in data.contexts_by_lineno(str(path)).items():
+        try:
+            data.read()
+            lines = {path: data.contexts_by_lineno(path) for path in data.measured_files()}
+        except coverage.exceptions.DataError:
+            # Of a process that was killed while it wrote the file.
+            continue
+        for path, contexts_by_line in lines.items():
+            inside = lines_in_functions(Path(path))
+            for line, contexts in contexts_by_line.items():
                 if line in inside:
                     for context in contexts:
-                        modules[context].add(str(path.resolve().relative_to(ROOT)))
+                        modules[context].add(str(Path(path).resolve().relative_to(ROOT)))
     return modules
 
 

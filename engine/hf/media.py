@@ -11,7 +11,7 @@ import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -138,7 +138,6 @@ class QwenVL(MediaFamily):
             items=("video_grid_thw",),
             token="video_token_id",
             method="get_video_features",
-            optional=("second_per_grid_ts",),
         ),
     }
     axes = 3
@@ -178,6 +177,15 @@ class QwenVL(MediaFamily):
         any_base: Any = base
         positions: Tensor = any_base.get_rope_index(ids[None], mm_token_type_ids=kinds[None], **grids)[0]
         return positions[:, 0]
+
+
+class Qwen25VL(QwenVL):
+    """Qwen2.5-VL, whose positions depend on the seconds between the frames of a video."""
+
+    modalities = {
+        "image": QwenVL.modalities["image"],
+        "video": replace(QwenVL.modalities["video"], optional=("second_per_grid_ts",)),
+    }
 
 
 class QwenOmni(QwenVL):
@@ -325,7 +333,7 @@ FAMILIES: Mapping[str, type[MediaFamily]] = {
     "idefics3": MaskedTiles,
     "internvl": Tiles,
     "qwen2_5_omni_thinker": QwenOmni,
-    "qwen2_5_vl": QwenVL,
+    "qwen2_5_vl": Qwen25VL,
     "qwen2_audio": QwenAudio,
     "qwen2_vl": QwenVL,
     "qwen3_vl": QwenVL,
