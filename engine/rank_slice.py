@@ -3,7 +3,7 @@
 Axes: T tokens of the micro-batch, t tokens of this rank's slice, S selected tokens of the slice.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .hf.media import Kind, MediaFamily
 from .loss import HeadRequest, OutputRequest, TokenOutputs, loss_mask
-from .media import Share, fields_of, select_items, share_items
+from .media import Share, select_items, share_items
 from .ops.packed_context import PackedContext
 from .ops.ulysses import gather_tokens, slice_tokens
 from .packing.batch import IGNORE
@@ -161,16 +161,13 @@ def _encoder_inputs(micro_batch: MicroBatch, family: MediaFamily, topology: Topo
     device = micro_batch.batch.device
     for kind, items in micro_batch.media.items():
         share: Share | None = None
-        media: dict[str, Tensor] = {}
-        if items.rows:
-            media = fields_of(micro_batch.batch, family, kind)
+        chosen: Sequence[int] = range(len(items.rows))
         if topology.cp is not None:
             share = share_items(items, topology.cp_rank, topology.parallel.cp, tokens).to(device)
-            media = select_items(media, family, kind, items.rows, share.items)
-        is_blank = not (items.rows if share is None else share.items)
-        if is_blank:
-            media = {name: value.to(device, non_blocking=True) for name, value in family.blank(kind).items()}
-        inputs[kind] = EncoderInput(fields=media, is_blank=is_blank, share=share)
+            chosen = share.items
+        media = select_items(items, family.modalities[kind], chosen) if chosen else family.blank(kind)
+        on_device = {name: value.to(device, non_blocking=True) for name, value in media.items()}
+        inputs[kind] = EncoderInput(fields=on_device, is_blank=not chosen, share=share)
     return inputs
 
 

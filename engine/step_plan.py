@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from .config import MicroBatchConfig, ModelConfig, SharePrefixes
 from .errors import BatchError, BudgetError, ConfigError
 from .flops import ModelShape
 from .hf.media import Kind, MediaFamily
 from .loss import Loss, OutputRequest
-from .media import Items, check_media, items_of, with_positions
+from .media import Items, MediaSummary, check_media, items_of, positions_of
 from .packing.batch import PackedBatch, check_read
 from .packing.convert import unsupervised
 from .packing.microbatch import count_units, partition
@@ -95,6 +96,7 @@ class StepPlan:
         shared_tokens: The number of tokens in the global batch that are not computed, because another document begins with them too.
         prefixes: The prefixes that the documents of this rank share; None if they are computed one by one.
         media: How the model takes media; None if it takes none.
+        positions: `[A, T]` int64 on the host, the positions of this rank's documents if some have media; None for those of the batch.
         kinds: The kinds of media that any rank has in the step. All ranks run their encoders in every micro-batch, since these have
             collectives of their own.
     """
@@ -109,10 +111,13 @@ class StepPlan:
     shared_tokens: int = 0
     prefixes: Prefixes | None = None
     media: "MediaModel | None" = None
+    positions: Tensor | None = None
     kinds: tuple[Kind, ...] = ()
 
     def micro_batches(self, batch: PackedBatch, device: torch.device) -> "list[MicroBatch]":
         """Return the micro-batches in order, on the device."""
+        if self.positions is not None:
+            batch = batch.with_position_ids(self.positions.to(batch.device))
         return [self._micro_batch(batch, device, i) for i in range(len(self.parts))]
 
     def _micro_batch(self, batch: PackedBatch, device: torch.device, index: int) -> MicroBatch:
@@ -127,11 +132,10 @@ class StepPlan:
             )
         micro_batch = batch.select(part)
         media = self._items(micro_batch)
-        if self.media is not None and self.kinds:
-            micro_batch = with_positions(micro_batch, self.media.family, self.media.base)
         layout = None if self.prefixes is None else shared_layout(micro_batch.lengths, self.prefixes.select(part))
         return MicroBatch(
-            batch=micro_batch.to(device),
+            # A rank encodes a part of the items alone, and only these go to its device.
+            batch=micro_batch.without_media().to(device),
             index=index,
             count=count,
             layout=None if layout is None else layout.to(device),
@@ -168,7 +172,7 @@ class _ShardSummary:
     longest: int
     flops: float
     weights: dict[str, float]
-    kinds: Sequence[Kind]
+    media: MediaSummary
 
 
 class StepPlanner:
@@ -308,16 +312,22 @@ def plan_step(
     local: _ShardSummary | None = None
     error: Exception | None = None
     prefixes: Prefixes | None = None
+    positions: Tensor | None = None
     try:
-        kinds = check_media(batch, None if media is None else media.family, name)
+        own_media = check_media(batch, None if media is None else media.family, name)
+        if media is not None and own_media.kinds and media.family.axes > 1 and batch.position_ids.dim() == 1:
+            positions = positions_of(batch, media.family, media.base, own_media.kinds)
         # Documents with the same tokens may have other pictures.
-        prefixes = None if kinds else _shared_prefixes(batch, share)
-        local = _summarize_shard(topology, batch, loss, usable, budget.setting, shape, training, prefixes, kinds)
+        prefixes = None if own_media.kinds else _shared_prefixes(batch, share)
+        local = _summarize_shard(topology, batch, loss, usable, budget.setting, shape, training, prefixes, own_media)
     except Exception as e:  # raised on all ranks by the exchange below, which every step needs anyway
         error = e
     summaries: list[_ShardSummary] = topology.all_gather_object(local, error=error)
     local = summaries[topology.rank]
     _check_terms(topology, local, summaries)
+    kinds = tuple(dict.fromkeys(kind for summary in summaries for kind in summary.media.kinds))
+    if stray := [what for summary in summaries for kind, what in summary.media.stray.items() if kind in kinds]:
+        raise BatchError(stray[0])
     count = max(summary.micro_batches for summary in summaries)
     count += -count % topology.micro_batch_multiple
     counted = [summary for summary in summaries if summary.counts]
@@ -339,7 +349,8 @@ def plan_step(
         shared_tokens=sum(summary.shared_tokens for summary in counted),
         prefixes=prefixes,
         media=media,
-        kinds=tuple(dict.fromkeys(kind for summary in summaries for kind in summary.kinds)),
+        positions=positions,
+        kinds=kinds,
     )
 
 
@@ -358,7 +369,7 @@ def _summarize_shard(
     shape: ModelShape,
     training: bool,
     prefixes: Prefixes | None,
-    kinds: Sequence[Kind],
+    media: MediaSummary,
 ) -> _ShardSummary:
     """Check this rank's data-parallel shard and return its summary."""
     weights: dict[str, float] = {}
@@ -383,7 +394,7 @@ def _summarize_shard(
         longest=batch.max_seqlen,
         flops=flops,
         weights=weights,
-        kinds=kinds,
+        media=media,
     )
 
 

@@ -58,7 +58,9 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
                 f"the fused experts, which cannot be adapted; use some of {', '.join(targets)}"
             )
         targets = list(dict.fromkeys(name for one in matches.values() for name in one))
-    # peft finds targets by the last part of their names.
+    # peft finds targets by the end of their names, and would adapt what is no linear layer, such as the convolution of an encoder.
+    others = {n.rpartition(".")[2] for n, m in model.named_modules() if n not in every and m is not head}
+    targets = [full for t in targets for full in ([n for n in linears if n.rpartition(".")[2] == t] if t in others else [t])]
     excluded = any(n.rpartition(".")[2] in targets for n in every.keys() - linears)
     return PeftLoraConfig(
         r=lora.rank,

@@ -10,7 +10,7 @@ Axes: T tokens of a document, M rows of a media field, F features, H hidden size
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -81,6 +81,10 @@ class MediaFamily(ABC):
     def blank(self, kind: Kind) -> dict[str, Tensor]:
         """Return the fields of the smallest item, for a rank that has none while others have."""
 
+    @abstractmethod
+    def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
+        """Return what is wrong with the fields of a kind, and with which item, or with all of them; None if nothing is."""
+
     def arguments(self, kind: Kind, media: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the arguments of the encoder."""
         return {name: media[name] for name in self.modalities[kind].fields}
@@ -114,12 +118,19 @@ class MediaFamily(ABC):
         Args:
             base: The model without its head.
             ids: `[T]` int64 on the host, the token ids.
-            media: The fields of each kind, of this document alone.
+            media: The fields of each kind with one row for each item, of this document alone.
 
         Returns:
-            `[T]`, or `[A, T]` for several axes.
+            `[A, T]`.
         """
-        return torch.arange(len(ids))
+        return torch.arange(len(ids)).expand(self.axes, -1)
+
+
+def _wrong_shape(name: str, value: Tensor, *sizes: int) -> str | None:
+    """Return what is wrong with the shape `[M, *sizes]` of a field; None if nothing is."""
+    if tuple(value.shape[1:]) == sizes and value.dim():
+        return None
+    return f"{name} has the shape {list(value.shape)}; it must be {['M', *sizes]}".replace("'", "")
 
 
 def _flat(features: Any) -> Tensor:
@@ -148,6 +159,27 @@ class QwenVL(MediaFamily):
         output.pooler_output = [output.pooler_output]
         return output
 
+    def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
+        modality, merge = self.modalities[kind], self.config.vision_config.spatial_merge_size
+        values, grids = media[modality.values], media[modality.items[0]]
+        if wrong := _wrong_shape(modality.values, values, self._patch) or _wrong_shape(modality.items[0], grids, 3):
+            return None, wrong
+        if grids.is_floating_point():
+            return None, f"{modality.items[0]} is {grids.dtype}; it must be of integers"
+        for item, grid in enumerate(grids.tolist()):
+            if min(grid) < 1 or grid[1] % merge or grid[2] % merge:
+                return (
+                    item,
+                    f"{modality.items[0]} {grid}; time, height and width are at least 1, and the latter two multiples of {merge}",
+                )
+        return None
+
+    @property
+    def _patch(self) -> int:
+        vision = self.config.vision_config
+        channels: int = getattr(vision, "in_channels", 3)
+        return channels * vision.temporal_patch_size * vision.patch_size**2
+
     def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
         grids: list[int] = media[self.modalities[kind].items[0]].prod(-1).tolist()
         return grids
@@ -157,11 +189,9 @@ class QwenVL(MediaFamily):
         return [patches // merged for patches in self.rows(kind, media)]
 
     def blank(self, kind: Kind) -> dict[str, Tensor]:
-        vision, modality = self.config.vision_config, self.modalities[kind]
-        side, channels = vision.spatial_merge_size, getattr(vision, "in_channels", 3)
-        patch = channels * vision.temporal_patch_size * vision.patch_size**2
+        side, modality = self.config.vision_config.spatial_merge_size, self.modalities[kind]
         return {
-            modality.values: torch.zeros(side * side, patch),
+            modality.values: torch.zeros(side * side, self._patch),
             modality.items[0]: torch.tensor([[1, side, side]]),
         }
 
@@ -205,6 +235,13 @@ class QwenOmni(QwenVL):
     }
     takes_outputs = False
 
+    def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
+        if kind == "audio":
+            return _audio_problem(media, self.config.audio_config.num_mel_bins, None)
+        if kind == "video" and (wrong := _wrong_shape("video_second_per_grid", media["video_second_per_grid"])):
+            return None, wrong
+        return super().problem(kind, media)
+
     def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
         return [1] * len(media["input_features"]) if kind == "audio" else super().rows(kind, media)
 
@@ -244,6 +281,9 @@ class QwenAudio(MediaFamily):
     }
     takes_outputs = False
 
+    def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
+        return _audio_problem(media, self.config.audio_config.num_mel_bins, 2 * self.config.audio_config.max_source_positions)
+
     def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
         return [1] * len(media["input_features"])
 
@@ -281,6 +321,18 @@ def _audio_features(media: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     return steps, (steps - 2) // 2 + 1
 
 
+def _audio_problem(media: Mapping[str, Tensor], bins: int, most: int | None) -> tuple[int | None, str] | None:
+    """See `MediaFamily.problem`; `most` is the number of frames that the encoder takes, if it takes one alone."""
+    values, mask = media["input_features"], media["feature_attention_mask"]
+    frames = values.shape[-1] if most is None else most
+    if wrong := _wrong_shape("input_features", values, bins, frames) or _wrong_shape("feature_attention_mask", mask, frames):
+        return None, wrong
+    for item, count in enumerate(mask.sum(-1).tolist()):
+        if count < SHORTEST:
+            return item, f"feature_attention_mask with {count} frames; an audio has at least {SHORTEST}"
+    return None
+
+
 def _blank_audio(bins: int, frames: int) -> dict[str, Tensor]:
     mask = (torch.arange(frames) < SHORTEST).long()[None]
     return {"input_features": torch.zeros(1, bins, frames), "feature_attention_mask": mask}
@@ -290,6 +342,14 @@ class Tiles(MediaFamily):
     """Families whose images are tiles of one size, each with the same number of features: InternVL."""
 
     modalities = {"image": Modality(values="pixel_values")}
+
+    def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
+        wrong = _wrong_shape("pixel_values", media["pixel_values"], *self._tile)
+        return None if wrong is None else (None, wrong)
+
+    @property
+    def _tile(self) -> tuple[int, ...]:
+        return (self.config.vision_config.num_channels, *self.config.vision_config.image_size)
 
     def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
         return [1] * len(media[self.modalities[kind].values])
@@ -304,8 +364,7 @@ class Tiles(MediaFamily):
         return int(patches * self.config.downsample_ratio**2)
 
     def blank(self, kind: Kind) -> dict[str, Tensor]:
-        vision = self.config.vision_config
-        return {self.modalities[kind].values: torch.zeros(1, vision.num_channels, *vision.image_size)}
+        return {"pixel_values": torch.zeros(1, *self._tile)}
 
 
 class MaskedTiles(Tiles):
@@ -313,16 +372,32 @@ class MaskedTiles(Tiles):
 
     modalities = {"image": Modality(values="pixel_values", items=("pixel_attention_mask",))}
 
+    def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
+        values = media["pixel_values"]
+        if wrong := super().problem(kind, media):
+            return wrong
+        if shape := _wrong_shape("pixel_attention_mask", media["pixel_attention_mask"], *self._tile[1:]):
+            return None, shape
+        blank = [item for item, tile in enumerate(values) if not tile.any()]
+        return (
+            (blank[0], "pixel_values that are all zero, which the model takes for padding; leave the tile out")
+            if blank
+            else None
+        )
+
+    @property
+    def _tile(self) -> tuple[int, ...]:
+        vision = self.config.vision_config
+        return vision.num_channels, vision.image_size, vision.image_size
+
     @property
     def _tile_features(self) -> int:
         vision = self.config.vision_config
         return int((vision.image_size // vision.patch_size) ** 2 / self.config.scale_factor**2)
 
     def blank(self, kind: Kind) -> dict[str, Tensor]:
-        vision = self.config.vision_config
-        size = (vision.image_size, vision.image_size)
         # Not zeros, which the family takes for padding and leaves out.
-        return {"pixel_values": torch.ones(1, vision.num_channels, *size), "pixel_attention_mask": torch.ones(1, *size).long()}
+        return {"pixel_values": torch.ones(1, *self._tile), "pixel_attention_mask": torch.ones(1, *self._tile[1:]).long()}
 
     def arguments(self, kind: Kind, media: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # As one row of a batch, whose images these are.
@@ -382,8 +457,3 @@ def check_media_support(lm: PreTrainedModel) -> None:
             f"{type(lm).__name__} of transformers {transformers.__version__} does not take the outputs of its encoders; "
             "install transformers 5.23 or later"
         )
-
-
-def kinds_of(names: Sequence[str], family: MediaFamily) -> list[Kind]:
-    """Return the kinds of media of which a batch has at least one field, in the family's order."""
-    return [kind for kind, modality in family.modalities.items() if any(n in names for n in modality.fields)]

@@ -76,6 +76,7 @@ def empty_lm(
     adapters = None
     if wants_adapters(model.lora):
         adapters = peft_config(model.lora, lm, model.path)
+        _check_saved_names(model, lm, layout)
         add_adapters(lm, adapters, model.lora)
         if model.head == "value" and any(m is lm.get_output_embeddings() for m in modules_to_save(model.lora, lm)):
             raise ModelError(
@@ -89,6 +90,21 @@ def empty_lm(
                 "the rows of the new tokens would not be trained; name the embeddings and the head there, unless they are tied"
             )
     return lm, layout, adapters
+
+
+def _check_saved_names(model: ModelConfig, lm: PreTrainedModel, layout: DiskLayout) -> None:
+    """Check that modules trained beside adapters have the same names on disk as in the model, by which peft loads them.
+
+    Raises:
+        ModelError: One has another name.
+    """
+    saved = {id(p) for module in modules_to_save(model.lora, lm) for p in module.parameters()}
+    for name, parameter in lm.named_parameters():
+        if id(parameter) in saved and layout.stored_slices(name, parameter.shape)[0].name != name:
+            raise ModelError(
+                f"model.lora.modules_to_save={list(model.lora.modules_to_save)}: {type(lm).__name__} stores {name} under another name, under "
+                "which peft would not find it; leave it out, or train the model itself with model.lora.rank=0"
+            )
 
 
 def _built(
@@ -138,7 +154,9 @@ def freeze(root: HFModel, patterns: Sequence[str]) -> None:
     names = {name: hf_name(name).name for name, _ in root.named_parameters()}
     encoders = _encoder_parameters(root)
     for pattern in patterns:
-        if pattern == ENCODERS and encoders:
+        if pattern == ENCODERS:
+            if not encoders:
+                raise ModelError(f"model.freeze: {type(root.lm).__name__} has no encoders; leave {ENCODERS} out")
             continue
         if not fnmatch.filter(names.values(), pattern):
             close_matches = difflib.get_close_matches(pattern, names.values(), n=1, cutoff=0.3)

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,13 +19,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForMultimodalLM
 
 from drivetrain.engine.config import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
-from drivetrain.engine.errors import ModelError
+from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.errors import DrivetrainError, ModelError
 from drivetrain.engine.export import export_hf
 from drivetrain.engine.hf.media import FAMILIES
-from drivetrain.engine.packing.batch import MediaField, PackedBatch
+from drivetrain.engine.loss import OutputRequest
+from drivetrain.engine.packing.batch import IGNORE, MediaField, PackedBatch
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.registry import engine_class
-from drivetrain.engine.tiny_media import MEDIA_FAMILIES, PLAIN, random_item, tiny_media_config
+from drivetrain.engine.tiny_media import IMAGE, MEDIA_FAMILIES, PLAIN, random_item, tiny_media_config
 from drivetrain.losses.sft import SFTLoss
 from helpers.harness import run_ranks
 
@@ -79,6 +83,7 @@ class Plain:
         self.model: Any = AutoModelForMultimodalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).train()
+        self.takes_kinds = "mm_token_type_ids" in inspect.signature(type(self.model).forward).parameters
         # What a family freezes when it is built, such as positions of an audio encoder, transformers trains once it is loaded.
         for built, loaded in zip(
             AutoModelForMultimodalLM.from_config(self.model.config).parameters(), self.model.parameters(), strict=True
@@ -99,7 +104,7 @@ class Plain:
             if self.family in ("idefics3", "smolvlm"):
                 given[name] = given[name][None]
         tokens = torch.tensor([list(ids)])
-        if "mm_token_type_ids" in inspect.signature(type(self.model).forward).parameters and items:
+        if self.takes_kinds and items:
             kinds = (tokens == config.image_token_id).int() + 2 * (tokens == config.video_token_id).int()
             given["mm_token_type_ids"] = kinds
         result: Tensor = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **given).logits[
@@ -152,7 +157,12 @@ def compare(folder: Path, family: str, parallel: ParallelConfig, tokens: int = 6
         size, rank = engine.topology.dp_size, engine.topology.dp_rank
         # In blocks, so that the last rank has no media in most of the steps.
         each = -(-len(documents) // size)
-        got = engine.train_batch(pack(documents[rank * each : (rank + 1) * each]), SFTLoss())
+        batch = pack(documents[rank * each : (rank + 1) * each])
+        if not any(items for _, items in documents):
+            # As a part of a batch that has media, whose fields are then there without rows.
+            mixed = PackedBatch.concat([batch, pack([document(family, 70, 1)])])
+            batch = mixed.select(range(batch.num_sequences))
+        got = engine.train_batch(batch, SFTLoss())
         loss, norm = plain.step(documents)
         assert got.grad_norm is not None
         off.append((abs(got.loss - loss) / loss, abs(got.grad_norm - norm) / norm))
@@ -200,6 +210,32 @@ def test_media_on_two_ranks(parallel: dict[str, int], tmp_path: Path) -> None:
 )
 def test_all_families_on_four_ranks(parallel: dict[str, int], tmp_path: Path) -> None:
     check_ranks(tmp_path, 4, parallel, list(MEDIA_FAMILIES))
+
+
+def rank_bad(folder: str) -> list[str]:
+    """The errors of batches that are wrong on the second rank alone."""
+    engine = engine_class("fsdp")(
+        model=ModelConfig(path=folder), engine=EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64)), optim=OPTIM
+    ).initialize()
+    good, rank, errors = pack([document("qwen2_5_vl", 1, 1)]), engine.topology.dp_rank, []
+    narrow = replace(
+        good, media={**good.media, "pixel_values": MediaField(values=torch.zeros(16, 95), counts=torch.tensor([16]))}
+    )
+    stray = from_lists([[5, IMAGE, 7]], names=["b.jsonl:3"])
+    for bad in (narrow, stray):
+        try:
+            engine.train_batch(bad if rank else good, SFTLoss())
+        except DrivetrainError as e:
+            errors.append(str(e))
+    engine.train_batch(good, SFTLoss())
+    engine.close()
+    return errors
+
+
+def test_bad_media_of_one_rank_are_told_on_all(tmp_path: Path) -> None:
+    for narrow, stray in run_ranks(rank_bad, 2, str(save(tmp_path / "model", "qwen2_5_vl"))):
+        assert "pixel_values has the shape [16, 95]; it must be [M, 96]" in narrow
+        assert "b.jsonl:3 has 1 image tokens (id 250), but 0 images" in stray
 
 
 class Recorder(TorchDispatchMode):
@@ -322,8 +358,64 @@ def test_settings_of_models_that_take_media(tmp_path: Path, process_group: None)
         assert again == pytest.approx(loss, rel=1e-6)
         assert adapted
         assert all(inside in name and outside not in name and ".lora_" in name for name in adapted)
+    with pytest.raises(ModelError, match=r"model.lora.modules_to_save.* stores .*embed_tokens.weight under another name"):
+        one_step(save(tmp_path / "other", "internvl"), {"lora": LoraConfig(rank=2, modules_to_save=("embed_tokens",))}, {}, [])
+    with pytest.raises(ModelError, match="Qwen3ForCausalLM has no encoders"):
+        one_step(save_tiny_model(tmp_path / "text", "qwen3"), {"freeze": ("encoders",)}, {}, [])
     with pytest.raises(ModelError, match=r"model.lora.targets names \*.audio.\*, which is not an adaptable linear layer"):
         one_step(folder, {"lora": LoraConfig(rank=2, targets=("*.audio.*",))}, {}, documents)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2_audio", "smolvlm"])
+def test_adapters_of_all_linear_layers_load_in_peft(family: str, tmp_path: Path, process_group: None) -> None:
+    folder = save(tmp_path / "model", family)
+    engine: Any = engine_class("fsdp")(
+        model=ModelConfig(path=str(folder), lora=LoraConfig(rank=2)),
+        engine=EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64)),
+        optim=OPTIM,
+    ).initialize()
+    documents = steps_of(family)[0]
+    engine.train_batch(pack(documents), SFTLoss())
+    export_hf(engine, tmp_path / "merged")
+    export_hf(engine, tmp_path / "adapter", adapters="only")
+    log_probs = engine.infer_batch(pack(documents), OutputRequest(log_probs=True))["log_probs"]
+    adapted = {name for name, _ in engine._root.named_parameters() if ".lora_A." in name}
+    engine.close()
+    convolutions = {
+        n for n, m in Plain(folder, family).model.named_modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Conv3d)
+    }
+    assert convolutions or family == "qwen2_audio"
+    assert not any(name.removeprefix("lm.").startswith(tuple(convolutions)) for name in adapted if convolutions)
+    loaded = Plain(folder, family)
+    loaded.model = PeftModel.from_pretrained(loaded.model, str(tmp_path / "adapter"))
+    for plain in (Plain(tmp_path / "merged", family), loaded):
+        found = []
+        for ids, items in documents:
+            logits = plain.logits(ids, items)[:-1]
+            found += [*(-F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")).tolist(), 0.0]
+        labels = torch.cat([pack([one]).labels for one in documents])
+        expected = torch.tensor(found).masked_fill(labels == IGNORE, 0.0)
+        torch.testing.assert_close(log_probs, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_value_model_reads_images_and_is_exported(tmp_path: Path, process_group: None) -> None:
+    family = "qwen2_5_vl"
+    folder = save(tmp_path / "model", family)
+    (folder / "preprocessor_config.json").write_text("{}")
+    engine = engine_class("fsdp")(
+        model=ModelConfig(path=str(folder), head="value"), engine=EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64))
+    ).initialize()
+    documents = steps_of(family)[0]
+    values = engine.infer_batch(pack(documents), OutputRequest(log_probs=False, values=True))["values"]
+    export_hf(engine, tmp_path / "hf")
+    engine.close()
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
+        score = file.get_tensor("score.weight")
+    plain = Plain(folder, family)
+    plain.model.lm_head = torch.nn.Identity()
+    expected = torch.cat([plain.logits(ids, items) @ score[0] for ids, items in documents])
+    torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-5)
+    assert (tmp_path / "hf" / "preprocessor_config.json").is_file()
 
 
 def rank_export(folder: str, out: str) -> tuple[float, float]:
