@@ -135,15 +135,6 @@ def test_a_signal_before_training_begins_makes_no_step() -> None:
     assert (train(run).reason, run.step, run.saved) == (StopReason.SIGNAL, 0, [0])
 
 
-def test_a_signal_after_training_does_not_undo_its_end() -> None:
-    class Late(Callback):
-        def on_train_end(self, run: Any, step: int) -> None:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    result = train(Stopping(callbacks=[Late()]))
-    assert (result.step, result.reason, result.signal) == (3, StopReason.DONE, None)
-
-
 def test_callbacks_end_training_after_steps_and_evaluations_alone() -> None:
     run = Stopping(callbacks=[Willing()], save_every=1)
     assert (train(run).reason, run.step) == (StopReason.DONE, 3)
