@@ -17,6 +17,7 @@ from .engine.loss import LossSums as LossSums
 from .engine.loss import OutputRequest as OutputRequest
 from .engine.loss import StepResult as StepResult
 from .engine.loss import TokenOutputs as TokenOutputs
+from .engine.packing.batch import MediaField as MediaField
 from .engine.packing.batch import PackedBatch as PackedBatch
 from .engine.parallel.process_groups import init_distributed as init_distributed
 from .engine.registry import BackendSpec as BackendSpec

@@ -21,7 +21,7 @@ from .ops.linear_head import head_bytes
 from .parallel.topology import Topology
 from .resolve import ITEMSIZE, MemoryNeeds, activation_bytes, choose, describe
 from .step import MicroBatchConsumer
-from .step_plan import MicroBatch
+from .step_plan import MediaModel, MicroBatch
 
 Adapters = Literal["merged", "only"]
 """How an export treats adapters: `merged` into the weights that they adapt, or `only` the adapters without the base model."""
@@ -52,6 +52,11 @@ class Backend(ABC):
     @abstractmethod
     def topology(self) -> Topology:
         """This process's position in the engine's grid, and the engine's process groups."""
+
+    @property
+    def media(self) -> MediaModel | None:
+        """How the model takes images, video or audio; None if it takes none on this backend."""
+        return None
 
     @abstractmethod
     def check_model(self, parallel: ParallelConfig) -> None:

@@ -185,7 +185,9 @@ class BaseEngine(Backend):
                     self.build_optimizer(self.optim_config)
             with self.topology.collective_errors():
                 self.finish_build()
-            self._planner = StepPlanner(self.topology, self.config.micro_batch, self.model_config, self.model_shape, sharing)
+            self._planner = StepPlanner(
+                self.topology, self.config.micro_batch, self.model_config, self.model_shape, sharing, self.media
+            )
         except BaseException:
             self.close()
             raise

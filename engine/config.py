@@ -229,7 +229,8 @@ class LoraConfig(Settings):
     rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732), for large ranks")
     dropout: float = setting(0.0, "dropout on the adapters' inputs during training")
     targets: tuple[str, ...] = setting(
-        ("all-linear",), "names of the linear layers that get an adapter; all-linear: all except the head"
+        ("all-linear",),
+        "names of the linear layers that get an adapter, or patterns of their full names, such as *.visual.*; all-linear: all except the head",
     )
     modules_to_save: tuple[str, ...] = setting(
         (),
@@ -265,7 +266,10 @@ class ModelConfig(Settings):
     chat_template: str | None = setting(
         None, "file with a Jinja chat template to use and export instead of the tokenizer's", path=True
     )
-    freeze: tuple[str, ...] = setting((), "parameters that are not trained, as patterns with * that match Hugging Face names")
+    freeze: tuple[str, ...] = setting(
+        (),
+        "parameters that are not trained, as patterns with * that match Hugging Face names; encoders: those of what encodes images, video and audio",
+    )
     quantization: Literal["none", "int8", "nf4"] = setting(
         "none", "number format of the frozen base model under adapters (QLoRA)"
     )

@@ -3,13 +3,15 @@
 Axes: T tokens of the micro-batch, t tokens of this rank's slice, S selected tokens of the slice.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from .hf.media import Kind, MediaFamily
 from .loss import HeadRequest, OutputRequest, TokenOutputs, loss_mask
+from .media import Share, select_items, share_items
 from .ops.packed_context import PackedContext
 from .ops.ulysses import gather_tokens, slice_tokens
 from .packing.batch import IGNORE
@@ -32,6 +34,21 @@ def computed_tokens(micro_batch: MicroBatch) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class EncoderInput:
+    """What a rank encodes of one kind of media, and which of the features stand in the place of tokens of its slice.
+
+    Args:
+        fields: The fields of its items, or of a blank one if it has none.
+        is_blank: Whether it has none: its features go nowhere, so that the gradient of the encoder is zero.
+        share: The exchange of features with the ranks that share the sequence; None without any.
+    """
+
+    fields: Mapping[str, Tensor]
+    is_blank: bool
+    share: Share | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RankSlice:
     """A rank's slice of a packed micro-batch, after the micro-batch is padded to a multiple that the layout requires.
 
@@ -47,6 +64,7 @@ class RankSlice:
         real_tokens: The number of real tokens, which come first in the slice; the rest is padding.
         mask: `[T]` bool, the selected tokens of the micro-batch.
         origin: `[T]` int64, the computed token of each token of the micro-batch; None if each is computed.
+        media: What is encoded, for each kind of media that any rank has in the step.
     """
 
     input_ids: Tensor
@@ -59,10 +77,17 @@ class RankSlice:
     real_tokens: int
     mask: Tensor
     origin: Tensor | None = None
+    media: Mapping[Kind, EncoderInput] = field(default_factory=dict)
 
     @classmethod
     def from_micro_batch(
-        cls, micro_batch: MicroBatch, request: HeadRequest, topology: Topology, *, padded_tokens: int | None = None
+        cls,
+        micro_batch: MicroBatch,
+        request: HeadRequest,
+        topology: Topology,
+        *,
+        padded_tokens: int | None = None,
+        family: MediaFamily | None = None,
     ) -> "RankSlice":
         """Return this rank's slice.
 
@@ -71,6 +96,7 @@ class RankSlice:
             request: The outputs that the head has to compute.
             topology: The engine's topology.
             padded_tokens: The number of tokens to which unsupervised documents pad the micro-batch; `padded_size` if None.
+            family: How the model takes media; None if it takes none.
         """
         batch, group, layout = micro_batch.batch, topology.cp, micro_batch.layout
         # The entropy or the most likely next token exists for every token, a log-probability only for tokens with a label.
@@ -114,6 +140,7 @@ class RankSlice:
             real_tokens=0 if micro_batch.is_dummy else max(0, min(size, tokens - topology.cp_rank * size)),
             mask=mask,
             origin=None if layout is None else layout.origin,
+            media={} if family is None else _encoder_inputs(micro_batch, family, topology, size),
         )
 
     def gather_outputs(self, outputs: Mapping[str, Tensor]) -> TokenOutputs:
@@ -127,6 +154,21 @@ class RankSlice:
             return full[: len(self.mask)]
         # Of a token that stands for several, not all need have been selected.
         return full[self.origin].masked_fill(~self.mask, 0)
+
+
+def _encoder_inputs(micro_batch: MicroBatch, family: MediaFamily, topology: Topology, tokens: int) -> dict[Kind, EncoderInput]:
+    inputs: dict[Kind, EncoderInput] = {}
+    device = micro_batch.batch.device
+    for kind, items in micro_batch.media.items():
+        share: Share | None = None
+        chosen: Sequence[int] = range(len(items.rows))
+        if topology.cp is not None:
+            share = share_items(items, topology.cp_rank, topology.parallel.cp, tokens).to(device)
+            chosen = share.items
+        media = select_items(items, family.modalities[kind], chosen) if chosen else family.blank(kind)
+        on_device = {name: value.to(device, non_blocking=True) for name, value in media.items()}
+        inputs[kind] = EncoderInput(fields=on_device, is_blank=not chosen, share=share)
+    return inputs
 
 
 def _extend(x: Tensor, tokens: int) -> Tensor:

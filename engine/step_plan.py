@@ -2,15 +2,18 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from .config import MicroBatchConfig, ModelConfig, SharePrefixes
 from .errors import BatchError, BudgetError, ConfigError
 from .flops import ModelShape
+from .hf.media import Kind, MediaFamily
 from .loss import Loss, OutputRequest
+from .media import Items, MediaSummary, check_media, items_of, positions_of
 from .packing.batch import PackedBatch, check_read
 from .packing.convert import unsupervised
 from .packing.microbatch import count_units, partition
@@ -33,6 +36,7 @@ class MicroBatch:
         index: The index of the micro-batch in the step, starting at 0.
         count: The number of micro-batches in the step, the same on every rank.
         layout: What is computed instead of the documents one by one; None if they share nothing.
+        media: The items of each kind of media that any rank has in the step, of which this micro-batch may have none.
         is_dummy: Whether this is a dummy micro-batch, which a rank without further documents runs because other ranks still
             have some, and all ranks must enter the same collectives.
     """
@@ -41,6 +45,7 @@ class MicroBatch:
     index: int
     count: int
     layout: SharedLayout | None = None
+    media: Mapping[Kind, Items] = field(default_factory=dict)
     is_dummy: bool = False
 
     @property
@@ -90,6 +95,10 @@ class StepPlan:
         longest: The number of tokens in the longest document of the global batch.
         shared_tokens: The number of tokens in the global batch that are not computed, because another document begins with them too.
         prefixes: The prefixes that the documents of this rank share; None if they are computed one by one.
+        media: How the model takes media; None if it takes none.
+        positions: `[A, T]` int64 on the host, the positions of this rank's documents if some have media; None for those of the batch.
+        kinds: The kinds of media that any rank has in the step. All ranks run their encoders in every micro-batch, since these have
+            collectives of their own.
     """
 
     parts: list[list[int]]
@@ -101,20 +110,53 @@ class StepPlan:
     longest: int
     shared_tokens: int = 0
     prefixes: Prefixes | None = None
+    media: "MediaModel | None" = None
+    positions: Tensor | None = None
+    kinds: tuple[Kind, ...] = ()
 
     def micro_batches(self, batch: PackedBatch, device: torch.device) -> "list[MicroBatch]":
         """Return the micro-batches in order, on the device."""
+        if self.positions is not None:
+            batch = batch.with_position_ids(self.positions.to(batch.device))
         return [self._micro_batch(batch, device, i) for i in range(len(self.parts))]
 
     def _micro_batch(self, batch: PackedBatch, device: torch.device, index: int) -> MicroBatch:
         part, count = self.parts[index], len(self.parts)
         if not part:
-            return MicroBatch(batch=unsupervised(1, device), index=index, count=count, is_dummy=True)
+            return MicroBatch(
+                batch=unsupervised(1, device),
+                index=index,
+                count=count,
+                media=self._items(unsupervised(1, "cpu")),
+                is_dummy=True,
+            )
         micro_batch = batch.select(part)
+        media = self._items(micro_batch)
         layout = None if self.prefixes is None else shared_layout(micro_batch.lengths, self.prefixes.select(part))
         return MicroBatch(
-            batch=micro_batch.to(device), index=index, count=count, layout=None if layout is None else layout.to(device)
+            # A rank encodes a part of the items alone, and only these go to its device.
+            batch=micro_batch.without_media().to(device),
+            index=index,
+            count=count,
+            layout=None if layout is None else layout.to(device),
+            media=media,
         )
+
+    def _items(self, micro_batch: PackedBatch) -> dict[Kind, Items]:
+        return {} if self.media is None else {kind: items_of(micro_batch, self.media.family, kind) for kind in self.kinds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaModel:
+    """A model that takes media.
+
+    Args:
+        family: Its family.
+        base: The model without its head, on any device.
+    """
+
+    family: MediaFamily
+    base: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +172,7 @@ class _ShardSummary:
     longest: int
     flops: float
     weights: dict[str, float]
+    media: MediaSummary
 
 
 class StepPlanner:
@@ -141,6 +184,7 @@ class StepPlanner:
         model: The model settings.
         shape: The model's shapes, which determine the cost of a document, the vocabulary size and the number of positions.
         share: Whether documents share prefixes; see `EngineConfig.share_prefixes`.
+        media: How the model takes media; None if it takes none.
     """
 
     def __init__(
@@ -150,9 +194,10 @@ class StepPlanner:
         model: ModelConfig,
         shape: ModelShape,
         share: SharePrefixes = "off",
+        media: MediaModel | None = None,
     ) -> None:
         self._topology, self._sizes, self._model, self._shape, self._share = topology, sizes, model, shape, share
-        self._warned = False
+        self._media, self._warned = media, False
 
     def plan(
         self,
@@ -191,6 +236,8 @@ class StepPlanner:
             training=training and loss is not None,
             total_weights=total_weights,
             share=self._share,
+            media=self._media,
+            name=self._model.path,
         )
         self.warn_about_positions(plan.longest)
         return plan
@@ -236,6 +283,8 @@ def plan_step(
     training: bool = False,
     total_weights: Mapping[str, float] | None = None,
     share: SharePrefixes = "off",
+    media: MediaModel | None = None,
+    name: str = "the model",
 ) -> StepPlan:
     """Compute the global weights and the common number of micro-batches, and split the batch. Collective.
 
@@ -247,7 +296,9 @@ def plan_step(
         shape: The model's shapes, which determine the cost of a document and the vocabulary size.
         training: Whether there is a backward pass.
         total_weights: The weights to use instead of the global batch's own, if the caller accumulates over several batches.
-        share: Whether documents share prefixes.
+        share: Whether documents share prefixes. Those with media do not.
+        media: How the model takes media; None if it takes none.
+        name: The name of the model, for messages.
 
     Raises:
         BudgetError: A sequence exceeds the token budget.
@@ -261,14 +312,22 @@ def plan_step(
     local: _ShardSummary | None = None
     error: Exception | None = None
     prefixes: Prefixes | None = None
+    positions: Tensor | None = None
     try:
-        prefixes = _shared_prefixes(batch, share)
-        local = _summarize_shard(topology, batch, loss, usable, budget.setting, shape, training, prefixes)
+        own_media = check_media(batch, None if media is None else media.family, name)
+        if media is not None and own_media.kinds and media.family.axes > 1 and batch.position_ids.dim() == 1:
+            positions = positions_of(batch, media.family, media.base, own_media.kinds)
+        # Documents with the same tokens may have other pictures.
+        prefixes = None if own_media.kinds else _shared_prefixes(batch, share)
+        local = _summarize_shard(topology, batch, loss, usable, budget.setting, shape, training, prefixes, own_media)
     except Exception as e:  # raised on all ranks by the exchange below, which every step needs anyway
         error = e
     summaries: list[_ShardSummary] = topology.all_gather_object(local, error=error)
     local = summaries[topology.rank]
     _check_terms(topology, local, summaries)
+    kinds = tuple(dict.fromkeys(kind for summary in summaries for kind in summary.media.kinds))
+    if stray := [what for summary in summaries for kind, what in summary.media.stray.items() if kind in kinds]:
+        raise BatchError(stray[0])
     count = max(summary.micro_batches for summary in summaries)
     count += -count % topology.micro_batch_multiple
     counted = [summary for summary in summaries if summary.counts]
@@ -289,6 +348,9 @@ def plan_step(
         longest=max(summary.longest for summary in summaries),
         shared_tokens=sum(summary.shared_tokens for summary in counted),
         prefixes=prefixes,
+        media=media,
+        positions=positions,
+        kinds=kinds,
     )
 
 
@@ -307,6 +369,7 @@ def _summarize_shard(
     shape: ModelShape,
     training: bool,
     prefixes: Prefixes | None,
+    media: MediaSummary,
 ) -> _ShardSummary:
     """Check this rank's data-parallel shard and return its summary."""
     weights: dict[str, float] = {}
@@ -331,6 +394,7 @@ def _summarize_shard(
         longest=batch.max_seqlen,
         flops=flops,
         weights=weights,
+        media=media,
     )
 
 

@@ -101,8 +101,7 @@ class CausalLM:
         targets_by_name: dict[str, list[tuple[Tensor, tuple[int, ...]]]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=True):
             for segment in layout.stored_slices(name, parameter.shape):
-                target = parameter[segment.box.within((0,) * parameter.dim())]
-                targets_by_name.setdefault(segment.name, []).append((target, tuple(segment.shape)))
+                targets_by_name.setdefault(segment.name, []).append((segment.cut(parameter), tuple(segment.shape)))
         unknown, tied = [], set(self.model.all_tied_weights_keys)
         values: list[tuple[str, Tensor]] = []
         for name, tensor in weights:
@@ -117,7 +116,7 @@ class CausalLM:
                     raise ModelError(
                         f"{name} is {list(tensor.shape)}, but the rollout model's is {list(shape)}; they are different models"
                     )
-                target.copy_(tensor.to(target.device).view(target.shape))
+                target.copy_(tensor.to(target.device))
         if unknown or targets_by_name:
             raise ModelError(
                 f"the weights are not those of {self._config.model.path}: {len(unknown)} tensors match no parameter "

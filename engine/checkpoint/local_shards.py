@@ -1,7 +1,7 @@
 """Local shards: the tensor slices that a rank holds in memory, and how they are read from and written to files."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ class LocalShard:
         offset: The start of the slice in the global tensor.
         data: A view into live memory; loading writes into it.
         owned: Whether this rank writes the slice when saving; otherwise another rank that holds the same slice does.
+        transposed: Whether the last two axes of the tensor are exchanged in memory, where `data` is a view with those of the tensor.
     """
 
     kind: str
@@ -53,11 +54,17 @@ class LocalShard:
     offset: tuple[int, ...]
     data: Tensor
     owned: bool = True
+    transposed: bool = False
 
     @property
     def box(self) -> TensorSlice:
         """The slice's position in the global tensor."""
         return TensorSlice(self.offset, tuple(self.data.shape))
+
+    def as_in_memory(self) -> "LocalShard":
+        """Return the shard of a tensor whose axes have the order of those in memory."""
+        shape, offset = ((*sizes[:-2], sizes[-1], sizes[-2]) for sizes in (self.shape, self.offset))
+        return replace(self, shape=shape, offset=offset, data=self.data.transpose(-1, -2), transposed=False)
 
 
 def cut_local_shards(
@@ -80,8 +87,17 @@ def cut_local_shards(
         view = data[shared.within(box.offset)] if box.offset else data
         for _ in range(stored.dropped):
             view = view.select(0, 0)
+        view = view.transpose(-1, -2) if stored.transposed else view
         view = view[(None,) * len(stored.index)] if stored.index else view
-        yield LocalShard(kind=kind, name=stored.name, shape=stored.shape, offset=offset, data=view, owned=owned)
+        yield LocalShard(
+            kind=kind,
+            name=stored.name,
+            shape=stored.shape,
+            offset=offset,
+            data=view,
+            owned=owned,
+            transposed=stored.transposed,
+        )
 
 
 def raw(tensor: Tensor) -> Any:

@@ -5,6 +5,7 @@ Pure integer arithmetic on offsets and lengths. Imports no torch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, order=True)
@@ -47,6 +48,7 @@ class StoredSlice:
         offset: The start of the slice in the tensor on disk; empty if that is the tensor's start.
         dropped: The number of leading axes of `box`, each of length 1, that the tensor on disk does not have.
         index: The slice's position on leading axes of the tensor on disk that the parameter does not have.
+        transposed: Whether the last two axes are exchanged on disk.
     """
 
     name: str
@@ -55,11 +57,12 @@ class StoredSlice:
     offset: tuple[int, ...] = ()
     dropped: int = 0
     index: tuple[int, ...] = ()
+    transposed: bool = False
 
     @property
     def on_disk(self) -> TensorSlice:
         """The slice of the tensor on disk."""
-        length = self.box.length[self.dropped :]
+        length = self._exchanged(self.box.length[self.dropped :])
         return TensorSlice((*self.index, *(self.offset or (0,) * len(length))), (*(1 for _ in self.index), *length))
 
     def part(self, box: TensorSlice) -> tuple[TensorSlice, tuple[int, ...]] | None:
@@ -67,9 +70,19 @@ class StoredSlice:
         shared = intersect(box, self.box)
         if shared is None:
             return None
-        inside = tuple(a - b for a, b in zip(shared.offset, self.box.offset, strict=True))[self.dropped :]
+        inside = self._exchanged(tuple(a - b for a, b in zip(shared.offset, self.box.offset, strict=True))[self.dropped :])
         start = self.offset or (0,) * len(inside)
         return shared, (*self.index, *(a + b for a, b in zip(inside, start, strict=True)))
+
+    def cut(self, value: Any) -> Any:
+        """Return the slice of a whole parameter as a view, with the axes that it has on disk except those of `index`."""
+        part = value[self.box.within((0,) * value.dim())] if value.dim() else value
+        for _ in range(self.dropped):
+            part = part.select(0, 0)
+        return part.transpose(-1, -2) if self.transposed else part
+
+    def _exchanged(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else sizes
 
 
 def whole(shape: Sequence[int]) -> TensorSlice:

@@ -120,6 +120,5 @@ class PlainReference:
         weights = {}
         for name, tensor in named.items():
             for segment in layout.stored_slices(name, tensor.shape):
-                part = tensor.detach()[segment.box.within((0,) * tensor.dim())]
-                weights[segment.name] = part.reshape(segment.shape)
+                weights[segment.name] = segment.cut(tensor.detach())
         return weights

@@ -16,6 +16,7 @@ from ..errors import ModelError, TopologyError
 from ..flops import ModelShape
 from ..hf.config import check_model, logit_transform
 from ..hf.layout import DiskLayout
+from ..hf.media import FAMILIES, check_media_support
 from ..hf.model import choose_trainable, empty_lm, vocabulary_names
 from ..hf.model_path import resolve_folder
 from ..hf.names import hf_name
@@ -27,7 +28,7 @@ from ..torch_private import replace_tensor, saved_operators
 from .attention import IMPLEMENTATION
 from .compile import compile_model
 from .experts import ExpertShards, check_experts, cut_experts
-from .families import check_family
+from .families import check_family, check_media_family
 from .options import FSDPOptions
 from .packed_model import PackedModel
 from .shard import build_mesh, local_slice, shard
@@ -70,15 +71,31 @@ class FSDPBuild:
     experts: ExpertShards | None
 
 
-def check_config(config: PreTrainedConfig, model: ModelConfig, parallel: ParallelConfig, options: FSDPOptions) -> None:
+def check_config(
+    config: PreTrainedConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    options: FSDPOptions,
+    media: PreTrainedConfig | None = None,
+) -> None:
     """Check, from the configs alone, that the model can run with these settings.
+
+    Args:
+        config: The decoder's config.
+        model: The model settings.
+        parallel: The parallel layout.
+        options: The backend's own settings.
+        media: The config of the whole model, if it takes media.
 
     Raises:
         ModelError, TopologyError: It cannot; the message names the setting and the way out.
     """
     check_model(config, model)
     check_rope(config, model.path)
-    check_family(config, allow_unverified=options.allow_unverified_family)
+    if media is None:
+        check_family(config, allow_unverified=options.allow_unverified_family)
+    else:
+        check_media_family(media, allow_unverified=options.allow_unverified_family)
     heads, cp = config.num_attention_heads, parallel.cp
     if heads % cp:
         legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
@@ -116,7 +133,9 @@ def check_rope(config: PreTrainedConfig, path: str) -> None:
             )
 
 
-def describe(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, aux_coef: float) -> Described:
+def describe(
+    config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, aux_coef: float, media: PreTrainedConfig | None = None
+) -> Described:
     """Return the model on the meta device, with its adapters and its head.
 
     Args:
@@ -124,10 +143,17 @@ def describe(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, a
         model: The model settings.
         dtype: The dtype of the parameters.
         aux_coef: The coefficient of the router's load-balancing loss.
+        media: The config of the whole model, if it takes media.
     """
-    lm, layout, adapters = empty_lm(config, model, dtype, IMPLEMENTATION)
+    lm, layout, adapters = empty_lm(config, model, dtype, IMPLEMENTATION, media=media)
+    if media is not None:
+        check_media_support(lm)
     root = PackedModel(
-        lm, value_head=model.head == "value", transform=logit_transform(config), router=router_settings(config, aux_coef)
+        lm,
+        value_head=model.head == "value",
+        transform=logit_transform(config),
+        router=router_settings(config, aux_coef),
+        media=None if media is None else FAMILIES[media.model_type](media),
     )
     choose_trainable(root, model)
     root.eval()

@@ -18,12 +18,12 @@ of a compiled layer cannot be told from its other operations, so that selective 
 
 
 def compile_model(root: PackedModel, backend: Any = "inductor") -> None:
-    """Compile each decoder layer, and the head's work on its logits, for micro-batches of all lengths.
+    """Compile each layer of the decoder, and the head's work on its logits, for micro-batches of all lengths.
 
     Args:
         root: The model, whose layers recompute their activations already if they are to; one graph then covers both passes.
         backend: The backend of torch.compile.
     """
-    for layer in decoder_layers(root):
+    for layer in decoder_layers(root.lm.get_decoder()):
         layer.compile(backend=backend, dynamic=True, **compile_settings(GRAPHS))
     root.head_regions = compile_regions(backend)

@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig
 
 from ..backend import Adapters, check_adapters
 from ..base import BaseEngine
@@ -22,6 +24,7 @@ from ..errors import ConfigError
 from ..flops import ModelShape
 from ..hf.files import save_model_files
 from ..hf.lora import adapters_disabled
+from ..hf.media import media_config
 from ..hf.weights import seed_ranks
 from ..offload import StatePart, host_cores, host_threads
 from ..ops.norm import sum_of_squares
@@ -29,7 +32,7 @@ from ..rank_slice import RankSlice
 from ..resolve import MemoryNeeds, choose
 from ..resolve import describe as describe_needs
 from ..step import MicroBatchConsumer
-from ..step_plan import MicroBatch
+from ..step_plan import MediaModel, MicroBatch
 from ..torch_private import foreach_mul_
 from . import compile as compile_module
 from .build import Described, FSDPBuild, build, check_config, describe
@@ -95,10 +98,20 @@ class FSDPEngine(BaseEngine):
     def _described(self) -> Described:
         if self._meta is None:
             dtype = getattr(torch, self.config.precision.params)
-            self._meta = describe(self.hf_config, self.model_config, dtype, self.router_aux_coef)
+            self._meta = describe(self.hf_config, self.model_config, dtype, self.router_aux_coef, self._media_config)
         return self._meta
 
+    @cached_property
+    def _media_config(self) -> PreTrainedConfig | None:
+        """The config of the whole model, if it takes media."""
+        return media_config(self.model_config, self.hf_config)
+
     # ---- build ---------------------------------------------------------------------------------------------------
+
+    @property
+    def media(self) -> MediaModel | None:
+        """See `Backend.media`."""
+        return None if self._root.media is None else MediaModel(family=self._root.media, base=self._root.base)
 
     def check_model(self, parallel: ParallelConfig) -> None:
         if self.config.compile is True and parallel.ep > 1:
@@ -106,7 +119,7 @@ class FSDPEngine(BaseEngine):
                 f"engine.compile=true with engine.parallel.ep={parallel.ep}: layers that exchange tokens between experts cannot be "
                 "compiled; set engine.compile to auto or false, or ep to 1"
             )
-        check_config(self.hf_config, self.model_config, parallel, self.options)
+        check_config(self.hf_config, self.model_config, parallel, self.options, self._media_config)
 
     def memory_needs(self) -> MemoryNeeds:
         p, root = self.topology.parallel, self._described.meta_model if self._model is None else self._root
@@ -177,7 +190,8 @@ class FSDPEngine(BaseEngine):
         self, micro_batch: MicroBatch, consumer: MicroBatchConsumer, chunk: nn.Module | None = None
     ) -> tuple[Any, Callable[[Any], Tensor]]:
         """Run the model on one micro-batch; see `Backend.forward_step`."""
-        part = RankSlice.from_micro_batch(micro_batch, consumer.request(micro_batch), self.topology)
+        request = consumer.request(micro_batch)
+        part = RankSlice.from_micro_batch(micro_batch, request, self.topology, family=self._root.media)
 
         def scalar_of(output: dict[str, Tensor]) -> Tensor:
             aux = output.pop("router_aux", None)

@@ -6,13 +6,15 @@ family of `EXACT` whose config has a switch that no test has seen, such as windo
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..errors import ModelError
 from ..tiny_configs import tested_configs
+from ..tiny_media import tiny_media_config
 from .trial import DESCRIPTION, TOKEN_ID, compare_packed, trial_config
 
 EXACT = frozenset(
@@ -70,7 +72,11 @@ def unseen_switches(config: PreTrainedConfig) -> list[str]:
     A switch is a setting that is true, false, a word or null. Of a number, it is whether the number is positive; of a list, which
     words it contains, or whether it is empty.
     """
-    seen = {switch for tested in tested_configs(config.model_type) for switch in _switches(tested.to_dict())}
+    return _unseen(config, tested_configs(config.model_type))
+
+
+def _unseen(config: PreTrainedConfig, tested: Sequence[PreTrainedConfig]) -> list[str]:
+    seen = {switch for one in tested for switch in _switches(one.to_dict())}
     return list(dict.fromkeys(switch for switch in _switches(config.to_dict()) if switch not in seen))
 
 
@@ -88,6 +94,30 @@ def _switches(fields: dict[Any, Any]) -> Iterator[str]:
             yield f"{name}=a number"
         else:
             yield f"{name}={value}"
+
+
+def check_media_family(media: PreTrainedConfig, *, allow_unverified: bool) -> None:
+    """Check that packed attention is correct for the decoder of a model that takes media, with the switches of its config.
+
+    Encoders are run as transformers runs them, so only the decoder's switches count.
+
+    Args:
+        media: The config of the whole model, of a family that takes media.
+        allow_unverified: Whether a decoder with switches that no test has seen is accepted.
+
+    Raises:
+        ModelError: It is not, or is not known to be.
+    """
+    decoder = media.get_text_config()
+    if decoder.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        check_family(decoder, allow_unverified=allow_unverified)
+        return
+    unseen = _unseen(decoder, [tiny_media_config(media.model_type).get_text_config()])
+    if unseen and not allow_unverified:
+        raise ModelError(
+            f"model family {media.model_type!r} is verified, but not with {', '.join(unseen)} in its decoder, which cannot be tried by itself; "
+            "engine.options.allow_unverified_family=true runs it at your own risk"
+        )
 
 
 def check_family(config: PreTrainedConfig, *, allow_unverified: bool) -> None:

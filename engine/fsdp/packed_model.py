@@ -4,16 +4,21 @@ Axes: T tokens of the packed sequence (this rank's slice under context paralleli
 H hidden size.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import ModelError
+from ..hf.media import Kind, MediaFamily
 from ..hf.model import HFModel
 from ..ops.head_regions import HeadRegions
 from ..ops.linear_head import LogitTransform, linear_head
 from ..ops.router import RouterSettings, balancing_loss
-from ..rank_slice import RankSlice
+from ..ops.ulysses import exchange_rows
+from ..rank_slice import EncoderInput, RankSlice
 
 
 class PackedModel(HFModel):
@@ -24,14 +29,22 @@ class PackedModel(HFModel):
         value_head: Whether to replace the language-model head by one number per token.
         transform: The transform of the logits.
         router: The settings of the router's balancing loss; None if the loss is off.
+        media: How the model takes media; None if it takes none.
     """
 
     def __init__(
-        self, lm: PreTrainedModel, *, value_head: bool, transform: LogitTransform, router: RouterSettings | None
+        self,
+        lm: PreTrainedModel,
+        *,
+        value_head: bool,
+        transform: LogitTransform,
+        router: RouterSettings | None,
+        media: MediaFamily | None = None,
     ) -> None:
         super().__init__(lm, value_head=value_head)
         self.transform = transform
         self.router = router
+        self.media = media
         self.head_regions: HeadRegions | None = None
         """The compiled work of the head on its logits; None if the model is not compiled."""
 
@@ -45,8 +58,17 @@ class PackedModel(HFModel):
             Output name -> `[S]`, and `router_aux` (a scalar) if the balancing loss is on.
         """
         router = {} if self.router is None else {"output_router_logits": True}
-        result = self.lm.get_decoder()(
-            input_ids=part.input_ids.unsqueeze(0),
+        backbone: Any = self.lm.get_decoder()
+        inputs: dict[str, Any] = {"input_ids": part.input_ids.unsqueeze(0)}
+        if self.media is not None and part.media:
+            features = {kind: self._encode(kind, one, part) for kind, one in part.media.items()}
+            if self.media.takes_outputs:
+                backbone = self.base
+                inputs["mm_encoder_outputs"] = {kind: self.media.encoded(one) for kind, one in features.items()}
+            else:
+                inputs = {"inputs_embeds": self._embed(part, features).unsqueeze(0)}
+        result = backbone(
+            **inputs,
             position_ids=part.position_ids.unsqueeze(-2),
             use_cache=False,
             packed=part.context,
@@ -61,6 +83,27 @@ class PackedModel(HFModel):
                 raise ModelError("a router loss is requested, but this family's model returns no router logits")
             outputs["router_aux"] = balancing_loss(result.router_logits, self.router, part.real_tokens, part.context.cp_group)
         return outputs
+
+    def _embed(self, part: RankSlice, features: Mapping[Kind, Tensor]) -> Tensor:
+        """Return the embeddings `[T, H]` with features in the place of their tokens."""
+        assert self.media is not None
+        embeddings: Tensor = self.lm.get_input_embeddings()(part.input_ids)
+        for kind, one in features.items():
+            mask = (part.input_ids == self.media.tokens[kind]).unsqueeze(-1)
+            embeddings = embeddings.masked_scatter(mask, one.to(embeddings.dtype))
+        return embeddings
+
+    def _encode(self, kind: Kind, media: EncoderInput, part: RankSlice) -> Tensor:
+        """Return the features in the place of this slice's tokens."""
+        assert self.media is not None
+        features = self.media.encode(self.base, kind, media.fields)
+        if media.is_blank:
+            # The encoder stays in the graph, so that its backward pass has the collectives of other ranks; its gradient is zero.
+            features = features[:0]
+        if media.share is not None and part.context.cp_group is not None:
+            features = exchange_rows(features, media.share.send, media.share.receive, part.context.cp_group)
+            features = features.index_select(0, media.share.order)
+        return features
 
     def _head(self, hidden_sh: Tensor, part: RankSlice) -> dict[str, Tensor]:
         if self.score is not None:

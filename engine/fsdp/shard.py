@@ -1,6 +1,7 @@
 """FSDP2 applied to the root module, and the tensor slices that a rank then holds."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def shard(root: nn.Module, mesh: DeviceMesh, experts: ExpertShards | None, config: EngineConfig, options: FSDPOptions) -> None:
+def shard(root: Any, mesh: DeviceMesh, experts: ExpertShards | None, config: EngineConfig, options: FSDPOptions) -> None:
     """Wrap each layer, then the root. Gradients are summed over ranks, not averaged: the driver divides once.
 
     A model that is not split over ranks, and that neither casts nor offloads, is not wrapped: FSDP would copy its parameters twice
@@ -54,11 +55,14 @@ def shard(root: nn.Module, mesh: DeviceMesh, experts: ExpertShards | None, confi
     # A single rank gathers nothing: its gathered parameters are copies in the format of computation, made once per step.
     reshard = mesh.size() > 1 if options.reshard_after_forward == "auto" else options.reshard_after_forward
     inner = [] if experts is None else [(module, experts.mesh) for _, module in expert_modules(root)]
+    encoders = {id(layer) for layer in decoder_layers(root)} - {id(layer) for layer in decoder_layers(root.lm.get_decoder())}
+    # The angles of an encoder's positions are inputs of its layers, in float32 whatever the layers compute in.
+    encoder_policy = replace(policy, cast_forward_inputs=False)
     for module, module_mesh in [*inner, *((layer, mesh) for layer in decoder_layers(root))]:
         fully_shard(
             module,
             mesh=module_mesh,
-            mp_policy=policy,
+            mp_policy=encoder_policy if id(module) in encoders else policy,
             offload_policy=offload,
             reshard_after_forward=reshard,
         )

@@ -124,10 +124,7 @@ def stream_weights(
                 layer, value, full(layer.lora_A["default"].weight.detach()), full(layer.lora_B["default"].weight.detach())
             )
         for stored_slice in stored_slices_of(layout, experts, name, tensor):
-            part = value[stored_slice.box.within((0,) * value.dim())] if value.dim() else value
-            for _ in range(stored_slice.dropped):
-                part = part.select(0, 0)
-            yield _export_name(stored_slice.name, only_adapters=only_adapters), part
+            yield _export_name(stored_slice.name, only_adapters=only_adapters), stored_slice.cut(value)
 
 
 def _is_exported(name: str, tensor: Tensor, *, only_adapters: bool) -> bool:

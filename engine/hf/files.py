@@ -1,8 +1,9 @@
-"""Saving the config, generation config and tokenizer of a trained model, as transformers and peft expect them."""
+"""Saving the config, generation config, tokenizer and processor of a trained model, as transformers and peft expect them."""
 
 import copy
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from ..config import ModelConfig
 from .generation import FILE, end_tokens, read_generation_settings, token_ids
+from .media import FAMILIES
 from .model import HFModel
+from .model_path import resolve_folder
 from .padding import padding_token
 from .tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
+
+TEMPLATE = "chat_template.json"
+PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", TEMPLATE)
+"""The files of what turns images, videos and audio into numbers. Training does not change them."""
 
 
 def save_model_files(root: HFModel, model: ModelConfig, adapters: Any, folder: Path) -> None:
@@ -50,12 +57,19 @@ def save_model_files(root: HFModel, model: ModelConfig, adapters: Any, folder: P
         adapters.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    if config.model_type in FAMILIES:
+        stored = resolve_folder(model.path)
+        for name in PROCESSOR_FILES:
+            # A template of the settings is the tokenizer's.
+            if (stored / name).is_file() and not (name == TEMPLATE and model.chat_template is not None):
+                shutil.copyfile(stored / name, folder / name)
 
 
 def _set_padding(config: Any, tokenizer: Any | None, model: ModelConfig) -> None:
     """Give a classifier and its tokenizer a padding token that ends no sequence."""
-    config.pad_token_id = padding_token(tokenizer, config, end_tokens(model) | token_ids(config.eos_token_id))
-    if config.pad_token_id is None:
+    decoder = config.get_text_config()
+    decoder.pad_token_id = padding_token(tokenizer, decoder, end_tokens(model) | token_ids(decoder.eos_token_id))
+    if decoder.pad_token_id is None:
         # Without one, transformers refuses batches; with one that ends sequences, it would score another token.
         log.warning(
             "model.path=%s: its vocabulary has no special token that could pad a batch without being one that ends a sequence, so the exported "
@@ -64,4 +78,4 @@ def _set_padding(config: Any, tokenizer: Any | None, model: ModelConfig) -> None
             model.path,
         )
     elif tokenizer is not None:
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(decoder.pad_token_id)

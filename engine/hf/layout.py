@@ -6,6 +6,7 @@ read as data.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -13,6 +14,7 @@ from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
     PrefixChange,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     WeightTransform,
@@ -66,7 +68,19 @@ class DiskLayout:
             name, _ = renaming.rename_source_key(name)
         return name
 
+    def _transposed(self, name: str, shape: tuple[int, ...], converter: WeightConverter) -> list[StoredSlice]:
+        op: Any = converter.operations[0]
+        if sorted(axis % len(shape) for axis in (op.dim0, op.dim1)) != [len(shape) - 2, len(shape) - 1]:
+            raise ModelError(
+                f"{name} is stored with its axes {op.dim0} and {op.dim1} exchanged; drivetrain has no rule for this family yet"
+            )
+        # transformers tells by the shape whether a tensor has to be transposed, so it does not transpose one that is square.
+        stored = shape if op.check_dims and shape[-1] == shape[-2] else (*shape[:-2], shape[-1], shape[-2])
+        return [StoredSlice(self._rename(name), stored, whole(shape), transposed=stored != shape or not op.check_dims)]
+
     def _fused(self, name: str, shape: tuple[int, ...], converter: WeightConverter, target: str) -> list[StoredSlice]:
+        if [type(op) for op in converter.operations] == [Transpose]:
+            return self._transposed(name, shape, converter)
         operations = [(type(op), getattr(op, "dim", None)) for op in converter.operations]
         sources = list(converter.source_patterns)
         supported = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])

@@ -5,6 +5,7 @@ peft's injection changes only the adapted layers of the transformers model; no w
 
 import copy
 import difflib
+import fnmatch
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,19 +41,26 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
     fused = EXPERT_NAMES & names if any(hasattr(m, "_is_expert_parallel") for m in model.modules()) else set()
     targets = sorted(names - fused)
     if lora.targets != ("all-linear",):
-        unknown = [t for t in lora.targets if t not in names]
+        matches = {
+            t: [n for n in linears if fnmatch.fnmatchcase(n, t)] if "." in t else [n for n in names if n == t]
+            for t in lora.targets
+        }
+        unknown = [t for t in lora.targets if not matches[t]]
         if unknown:
             raise ModelError(
                 f"model.lora.targets names {', '.join(unknown)}, which is not an adaptable linear layer of "
-                f"{type(model).__name__} (its head cannot be adapted); the adaptable layers are {', '.join(targets)}"
+                f"{type(model).__name__} (its head cannot be adapted); the adaptable layers are {', '.join(targets)}, and of full names a "
+                "pattern such as *.layers.*.q_proj"
             )
-        if expert_targets := [t for t in lora.targets if t in fused]:
+        if expert_targets := [t for t, matched in matches.items() if {n.rpartition(".")[2] for n in matched} & fused]:
             raise ModelError(
                 f"model.lora.targets names {', '.join(expert_targets)}: in {type(model).__name__}, peft treats it as part of "
                 f"the fused experts, which cannot be adapted; use some of {', '.join(targets)}"
             )
-        targets = list(lora.targets)
-    # peft finds targets by the last part of their names.
+        targets = list(dict.fromkeys(name for one in matches.values() for name in one))
+    # peft finds targets by the end of their names, and would adapt what is no linear layer, such as the convolution of an encoder.
+    others = {n.rpartition(".")[2] for n, m in model.named_modules() if n not in every and m is not head}
+    targets = [full for t in targets for full in ([n for n in linears if n.rpartition(".")[2] == t] if t in others else [t])]
     excluded = any(n.rpartition(".")[2] in targets for n in every.keys() - linears)
     return PeftLoraConfig(
         r=lora.rank,

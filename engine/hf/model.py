@@ -9,15 +9,21 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
 from ..config import ModelConfig
 from ..errors import ModelError
 from .config import wants_adapters
 from .layout import DiskLayout
 from .lora import add_adapters, modules_to_save, peft_config
+from .media import decoder_key
 from .names import hf_name
 from .overrides import named
+
+ENCODERS = "encoders"
+"""What stands in `model.freeze` for everything that encodes media."""
+ENCODER_ATTENTION = "sdpa"
+"""The attention of encoders of media, by transformers' name."""
 
 
 class HFModel(nn.Module):
@@ -34,11 +40,22 @@ class HFModel(nn.Module):
         self.score: nn.Linear | None = None
         if value_head:
             lm.set_output_embeddings(nn.Identity())
-            self.score = nn.Linear(lm.config.hidden_size, 1, bias=False, device="meta", dtype=lm.dtype)
+            hidden = lm.config.get_text_config().hidden_size
+            self.score = nn.Linear(hidden, 1, bias=False, device="meta", dtype=lm.dtype)
+
+    @property
+    def base(self) -> Any:
+        """The model without its head: of a model that takes media, its encoders and its decoder."""
+        return getattr(self.lm, self.lm.base_model_prefix)
 
 
 def empty_lm(
-    config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, attention: str = "eager"
+    config: PreTrainedConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    attention: str = "eager",
+    *,
+    media: PreTrainedConfig | None = None,
 ) -> tuple[PreTrainedModel, DiskLayout, Any]:
     """Return the language model with its adapters, its layout on disk, and the peft config or None.
 
@@ -46,18 +63,20 @@ def empty_lm(
         config: The model's config.
         model: The model settings.
         dtype: The dtype of the parameters.
-        attention: The attention implementation, by transformers' name.
+        attention: The attention implementation of the decoder, by transformers' name.
+        media: The config of the whole model, if it is built with its encoders.
 
     Raises:
         ModelError: No model can be built with `model.overrides`, or settings contradict each other.
     """
-    lm = _built(config, model, dtype, attention)
+    lm = _built(config, model, dtype, attention, media)
     # Created on meta one by one, tied parameters were separated; FSDP must see one parameter, or it would train two.
     lm.tie_weights()
     layout = DiskLayout(lm)
     adapters = None
     if wants_adapters(model.lora):
         adapters = peft_config(model.lora, lm, model.path)
+        _check_saved_names(model, lm, layout)
         add_adapters(lm, adapters, model.lora)
         if model.head == "value" and any(m is lm.get_output_embeddings() for m in modules_to_save(model.lora, lm)):
             raise ModelError(
@@ -73,12 +92,37 @@ def empty_lm(
     return lm, layout, adapters
 
 
-def _built(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def _check_saved_names(model: ModelConfig, lm: PreTrainedModel, layout: DiskLayout) -> None:
+    """Check that modules trained beside adapters have the same names on disk as in the model, by which peft loads them.
+
+    Raises:
+        ModelError: One has another name.
+    """
+    saved = {id(p) for module in modules_to_save(model.lora, lm) for p in module.parameters()}
+    for name, parameter in lm.named_parameters():
+        if id(parameter) in saved and layout.stored_slices(name, parameter.shape)[0].name != name:
+            raise ModelError(
+                f"model.lora.modules_to_save={list(model.lora.modules_to_save)}: {type(lm).__name__} stores {name} under another name, under "
+                "which peft would not find it; leave it out, or train the model itself with model.lora.rank=0"
+            )
+
+
+def _built(
+    config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, attention: str, media: PreTrainedConfig | None
+) -> PreTrainedModel:
+    kind: Any = AutoModelForCausalLM
+    implementation: Any = attention
+    if media is not None:
+        # Encoders attend in both directions, and separate images themselves.
+        kind, implementation = AutoModelForMultimodalLM, {"": ENCODER_ATTENTION, decoder_key(media): attention}
     try:
         # Parameters are on the meta device but buffers are real: rotary frequencies are computed, not loaded.
         with init_empty_weights(include_buffers=False):
-            lm: PreTrainedModel = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), attn_implementation=attention, dtype=dtype, trust_remote_code=model.trust_remote_code
+            lm: PreTrainedModel = kind.from_config(
+                copy.deepcopy(config if media is None else media),
+                attn_implementation=implementation,
+                dtype=dtype,
+                trust_remote_code=model.trust_remote_code,
             )
     except Exception as e:  # of many types, by what a family does with the value
         if not model.overrides:
@@ -100,20 +144,39 @@ def choose_trainable(root: HFModel, model: ModelConfig) -> None:
 def freeze(root: HFModel, patterns: Sequence[str]) -> None:
     """Freeze the parameters whose Hugging Face names match a pattern.
 
+    Args:
+        root: The model.
+        patterns: The patterns; `encoders` stands for everything but the decoder and the head.
+
     Raises:
         ModelError: A pattern matches nothing, or the patterns together match everything.
     """
     names = {name: hf_name(name).name for name, _ in root.named_parameters()}
+    encoders = _encoder_parameters(root)
     for pattern in patterns:
+        if pattern == ENCODERS:
+            if not encoders:
+                raise ModelError(f"model.freeze: {type(root.lm).__name__} has no encoders; leave {ENCODERS} out")
+            continue
         if not fnmatch.filter(names.values(), pattern):
             close_matches = difflib.get_close_matches(pattern, names.values(), n=1, cutoff=0.3)
             hint = f"; did you mean {close_matches[0]!r}?" if close_matches else ""
             raise ModelError(f"model.freeze: {pattern!r} matches no parameter of {type(root.lm).__name__}{hint}")
     for name, parameter in root.named_parameters():
-        if any(fnmatch.fnmatchcase(names[name], pattern) for pattern in patterns):
+        if (ENCODERS in patterns and name in encoders) or any(
+            fnmatch.fnmatchcase(names[name], pattern) for pattern in patterns
+        ):
             parameter.requires_grad_(False)
     if not any(p.requires_grad for p in root.parameters()):
         raise ModelError(f"model.freeze={list(patterns)} leaves nothing to train")
+
+
+def _encoder_parameters(root: HFModel) -> set[str]:
+    """Return the names of the parameters of what encodes media, with what projects the features."""
+    lm: Any = root.lm
+    others = [lm.get_decoder(), lm.get_input_embeddings(), lm.get_output_embeddings(), root.score]
+    known = {id(parameter) for module in others if module is not None for parameter in module.parameters()}
+    return {name for name, parameter in root.named_parameters() if id(parameter) not in known}
 
 
 def vocabulary_names(lm: PreTrainedModel, layout: DiskLayout) -> frozenset[str]:

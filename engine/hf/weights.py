@@ -123,6 +123,9 @@ class WeightFolder:
             shape = self._files.array(file, key).shape
         except CheckpointError as e:
             raise ModelError(str(e)) from e
+        if piece.transposed and shape != piece.shape and shape == piece.as_in_memory().shape:
+            # As transformers saves it, which reads both orders.
+            piece = piece.as_in_memory()
         tensor_slice = TensorSlice(piece.offset, tuple(piece.data.shape))
         rows = total = len(piece.data) if piece.data.dim() else 1
         if grown and shape[1:] == piece.shape[1:] and shape[0] < piece.shape[0]:

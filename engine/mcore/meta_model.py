@@ -1,7 +1,6 @@
 """The Hugging Face model behind a rank's megatron layers: its tensors, which of them are trained, and their weights."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -142,8 +141,6 @@ class MetaModel:
 
         for name, value in init_random(self.root, seed, wanted):
             for stored_slice in self.stored_slices(name, value):
-                part: Any = value[stored_slice.box.within((0,) * value.dim())]
-                for _ in range(stored_slice.dropped):
-                    part = part.select(0, 0)
+                part = stored_slice.cut(value)
                 for local_shard in by_name.get(stored_slice.name, ()):
                     local_shard.data.copy_(part[local_shard.box.within((0,) * part.dim())])

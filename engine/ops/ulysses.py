@@ -5,6 +5,7 @@ the heads. Axes: T tokens, H heads, D head size, C ranks.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,6 +87,34 @@ def gather_heads_scatter_seq(out: Tensor, group: ProcessGroup) -> Tensor:
     """Convert an attention output from `[T, H/C, D]` to `[T/C, H, D]`."""
     received = _all_to_all(out.unflatten(0, (group.size(), -1)), group)
     return received.transpose(0, 1).flatten(1, 2)
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        received = x.new_empty(sum(receive), *x.shape[1:])
+        dist.all_to_all_single(received, x.contiguous(), list(receive), list(send), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _ExchangeRows.apply(grads[0], ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Send the first rows of `[R, ...]` to the first rank, the next ones to the next, and return what arrives, in the order of the ranks.
+
+    The gradient of a row goes back to the rank that it came from, where it is the only one: each row arrives at one rank.
+
+    Args:
+        x: The rows; `send` adds up to their number.
+        send: The number of rows for each rank.
+        receive: The number of rows from each rank.
+        group: The ranks.
+    """
+    result: Tensor = _ExchangeRows.apply(x, send, receive, group)
+    return result
 
 
 class _GatherTokens(torch.autograd.Function):

@@ -130,6 +130,16 @@ class PackedBatch:
         _check_fields(derived)
         return derived
 
+    def with_position_ids(self, position_ids: Tensor) -> Self:
+        """Return the batch with other positions, `[T]` or `[A, T]` int64."""
+        positions = as_int64(position_ids)
+        _check_positions(positions, self.num_tokens)
+        return self._derive(position_ids=positions)
+
+    def without_media(self) -> Self:
+        """Return the batch without its media."""
+        return self._derive(media={})
+
     def with_extra_fields(self, *names: str) -> Self:
         """Return the batch with these fields declared as extra fields, which a loss need not read."""
         return self._derive(extra_fields=self.extra_fields | set(names))
@@ -168,7 +178,9 @@ class PackedBatch:
 
     @classmethod
     def concat(cls, batches: Sequence[Self]) -> Self:
-        """Concatenate batches. All must have the same fields; group ids are renumbered to be distinct between batches.
+        """Concatenate batches. All must have the same fields, except for those of media, of which a batch may have none.
+
+        Group ids are renumbered to be distinct between batches.
 
         Raises:
             BatchError: There is no batch, or the fields differ.
@@ -188,13 +200,7 @@ class PackedBatch:
             labels=torch.cat([b.labels for b in batches]),
             token_fields={k: torch.cat([b.token_fields[k] for b in batches]) for k in first.token_fields},
             sequence_fields={k: torch.cat([b.sequence_fields[k] for b in batches]) for k in first.sequence_fields},
-            media={
-                k: MediaField(
-                    values=torch.cat([b.media[k].values for b in batches]),
-                    counts=torch.cat([b.media[k].counts for b in batches]),
-                )
-                for k in first.media
-            },
+            media=_concat_media(batches),
             group_ids=None if first.group_ids is None else _distinct_groups([b.group_ids for b in batches]),
             names=None if first.names is None else tuple(n for b in batches for n in b.names or ()),
             extra_fields=frozenset().union(*(b.extra_fields for b in batches)),
@@ -294,11 +300,7 @@ def _check(batch: PackedBatch) -> None:
         value: Tensor = getattr(batch, name)
         if value.dtype != torch.int64 or value.shape != (tokens,):
             raise BatchError(f"{name} is {tuple(value.shape)} {value.dtype}; it must be [{tokens}] torch.int64")
-    positions = batch.position_ids
-    if positions.dtype != torch.int64 or positions.dim() not in (1, 2) or positions.shape[-1] != tokens:
-        raise BatchError(
-            f"position_ids is {tuple(positions.shape)} {positions.dtype}; it must be [{tokens}] or [A, {tokens}] torch.int64"
-        )
+    _check_positions(batch.position_ids, tokens)
     _check_fields(batch)
     for name, media in batch.media.items():
         if media.counts.dtype != torch.int64 or media.counts.shape != (count,) or bool((media.counts < 0).any()):
@@ -314,6 +316,13 @@ def _check(batch: PackedBatch) -> None:
     if batch.names is not None and len(batch.names) != count:
         raise BatchError(f"names has {len(batch.names)} entries for {count} sequences")
     _check_labels(batch)
+
+
+def _check_positions(positions: Tensor, tokens: int) -> None:
+    if positions.dtype != torch.int64 or positions.dim() not in (1, 2) or positions.shape[-1] != tokens:
+        raise BatchError(
+            f"position_ids is {tuple(positions.shape)} {positions.dtype}; it must be [{tokens}] or [A, {tokens}] torch.int64"
+        )
 
 
 def _check_fields(batch: PackedBatch) -> None:
@@ -336,7 +345,7 @@ def _check_labels(batch: PackedBatch) -> None:
 
 
 def _same_fields(a: PackedBatch, b: PackedBatch) -> None:
-    for name in ("token_fields", "sequence_fields", "media"):
+    for name in ("token_fields", "sequence_fields"):
         left, right = set(getattr(a, name)), set(getattr(b, name))
         if left != right:
             raise BatchError(f"batches to concatenate differ in {name}: {sorted(left)} and {sorted(right)}")
@@ -358,6 +367,17 @@ def _distinct_groups(groups: Iterable[Tensor | None]) -> Tensor:
         shifted.append(dense + start)
         start += int(dense.max()) + 1 if len(dense) else 0
     return torch.cat(shifted)
+
+
+def _concat_media(batches: Sequence[PackedBatch]) -> dict[str, MediaField]:
+    media = {}
+    for name in dict.fromkeys(name for b in batches for name in b.media):
+        values = [b.media[name].values for b in batches if name in b.media]
+        counts = [
+            b.media[name].counts if name in b.media else torch.zeros(b.num_sequences, dtype=torch.int64) for b in batches
+        ]
+        media[name] = MediaField(values=torch.cat(values), counts=torch.cat(counts))
+    return media
 
 
 def _select_media(media: MediaField, sequences: Sequence[int]) -> MediaField:

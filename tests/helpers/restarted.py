@@ -39,8 +39,7 @@ class Restarted(PlainReference):
             for kind, tensors in kinds.items():
                 target = parameter.data if kind == "value" else state.setdefault(kind, torch.zeros_like(parameter.data))
                 for segment in layout.stored_slices(name, parameter.shape):
-                    part = segment.box.within((0,) * parameter.dim())
-                    target[part] = tensors[segment.name].view_as(target[part])
+                    segment.cut(target).copy_(tensors[segment.name])
             steps = set(counts.values())
             assert len(steps) == 1
             state["step"] = torch.tensor(steps.pop())

@@ -53,14 +53,29 @@ def test_the_page_of_families_says_what_the_code_does() -> None:
     from drivetrain.engine.bridge.family import FAMILIES as BRIDGED
     from drivetrain.engine.bridge.family import find_family
     from drivetrain.engine.fsdp.families import EXACT, UNSUPPORTED
+    from drivetrain.engine.hf.media import FAMILIES as MEDIA_FAMILIES
     from drivetrain.engine.tiny_configs import MAIN_FAMILIES, tiny_model_config
 
     page = (ROOT / "docs" / "families.md").read_text()
-    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")]
-    said = {row[0]: [cell == "yes" for cell in row[2:]] for row in rows if row[0] != "model_type"}
+    texts, media = page.split("## Images, video and audio")
+    said = {row[0].strip("`"): [cell == "yes" for cell in row[2:]] for row in _rows(texts)}
     mixtures = {name for name in BRIDGED if find_family(name).decoder(tiny_model_config(name)).experts is not None}
     assert said == {f: [True, f in MAIN_FAMILIES, f in BRIDGED, f in mixtures] for f in EXACT}
     assert all(f"`{name}`" in page for name in UNSUPPORTED if name not in ("qwen3_5_text", "llama4_text"))
+    listed = {name.strip("`"): row[2:] for row in _rows(media) for name in row[0].split(", ")}
+    assert listed.keys() == MEDIA_FAMILIES.keys()
+    for name, (*kinds, fields) in listed.items():
+        modalities = MEDIA_FAMILIES[name].modalities
+        assert [kind == "yes" for kind in kinds] == [kind in modalities for kind in ("image", "video", "audio")]
+        assert {f"`{field}`" for m in modalities.values() for field in (*m.fields, *m.optional)} <= {
+            *re.split("[,;] ", fields)
+        }
+
+
+def _rows(page: str) -> list[list[str]]:
+    """The cells of the tables whose first cell is a name."""
+    lines = [line for line in page.splitlines() if line.startswith("| `") and "model_type" not in line]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
 @pytest.mark.parametrize("page", ["coming-from.md", "faq.md"])

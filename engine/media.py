@@ -1,0 +1,257 @@
+"""Media in packed batches: which tokens stand for which items, and how the ranks that share a sequence divide the encoders' work.
+
+The features of an item stand in the place of tokens of one document. Under context parallelism each item is encoded by one rank, and its
+features are sent to the ranks whose slices have its tokens.
+
+Axes: M rows of a media field, F features.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import BatchError
+from .hf.media import Kind, MediaFamily, Modality
+from .packing.batch import PackedBatch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Items:
+    """The items of one kind in a batch.
+
+    Args:
+        rows: The number of rows of the encoder's input of each item.
+        features: The number of features of each item.
+        tokens: `[F]` int64 on the host, the token in whose place each feature stands.
+        fields: The fields of the kind, wherever they are.
+    """
+
+    rows: list[int]
+    features: list[int]
+    tokens: Tensor
+    fields: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Share:
+    """The part of the items that a rank encodes, and the exchange of their features.
+
+    Args:
+        items: The indices of the items, in order.
+        send: The number of features for each rank, in the order of the items.
+        receive: The number of features from each rank.
+        order: `[F']` int64, which of the received features stands in the place of each of this rank's tokens.
+    """
+
+    items: list[int]
+    send: list[int]
+    receive: list[int]
+    order: Tensor
+
+    def to(self, device: torch.device) -> "Share":
+        """Return it with its tensor on a device."""
+        return replace(self, order=self.order.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaSummary:
+    """The media of a rank's batch.
+
+    Args:
+        kinds: The kinds of which it has items.
+        stray: For each other kind, what is wrong with tokens in whose place features would stand; they are text as long as no rank
+            has the kind.
+    """
+
+    kinds: Sequence[Kind] = ()
+    stray: Mapping[Kind, str] = field(default_factory=dict)
+
+
+def check_media(batch: PackedBatch, family: MediaFamily | None, model: str) -> MediaSummary:
+    """Check the media of a batch.
+
+    Args:
+        batch: The batch.
+        family: The model's family; None if it takes no media.
+        model: The name of the model, for messages.
+
+    Raises:
+        BatchError: A field is missing, unknown or malformed, or the tokens of a document are not as many as the features of its items.
+    """
+    known = {} if family is None else family.modalities
+    names = [name for modality in known.values() for name in (*modality.fields, *modality.optional)]
+    if unknown := sorted(set(batch.media) - set(names)):
+        takes = (
+            f"takes {', '.join(names)}" if names else "takes no media on this backend; see docs/families.md for those that do"
+        )
+        raise BatchError(f"the batch has the media field {unknown[0]!r}, but {model} {takes}")
+    if family is None:
+        return MediaSummary()
+    if batch.position_ids.dim() == 2 and len(batch.position_ids) != family.axes:
+        raise BatchError(
+            f"position_ids has {len(batch.position_ids)} axes, but {model} has {family.axes}; give [T], and they are computed"
+        )
+    kinds = kinds_of(batch, family)
+    stray: dict[Kind, str] = {}
+    for kind in family.modalities:
+        token = family.tokens[kind]
+        present = (batch.input_ids == token).long().cumsum(0)
+        tokens = torch.cat([present.new_zeros(1), present])[list(batch.bounds)].diff().tolist()
+        counts = expected = [0] * batch.num_sequences
+        if kind in kinds:
+            counts, expected = _check_items(batch, family, kind, model)
+        for i, (has, needs) in enumerate(zip(tokens, expected, strict=True)):
+            if has == needs:
+                continue
+            message = (
+                f"{batch.name_of(i)} has {has} {kind} tokens (id {token}), but {counts[i]} {kind}s, which take {needs}; let the model's "
+                f"own processor write the tokens, and cut no {kind} off"
+            )
+            if kind in kinds:
+                raise BatchError(message)
+            stray.setdefault(kind, message)
+    return MediaSummary(kinds=kinds, stray=stray)
+
+
+def kinds_of(batch: PackedBatch, family: MediaFamily) -> list[Kind]:
+    """Return the kinds of media of which a batch has items, in the family's order. Fields without rows are none."""
+    present = {name for name, media in batch.media.items() if len(media.values)}
+    return [kind for kind, m in family.modalities.items() if present & {*m.fields, *m.optional}]
+
+
+def _check_items(batch: PackedBatch, family: MediaFamily, kind: Kind, model: str) -> tuple[list[int], list[int]]:
+    """Check the fields of a kind; return for each document the number of its items and of their features."""
+    modality = family.modalities[kind]
+    if lacking := [name for name in modality.fields if name not in batch.media]:
+        present = next(name for name in (*modality.fields, *modality.optional) if name in batch.media)
+        raise BatchError(f"the batch has {present} without {lacking[0]}, which {model} needs beside it")
+    media, counts = fields_of(batch, family, kind), _item_counts(batch, family, kind)
+    edges = [0, *accumulate(counts)]
+    if (problem := family.problem(kind, media)) is not None:
+        item, what = problem
+        document = "the batch" if item is None else batch.name_of(next(i for i, end in enumerate(edges[1:]) if item < end))
+        raise BatchError(f"{document} has media of the kind {kind} with {what}" if item is not None else what)
+    rows, features = family.rows(kind, media), family.features_of(kind, media)
+    for i, (start, end) in enumerate(pairwise(edges)):
+        has, needs = int(batch.media[modality.values].counts[i]), sum(rows[start:end])
+        if has != needs:
+            raise BatchError(
+                f"{batch.name_of(i)} has {has} rows of {modality.values}, but by its "
+                f"{', '.join(modality.items) or modality.values} it should have {needs}"
+            )
+    return counts, [sum(features[start:end]) for start, end in pairwise(edges)]
+
+
+def _item_counts(batch: PackedBatch, family: MediaFamily, kind: Kind) -> list[int]:
+    modality = family.modalities[kind]
+    names = [*(modality.items or (modality.values,)), *(name for name in modality.optional if name in batch.media)]
+    first, *others = (batch.media[name].counts.tolist() for name in names)
+    for name, other in zip(names[1:], others, strict=True):
+        if other != first:
+            i = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
+            raise BatchError(
+                f"{batch.name_of(i)} has {first[i]} rows of {names[0]} and {other[i]} of {name}; each item has one of both"
+            )
+    counts: list[int] = first
+    return counts
+
+
+def fields_of(batch: PackedBatch, family: MediaFamily, kind: Kind) -> dict[str, Tensor]:
+    """Return the fields of a kind that a batch has."""
+    modality = family.modalities[kind]
+    return {name: batch.media[name].values for name in (*modality.fields, *modality.optional) if name in batch.media}
+
+
+def items_of(batch: PackedBatch, family: MediaFamily, kind: Kind) -> Items:
+    """Return the items of a kind, of which a batch may have none."""
+    if kind not in kinds_of(batch, family):
+        return Items(rows=[], features=[], tokens=torch.empty(0, dtype=torch.long), fields={})
+    media = fields_of(batch, family, kind)
+    tokens = (batch.input_ids == family.tokens[kind]).nonzero()[:, 0].cpu()
+    return Items(rows=family.rows(kind, media), features=family.features_of(kind, media), tokens=tokens, fields=media)
+
+
+def share_items(items: Items, rank: int, ranks: int, tokens: int) -> Share:
+    """Divide the items among the ranks that share a sequence, so that each has about as many rows to encode.
+
+    Args:
+        items: The items.
+        rank: The rank whose part is returned.
+        ranks: The number of ranks.
+        tokens: The number of tokens in the slice of each rank.
+    """
+    loads = [0] * ranks
+    owners = [0] * len(items.rows)
+    for item in sorted(range(len(owners)), key=lambda i: -items.rows[i]):
+        owners[item] = loads.index(min(loads))
+        loads[owners[item]] += items.rows[item]
+    owner = torch.repeat_interleave(torch.tensor(owners, dtype=torch.long), torch.tensor(items.features, dtype=torch.long))
+    target = items.tokens // tokens
+    here = items.tokens[target == rank]
+    # Features arrive rank by rank, those of a rank in the order of the tokens.
+    arriving = torch.cat([here[owner[target == rank] == source] for source in range(ranks)])
+    return Share(
+        items=[item for item, one in enumerate(owners) if one == rank],
+        send=torch.bincount(target[owner == rank], minlength=ranks).tolist(),
+        receive=torch.bincount(owner[target == rank], minlength=ranks).tolist(),
+        order=arriving.argsort(),
+    )
+
+
+def select_items(items: Items, modality: Modality, chosen: Sequence[int]) -> dict[str, Tensor]:
+    """Return the fields of some items.
+
+    Args:
+        items: The items.
+        modality: Their kind.
+        chosen: The indices of the items to return.
+    """
+    if len(chosen) == len(items.rows):
+        return dict(items.fields)
+    edges = [0, *accumulate(items.rows)]
+    index = [row for item in chosen for row in range(edges[item], edges[item + 1])]
+    return {name: value[index if name == modality.values else list(chosen)] for name, value in items.fields.items()}
+
+
+def positions_of(batch: PackedBatch, family: MediaFamily, base: Any, kinds: Sequence[Kind]) -> Tensor:
+    """Return the positions `[A, T]` of a batch with media, computed document by document as the family does.
+
+    Args:
+        batch: The batch, which is checked.
+        family: The model's family.
+        base: The model without its head.
+        kinds: The kinds of media that the batch has.
+
+    Raises:
+        BatchError: The tokens of a document are not in the order that the family expects.
+    """
+    ids = batch.input_ids.cpu()
+    edges: dict[str, list[int]] = {}
+    fields: dict[Kind, dict[str, Tensor]] = {}
+    for kind in kinds:
+        modality = family.modalities[kind]
+        names = [name for name in (*modality.items, *modality.optional) if name in batch.media]
+        fields[kind] = {name: batch.media[name].values.cpu() for name in names}
+        edges |= {name: [0, *accumulate(batch.media[name].counts.tolist())] for name in names}
+    parts = []
+    for i, (start, end) in enumerate(pairwise(batch.bounds)):
+        inside = {
+            kind: {name: value[edges[name][i] : edges[name][i + 1]] for name, value in f.items()} for kind, f in fields.items()
+        }
+        inside = {kind: f for kind, f in inside.items() if all(len(value) for value in f.values())}
+        if not inside:
+            parts.append(batch.position_ids[start:end].cpu().expand(family.axes, -1))
+            continue
+        try:
+            positions = family.positions(base, ids[start:end], inside)
+        except Exception as e:  # of the family's inside code
+            raise BatchError(
+                f"{batch.name_of(i)}: the positions of its {' and '.join(inside)} cannot be computed ({type(e).__name__}: {e}); let the model's "
+                "own processor write the tokens, with those between two of them"
+            ) from e
+        parts.append(positions)
+    return torch.cat(parts, -1)

@@ -1,0 +1,144 @@
+"""Tiny configs of the families that take media, and random items for them; the tests compare all of them with plain transformers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+
+from .tiny_configs import SPECIAL
+
+VOCABULARY = 256
+IMAGE, VIDEO, AUDIO, START, END = 250, 251, 252, 248, 249
+"""The ids of tokens in whose place features stand, and of those before and behind an image."""
+PLAIN = 240
+"""The number of ids of plain text, from 0 on."""
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "pad_token_id": SPECIAL[0],
+    "bos_token_id": SPECIAL[1],
+    "eos_token_id": SPECIAL[2],
+}
+_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_ROPE = {"rope_parameters": {**_AXES, "type": "mrope"}}
+_ROPE3 = {"rope_parameters": {**_AXES, "mrope_interleaved": True}}
+_VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_PATCHES = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
+_QWEN = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 64, **_PATCHES}
+_QWEN3 = {**_QWEN, "depth": 3, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_QWEN_TOKENS = {"video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+
+MEDIA_FAMILIES: Mapping[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "text_config": {**_TEXT, **_ROPE},
+        "vision_config": {"embed_dim": 32, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2, "depth": 2, **_PATCHES},
+        **_QWEN_TOKENS,
+    },
+    "qwen2_5_vl": {
+        "text_config": {**_TEXT, **_ROPE},
+        "vision_config": {**_QWEN, "depth": 2, "window_size": 16, "fullatt_block_indexes": [1]},
+        **_QWEN_TOKENS,
+    },
+    "qwen3_vl": {"text_config": {**_TEXT, **_ROPE3, "head_dim": 8}, "vision_config": _QWEN3, **_QWEN_TOKENS},
+    "qwen3_vl_moe": {"text_config": {**_TEXT, **_ROPE3, **_MOE, "head_dim": 8}, "vision_config": _QWEN3, **_QWEN_TOKENS},
+    "qwen2_5_omni_thinker": {
+        "text_config": {**_TEXT, **_ROPE},
+        "vision_config": {**_QWEN, "depth": 2, "window_size": 16, "fullatt_block_indexes": [1]},
+        "audio_config": {
+            "d_model": 32,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "num_mel_bins": 16,
+            "max_source_positions": 20,
+            "n_window": 5,
+            "output_dim": 64,
+        },
+        "audio_token_id": AUDIO,
+        "audio_start_token_id": 246,
+        "audio_end_token_id": 247,
+        "position_id_per_seconds": 5,
+        **_QWEN_TOKENS,
+    },
+    "qwen2_audio": {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "audio_config": {
+            "d_model": 32,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "num_mel_bins": 16,
+            "max_source_positions": 20,
+        },
+        "audio_token_id": AUDIO,
+    },
+    "internvl": {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},
+        "downsample_ratio": 0.5,
+        "image_seq_length": 4,
+    },
+    "idefics3": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_VISION, "image_size": 16, "patch_size": 4},
+        "scale_factor": 2,
+    },
+    "smolvlm": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_VISION, "image_size": 16, "patch_size": 4},
+        "scale_factor": 2,
+    },
+}
+"""Family -> config settings."""
+
+
+def tiny_media_config(family: str) -> PreTrainedConfig:
+    """Return the config of a tiny model of a family, with its encoders."""
+    settings = {"tie_word_embeddings": False, **MEDIA_FAMILIES[family]}
+    if "vision_config" in settings:
+        settings["image_token_id"] = IMAGE
+    config: PreTrainedConfig = AutoConfig.for_model(family, **settings)
+    return config
+
+
+def random_item(family: str, kind: str, size: int, seed: int) -> tuple[list[int], dict[str, Tensor]]:
+    """Return the tokens of a random item and the fields of its encoder.
+
+    Args:
+        family: The family.
+        kind: image, video (of two frames) or audio.
+        size: 1 or 2; larger items have more tokens.
+        seed: The seed of the values.
+    """
+    g = torch.Generator().manual_seed(seed)
+    if kind == "audio":
+        frames = 14 * size + 3
+        features = ((frames - 1) // 2 + 1 - 2) // 2 + 1
+        mask = (torch.arange(40) < frames).long()[None]
+        fields = {"input_features": torch.randn(1, 16, 40, generator=g), "feature_attention_mask": mask}
+        return [246, *[AUDIO] * features, 247], fields
+    if family in ("internvl", "idefics3", "smolvlm"):
+        fields = {"pixel_values": torch.randn(size, 3, 16, 16, generator=g)}
+        if family != "internvl":
+            fields["pixel_attention_mask"] = torch.ones(size, 16, 16, dtype=torch.long)
+        return [IMAGE] * (4 * size), fields
+    video = kind == "video"
+    grid = (2 if video else 1, 4, 4 * size)
+    patches = grid[0] * grid[1] * grid[2]
+    pixels = torch.randn(patches, 3 * 2 * 4 * 4, generator=g)
+    fields = {"pixel_values_videos" if video else "pixel_values": pixels, f"{kind}_grid_thw": torch.tensor([grid])}
+    if video and "omni" in family:
+        fields["video_second_per_grid"] = torch.tensor([1.5])
+    token = VIDEO if video else IMAGE
+    # Qwen 3 has a time stamp before each pair of frames, each of which has borders of its own.
+    frames = grid[0] if family.startswith("qwen3") else 1
+    return [START, *[token] * (patches // 4 // frames), END, 7] * frames, fields

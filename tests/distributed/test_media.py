@@ -1,0 +1,456 @@
+"""Images and videos in packed batches against plain transformers, document by document."""
+
+import inspect
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from peft import PeftModel
+from safetensors import safe_open
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForMultimodalLM
+
+from drivetrain.engine.config import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.errors import DrivetrainError, ModelError
+from drivetrain.engine.export import export_hf
+from drivetrain.engine.hf.media import FAMILIES
+from drivetrain.engine.loss import OutputRequest
+from drivetrain.engine.packing.batch import IGNORE, MediaField, PackedBatch
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.registry import engine_class
+from drivetrain.engine.tiny_media import IMAGE, MEDIA_FAMILIES, PLAIN, random_item, tiny_media_config
+from drivetrain.losses.sft import SFTLoss
+from helpers.harness import run_ranks
+
+OPTIM = OptimConfig(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)
+Document = tuple[list[int], list[dict[str, Tensor]]]
+
+
+def save(folder: Path, family: str) -> Path:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForMultimodalLM.from_config(tiny_media_config(family), dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def document(family: str, seed: int, *sizes: int, kind: str = "image") -> Document:
+    """Text with items of some sizes in it."""
+    kind = kind if kind in FAMILIES[family].modalities else next(iter(FAMILIES[family].modalities))
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, PLAIN, (5 + seed % 4,), generator=g).tolist()
+    fields = []
+    for i, size in enumerate(sizes):
+        tokens, item = random_item(family, kind, size, 100 * seed + i)
+        ids += tokens + torch.randint(3, PLAIN, (3,), generator=g).tolist()
+        fields.append(item)
+    return ids, fields
+
+
+def supervised(ids: Sequence[int]) -> list[bool]:
+    return [token < PLAIN for token in ids]
+
+
+def pack(documents: Sequence[Document], names: Sequence[str] | None = None) -> PackedBatch:
+    media = {}
+    for name in dict.fromkeys(name for _, items in documents for item in items for name in item):
+        values = [[item[name] for item in items if name in item] for _, items in documents]
+        media[name] = MediaField(
+            values=torch.cat(list(itertools.chain.from_iterable(values))),
+            counts=torch.tensor([sum(len(v) for v in value) for value in values]),
+        )
+    ids = [document[0] for document in documents]
+    return from_lists(ids, supervised=[supervised(i) for i in ids], media=media, names=names)
+
+
+class Plain:
+    """Plain transformers, a document at a time."""
+
+    def __init__(self, folder: Path, family: str) -> None:
+        self.family = family
+        self.model: Any = AutoModelForMultimodalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).train()
+        self.takes_kinds = "mm_token_type_ids" in inspect.signature(type(self.model).forward).parameters
+        # What a family freezes when it is built, such as positions of an audio encoder, transformers trains once it is loaded.
+        for built, loaded in zip(
+            AutoModelForMultimodalLM.from_config(self.model.config).parameters(), self.model.parameters(), strict=True
+        ):
+            loaded.requires_grad_(built.requires_grad)
+        named = list(self.model.named_parameters())
+        decayed = [p for n, p in named if p.dim() > 1 and not n.endswith("bias")]
+        others = [p for n, p in named if not (p.dim() > 1 and not n.endswith("bias"))]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=OPTIM.lr, betas=OPTIM.betas
+        )
+
+    def logits(self, ids: Sequence[int], items: Sequence[dict[str, Tensor]]) -> Tensor:
+        config = self.model.config
+        given: dict[str, Any] = {}
+        for name in dict.fromkeys(name for item in items for name in item):
+            given[name] = torch.cat([item[name] for item in items if name in item])
+            if self.family in ("idefics3", "smolvlm"):
+                given[name] = given[name][None]
+        tokens = torch.tensor([list(ids)])
+        if self.takes_kinds and items:
+            kinds = (tokens == config.image_token_id).int() + 2 * (tokens == config.video_token_id).int()
+            given["mm_token_type_ids"] = kinds
+        result: Tensor = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **given).logits[
+            0
+        ]
+        return result
+
+    def step(self, documents: Sequence[Document]) -> tuple[float, float]:
+        count = sum(sum(supervised(ids)[1:]) for ids, _ in documents)
+        loss = 0.0
+        for ids, items in documents:
+            targets = torch.tensor(ids[1:]).masked_fill(~torch.tensor(supervised(ids)[1:]), -100)
+            nll = F.cross_entropy(self.logits(ids, items)[:-1], targets, reduction="sum") / count
+            nll.backward()
+            loss += nll.item()
+        norm = float(torch.stack([p.grad.double().norm() for p in self.model.parameters() if p.grad is not None]).norm())
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, norm
+
+
+def steps_of(family: str) -> list[list[Document]]:
+    """Five steps of mixed documents; the fourth has no images, and the last one has them in one document alone."""
+    mixed = [
+        [
+            document(family, 10 * step + 1, 1),
+            document(family, 10 * step + 2),
+            document(family, 10 * step + 3, 2, 1),
+            document(family, 10 * step + 4, 1, kind="video"),
+            document(family, 10 * step + 5, 1, 2, kind="audio"),
+            document(family, 10 * step + 6),
+        ]
+        for step in range(3)
+    ]
+    return [
+        *mixed,
+        [document(family, 90 + i) for i in range(4)],
+        [document(family, 80 + i, *([2] if i == 1 else [])) for i in range(4)],
+    ]
+
+
+def compare(folder: Path, family: str, parallel: ParallelConfig, tokens: int = 64) -> list[tuple[float, float]]:
+    """Relative differences (loss, gradient norm) to the reference, per step."""
+    config = EngineConfig(parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=tokens))
+    engine = engine_class("fsdp")(model=ModelConfig(path=str(folder)), engine=config, optim=OPTIM).initialize()
+    plain = Plain(folder, family)
+    off = []
+    for documents in steps_of(family):
+        size, rank = engine.topology.dp_size, engine.topology.dp_rank
+        # In blocks, so that the last rank has no media in most of the steps.
+        each = -(-len(documents) // size)
+        batch = pack(documents[rank * each : (rank + 1) * each])
+        if not any(items for _, items in documents):
+            # As a part of a batch that has media, whose fields are then there without rows.
+            mixed = PackedBatch.concat([batch, pack([document(family, 70, 1)])])
+            batch = mixed.select(range(batch.num_sequences))
+        got = engine.train_batch(batch, SFTLoss())
+        loss, norm = plain.step(documents)
+        assert got.grad_norm is not None
+        off.append((abs(got.loss - loss) / loss, abs(got.grad_norm - norm) / norm))
+    engine.close()
+    return off
+
+
+def test_lists_agree() -> None:
+    assert set(FAMILIES) == set(MEDIA_FAMILIES)
+
+
+@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+def test_packed_media_equal_plain_transformers(family: str, tmp_path: Path, process_group: None) -> None:
+    for loss_off, norm_off in compare(save(tmp_path / "model", family), family, ParallelConfig()):
+        assert loss_off <= 1e-6
+        assert norm_off <= 1e-5
+
+
+def rank_compare(root: str, families: list[str], parallel: ParallelConfig) -> dict[str, Any]:
+    found = {}
+    for family in families:
+        folder = Path(root) / family
+        if dist.get_rank() == 0:
+            save(folder, family)
+        dist.barrier()
+        found[family] = compare(folder, family, parallel)
+    return found
+
+
+def check_ranks(folder: Path, ranks: int, parallel: dict[str, Any], families: list[str]) -> None:
+    found = run_ranks(rank_compare, ranks, str(folder), families, ParallelConfig(**parallel), timeout_s=240)[0]
+    assert found.keys() == {*families}
+    wrong = {f: off for f, off in found.items() if any(a > 1e-6 or b > 1e-5 for a, b in off)}
+    assert not wrong
+
+
+@pytest.mark.parametrize("parallel", [{}, {"cp": 2}], ids=str)
+def test_media_on_two_ranks(parallel: dict[str, int], tmp_path: Path) -> None:
+    check_ranks(tmp_path, 2, parallel, ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel", [{}, {"cp": 4}, {"dp_replicate": 2, "cp": 2}, {"dp_replicate": 4, "dp_shard": 1}], ids=str
+)
+def test_all_families_on_four_ranks(parallel: dict[str, int], tmp_path: Path) -> None:
+    check_ranks(tmp_path, 4, parallel, list(MEDIA_FAMILIES))
+
+
+def rank_bad(folder: str) -> list[str]:
+    """The errors of batches that are wrong on the second rank alone."""
+    engine = engine_class("fsdp")(
+        model=ModelConfig(path=folder), engine=EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64)), optim=OPTIM
+    ).initialize()
+    good, rank, errors = pack([document("qwen2_5_vl", 1, 1)]), engine.topology.dp_rank, []
+    narrow = replace(
+        good, media={**good.media, "pixel_values": MediaField(values=torch.zeros(16, 95), counts=torch.tensor([16]))}
+    )
+    stray = from_lists([[5, IMAGE, 7]], names=["b.jsonl:3"])
+    for bad in (narrow, stray):
+        try:
+            engine.train_batch(bad if rank else good, SFTLoss())
+        except DrivetrainError as e:
+            errors.append(str(e))
+    engine.train_batch(good, SFTLoss())
+    engine.close()
+    return errors
+
+
+def test_bad_media_of_one_rank_are_told_on_all(tmp_path: Path) -> None:
+    for narrow, stray in run_ranks(rank_bad, 2, str(save(tmp_path / "model", "qwen2_5_vl"))):
+        assert "pixel_values has the shape [16, 95]; it must be [M, 96]" in narrow
+        assert "b.jsonl:3 has 1 image tokens (id 250), but 0 images" in stray
+
+
+class Recorder(TorchDispatchMode):
+    """Records the collectives of this rank: kind and sizes; of exchanges, whose sizes differ between ranks, the kind alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("c10d"):
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            self.calls.append((name, () if "alltoall" in name else tuple(t.numel() for t in tensors)))
+        return func(*args, **(kwargs or {}))
+
+
+def rank_collectives(folder: str, parallel: ParallelConfig) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    config = EngineConfig(parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=64))
+    engine = engine_class("fsdp")(model=ModelConfig(path=folder), engine=config, optim=OPTIM).initialize()
+    rank, found = engine.topology.dp_rank, {}
+    has = {"image": lambda i: document("qwen3_vl", i, 1), "video": lambda i: document("qwen3_vl", i, 1, kind="video")}
+    for name, first, second in (
+        ("none", [], []),
+        ("images on one", ["image"], []),
+        ("images on all", ["image"], ["image"]),
+        ("another kind on each", ["image"], ["video"]),
+        ("both kinds on one", ["image", "video"], []),
+        ("more micro-batches on one", ["image"] * 8, ["video"]),
+    ):
+        kinds = (first, second)[rank]
+        documents = [document("qwen3_vl", 40 + rank), *(has[kind](i) for i, kind in enumerate(kinds))]
+        with Recorder() as recorder:
+            engine.train_batch(pack(documents), SFTLoss())
+        found[name] = recorder.calls
+    engine.close()
+    return found
+
+
+def test_collectives_are_equal_whatever_media_the_ranks_have(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "qwen3_vl")
+    one, other = run_ranks(rank_collectives, 2, str(folder), ParallelConfig())
+    assert len(one) == 6
+    assert one == other
+    # What has no media does not run the encoders.
+    assert 0 < len(one["none"]) < len(one["images on one"]) < len(one["both kinds on one"])
+
+
+def rank_blank(folder: str) -> list[float]:
+    """The gradient norm, without and with NaN as what the encoder of the rank without images returns."""
+    engine = engine_class("fsdp")(
+        model=ModelConfig(path=folder), engine=EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64)), optim=OPTIM
+    ).initialize()
+    rank = engine.topology.dp_rank
+    batch = pack([document("qwen2_5_vl", 7 + rank, *([] if rank else [1]))])
+
+    def norm() -> float:
+        engine.zero_grad()
+        with engine.train_mode():
+            engine.forward_backward(batch, SFTLoss())
+            return engine.reduce_and_clip(None)
+
+    norms = [norm()]
+    if rank == 1:
+        visual = engine._root.base.visual  # type: ignore[attr-defined]
+
+        def spoil(module: Any, args: Any, output: Any) -> Any:
+            output.pooler_output = output.pooler_output + float("nan")
+            return output
+
+        visual.register_forward_hook(spoil)
+    norms.append(norm())
+    engine.close()
+    return norms
+
+
+def test_what_a_rank_without_images_encodes_has_no_gradient(tmp_path: Path) -> None:
+    (before, spoiled), _ = run_ranks(rank_blank, 2, str(save(tmp_path / "model", "qwen2_5_vl")))
+    assert before == spoiled > 0
+
+
+def are_equal(found: tuple[float, float | None], expected: tuple[float, float], times: float = 1) -> bool:
+    """Whether loss and gradient norm are equal up to the usual bounds."""
+    assert found[1] is not None
+    return abs(found[0] / expected[0] - 1) <= 1e-6 * times and abs(found[1] / expected[1] - 1) <= 1e-5 * times
+
+
+def one_step(
+    folder: Path, model: dict[str, Any], engine: dict[str, Any], documents: Sequence[Document]
+) -> tuple[float, float, list[str]]:
+    """Loss and gradient norm of a step, and the names of what is trained."""
+    config = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64), **engine)
+    built: Any = engine_class("fsdp")(model=ModelConfig(path=str(folder), **model), engine=config, optim=OPTIM).initialize()
+    result = built.train_batch(pack(documents), SFTLoss())
+    trained = [name for name, parameter in built._root.named_parameters() if parameter.requires_grad]
+    built.close()
+    return result.loss, result.grad_norm, trained
+
+
+def test_settings_of_models_that_take_media(tmp_path: Path, process_group: None) -> None:
+    folder, family = save(tmp_path / "model", "qwen3_vl"), "qwen3_vl"
+    documents = steps_of(family)[0]
+    loss, norm, trained = one_step(folder, {}, {}, documents)
+    for mode in ("full", "selective"):
+        again, other, _ = one_step(folder, {}, {"recompute": mode}, documents)
+        assert are_equal((again, other), (loss, norm))
+    plain = Plain(folder, family)
+    plain.model.model.visual.requires_grad_(False)
+    expected = plain.step(documents)
+    for pattern in ("encoders", "model.visual.*"):
+        again, other, rest = one_step(folder, {"freeze": (pattern,)}, {}, documents)
+        assert are_equal((again, other), expected)
+        assert other < norm * 0.999
+        assert set(trained) - set(rest) == {name for name in trained if ".visual." in name}
+    for targets, inside, outside in (
+        (("*.visual.*",), ".visual.", ".language_model."),
+        (("*.language_model.*.q_proj",), ".language_model.", ".visual."),
+    ):
+        again, _, adapted = one_step(folder, {"lora": LoraConfig(rank=2, targets=targets)}, {}, documents)
+        assert again == pytest.approx(loss, rel=1e-6)
+        assert adapted
+        assert all(inside in name and outside not in name and ".lora_" in name for name in adapted)
+    with pytest.raises(ModelError, match=r"model.lora.modules_to_save.* stores .*embed_tokens.weight under another name"):
+        one_step(save(tmp_path / "other", "internvl"), {"lora": LoraConfig(rank=2, modules_to_save=("embed_tokens",))}, {}, [])
+    with pytest.raises(ModelError, match="Qwen3ForCausalLM has no encoders"):
+        one_step(save_tiny_model(tmp_path / "text", "qwen3"), {"freeze": ("encoders",)}, {}, [])
+    with pytest.raises(ModelError, match=r"model.lora.targets names \*.audio.\*, which is not an adaptable linear layer"):
+        one_step(folder, {"lora": LoraConfig(rank=2, targets=("*.audio.*",))}, {}, documents)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2_audio", "smolvlm"])
+def test_adapters_of_all_linear_layers_load_in_peft(family: str, tmp_path: Path, process_group: None) -> None:
+    folder = save(tmp_path / "model", family)
+    engine: Any = engine_class("fsdp")(
+        model=ModelConfig(path=str(folder), lora=LoraConfig(rank=2)),
+        engine=EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64)),
+        optim=OPTIM,
+    ).initialize()
+    documents = steps_of(family)[0]
+    engine.train_batch(pack(documents), SFTLoss())
+    export_hf(engine, tmp_path / "merged")
+    export_hf(engine, tmp_path / "adapter", adapters="only")
+    log_probs = engine.infer_batch(pack(documents), OutputRequest(log_probs=True))["log_probs"]
+    adapted = {name for name, _ in engine._root.named_parameters() if ".lora_A." in name}
+    engine.close()
+    convolutions = {
+        n for n, m in Plain(folder, family).model.named_modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Conv3d)
+    }
+    assert convolutions or family == "qwen2_audio"
+    assert not any(name.removeprefix("lm.").startswith(tuple(convolutions)) for name in adapted if convolutions)
+    loaded = Plain(folder, family)
+    loaded.model = PeftModel.from_pretrained(loaded.model, str(tmp_path / "adapter"))
+    for plain in (Plain(tmp_path / "merged", family), loaded):
+        found = []
+        for ids, items in documents:
+            logits = plain.logits(ids, items)[:-1]
+            found += [*(-F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")).tolist(), 0.0]
+        labels = torch.cat([pack([one]).labels for one in documents])
+        expected = torch.tensor(found).masked_fill(labels == IGNORE, 0.0)
+        torch.testing.assert_close(log_probs, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_value_model_reads_images_and_is_exported(tmp_path: Path, process_group: None) -> None:
+    family = "qwen2_5_vl"
+    folder = save(tmp_path / "model", family)
+    (folder / "preprocessor_config.json").write_text("{}")
+    engine = engine_class("fsdp")(
+        model=ModelConfig(path=str(folder), head="value"), engine=EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64))
+    ).initialize()
+    documents = steps_of(family)[0]
+    values = engine.infer_batch(pack(documents), OutputRequest(log_probs=False, values=True))["values"]
+    export_hf(engine, tmp_path / "hf")
+    engine.close()
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
+        score = file.get_tensor("score.weight")
+    plain = Plain(folder, family)
+    plain.model.lm_head = torch.nn.Identity()
+    expected = torch.cat([plain.logits(ids, items) @ score[0] for ids, items in documents])
+    torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-5)
+    assert (tmp_path / "hf" / "preprocessor_config.json").is_file()
+
+
+def rank_export(folder: str, out: str) -> tuple[float, float]:
+    """Train two steps, export, and save; return the loss of the next one."""
+    config = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64), parallel=ParallelConfig(cp=2))
+    engine = engine_class("fsdp")(model=ModelConfig(path=folder), engine=config, optim=OPTIM).initialize()
+    for documents in steps_of("qwen3_vl_moe")[:2]:
+        engine.train_batch(pack(documents), SFTLoss())
+    export_hf(engine, Path(out) / "hf")
+    engine.save_checkpoint(Path(out) / "checkpoints", 2)
+    after = engine.train_batch(pack(steps_of("qwen3_vl_moe")[2]), SFTLoss())
+    engine.close()
+    assert after.grad_norm is not None
+    return after.loss, after.grad_norm
+
+
+def test_a_trained_model_is_exported_and_resumed_with_its_encoders(tmp_path: Path, process_group: None) -> None:
+    family = "qwen3_vl_moe"
+    folder = save(tmp_path / "model", family)
+    loss, norm = run_ranks(rank_export, 2, str(folder), str(tmp_path))[0]
+    plain = Plain(folder, family)
+    for documents in steps_of(family)[:2]:
+        plain.step(documents)
+    # As the models on the Hub have them, and other programs read them: [experts, hidden, 2 x inner].
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
+        assert file.get_slice("model.language_model.layers.0.mlp.experts.gate_up_proj").get_shape() == [4, 64, 96]
+    exported = Plain(tmp_path / "hf", family)
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(exported.model.state_dict()[name], value, rtol=1e-4, atol=1e-4)
+    assert are_equal(exported.step(steps_of(family)[2]), (loss, norm), 10)
+    # On one process.
+    engine = engine_class("fsdp")(
+        model=ModelConfig(path=str(folder)), engine=EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64)), optim=OPTIM
+    ).initialize()
+    engine.load_checkpoint(next((tmp_path / "checkpoints").glob("step-*")))
+    resumed = engine.train_batch(pack(steps_of(family)[2]), SFTLoss())
+    assert are_equal((resumed.loss, resumed.grad_norm), (loss, norm))
+    engine.close()

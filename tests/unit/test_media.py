@@ -1,0 +1,253 @@
+"""Checks of media in packed batches, and the division of encoders' work."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForMultimodalLM
+
+from drivetrain.engine.errors import BatchError
+from drivetrain.engine.hf.media import FAMILIES, MediaFamily
+from drivetrain.engine.media import (
+    Items,
+    MediaSummary,
+    check_media,
+    items_of,
+    kinds_of,
+    positions_of,
+    select_items,
+    share_items,
+)
+from drivetrain.engine.packing.batch import MediaField, PackedBatch
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.tiny_media import IMAGE, VIDEO, tiny_media_config
+
+QWEN = FAMILIES["qwen2_5_vl"](tiny_media_config("qwen2_5_vl"))
+TILES = FAMILIES["smolvlm"](tiny_media_config("smolvlm"))
+
+
+def field(values: Tensor, *counts: int) -> MediaField:
+    return MediaField(values=values, counts=torch.tensor(counts))
+
+
+def qwen_batch(ids: list[list[int]], **changes: Any) -> PackedBatch:
+    """Two documents; the first has images of 16 and 8 patches, of which four are a token."""
+    media = {
+        "pixel_values": field(torch.ones(24, 96), 24, 0),
+        "image_grid_thw": field(torch.tensor([[1, 4, 4], [1, 4, 2]]), 2, 0),
+        **changes,
+    }
+    return from_lists(ids, media={k: v for k, v in media.items() if v is not None}, names=["a.jsonl:1", "a.jsonl:2"])
+
+
+RIGHT = [[5, *[IMAGE] * 4, 6, *[IMAGE] * 2, 7], [8, 9]]
+
+
+def test_items_have_their_rows_features_and_tokens() -> None:
+    batch = qwen_batch(RIGHT)
+    assert check_media(batch, QWEN, "tiny").kinds == ["image"]
+    items = items_of(batch, QWEN, "image")
+    assert (items.rows, items.features, items.tokens.tolist()) == ([16, 8], [4, 2], [1, 2, 3, 4, 6, 7])
+    none = items_of(batch, QWEN, "video")
+    assert (none.rows, none.features, none.tokens.tolist()) == ([], [], [])
+    tiles = from_lists(
+        [[IMAGE] * 8],
+        media={"pixel_values": field(torch.ones(2, 3, 16, 16), 2), "pixel_attention_mask": field(torch.ones(2, 16, 16), 2)},
+    )
+    assert check_media(tiles, TILES, "tiny").kinds == ["image"]
+    assert items_of(tiles, TILES, "image").features == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("ids", "changes", "message"),
+    [
+        (
+            [RIGHT[0][:-2], RIGHT[1]],
+            {},
+            r"a.jsonl:1 has 5 image tokens \(id 250\), but 2 images, which take 6; let the model's own",
+        ),
+        ([RIGHT[0], [8, IMAGE]], {}, r"a.jsonl:2 has 1 image tokens \(id 250\), but 0 images, which take 0"),
+        (RIGHT, {"pixel_values": None}, "the batch has image_grid_thw without pixel_values, which tiny needs beside it"),
+        (RIGHT, {"image_grid_thw": None}, "the batch has pixel_values without image_grid_thw"),
+        (
+            RIGHT,
+            {"pixel_values": field(torch.zeros(20, 96), 20, 0)},
+            "a.jsonl:1 has 20 rows of pixel_values, but by its image_grid_thw it",
+        ),
+        (
+            RIGHT,
+            {"input_features": field(torch.zeros(1, 9), 1, 0)},
+            "the batch has the media field 'input_features', but tiny takes pixel_v",
+        ),
+        ([[5, 6], [8, 9]], {"pixel_values": None, "image_grid_thw": None}, ""),
+    ],
+)
+def test_media_that_do_not_fit_their_tokens_are_refused(ids: list[list[int]], changes: dict[str, Any], message: str) -> None:
+    if not message:
+        assert check_media(qwen_batch(ids, **changes), QWEN, "tiny").kinds == []
+        return
+    with pytest.raises(BatchError, match=message):
+        check_media(qwen_batch(ids, **changes), QWEN, "tiny")
+
+
+def test_fields_with_different_numbers_of_items_are_refused() -> None:
+    batch = from_lists(
+        [[IMAGE] * 8],
+        media={"pixel_values": field(torch.ones(2, 3, 16, 16), 2), "pixel_attention_mask": field(torch.ones(1, 16, 16), 1)},
+    )
+    with pytest.raises(
+        BatchError, match="sequence 0 has 2 rows of pixel_values, but by its pixel_attention_mask it should have 1"
+    ):
+        check_media(batch, TILES, "tiny")
+    videos = from_lists(
+        [[VIDEO] * 2],
+        media={
+            "pixel_values_videos": field(torch.zeros(8, 96), 8),
+            "video_grid_thw": field(torch.tensor([[1, 4, 2]]), 1),
+            "second_per_grid_ts": field(torch.ones(2), 2),
+        },
+    )
+    with pytest.raises(BatchError, match="sequence 0 has 1 rows of video_grid_thw and 2 of second_per_grid_ts"):
+        check_media(videos, QWEN, "tiny")
+
+
+def test_a_model_without_encoders_takes_no_media() -> None:
+    with pytest.raises(BatchError, match="the batch has the media field 'image_grid_thw', but tiny takes no media"):
+        check_media(qwen_batch(RIGHT), None, "tiny")
+    assert check_media(from_lists([[IMAGE]]), None, "tiny") == MediaSummary()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("rows", "features", "gaps"),
+    [([16, 8, 24, 4], [4, 2, 6, 1], [1, 3, 0, 2]), ([8], [2], [5]), ([], [], []), ([4] * 9, [1] * 9, [0, 2] * 4 + [1])],
+)
+def test_every_feature_arrives_at_its_token(ranks: int, rows: list[int], features: list[int], gaps: list[int]) -> None:
+    tokens: list[int] = []
+    start = 0
+    for gap, count in zip(gaps, features, strict=True):
+        start += gap
+        tokens += range(start, start + count)
+        start += count
+    size = -(-max(start + 2, 24) // ranks)
+    items = Items(rows=rows, features=features, tokens=torch.tensor(tokens, dtype=torch.long), fields={})
+    shares = [share_items(items, rank, ranks, size) for rank in range(ranks)]
+    assert sorted(item for share in shares for item in share.items) == list(range(len(rows)))
+    # Each feature is the number of its token; the exchange is done by hand.
+    starts = [sum(features[:i]) for i in range(len(features))]
+    sent = []
+    for share in shares:
+        mine = torch.tensor([tokens[starts[i] + k] for i in share.items for k in range(features[i])], dtype=torch.long)
+        sent.append(mine.split(share.send))
+    for rank, share in enumerate(shares):
+        received = torch.cat([parts[rank] for parts in sent])
+        assert [len(parts[rank]) for parts in sent] == share.receive
+        assert received[share.order].tolist() == [t for t in tokens if rank * size <= t < (rank + 1) * size]
+    loads = [sum(rows[i] for i in share.items) for share in shares]
+    assert max(loads) - min(loads) <= max(rows, default=0)
+
+
+def test_fields_of_some_items() -> None:
+    media = {"pixel_values": torch.arange(24.0)[:, None], "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 2]])}
+    items = Items(rows=[16, 8], features=[4, 2], tokens=torch.arange(6), fields=media)
+    second = select_items(items, QWEN.modalities["image"], [1])
+    assert second["pixel_values"][:, 0].tolist() == list(range(16, 24))
+    assert second["image_grid_thw"].tolist() == [[1, 4, 2]]
+    assert select_items(items, QWEN.modalities["image"], [0, 1])["pixel_values"] is media["pixel_values"]
+
+
+def test_fields_without_rows_are_no_media() -> None:
+    text = qwen_batch(RIGHT).select([1])
+    assert len(text.media["pixel_values"].values) == 0
+    assert kinds_of(text, QWEN) == []
+    assert not check_media(text, QWEN, "tiny").kinds
+
+
+def test_tokens_of_media_are_text_where_nobody_has_media() -> None:
+    summary = check_media(from_lists([[5, VIDEO, 6]]), QWEN, "tiny")
+    assert (summary.kinds, list(summary.stray)) == ([], ["video"])
+    assert "has 1 video tokens (id 251), but 0 videos" in summary.stray["video"]
+
+
+AUDIO_FAMILY = FAMILIES["qwen2_audio"](tiny_media_config("qwen2_audio"))
+
+
+@pytest.mark.parametrize(
+    ("family", "media", "message"),
+    [
+        (
+            QWEN,
+            {"pixel_values": torch.zeros(16, 95), "image_grid_thw": torch.tensor([[1, 4, 4]])},
+            r"\[16, 95\]; it must be \[M, 96\]",
+        ),
+        (
+            QWEN,
+            {"pixel_values": torch.zeros(16, 96), "image_grid_thw": torch.tensor([[4, 4]])},
+            r"image_grid_thw has the shape \[1, 2\]",
+        ),
+        (
+            QWEN,
+            {"pixel_values": torch.zeros(16, 96), "image_grid_thw": torch.tensor([[1.0, 4, 4]])},
+            "float32; it must be of integers",
+        ),
+        (
+            QWEN,
+            {"pixel_values": torch.zeros(15, 96), "image_grid_thw": torch.tensor([[1, 3, 5]])},
+            r"sequence 0 has media of the kind image with image_grid_thw \[1, 3, 5\]; time, height and width are at least 1, and the latter two multiples of 2",
+        ),
+        (
+            QWEN,
+            {"pixel_values": torch.zeros(0, 96), "image_grid_thw": torch.tensor([[0, 4, 4]])},
+            r"image_grid_thw \[0, 4, 4\]",
+        ),
+        (
+            TILES,
+            {"pixel_values": torch.ones(1, 3, 32, 32), "pixel_attention_mask": torch.ones(1, 32, 32)},
+            r"must be \[M, 3, 16, 16\]",
+        ),
+        (
+            TILES,
+            {"pixel_values": torch.zeros(1, 3, 16, 16), "pixel_attention_mask": torch.ones(1, 16, 16)},
+            "all zero, which the model takes",
+        ),
+        (
+            AUDIO_FAMILY,
+            {"input_features": torch.zeros(1, 16, 41), "feature_attention_mask": torch.ones(1, 41)},
+            r"input_features has the shape \[1, 16, 41\]; it must be \[M, 16, 40\]",
+        ),
+        (
+            AUDIO_FAMILY,
+            {"input_features": torch.zeros(1, 16, 40), "feature_attention_mask": (torch.arange(40) < 3).long()[None]},
+            "sequence 0 has media of the kind audio with feature_attention_mask with 3 frames; an audio has at least 4",
+        ),
+    ],
+)
+def test_malformed_fields_are_refused(family: MediaFamily, media: dict[str, Tensor], message: str) -> None:
+    batch = from_lists([[5, 6]], media={name: field(value, len(value)) for name, value in media.items()})
+    with pytest.raises(BatchError, match=message):
+        check_media(batch, family, "tiny")
+
+
+def test_positions_are_refused_where_they_cannot_be_computed() -> None:
+    batch = qwen_batch([[5, *[IMAGE] * 6, 7], [8, 9]])
+    assert check_media(batch, QWEN, "tiny").kinds == ["image"]
+    with torch.device("meta"):
+        base = AutoModelForMultimodalLM.from_config(tiny_media_config("qwen2_5_vl")).model
+    # Two images without a token between them are one to the family.
+    with pytest.raises(
+        BatchError, match=r"a.jsonl:1: the positions of its image cannot be computed .*; let the model's own processor"
+    ):
+        positions_of(batch, QWEN, base, ["image"])
+    positions = positions_of(qwen_batch(RIGHT), QWEN, base, ["image"])
+    assert positions.shape == (3, 11)
+    assert positions[:, -2:].tolist() == [[0, 1]] * 3
+    with pytest.raises(BatchError, match=r"position_ids has 2 axes, but tiny has 3; give \[T\], and they are computed"):
+        check_media(qwen_batch(RIGHT).with_position_ids(torch.zeros(2, 11, dtype=torch.long)), QWEN, "tiny")
+
+
+def test_batches_with_and_without_media_are_concatenated() -> None:
+    batch = PackedBatch.concat([from_lists([[5, 6]]), qwen_batch(RIGHT).select([0])._derive(names=None)])
+    assert batch.media["pixel_values"].counts.tolist() == [0, 24]
+    assert batch.media["image_grid_thw"].counts.tolist() == [0, 2]
+    assert check_media(batch, QWEN, "tiny").kinds == ["image"]
