@@ -35,6 +35,14 @@ _PATCHES = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, 
 _QWEN = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 64, **_PATCHES}
 _QWEN3 = {**_QWEN, "depth": 3, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_AUDIO = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "num_mel_bins": 16,
+    "max_source_positions": 20,
+}
 _QWEN_TOKENS = {"video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 
 MEDIA_FAMILIES: Mapping[str, dict[str, Any]] = {
@@ -53,16 +61,7 @@ MEDIA_FAMILIES: Mapping[str, dict[str, Any]] = {
     "qwen2_5_omni_thinker": {
         "text_config": {**_TEXT, **_ROPE},
         "vision_config": {**_QWEN, "depth": 2, "window_size": 16, "fullatt_block_indexes": [1]},
-        "audio_config": {
-            "d_model": 32,
-            "encoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "encoder_ffn_dim": 48,
-            "num_mel_bins": 16,
-            "max_source_positions": 20,
-            "n_window": 5,
-            "output_dim": 64,
-        },
+        "audio_config": {**_AUDIO, "n_window": 5, "output_dim": 64},
         "audio_token_id": AUDIO,
         "audio_start_token_id": 246,
         "audio_end_token_id": 247,
@@ -71,14 +70,7 @@ MEDIA_FAMILIES: Mapping[str, dict[str, Any]] = {
     },
     "qwen2_audio": {
         "text_config": {**_TEXT, "model_type": "qwen2"},
-        "audio_config": {
-            "d_model": 32,
-            "encoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "encoder_ffn_dim": 48,
-            "num_mel_bins": 16,
-            "max_source_positions": 20,
-        },
+        "audio_config": _AUDIO,
         "audio_token_id": AUDIO,
     },
     "internvl": {
