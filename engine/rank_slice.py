@@ -12,7 +12,7 @@ from torch import Tensor
 from .hf.media import Kind, MediaFamily
 from .loss import HeadRequest, OutputRequest, TokenOutputs, loss_mask
 from .media import Share, select_items, share_items
-from .ops.packed_context import PackedContext
+from .ops.packed_context import PackedContext, block_numbers
 from .ops.ulysses import gather_tokens, slice_tokens
 from .packing.batch import IGNORE
 from .parallel.topology import Topology
@@ -127,12 +127,16 @@ class RankSlice:
             bounds = (*bounds, *ends)
             cu_seqlens = torch.cat([cu_seqlens, torch.tensor(ends, dtype=torch.int32).to(ids.device, non_blocking=True)])
             parents = None if parents is None else (*parents, *(-1 for _ in ends))
+        blocks: Tensor | None = None
+        if family is not None and family.attends_in_blocks and any(items.rows for items in micro_batch.media.values()):
+            in_block = torch.isin(ids, torch.tensor(list(family.tokens.values())).to(ids.device, non_blocking=True))
+            blocks = block_numbers(in_block, cu_seqlens)
         selected = slice_tokens(padded_mask, group).nonzero()[:, 0]
         size = (tokens + padding) // topology.parallel.cp
         return cls(
             input_ids=slice_tokens(ids, group),
             position_ids=slice_tokens(positions, group),
-            context=PackedContext(bounds=bounds, cu_seqlens=cu_seqlens, cp_group=group, parents=parents),
+            context=PackedContext(bounds=bounds, cu_seqlens=cu_seqlens, cp_group=group, parents=parents, blocks=blocks),
             selected=selected,
             targets=slice_tokens(labels, group)[selected].clamp_min(0),
             outputs=request.outputs,

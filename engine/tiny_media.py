@@ -73,6 +73,24 @@ MEDIA_FAMILIES: Mapping[str, dict[str, Any]] = {
         "audio_config": _AUDIO,
         "audio_token_id": AUDIO,
     },
+    "gemma3": {
+        "text_config": {
+            **_TEXT,
+            "model_type": "gemma3_text",
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "vision_config": {
+            **_VISION,
+            "model_type": "siglip_vision_model",
+            "image_size": 16,
+            "patch_size": 4,
+            "vision_use_head": False,
+        },
+        "mm_tokens_per_image": 4,
+    },
     "internvl": {
         "text_config": {**_TEXT, "model_type": "qwen2"},
         "vision_config": {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},
@@ -118,6 +136,9 @@ def random_item(family: str, kind: str, size: int, seed: int) -> tuple[list[int]
         mask = (torch.arange(40) < frames).long()[None]
         fields = {"input_features": torch.randn(1, 16, 40, generator=g), "feature_attention_mask": mask}
         return [246, *[AUDIO] * features, 247], fields
+    if family == "gemma3":
+        # Each image has borders of its own.
+        return [START, *[IMAGE] * 4, END, 7] * size, {"pixel_values": torch.randn(size, 3, 16, 16, generator=g)}
     if family in ("internvl", "idefics3", "smolvlm"):
         fields = {"pixel_values": torch.randn(size, 3, 16, 16, generator=g)}
         if family != "internvl":

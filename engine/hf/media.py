@@ -61,6 +61,8 @@ class MediaFamily(ABC):
     modalities: ClassVar[Mapping[Kind, Modality]]
     axes: ClassVar[int] = 1
     """The number of position axes, A."""
+    attends_in_blocks: ClassVar[bool] = False
+    """Whether the tokens of an image attend to each other in both directions."""
     takes_outputs: ClassVar[bool] = True
     """Whether the model takes `mm_encoder_outputs`; otherwise features are put among the embeddings that its decoder takes."""
 
@@ -367,6 +369,22 @@ class Tiles(MediaFamily):
         return {"pixel_values": torch.zeros(1, *self._tile)}
 
 
+class Gemma3(Tiles):
+    """Gemma 3: images of one size."""
+
+    attends_in_blocks = True
+
+    @property
+    def _tile(self) -> tuple[int, ...]:
+        vision = self.config.vision_config
+        return vision.num_channels, vision.image_size, vision.image_size
+
+    @property
+    def _tile_features(self) -> int:
+        features: int = self.config.mm_tokens_per_image
+        return features
+
+
 class MaskedTiles(Tiles):
     """Families whose tiles may be padded, with a mask: Idefics 3, SmolVLM."""
 
@@ -405,6 +423,7 @@ class MaskedTiles(Tiles):
 
 
 FAMILIES: Mapping[str, type[MediaFamily]] = {
+    "gemma3": Gemma3,
     "idefics3": MaskedTiles,
     "internvl": Tiles,
     "qwen2_5_omni_thinker": QwenOmni,

@@ -86,10 +86,14 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and what the backward pass of `varlen` needs; nothing for other kernels."""
     context = context_of(handle)
-    if kernel_of(q, v, window, softcap, sinks) == "varlen":
+    if kernel_of(q, v, window, softcap, sinks) != "varlen":
+        out, lse = attend(q, k, v, context, scale, window, softcap, sinks), q.new_empty(0, 0, dtype=torch.float32)
+    elif context.blocks is None:
         out, lse = varlen_forward(q, k, v, context, scale, window)
     else:
-        out, lse = attend(q, k, v, context, scale, window, softcap, sinks), q.new_empty(0, 0, dtype=torch.float32)
+        # The graph, which does not know of blocks, expects what the backward pass of `varlen` would need.
+        out = attend(q, k, v, context, scale, window, softcap, sinks)
+        lse = q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     return out.contiguous(), lse
 
 
@@ -133,7 +137,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     context = context_of(handle)
     no_sinks = q.new_empty(0)
-    if kernel_of(q, v, window, softcap, sinks) == "varlen":
+    if kernel_of(q, v, window, softcap, sinks) == "varlen" and context.blocks is None:
         return *(t.contiguous() for t in varlen_backward(grad, q, k, v, out, lse, context, scale, window)), no_sinks  # type: ignore[return-value]
     leaves = [t.detach().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
     with torch.enable_grad():

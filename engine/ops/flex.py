@@ -100,14 +100,22 @@ def block_mask(context: PackedContext, window: int | None) -> BlockMask:
     last = (first + BLOCK).clamp(max=tokens) - 1
     start = bounds[document[first]]
     reach = start if window is None else torch.maximum(start, first - window + 1)
-    # A token's keys, and those of a block of neighbors, are a range of tokens that ends with themselves.
-    some_rc = (last[None] >= reach[:, None]) & (first[None] <= last[:, None])
+    # A token's keys, and those of a block of neighbors, are a range of tokens that ends with themselves, or with the end of an image.
+    end = last if context.blocks is None else _block_ends(context.blocks)[last]
+    some_rc = (last[None] >= reach[:, None]) & (first[None] <= end[:, None])
     full_rc = (last[None] <= first[:, None]) & (first[None] >= start[:, None]) & (document[first] == document[last])[:, None]
     # As torch has it, a block with rows beyond the end is not full.
     full_rc &= (first + BLOCK <= tokens)[:, None]
     if window is not None:
         full_rc &= last[:, None] - first[None] < window
-    if context.parents is None:
+    if context.blocks is not None:
+        blocks = context.blocks
+
+        def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            seen = (document[i] == document[j]) & ((j <= i) | ((blocks[i] == blocks[j]) & (blocks[i] >= 0)))
+            return seen if window is None else seen & (i - j < window)
+
+    elif context.parents is None:
 
         def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             seen = (document[i] == document[j]) & (j <= i)
@@ -135,6 +143,13 @@ def block_mask(context: PackedContext, window: int | None) -> BlockMask:
         mask_mod=visible,
         seq_lengths=(tokens, tokens),
     )
+
+
+def _block_ends(blocks: Tensor) -> Tensor:
+    """Return for each token `[T]` the last token of its block; itself outside of blocks."""
+    place = torch.arange(len(blocks), device=blocks.device)
+    ends = torch.full_like(blocks, -1).scatter_reduce(0, blocks.clamp_min(0), torch.where(blocks < 0, -1, place), "amax")
+    return torch.where(blocks < 0, place, ends[blocks.clamp_min(0)])
 
 
 def _ordered(blocks_rc: Tensor) -> tuple[Tensor, Tensor]:

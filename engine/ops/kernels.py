@@ -25,9 +25,16 @@ NAMES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def choose_kernel(
-    device_type: str, dtype: torch.dtype, head_size: int, *, window: bool = False, softcap: bool = False, sinks: bool = False
+    device_type: str,
+    dtype: torch.dtype,
+    head_size: int,
+    *,
+    window: bool = False,
+    softcap: bool = False,
+    sinks: bool = False,
+    blocks: bool = False,
 ) -> Kernel:
-    """Return the kernel for one attention layer. It does not depend on lengths, so a compiled graph keeps it.
+    """Return the kernel for one attention layer. Without blocks it does not depend on the batch, so a compiled graph keeps it.
 
     Args:
         device_type: "cuda" or another device's type.
@@ -36,6 +43,7 @@ def choose_kernel(
         window: Whether a token attends to a limited number of tokens.
         softcap: Whether the logits are capped.
         sinks: Whether there is an additional key without a value.
+        blocks: Whether tokens of a block attend to each other in both directions.
 
     Returns:
         - varlen: FlashAttention over all documents at once, memory linear in T.
@@ -46,10 +54,10 @@ def choose_kernel(
     """
     plain = not softcap and not sinks
     if device_type == "cuda" and head_size <= LARGEST_HEAD:
-        if plain and dtype in (torch.bfloat16, torch.float16):
+        if plain and not blocks and dtype in (torch.bfloat16, torch.float16):
             return "varlen"
-        # A window would be a dense mask for scaled_dot_product_attention.
-        if dtype != torch.float64 and (window or not plain):
+        # A window or a block would be a dense mask for scaled_dot_product_attention.
+        if dtype != torch.float64 and (window or blocks or not plain):
             return "flex"
     return "sdpa" if plain else "explicit"
 
@@ -65,7 +73,7 @@ def attend(
     sinks: Tensor | None,
 ) -> Tensor:
     """Run the chosen kernel: `[T, H, D]`, `[T, K, D]`, `[T, K, E]` -> `[T, H, E]`; differentiable."""
-    kernel = kernel_of(q, v, window, softcap, sinks)
+    kernel = kernel_of(q, v, window, softcap, sinks, blocks=context.blocks is not None)
     if kernel == "varlen":
         return varlen(q, k, v, context, scale, window)
     if kernel == "flex":
@@ -73,7 +81,9 @@ def attend(
     return by_document(q, k, v, context, scale, window, softcap, sinks)
 
 
-def kernel_of(q: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None) -> Kernel:
+def kernel_of(
+    q: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None, *, blocks: bool = False
+) -> Kernel:
     """Return the kernel for these tensors, of which only the metadata are read; see `choose_kernel`."""
     return choose_kernel(
         q.device.type,
@@ -82,6 +92,7 @@ def kernel_of(q: Tensor, v: Tensor, window: int | None, softcap: float | None, s
         window=window is not None,
         softcap=softcap is not None,
         sinks=sinks is not None,
+        blocks=blocks,
     )
 
 
@@ -206,41 +217,51 @@ def by_document(
             )
             for tensor in (keys, values)
         )
-    documents = zip(q.split(sizes, 2), keys, values, strict=True)
+    blocks = [None] * len(sizes) if context.blocks is None else context.blocks.split(sizes)
+    documents = zip(q.split(sizes, 2), keys, values, blocks, strict=True)
     if softcap is None and sinks is None:
-        outs = [_sdpa(a, b, c, scale, window) for a, b, c in documents]
+        outs = [_sdpa(a, b, c, scale, window, d) for a, b, c, d in documents]
     else:
-        outs = [_explicit(a, b, c, scale, window, softcap, sinks) for a, b, c in documents]
+        outs = [_explicit(a, b, c, scale, window, softcap, sinks, d) for a, b, c, d in documents]
     return torch.cat(outs, 2)[0].transpose(0, 1)
 
 
-def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def _visible(queries: int, keys: int, window: int | None, device: torch.device, blocks: Tensor | None) -> Tensor:
     """Return which keys each query sees; the last query has the position of the last key."""
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
     seen = distance >= 0
+    if blocks is not None:
+        seen = seen | ((blocks[:, None] == blocks[None, :]) & (blocks >= 0)[:, None])
     return seen if window is None else seen & (distance < window)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, blocks: Tensor | None = None) -> Tensor:
     queries, keys = q.shape[2], k.shape[2]
     # The last token sees everything, unless a window keeps it from that.
     all_seen = queries == 1 and (window is None or window >= keys)
-    masked = not all_seen and (queries < keys or (window is not None and window < keys))
-    mask = _visible(queries, keys, window, q.device) if masked else None
+    masked = not all_seen and (queries < keys or blocks is not None or (window is not None and window < keys))
+    mask = _visible(queries, keys, window, q.device, blocks) if masked else None
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=not masked and queries > 1, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
 def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    blocks: Tensor | None,
 ) -> Tensor:
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = (q @ k.transpose(-1, -2)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~_visible(q.shape[2], k.shape[2], window, q.device), float("-inf"))
+    scores = scores.masked_fill(~_visible(q.shape[2], k.shape[2], window, q.device, blocks), float("-inf"))
     accurate = torch.promote_types(scores.dtype, torch.float32)
     if sinks is None:
         weights = scores.softmax(-1, dtype=accurate)

@@ -43,6 +43,8 @@ class PackedContext:
         cp_group: The ranks that share this sequence; None if there is only one.
         parents: For each document, or segment of one, the segment whose keys and values come before its own; -1 for none. None if there
             are no such segments. A parent has no parent.
+        blocks: `[T]` int64, the number of the block of each token, -1 for none: the tokens of a block, such as those of an image, attend to
+            each other in both directions. None if there are no blocks. Blocks lie within documents, which then have no parents.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class PackedContext:
         cu_seqlens: Tensor,
         cp_group: ProcessGroup | None = None,
         parents: tuple[int, ...] | None = None,
+        blocks: Tensor | None = None,
     ) -> None:
-        self.bounds, self.cu_seqlens, self.cp_group, self.parents = bounds, cu_seqlens, cp_group, parents
+        self.bounds, self.cu_seqlens, self.cp_group, self.parents, self.blocks = bounds, cu_seqlens, cp_group, parents, blocks
         self.masks: dict[int | None, Any] = {}
         """The block masks by window, created once for all layers."""
         number = next(_NUMBERS)
@@ -84,6 +87,20 @@ class PackedContext:
             cu_seqlens=bounds.to(device, non_blocking=True),
             longest=max(sizes),
         )
+
+
+def block_numbers(in_block: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the numbers of blocks `[T]` int64, each a run of tokens of one document; -1 outside.
+
+    Args:
+        in_block: `[T]` bool, the tokens in blocks.
+        cu_seqlens: `[N + 1]` int32, the boundaries of the documents.
+    """
+    begins = in_block.clone()
+    begins[1:] &= ~in_block[:-1]
+    first = cu_seqlens[:-1].long()
+    begins[first] = in_block[first]
+    return torch.where(in_block, begins.long().cumsum(0) - 1, -1)
 
 
 def context_of(handle: Tensor) -> PackedContext:

@@ -694,7 +694,8 @@ def test_hooks_after_a_call_that_fails_do_not_run_and_hold_up_nobody() -> None:
         assert time.monotonic() - began < 20
         group.sync_weights("carrier", "far")
         assert len(group["far"].held()) == 6
-        late = group.submit("carrier", "wait", 0.0, after=[SyncParams(source="carrier", target="far", eta=0.5)])
+        averaged = [SyncParams(source="carrier", target="far", eta=eta) for eta in (0.5, 0.25)]
+        late = group.submit("carrier", "wait", 0.0, after=averaged)
         group.flush()
         with pytest.raises(WorkerError, match=r"the hook sync_params after .*; the call itself did not: ConfigError: eta=0.5"):
             late.result()

@@ -31,7 +31,7 @@ from drivetrain.engine.tiny_media import IMAGE, MEDIA_FAMILIES, PLAIN, random_it
 from drivetrain.losses.sft import SFTLoss
 from helpers.harness import run_ranks
 
-OPTIM = OptimConfig(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)
+OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
 Document = tuple[list[int], list[dict[str, Tensor]]]
 
 
@@ -104,6 +104,8 @@ class Plain:
             if self.family in ("idefics3", "smolvlm"):
                 given[name] = given[name][None]
         tokens = torch.tensor([list(ids)])
+        if self.family == "gemma3":
+            given["token_type_ids"] = (tokens == config.image_token_id).long()
         if self.takes_kinds and items:
             kinds = (tokens == config.image_token_id).int() + 2 * (tokens == config.video_token_id).int()
             given["mm_token_type_ids"] = kinds

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from drivetrain.engine.ops import attention, kernels
-from drivetrain.engine.ops.flex import block_mask
+from drivetrain.engine.ops.flex import block_mask, flex
 from drivetrain.engine.ops.kernels import by_document, choose_kernel
-from drivetrain.engine.ops.packed_context import PackedContext, context_of
+from drivetrain.engine.ops.packed_context import PackedContext, block_numbers, context_of
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -199,3 +199,47 @@ def test_eager_code_does_not_pay_for_the_operator(monkeypatch: pytest.MonkeyPatc
     context = PackedContext(bounds=(0, 3), cu_seqlens=torch.tensor([0, 3], dtype=torch.int32))
     q = torch.randn(3, 2, 8)
     attention.packed_attention(q, q, q, context, scale=1.0)
+
+
+@pytest.mark.parametrize("window", [None, 5, 200])
+def test_tokens_of_a_block_see_each_other(window: int | None) -> None:
+    """By document and with FlexAttention, against softmax over an explicit mask of the whole sequence."""
+    bounds, heads, size = (0, 40, 41, 330), 2, 16
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(bounds[-1], heads, size, dtype=torch.float64) for _ in range(3))
+    in_block = torch.zeros(bounds[-1], dtype=torch.bool)
+    for start, end in ((3, 9), (20, 40), (40, 41), (100, 230), (231, 236), (329, 330)):
+        in_block[start:end] = True
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    numbers = block_numbers(in_block, cu_seqlens)
+    # A block ends with its document.
+    assert numbers.unique().tolist() == [-1, 0, 1, 2, 3, 4, 5]
+    context = PackedContext(bounds=bounds, cu_seqlens=cu_seqlens, blocks=numbers)
+    i, j = torch.arange(bounds[-1])[:, None], torch.arange(bounds[-1])[None]
+    document = torch.bucketize(torch.arange(bounds[-1]), cu_seqlens[1:].long(), right=True)
+    seen = (j <= i) | ((numbers[i] == numbers[j]) & (numbers[i] >= 0))
+    seen &= (document[i] == document[j]) & (i - j < (window or 1000))
+    scores = torch.einsum("thd,shd->hts", q, k) * 0.25
+    expected = torch.einsum("hts,shd->thd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+    for found in (
+        by_document(q, k, v, context, 0.25, window, None, None),
+        by_document(q, k, v, context, 0.25, window, 1e9, None),
+        flex(q, k, v, context, 0.25, window, None, None),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    # The kernel on CUDA looks only at the blocks that the mask lists, and in full ones at no token by itself.
+    got = block_mask(context, window)
+    assert got.mask_mod is not None
+    want = create_block_mask(got.mask_mod, None, None, bounds[-1], bounds[-1], device="cpu")
+    assert bool((got.to_dense() >= want.to_dense()).all())
+    assert got.full_kv_num_blocks is not None
+    assert want.full_kv_num_blocks is not None
+    assert bool((got.full_kv_num_blocks <= want.full_kv_num_blocks).all())
+
+
+def test_blocks_need_a_kernel_with_a_mask() -> None:
+    assert choose_kernel("cuda", torch.bfloat16, 64) == "varlen"
+    assert choose_kernel("cuda", torch.bfloat16, 64, blocks=True) == "flex"
+    assert choose_kernel("cuda", torch.float32, 64, blocks=True) == "flex"
+    assert choose_kernel("cuda", torch.float64, 64, blocks=True) == "sdpa"
+    assert choose_kernel("cpu", torch.float32, 64, blocks=True) == "sdpa"

@@ -71,7 +71,8 @@ def run_flush(worker: ModelWorker, flush: Flush, requests: Sequence[ComputeReque
                 error = e
             except BaseException as e:  # the request's reply
                 what = f"the hook {name_of(hook)} after {worker.title_of(request)} failed; the call itself did not"
-                error = HookError(f"{what}: {type(e).__name__}: {e}")
+                # The first one, if several fail.
+                error = error or HookError(f"{what}: {type(e).__name__}: {e}")
         if error is not None:
             yield request, error
             continue

@@ -118,7 +118,7 @@ class Channel:
         return self.send([self.encode(*dump(numbered, self._controller.names)), self.encode(flush, [])])[0]
 
     def encode(self, request: Request, parts: Sequence[FramePart]) -> tuple[int, Frame]:
-        """Return a message, with an id of its own if it has none; see `Channel` of `groups.replies`."""
+        """Return a message, with an id of its own if it has none; see `ReplyChannel` of `groups.replies`."""
         number = request.id if isinstance(request.id, int) else next(self._controller.ids)
         header = self._controller.codec.encode(msgspec.structs.replace(request, id=number))
         self.bytes_sent += len(header) + sum(memoryview(part).nbytes for part in parts)

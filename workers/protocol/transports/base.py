@@ -21,7 +21,7 @@ Frame = Sequence[FramePart]
 
 
 class Transport(Protocol):
-    """One end of a connection between a controller and a worker. Only the I/O thread receives; any thread may send.
+    """The worker's end of a connection to a controller. Only the I/O thread receives; any thread may send.
 
     Args:
         binary: Whether frames are msgpack with parts, instead of lines of JSON.
