@@ -11,9 +11,12 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
+from .checkpoint.local_shards import host_bytes
 from .errors import BatchError
 from .hf.media import Kind, MediaFamily, Modality
 from .packing.batch import PackedBatch
@@ -26,7 +29,9 @@ class Items:
     Args:
         rows: The number of rows of the encoder's input of each item.
         features: The number of features of each item.
-        tokens: `[F]` int64 on the host, the token in whose place each feature stands.
+        tokens: `[S]` int64 on the host, ascending: the tokens in whose place features stand.
+        index: `[S]` int64 on the host, the feature of each of them, counted over all items; one may stand for several if documents share a
+            prefix. None if they are all features, in order.
         fields: The fields of the kind, wherever they are.
     """
 
@@ -34,6 +39,34 @@ class Items:
     features: list[int]
     tokens: Tensor
     fields: Mapping[str, Tensor]
+    index: Tensor | None = None
+
+    def computed(self, origin: Tensor) -> "Items":
+        """Return the items of a micro-batch that computes some tokens once for several documents: each item is encoded once.
+
+        Args:
+            origin: `[T]` int64, the computed token of each token; see `SharedLayout`.
+        """
+        places, first = np.unique(origin[self.tokens].numpy(), return_index=True)
+        item_of = np.repeat(np.arange(len(self.features)), self.features)
+        begins = np.cumsum([0, *self.features])[:-1]
+        # Items whose first tokens are computed together are one, also where the last token of a prefix is each document's own.
+        _, earliest, copies = np.unique(origin[self.tokens[begins]].numpy(), return_index=True, return_inverse=True)
+        original = earliest[copies]
+        feature = np.arange(len(item_of)) - begins[item_of] + begins[original[item_of]]
+        kept = np.unique(original)
+        # The features of the items that stay, counted anew.
+        number = np.cumsum(np.isin(item_of, kept)) - 1
+        rows = np.repeat(np.arange(len(self.rows)), self.rows)
+        by_row = {name for name, value in self.fields.items() if len(value) == len(rows)}
+        at = {True: torch.from_numpy(np.isin(rows, kept).nonzero()[0]), False: torch.from_numpy(kept)}
+        return Items(
+            rows=[self.rows[i] for i in kept],
+            features=[self.features[i] for i in kept],
+            tokens=torch.from_numpy(places),
+            index=torch.from_numpy(number[feature[first]]),
+            fields={name: value[at[name in by_row].to(value.device)] for name, value in self.fields.items()},
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,19 +75,22 @@ class Share:
 
     Args:
         items: The indices of the items, in order.
-        send: The number of features for each rank, in the order of the items.
+        sent: `[S']` int64, the features that are sent, of those that this rank encodes, in the order of the ranks.
+        send: Their number for each rank.
         receive: The number of features from each rank.
         order: `[F']` int64, which of the received features stands in the place of each of this rank's tokens.
     """
 
     items: list[int]
+    sent: Tensor
     send: list[int]
     receive: list[int]
     order: Tensor
 
     def to(self, device: torch.device) -> "Share":
-        """Return it with its tensor on a device."""
-        return replace(self, order=self.order.to(device, non_blocking=True))
+        """Return it with its tensors on a device."""
+        sent, order = (t.to(device, non_blocking=True) for t in (self.sent, self.order))
+        return replace(self, sent=sent, order=order)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +211,28 @@ def items_of(batch: PackedBatch, family: MediaFamily, kind: Kind) -> Items:
     return Items(rows=family.rows(kind, media), features=family.features_of(kind, media), tokens=tokens, fields=media)
 
 
+def comparable_ids(batch: PackedBatch, family: MediaFamily, kinds: Sequence[Kind]) -> Tensor:
+    """Return numbers `[T]` int64 on the host by which tokens are equal only if the items that they stand for are: ids, and hashes of items.
+
+    Args:
+        batch: The batch, which is checked.
+        family: The model's family.
+        kinds: The kinds of media that it has.
+    """
+    ids = batch.input_ids.cpu().clone()
+    for kind in kinds:
+        items, values = items_of(batch, family, kind), family.modalities[kind].values
+        rows, features = ([0, *accumulate(sizes)] for sizes in (items.rows, items.features))
+        for item in range(len(items.rows)):
+            digest = xxhash.xxh3_64()
+            for name, value in items.fields.items():
+                part = value[rows[item] : rows[item + 1]] if name == values else value[item : item + 1]
+                digest.update(host_bytes(part))
+            # Below zero, where no id is.
+            ids[items.tokens[features[item] : features[item + 1]]] = -1 - (digest.intdigest() >> 1)
+    return ids
+
+
 def share_items(items: Items, rank: int, ranks: int, tokens: int) -> Share:
     """Divide the items among the ranks that share a sequence, so that each has about as many rows to encode.
 
@@ -189,13 +247,16 @@ def share_items(items: Items, rank: int, ranks: int, tokens: int) -> Share:
     for item in sorted(range(len(owners)), key=lambda i: -items.rows[i]):
         owners[item] = loads.index(min(loads))
         loads[owners[item]] += items.rows[item]
-    owner = torch.repeat_interleave(torch.tensor(owners, dtype=torch.long), torch.tensor(items.features, dtype=torch.long))
+    encoder = torch.repeat_interleave(torch.tensor(owners, dtype=torch.long), torch.tensor(items.features, dtype=torch.long))
+    feature = torch.arange(len(encoder)) if items.index is None else items.index
+    owner = encoder[feature]
     target = items.tokens // tokens
     here = items.tokens[target == rank]
     # Features arrive rank by rank, those of a rank in the order of the tokens.
     arriving = torch.cat([here[owner[target == rank] == source] for source in range(ranks)])
     return Share(
         items=[item for item, one in enumerate(owners) if one == rank],
+        sent=((encoder == rank).cumsum(0) - 1)[feature[owner == rank]],
         send=torch.bincount(target[owner == rank], minlength=ranks).tolist(),
         receive=torch.bincount(owner[target == rank], minlength=ranks).tolist(),
         order=arriving.argsort(),

@@ -41,11 +41,13 @@ class EncoderInput:
         fields: The fields of its items, or of a blank one if it has none.
         is_blank: Whether it has none: its features go nowhere, so that the gradient of the encoder is zero.
         share: The exchange of features with the ranks that share the sequence; None without any.
+        index: `[S]` int64, the feature of each token that one stands for, without an exchange; None for all of them, in order.
     """
 
     fields: Mapping[str, Tensor]
     is_blank: bool
     share: Share | None
+    index: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -171,7 +173,8 @@ def _encoder_inputs(micro_batch: MicroBatch, family: MediaFamily, topology: Topo
             chosen = share.items
         media = select_items(items, family.modalities[kind], chosen) if chosen else family.blank(kind)
         on_device = {name: value.to(device, non_blocking=True) for name, value in media.items()}
-        inputs[kind] = EncoderInput(fields=on_device, is_blank=not chosen, share=share)
+        index = None if share is not None or items.index is None else items.index.to(device, non_blocking=True)
+        inputs[kind] = EncoderInput(fields=on_device, is_blank=not chosen, share=share, index=index)
     return inputs
 
 

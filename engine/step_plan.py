@@ -13,7 +13,7 @@ from .errors import BatchError, BudgetError, ConfigError
 from .flops import ModelShape
 from .hf.media import Kind, MediaFamily
 from .loss import Loss, OutputRequest
-from .media import Items, MediaSummary, check_media, items_of, positions_of
+from .media import Items, MediaSummary, check_media, comparable_ids, items_of, positions_of
 from .packing.batch import PackedBatch, check_read
 from .packing.convert import unsupervised
 from .packing.microbatch import count_units, partition
@@ -131,8 +131,10 @@ class StepPlan:
                 is_dummy=True,
             )
         micro_batch = batch.select(part)
-        media = self._items(micro_batch)
         layout = None if self.prefixes is None else shared_layout(micro_batch.lengths, self.prefixes.select(part))
+        media = self._items(micro_batch)
+        if layout is not None:
+            media = {kind: items.computed(layout.origin) if items.rows else items for kind, items in media.items()}
         return MicroBatch(
             # A rank encodes a part of the items alone, and only these go to its device.
             batch=micro_batch.without_media().to(device),
@@ -296,7 +298,7 @@ def plan_step(
         shape: The model's shapes, which determine the cost of a document and the vocabulary size.
         training: Whether there is a backward pass.
         total_weights: The weights to use instead of the global batch's own, if the caller accumulates over several batches.
-        share: Whether documents share prefixes. Those with media do not.
+        share: Whether documents share prefixes.
         media: How the model takes media; None if it takes none.
         name: The name of the model, for messages.
 
@@ -317,8 +319,7 @@ def plan_step(
         own_media = check_media(batch, None if media is None else media.family, name)
         if media is not None and own_media.kinds and media.family.axes > 1 and batch.position_ids.dim() == 1:
             positions = positions_of(batch, media.family, media.base, own_media.kinds)
-        # Documents with the same tokens may have other pictures.
-        prefixes = None if own_media.kinds else _shared_prefixes(batch, share)
+        prefixes = _shared_prefixes(batch, share, media, own_media.kinds)
         local = _summarize_shard(topology, batch, loss, usable, budget.setting, shape, training, prefixes, own_media)
     except Exception as e:  # raised on all ranks by the exchange below, which every step needs anyway
         error = e
@@ -354,10 +355,14 @@ def plan_step(
     )
 
 
-def _shared_prefixes(batch: PackedBatch, share: SharePrefixes) -> Prefixes | None:
-    if share == "off":
+def _shared_prefixes(
+    batch: PackedBatch, share: SharePrefixes, media: MediaModel | None, kinds: Sequence[Kind]
+) -> Prefixes | None:
+    # The tokens of an image that see each other would have to be in one segment.
+    if share == "off" or (kinds and media is not None and media.family.attends_in_blocks):
         return None
-    return find_prefixes(batch, least=WORTHWHILE * batch.num_tokens if share == "auto" else 1)
+    ids = comparable_ids(batch, media.family, kinds) if media is not None and batch.media else None
+    return find_prefixes(batch, least=WORTHWHILE * batch.num_tokens if share == "auto" else 1, ids=ids)
 
 
 def _summarize_shard(

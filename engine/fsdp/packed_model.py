@@ -101,8 +101,11 @@ class PackedModel(HFModel):
             # The encoder stays in the graph, so that its backward pass has the collectives of other ranks; its gradient is zero.
             features = features[:0]
         if media.share is not None and part.context.cp_group is not None:
+            features = features.index_select(0, media.share.sent)
             features = exchange_rows(features, media.share.send, media.share.receive, part.context.cp_group)
             features = features.index_select(0, media.share.order)
+        elif media.index is not None:
+            features = features.index_select(0, media.index)
         return features
 
     def _head(self, hidden_sh: Tensor, part: RankSlice) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from .batch import PackedBatch
 from .prefixes import Prefixes, best_runs
 
 
-def find_prefixes(batch: PackedBatch, least: float = 1) -> Prefixes | None:
+def find_prefixes(batch: PackedBatch, least: float = 1, ids: Tensor | None = None) -> Prefixes | None:
     """Find the families that save the most tokens: within each group, or, without `group_ids`, among all documents.
 
     Only documents whose positions are equal too share a prefix. Depends on the batch alone, so all ranks that have it agree.
@@ -27,15 +27,17 @@ def find_prefixes(batch: PackedBatch, least: float = 1) -> Prefixes | None:
     Args:
         batch: The documents.
         least: The number of tokens from which on it is worth the while.
+        ids: `[T]` int64, what tokens are compared by, where their ids do not say all, as with images; the ids if None.
 
     Returns:
-        The families; None if they save less than that, or if the batch has media or positions of several axes.
+        The families; None if they save less than that, if the batch has media and there are no `ids`, or if it has positions of several
+        axes.
     """
-    if batch.num_sequences < 2 or batch.media or batch.position_ids.dim() > 1:
+    if batch.num_sequences < 2 or (batch.media and ids is None) or batch.position_ids.dim() > 1:
         return None
-    ids, positions = batch.input_ids.cpu().numpy(), batch.position_ids.cpu().numpy()
+    numbers, positions = (batch.input_ids if ids is None else ids).cpu().numpy(), batch.position_ids.cpu().numpy()
     # Bytes in this order compare as the numbers do, so that neighbors are those documents that have most in common.
-    keys = np.stack([positions, ids], 1).astype(">u8")
+    keys = np.stack([positions, numbers], 1).astype(">u8")
     ordered = sorted(range(batch.num_sequences), key=lambda i: keys[batch.bounds[i] : batch.bounds[i + 1]].tobytes())
     groups: dict[int, list[int]] = {}
     group_of = [0] * batch.num_sequences if batch.group_ids is None else batch.groups()
@@ -46,7 +48,7 @@ def find_prefixes(batch: PackedBatch, least: float = 1) -> Prefixes | None:
         """Return the length of the prefix of two documents, 0 if their positions differ in it."""
         (a, b), (c, d) = ((batch.bounds[i], batch.bounds[i + 1]) for i in (one, other))
         size = min(b - a, d - c)
-        equal = (ids[a : a + size] == ids[c : c + size]) & (positions[a : a + size] == positions[c : c + size])
+        equal = (numbers[a : a + size] == numbers[c : c + size]) & (positions[a : a + size] == positions[c : c + size])
         return size if equal.all() else int(np.argmin(equal))
 
     lists = [[common(one, other) for one, other in pairwise(members)] for members in groups.values()]

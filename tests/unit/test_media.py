@@ -13,6 +13,7 @@ from drivetrain.engine.media import (
     Items,
     MediaSummary,
     check_media,
+    comparable_ids,
     items_of,
     kinds_of,
     positions_of,
@@ -21,6 +22,8 @@ from drivetrain.engine.media import (
 )
 from drivetrain.engine.packing.batch import MediaField, PackedBatch
 from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.packing.prefixes import Prefixes
+from drivetrain.engine.packing.sharing import find_prefixes, shared_layout
 from drivetrain.engine.tiny_media import IMAGE, VIDEO, tiny_media_config
 
 QWEN = FAMILIES["qwen2_5_vl"](tiny_media_config("qwen2_5_vl"))
@@ -139,7 +142,7 @@ def test_every_feature_arrives_at_its_token(ranks: int, rows: list[int], feature
     sent = []
     for share in shares:
         mine = torch.tensor([tokens[starts[i] + k] for i in share.items for k in range(features[i])], dtype=torch.long)
-        sent.append(mine.split(share.send))
+        sent.append(mine[share.sent].split(share.send))
     for rank, share in enumerate(shares):
         received = torch.cat([parts[rank] for parts in sent])
         assert [len(parts[rank]) for parts in sent] == share.receive
@@ -251,3 +254,32 @@ def test_batches_with_and_without_media_are_concatenated() -> None:
     assert batch.media["pixel_values"].counts.tolist() == [0, 24]
     assert batch.media["image_grid_thw"].counts.tolist() == [0, 2]
     assert check_media(batch, QWEN, "tiny").kinds == ["image"]
+
+
+def test_items_that_documents_share_are_encoded_once() -> None:
+    ids = [[5, *[IMAGE] * 4, 6], [5, *[IMAGE] * 4, 7], [5, *[IMAGE] * 4, 6]]
+    pixels = torch.arange(16.0)[:, None].expand(16, 96)
+    batch = from_lists(
+        ids,
+        media={
+            "pixel_values": field(torch.cat([pixels, pixels, pixels + 1]), 16, 16, 16),
+            "image_grid_thw": field(torch.tensor([[1, 4, 4]] * 3), 1, 1, 1),
+        },
+    )
+    comparable = comparable_ids(batch, QWEN, ["image"]).view(3, 6)
+    assert torch.equal(comparable[0, :5], comparable[1, :5])
+    assert not bool((comparable[0, 1:5] == comparable[2, 1:5]).any())
+    assert comparable[:, 0].tolist() == [5] * 3
+    assert len(set(comparable[0, 1:5].tolist())) == 1
+    prefixes = find_prefixes(batch, ids=comparable.reshape(-1))
+    # Of the common beginning the last token, here one of an image, is each document's own.
+    assert prefixes == Prefixes(families=(0, 0, -1), parents=(4,))
+    layout = shared_layout(batch.lengths, prefixes)
+    assert layout is not None
+    items = items_of(batch, QWEN, "image").computed(layout.origin)
+    assert (items.rows, items.features) == ([16, 16], [4, 4])
+    assert items.tokens.tolist() == [1, 2, 3, 4, 6, 9, 10, 11, 12]
+    assert items.index is not None
+    assert items.index.tolist() == [0, 1, 2, 3, 3, 4, 5, 6, 7]
+    assert torch.equal(items.fields["pixel_values"], torch.cat([pixels, pixels + 1]))
+    assert find_prefixes(batch) is None
