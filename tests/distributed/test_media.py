@@ -29,6 +29,9 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.registry import engine_class
 from drivetrain.engine.tiny_media import IMAGE, MEDIA_FAMILIES, PLAIN, random_item, tiny_media_config
 from drivetrain.losses.sft import SFTLoss
+from drivetrain.workers.groups.process import ProcessWorkerGroup
+from drivetrain.workers.process.role_host import RoleSpec
+from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from helpers.harness import run_ranks
 
 OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
@@ -518,3 +521,27 @@ def test_a_trained_model_is_exported_and_resumed_with_its_encoders(tmp_path: Pat
     resumed = engine.train_batch(pack(steps_of(family)[2]), SFTLoss())
     assert are_equal((resumed.loss, resumed.grad_norm), (loss, norm))
     engine.close()
+
+
+@pytest.mark.slow
+def test_workers_read_images_from_a_batch_and_from_their_stores(tmp_path: Path) -> None:
+    family = "qwen3_vl"
+    folder = save(tmp_path / "model", family)
+    documents = steps_of(family)[0]
+    batch = pack(documents)
+    role = RoleSpec(
+        worker=ActorWorker,
+        config=ActorConfig(
+            model=ModelConfig(path=str(folder)), engine=EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64)), optim=OPTIM
+        ),
+    )
+    with ProcessWorkerGroup({"actor": role}, pools={"main": 2}) as group:
+        direct = group["actor"].compute_log_probs(batch)["log_probs"]
+        ref = group["actor"].compute_log_probs(group.data.put(batch))
+        stored = group.data.get(ref, ["log_probs"])["log_probs"]
+    plain, expected = Plain(folder, family), []
+    for ids, items in documents:
+        expected += [*(-F.cross_entropy(plain.logits(ids, items)[:-1], torch.tensor(ids[1:]), reduction="none")).tolist(), 0.0]
+    log_probs = torch.tensor(expected).masked_fill(batch.labels == IGNORE, 0.0)
+    for found in (direct, stored):
+        torch.testing.assert_close(found, log_probs, rtol=1e-5, atol=1e-5)
