@@ -313,8 +313,8 @@ def test_a_wrong_position_is_noticed(tmp_path: Path, process_group: None, monkey
     """The negative control: the positions of all parents are off by one."""
     right = RankSlice.from_micro_batch
 
-    def wrong(micro_batch: MicroBatch, *args: Any) -> RankSlice:
-        part, layout = right(micro_batch, *args), micro_batch.layout
+    def wrong(micro_batch: MicroBatch, *args: Any, **options: Any) -> RankSlice:
+        part, layout = right(micro_batch, *args, **options), micro_batch.layout
         if layout is None:
             return part
         positions = part.position_ids.clone()
