@@ -41,11 +41,12 @@ class Items:
     fields: Mapping[str, Tensor]
     index: Tensor | None = None
 
-    def computed(self, origin: Tensor) -> "Items":
+    def computed(self, origin: Tensor, modality: Modality) -> "Items":
         """Return the items of a micro-batch that computes some tokens once for several documents: each item is encoded once.
 
         Args:
             origin: `[T]` int64, the computed token of each token; see `SharedLayout`.
+            modality: The kind of the items.
         """
         places, first = np.unique(origin[self.tokens].numpy(), return_index=True)
         item_of = np.repeat(np.arange(len(self.features)), self.features)
@@ -57,15 +58,12 @@ class Items:
         kept = np.unique(original)
         # The features of the items that stay, counted anew.
         number = np.cumsum(np.isin(item_of, kept)) - 1
-        rows = np.repeat(np.arange(len(self.rows)), self.rows)
-        by_row = {name for name, value in self.fields.items() if len(value) == len(rows)}
-        at = {True: torch.from_numpy(np.isin(rows, kept).nonzero()[0]), False: torch.from_numpy(kept)}
         return Items(
             rows=[self.rows[i] for i in kept],
             features=[self.features[i] for i in kept],
             tokens=torch.from_numpy(places),
             index=torch.from_numpy(number[feature[first]]),
-            fields={name: value[at[name in by_row].to(value.device)] for name, value in self.fields.items()},
+            fields=select_items(self, modality, kept.tolist()),
         )
 
 
@@ -172,8 +170,9 @@ def _check_items(batch: PackedBatch, family: MediaFamily, kind: Kind, model: str
         document = "the batch" if item is None else batch.name_of(next(i for i, end in enumerate(edges[1:]) if item < end))
         raise BatchError(f"{document} has media of the kind {kind} with {what}" if item is not None else what)
     rows, features = family.rows(kind, media), family.features_of(kind, media)
-    for i, (start, end) in enumerate(pairwise(edges)):
-        has, needs = int(batch.media[modality.values].counts[i]), sum(rows[start:end])
+    row_counts = batch.media[modality.values].counts.tolist()
+    for i, (has, (start, end)) in enumerate(zip(row_counts, pairwise(edges), strict=True)):
+        needs = sum(rows[start:end])
         if has != needs:
             raise BatchError(
                 f"{batch.name_of(i)} has {has} rows of {modality.values}, but by its "
@@ -309,7 +308,7 @@ def positions_of(batch: PackedBatch, family: MediaFamily, base: Any, kinds: Sequ
             continue
         try:
             positions = family.positions(base, ids[start:end], inside)
-        except Exception as e:  # of the family's inside code
+        except Exception as e:  # of the family's own code
             raise BatchError(
                 f"{batch.name_of(i)}: the positions of its {' and '.join(inside)} cannot be computed ({type(e).__name__}: {e}); let the model's "
                 "own processor write the tokens, with those between two of them"

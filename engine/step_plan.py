@@ -134,7 +134,8 @@ class StepPlan:
         layout = None if self.prefixes is None else shared_layout(micro_batch.lengths, self.prefixes.select(part))
         media = self._items(micro_batch)
         if layout is not None:
-            media = {kind: items.computed(layout.origin) if items.rows else items for kind, items in media.items()}
+            modalities = {} if self.media is None else self.media.family.modalities
+            media = {k: items.computed(layout.origin, modalities[k]) if items.rows else items for k, items in media.items()}
         return MicroBatch(
             # A rank encodes a part of the items alone, and only these go to its device.
             batch=micro_batch.without_media().to(device),

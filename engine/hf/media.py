@@ -261,7 +261,7 @@ class QwenOmni(QwenVL):
 
     def positions(self, base: PreTrainedModel, ids: Tensor, media: Mapping[Kind, Mapping[str, Tensor]]) -> Tensor:
         if "image" not in media and "video" not in media:
-            return torch.arange(len(ids)).expand(self.axes, -1)
+            return MediaFamily.positions(self, base, ids, media)
         fields = {name: value for one in media.values() for name, value in one.items()}
         any_base: Any = base
         positions: Tensor = any_base.get_rope_index(
@@ -351,7 +351,10 @@ class Tiles(MediaFamily):
 
     @property
     def _tile(self) -> tuple[int, ...]:
-        return (self.config.vision_config.num_channels, *self.config.vision_config.image_size)
+        vision = self.config.vision_config
+        # One side of a square, or both sides.
+        sides = (vision.image_size,) * 2 if isinstance(vision.image_size, int) else vision.image_size
+        return (vision.num_channels, *sides)
 
     def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
         return [1] * len(media[self.modalities[kind].values])
@@ -373,11 +376,6 @@ class Gemma3(Tiles):
     """Gemma 3: images of one size."""
 
     attends_in_blocks = True
-
-    @property
-    def _tile(self) -> tuple[int, ...]:
-        vision = self.config.vision_config
-        return vision.num_channels, vision.image_size, vision.image_size
 
     @property
     def _tile_features(self) -> int:
@@ -402,11 +400,6 @@ class MaskedTiles(Tiles):
             if blank
             else None
         )
-
-    @property
-    def _tile(self) -> tuple[int, ...]:
-        vision = self.config.vision_config
-        return vision.num_channels, vision.image_size, vision.image_size
 
     @property
     def _tile_features(self) -> int:

@@ -276,7 +276,7 @@ def test_items_that_documents_share_are_encoded_once() -> None:
     assert prefixes == Prefixes(families=(0, 0, -1), parents=(4,))
     layout = shared_layout(batch.lengths, prefixes)
     assert layout is not None
-    items = items_of(batch, QWEN, "image").computed(layout.origin)
+    items = items_of(batch, QWEN, "image").computed(layout.origin, QWEN.modalities["image"])
     assert (items.rows, items.features) == ([16, 16], [4, 4])
     assert items.tokens.tolist() == [1, 2, 3, 4, 6, 9, 10, 11, 12]
     assert items.index is not None
