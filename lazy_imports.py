@@ -60,7 +60,7 @@ MOVED_MODULES = {
     "workers.model_worker.codec": "workers.protocol.codec",
     "workers.model_worker.comm_id": "workers.protocol.comm_id",
     "workers.model_worker.compute_messages": "workers.protocol.compute_messages",
-    "workers.model_worker.controller": "workers.supervision.zmq_controller",
+    "workers.model_worker.controller": "workers.supervision.controller",
     "workers.model_worker.data_messages": "workers.protocol.data_messages",
     "workers.model_worker.digests": "workers.data_plane.digests",
     "workers.model_worker.errors": "workers.protocol.errors",
@@ -87,7 +87,6 @@ MOVED_MODULES = {
     "workers.rollout.worker": "workers.roles.generator",
     "workers.scheduler": "generation.scheduler",
     "workers.sharded_lm": "workers.tensor_parallel",
-    "workers.supervision.controller": "workers.supervision.zmq_controller",
 }
 """Modules and packages by their old names, with the new ones; what is in a package has moved with it unless it is listed itself."""
 

@@ -17,11 +17,16 @@ import pytest
 import zmq
 
 from drivetrain.engine.errors import ConfigError
+from drivetrain.workers.process.loop import RequestLoop
 from drivetrain.workers.process.program import main
+from drivetrain.workers.process.worker import ModelWorker, WorkerSettings
 from drivetrain.workers.protocol import messages as p
 from drivetrain.workers.protocol.comm_id import CommId, CommIdError, mint, parse
 from drivetrain.workers.protocol.names import Names
+from drivetrain.workers.protocol.transports.base import Frame
+from drivetrain.workers.protocol.transports.memory import MemoryTransport
 from drivetrain.workers.protocol.transports.zeromq import CurveKeys
+from drivetrain.workers.supervision.controller import CONTROLLERS, Controller, listen
 from drivetrain.workers.supervision.zmq_controller import ZmqController
 from helpers.controller import Worker, flush_of, initialize
 from helpers.harness import run_ranks
@@ -631,6 +636,58 @@ def test_a_worker_that_nobody_started_is_not_heard(caplog: pytest.LogCaptureFixt
     controller.close()
     # Closed twice is closed.
     controller.close()
+
+
+class ThreadController(Controller):
+    """Both ends of a transport within one process: the least that a transport needs."""
+
+    address = "thread://"
+
+    def __init__(self, names: Names, ids: Iterator[int] | None) -> None:
+        super().__init__(names, ids=ids)
+        self.worker = ThreadTransport(self)
+
+    def send(self, frame: Frame) -> None:
+        self.worker.post(0, frame[1:])
+
+    def close(self) -> None:
+        pass
+
+
+class ThreadTransport(MemoryTransport):
+    greets = True
+
+    def __init__(self, controller: ThreadController) -> None:
+        super().__init__()
+        self._controller = controller
+
+    def send(self, frame: Frame) -> None:
+        self._controller.take("one", bytes(frame[0]), frame[1:])
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_transport_is_an_entry_of_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONTROLLERS, "thread", lambda address, names, ids: ThreadController(names, ids))
+    controller = listen("thread://", Names(), count(7))
+    assert isinstance(controller, ThreadController)
+    channel = controller.channel("one")
+    asked = channel.ask(p.Hello(protocol=p.PROTOCOL, world_size=1))
+    loop = RequestLoop(ModelWorker(WorkerSettings(rank=0, world_size=1)), controller.worker)
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    reply = asked.reply(30)
+    assert isinstance(reply, p.Welcome)
+    assert reply.id == 7
+    assert channel.bytes_sent > 0
+    assert channel.bytes_received > 0
+    assert isinstance(channel.ask(p.Shutdown()).reply(30), p.Bye)
+    thread.join(30)
+    assert not thread.is_alive()
+    for address in ("carrier://here", "thread", "", "zmq"):
+        with pytest.raises(ConfigError, match="names no transport; give one of zmq://host:port, thread://host:port"):
+            listen(address, Names())
 
 
 def test_a_worker_whose_controller_does_not_answer_ends() -> None:

@@ -5,6 +5,7 @@ It is distributed over the data-parallel ranks, balanced by cost. This module ho
 `process` and `ray` differ in how requests reach the workers.
 """
 
+import itertools
 import json
 import threading
 from abc import ABC, abstractmethod
@@ -86,6 +87,7 @@ class WorkerGroup(ABC):
         self.roles = dict(roles)
         self.data = GroupData(self)
         """The workers' data stores."""
+        self._ids = itertools.count(1)
         self._submitted: list[GroupCall] = []
         self._in_flight: list[FlushManifest] = []
         self._interrupted: list[GroupCall] = []
@@ -295,6 +297,10 @@ class WorkerGroup(ABC):
         self.data.forget()
         self._submitted, self._in_flight, self._interrupted = [], [], []
 
+    def next_id(self) -> int:
+        """Return the id of the next request."""
+        return next(self._ids)
+
     # ---- what a kind of group implements -----------------------------------------------------------------------------
 
     def workers(self, role: str) -> tuple[WorkerId, ...]:
@@ -315,10 +321,6 @@ class WorkerGroup(ABC):
     @abstractmethod
     def _pool_size(self, pool: str) -> int:
         """Return the number of processes of a pool."""
-
-    @abstractmethod
-    def next_id(self) -> int:
-        """Return the id of the next request."""
 
     @abstractmethod
     def rank_infos(self, role: str) -> Sequence[RankInfo]:

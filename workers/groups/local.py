@@ -55,7 +55,6 @@ class LocalWorkerGroup(WorkerGroup):
         )
         self._worker.pool, self._worker.name = pools[0], f"group {next(_groups)}"
         self._infos: dict[str, list[RankInfo]] = {}
-        self._ids = count(1)
         self._closed = False
         try:
             for name, role in roles.items():
@@ -82,10 +81,6 @@ class LocalWorkerGroup(WorkerGroup):
         self._check_open()
         self.role(role)
         return self._infos[role]
-
-    def next_id(self) -> int:
-        """See `WorkerGroup.next_id`."""
-        return next(self._ids)
 
     def _pool_size(self, pool: str) -> int:
         return dist.get_world_size()

@@ -18,7 +18,7 @@ from ..protocol.hooks import WeightSync
 from ..protocol.messages import Shutdown
 from ..protocol.names import Names, collect, importing_program, name_of
 from ..supervision.child_process import ChildProcess
-from ..supervision.zmq_controller import Channel, ZmqController
+from ..supervision.controller import Channel, Controller, listen
 from .remote import VISIBLE, CallLimits, RemoteWorkerGroup, comm_backend, process_environment
 
 BEAT_S = 1.0
@@ -45,7 +45,8 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         silence_s: The time after which a process that gives no sign of life is killed.
         environment: Additional environment variables of the processes.
         names: Classes and functions, beside those of the roles, that arguments and results may hold.
-        address: `zmq://host:port` instead of a socket of this machine.
+        address: `zmq://host:port`, or an address of another transport of `supervision.controller.CONTROLLERS`, instead of a socket of
+            this machine.
         weight_sync: How weights go from pool to pool. `nccl`: from GPU to GPU, over a communicator beside the default groups; `tcp`: through
             host memory; `auto`: `nccl` where every process has a GPU of its own, otherwise `tcp`; `gloo`: as `nccl`, on CPUs, for tests.
 
@@ -89,7 +90,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         self._address = address
         self._processes: list[ChildProcess] = []
         self._comm_ids: dict[str, CommId] = {}
-        self._controller: ZmqController | None = None
+        self._controller: Controller | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._start()
 
@@ -98,7 +99,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         return self._allowed_names
 
     def _start_pools(self) -> Mapping[str, Sequence[Channel]]:
-        controller = ZmqController(self._allowed_names, self._address)
+        controller = listen(self._address, self._allowed_names, self._ids)
         processes: list[ChildProcess] = []
         # At the end of this program too; but not in a process that was forked from it.
         self._finalizer = weakref.finalize(self, _end, os.getpid(), controller, processes)
@@ -146,16 +147,6 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
     def _comm_id(self, pool: str) -> str:
         return self._comm_ids[pool].hex()
 
-    def next_id(self) -> int:
-        """See `WorkerGroup.next_id`."""
-        assert self._controller is not None
-        return next(self._controller.ids)
-
-    @property
-    def controller_bytes(self) -> int:
-        """The size of all messages between the controller and its workers so far."""
-        return sum(channel.bytes_sent + channel.bytes_received for channels in self._channels.values() for channel in channels)  # type: ignore[attr-defined]
-
     def _link_endpoint(self, pool: str, rank: int) -> str:
         assert self._controller is not None
         if self._controller.folder is not None:
@@ -182,7 +173,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
             self._processes = []
 
 
-def _end(owner: int, controller: ZmqController, processes: Sequence[ChildProcess]) -> None:
+def _end(owner: int, controller: Controller, processes: Sequence[ChildProcess]) -> None:
     """Kill what is left of a group's processes, and close its socket."""
     if os.getpid() != owner:
         return

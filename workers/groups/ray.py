@@ -9,7 +9,6 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -90,8 +89,8 @@ def _actor_class(ray: Any) -> type[_Actor]:
 class _RayReply:
     """A reply that comes through Ray."""
 
-    def __init__(self, future: "Future[Any]", group: "RayWorkerGroup") -> None:
-        self._future, self._group = future, group
+    def __init__(self, future: "Future[Any]", channel: "_RayChannel") -> None:
+        self._future, self._channel = future, channel
 
     @property
     def future(self) -> Future[Any]:
@@ -106,29 +105,30 @@ class _RayReply:
             header, *parts = self._future.result()
         except ray.exceptions.RayError as e:
             raise WorkerLostError(_why(e)) from None
-        self._group.controller_bytes += len(header) + sum(part.nbytes for part in parts)
-        return load(self._group.codec.decode_reply(header), [memoryview(part) for part in parts], self._group.names)
+        self._channel.bytes_received += len(header) + sum(part.nbytes for part in parts)
+        group = self._channel.group
+        return load(group.codec.decode_reply(header), [memoryview(part) for part in parts], group.names)
 
 
 class _RayChannel:
     """A connection to one actor."""
 
     def __init__(self, group: "RayWorkerGroup", actor: Any) -> None:
-        self.actor = actor
-        self._group = group
+        self.actor, self.group = actor, group
+        self.bytes_sent = self.bytes_received = 0
 
     def encode(self, request: Request, parts: Sequence[FramePart]) -> tuple[int, bytes, Any]:
         """Return a message; see `ReplyChannel`."""
-        group = self._group
-        numbered = request if isinstance(request.id, int) else msgspec.structs.replace(request, id=next(group.ids))
+        group = self.group
+        numbered = request if isinstance(request.id, int) else msgspec.structs.replace(request, id=group.next_id())
         header = group.codec.encode(numbered)
-        group.controller_bytes += len(header) + sum(memoryview(part).nbytes for part in parts)
+        self.bytes_sent += len(header) + sum(memoryview(part).nbytes for part in parts)
         return numbered.id, header, group.put_parts(parts)  # type: ignore[return-value]
 
     def send(self, messages: Sequence[tuple[int, bytes, Any]]) -> list[_RayReply]:
         """Send messages; see `ReplyChannel`."""
         self.actor.post.remote(list(messages))
-        return [_RayReply(self.actor.reply.remote(number).future(), self._group) for number, _, _ in messages]
+        return [_RayReply(self.actor.reply.remote(number).future(), self) for number, _, _ in messages]
 
     def silence_s(self) -> float:
         """Return 0: Ray itself watches over its processes."""
@@ -193,9 +193,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         self._placements: list[Any] = []
         self._by_pool: dict[str, list[Any]] = {}
         self.names = Names(pickler=_pickler())
-        self.codec, self.ids = Codec(Registry(), binary=True), count(1)
-        self.controller_bytes = 0
-        """The size of all messages between the controller and its workers so far."""
+        self.codec = Codec(Registry(), binary=True)
         self._last_put: tuple[Sequence[FramePart], Any] = ((), None)
         self._check_room()
         self._start()
@@ -272,10 +270,6 @@ class RayWorkerGroup(RemoteWorkerGroup):
             return str(self._ray.get(self._by_pool[pool][0].comm_id.remote()))
         except self._ray.exceptions.RayError as e:
             raise WorkerLostError(f"rank 0 of pool {pool!r} died during starting: {_why(e)}") from None
-
-    def next_id(self) -> int:
-        """See `WorkerGroup.next_id`."""
-        return next(self.ids)
 
     def _link_endpoint(self, pool: str, rank: int) -> str:
         return f"tcp://{self._ray.get(self._by_pool[pool][rank].host.remote())}:*"

@@ -110,6 +110,8 @@ class CallLimits:
 class RemoteWorkerGroup(WorkerGroup):
     """Roles on pools of processes that are not this one. Threads may share a group; their calls run one after the other.
 
+    A subclass calls `_start` at the end of its constructor.
+
     Args:
         roles: The roles by name, each with the name of the pool that it runs on.
         pools: The number of processes of each pool, by name. A role's parallel layout must fit its pool.
@@ -274,6 +276,11 @@ class RemoteWorkerGroup(WorkerGroup):
     def is_usable(self) -> bool:
         """See `WorkerGroup.is_usable`."""
         return self._broken is None
+
+    @property
+    def controller_bytes(self) -> int:
+        """The size of all messages between the controller and its workers so far, since they were started."""
+        return sum(channel.bytes_sent + channel.bytes_received for channels in self._channels.values() for channel in channels)
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 

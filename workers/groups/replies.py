@@ -32,7 +32,15 @@ class PendingReply(Protocol):
 
 
 class ReplyChannel(Protocol):
-    """A connection to one process."""
+    """A connection to one process.
+
+    Args:
+        bytes_sent: The size of all messages to the process so far.
+        bytes_received: The size of all messages from it.
+    """
+
+    bytes_sent: int
+    bytes_received: int
 
     def encode(self, request: Request, parts: Sequence[FramePart]) -> Any:
         """Return a message that can be sent: a request whose values are plain data, with the parts that hold tensors.

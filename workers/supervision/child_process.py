@@ -15,7 +15,7 @@ from contextlib import suppress
 from ...engine.errors import ConfigError
 from ..protocol.errors import LAST_OUTPUT
 from ..protocol.names import importing_program, program_arguments
-from ..protocol.transports.zeromq import CurveKeys
+from ..protocol.transports.base import WorkerKeys
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class ChildProcess:
         arguments: Sequence[str] = (),
         allow: Iterable[str] = (),
         environment: Mapping[str, str] | None = None,
-        keys: CurveKeys | None = None,
+        keys: WorkerKeys | None = None,
         program: Sequence[str] | None = None,
         listener: socket.socket | None = None,
         on_exit: Callable[["ChildProcess"], None] = lambda process: None,

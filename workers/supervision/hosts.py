@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from ...engine.errors import ConfigError, WorkerLostError
 from ..protocol import comm_id
 from ..protocol.names import program_arguments
-from ..protocol.transports.zeromq import SCHEME, CurveKeys
+from ..protocol.transports.base import WorkerKeys
+from ..protocol.transports.zeromq import SCHEME
 from .child_process import TERMINATE_S, ChildProcess
 
 PLACEMENT_S = 60.0
@@ -51,7 +52,7 @@ class ProcessArguments:
     arguments: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    keys: CurveKeys | None = None
+    keys: WorkerKeys | None = None
     program: tuple[str, ...] = field(default_factory=lambda: tuple(program_arguments()))
 
 

@@ -13,7 +13,7 @@ from ...generation.tokens import Token
 from ..protocol.errors import raise_error
 from ..protocol.messages import Cancel, Error
 from ..protocol.stream_messages import NewTokens, Stream
-from .zmq_controller import Channel, ReplyFuture
+from .controller import Channel, ReplyFuture
 
 _POLL_S = 0.02
 

@@ -19,9 +19,9 @@ from ..protocol.errors import LAST_OUTPUT, raise_error
 from ..protocol.names import Names, collect, name_of
 from ..protocol.stream_messages import Embed, Stream
 from .child_process import TERMINATE_S
+from .controller import Channel, Controller, listen
 from .hosts import Host, LocalHost, ProcessArguments, WorkerProcess
 from .response_stream import ResponseStream
-from .zmq_controller import Channel, ZmqController
 
 if TYPE_CHECKING:
     from ...generation.token_scheduler import GenerationRequest
@@ -122,7 +122,7 @@ class SupervisedWorker:
         self._changed = threading.Condition()
         self._entered = self._closing = False
         self._failure: WorkerLostError | None = None
-        self._controller: ZmqController | None = None
+        self._controller: Controller | None = None
         self._process: WorkerProcess | None = None
         self._channel: Channel | None = None
         self._monitor: threading.Thread | None = None
@@ -194,7 +194,7 @@ class SupervisedWorker:
             if self._entered:
                 raise ConfigError(f"{self._settings.name} was started before; call start_model_worker for another one")
             self._entered = True
-        self._controller = ZmqController(self._names, self._host.controller_address())
+        self._controller = listen(self._host.controller_address(), self._names)
         try:
             self._start_process()
         except BaseException:

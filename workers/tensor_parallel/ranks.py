@@ -19,7 +19,7 @@ from ..protocol import messages as m
 from ..protocol.errors import raise_error
 from ..protocol.names import Names
 from ..supervision.child_process import ChildProcess
-from ..supervision.zmq_controller import Channel, ZmqController
+from ..supervision.controller import Channel, Controller, listen
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Ranks:
         self._settings = settings
         self._channels: list[Channel] = []
         self._processes: list[ChildProcess] = []
-        self._controller: ZmqController | None = None
+        self._controller: Controller | None = None
         # Meeting the others sets them, as torchrun would; what comes after this group must not find them.
         self._environment = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", _NCCL_ERRORS)}
         self._abort: Callable[[], None] = abort_on_gpus
@@ -102,7 +102,7 @@ class Ranks:
             return
         try:
             self.local.listener = listener
-            self._controller = ZmqController(Names())
+            self._controller = listen(None, Names())
             for rank in range(1, settings.size):
                 self._start(rank, self._controller)
             self._wait_for_processes()
@@ -125,7 +125,7 @@ class Ranks:
                     f"rank {rank} did not start within start_s={self._settings.start_s:g}; raise it"
                 ) from None
 
-    def _start(self, rank: int, controller: ZmqController) -> None:
+    def _start(self, rank: int, controller: Controller) -> None:
         channel = controller.channel(f"tp-rank-{rank}")
         options = {
             "--rank": rank,

@@ -20,6 +20,14 @@ Frame = Sequence[FramePart]
 """A message: its header, and the parts that hold tensors."""
 
 
+class WorkerKeys(Protocol):
+    """What a controller gives a process that it starts, so that the two recognize each other."""
+
+    def pass_on(self) -> int:
+        """Return a file descriptor from which a child can read the keys: the worker's `--keys-fd`."""
+        ...
+
+
 class Transport(Protocol):
     """The worker's end of a connection to a controller. Only the I/O thread receives; any thread may send.
 

@@ -1,0 +1,274 @@
+"""The controller's end of connections to model workers, over any transport: requests out, replies in."""
+
+import itertools
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...engine.errors import ConfigError, WorkerLostError
+from ..protocol.codec import Codec, FramePart
+from ..protocol.compute_messages import ComputeRequest, Flush
+from ..protocol.manifest import digest_of
+from ..protocol.messages import Beat, Reply, Request
+from ..protocol.names import Names
+from ..protocol.operations import Registry
+from ..protocol.stream_messages import NewTokens, Stream, Tokens
+from ..protocol.transports.base import Frame, WorkerKeys
+from ..protocol.values import dump, load
+
+logger = logging.getLogger(__name__)
+
+_GAP_S = 2.5
+"""After how many seconds between two checks of a worker's silence the count begins anew."""
+
+
+class ReplyFuture(Future[Any]):
+    """A reply that has not arrived yet. Its values are loaded in the thread that asks for them."""
+
+    names: Names
+
+    @property
+    def future(self) -> Future[Any]:
+        """This future, for those who wait for several."""
+        return self
+
+    def reply(self, timeout_s: float | None = None) -> Reply:
+        """Wait for the reply and return it.
+
+        Raises:
+            WorkerLostError: The worker died.
+            TimeoutError: It did not arrive in time.
+        """
+        reply, parts = self.result(timeout_s)
+        loaded: Reply = load(reply, parts, self.names)
+        return loaded
+
+
+class Channel:
+    """A connection to one worker.
+
+    Args:
+        controller: The controller.
+        identity: The worker's name.
+    """
+
+    def __init__(self, controller: "Controller", identity: str) -> None:
+        self.identity = identity
+        self.heard_at = self._checked_at = time.monotonic()
+        self.beat: Beat | None = None
+        self.bytes_sent = self.bytes_received = 0
+        """The size of all messages to and from the worker."""
+        self._controller = controller
+        # Reentrant: the garbage collector may end a stream, which sends a message, anywhere in this class.
+        self._lock = threading.RLock()
+        self._pending: dict[int, ReplyFuture] = {}
+        self._listeners: dict[Any, Callable[[NewTokens], None]] = {}
+        self._early: list[Frame] = []
+        self._connected = False
+        self._lost: WorkerLostError | None = None
+
+    def ask(self, request: Request) -> ReplyFuture:
+        """Send a request, whose values may hold tensors.
+
+        Raises:
+            ConfigError: A value cannot be sent.
+        """
+        return self.send([self.encode(*dump(request, self._controller.names))])[0]
+
+    def open_stream(self, request: Stream, listener: Callable[[NewTokens], None]) -> tuple[int, ReplyFuture]:
+        """Send a request whose tokens come before its reply; return its id, and the reply.
+
+        Args:
+            request: The request.
+            listener: Called with tokens as they arrive, by the controller's thread.
+
+        Raises:
+            ConfigError: A value cannot be sent.
+        """
+        number, frame = self.encode(*dump(request, self._controller.names))
+        self._listeners[number] = listener
+        (sent,) = self.send([(number, frame)])
+        sent.add_done_callback(lambda done: self._listeners.pop(number, None))
+        return number, sent
+
+    def ask_flushed(self, request: ComputeRequest) -> ReplyFuture:
+        """Send a request together with the flush that runs it, to a worker that is the only one of its pool.
+
+        Raises:
+            ConfigError: A value cannot be sent.
+        """
+        numbered = msgspec.structs.replace(request, id=next(self._controller.ids))
+        flush = Flush(ids=[numbered.id or 0], digest=digest_of([(numbered.id, numbered.digest)]))
+        # What is wrong with the flush is wrong with the request.
+        return self.send([self.encode(*dump(numbered, self._controller.names)), self.encode(flush, [])])[0]
+
+    def encode(self, request: Request, parts: Sequence[FramePart]) -> tuple[int, Frame]:
+        """Return a message, with an id of its own if it has none; see `ReplyChannel` of `groups.replies`."""
+        number = request.id if isinstance(request.id, int) else next(self._controller.ids)
+        header = self._controller.codec.encode(msgspec.structs.replace(request, id=number))
+        self.bytes_sent += len(header) + sum(memoryview(part).nbytes for part in parts)
+        return number, [self.identity.encode(), header, *parts]
+
+    def send(self, messages: Sequence[tuple[int, Frame]]) -> list[ReplyFuture]:
+        """Send messages of `encode` one after the other, without any of another thread between them."""
+        futures = []
+        with self._lock:
+            for number, frame in messages:
+                future = ReplyFuture()
+                future.names = self._controller.names
+                futures.append(future)
+                if self._lost is not None:
+                    future.set_exception(WorkerLostError(str(self._lost)))
+                    continue
+                self._pending[number] = future
+                # A router drops what is sent to a worker that has not connected yet.
+                if self._connected:
+                    self._controller.send(frame)
+                else:
+                    self._early.append(frame)
+        return futures
+
+    @property
+    def pending(self) -> int:
+        """The number of requests that have not been answered."""
+        with self._lock:
+            return len(self._pending)
+
+    def silence_s(self) -> float:
+        """Return for how many seconds the worker has given no sign of life; 0 while it starts."""
+        now = time.monotonic()
+        if now - self._checked_at > _GAP_S:
+            # This process was stopped for a while, and with it the thread that hears the beats.
+            self.heard_at = now
+        self._checked_at = now
+        return now - self.heard_at if self._connected else 0.0
+
+    def fail(self, error: WorkerLostError) -> None:
+        """Fail all requests, present and future: the worker has died."""
+        with self._lock:
+            self._lost = self._lost or error
+            pending, self._pending = self._pending, {}
+        for future in pending.values():
+            # Each its own: an exception that is raised in several places collects their tracebacks.
+            future.set_exception(WorkerLostError(str(error)))
+
+    def receive(self, reply: Reply, parts: Frame, size: int = 0) -> None:
+        """Take a message of the worker. Called by the controller's thread."""
+        self.heard_at = time.monotonic()
+        self.bytes_received += size
+        with self._lock:
+            for frame in self._early:
+                self._controller.send(frame)
+            self._early, self._connected = [], True
+            future = self._pending.pop(reply.id, None) if isinstance(reply.id, int) else None
+        if isinstance(reply, Beat):
+            self.beat = reply
+        elif isinstance(reply, Tokens):
+            for added in reply.responses:
+                listener = self._listeners.get(added.request)
+                if listener is not None:
+                    listener(added)
+        elif future is not None:
+            future.set_result((reply, parts))
+        elif self._lost is None:
+            logger.warning("%s sent a reply that nobody waits for: %s", self.identity, reply)
+
+
+class Controller(ABC):
+    """Where the workers of a group or of a service connect. Each transport has a subclass, which is an entry of `CONTROLLERS`.
+
+    Args:
+        names: The classes and functions that messages may refer to.
+        registry: The operations.
+        ids: Where the ids of requests come from; None counts from 1.
+    """
+
+    address: str
+    """What the workers are started with as `--transport`."""
+    folder: Path | None = None
+    """A folder that only this user can enter, if the workers are on this machine; None if they may be elsewhere."""
+
+    def __init__(self, names: Names, registry: Registry | None = None, ids: Iterator[int] | None = None) -> None:
+        self.names = names
+        self.codec = Codec(registry or Registry(), binary=True)
+        self.ids = itertools.count(1) if ids is None else ids
+        self._channels: dict[str, Channel] = {}
+
+    def channel(self, identity: str) -> Channel:
+        """Return a connection to a worker that will connect under this name."""
+        self._channels[identity] = channel = Channel(self, identity)
+        return channel
+
+    def new_keys(self) -> WorkerKeys | None:
+        """Return keys with which one more worker may connect; None if it needs none."""
+        return None
+
+    @abstractmethod
+    def send(self, frame: Frame) -> None:
+        """Send a message, without waiting for it: the name of the worker, the header, and the parts that hold tensors.
+
+        It is called by all threads, and only after the worker has been heard of.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Send what is still waiting, and end all connections. A second call does nothing."""
+
+    def take(self, identity: str, header: bytes, parts: Frame) -> None:
+        """Hand a message to the connection of the worker that sent it. To be called by one thread, in the order of arrival.
+
+        Args:
+            identity: The name under which the worker has connected.
+            header: The message.
+            parts: Its tensors; they are kept, not copied.
+        """
+        channel = self._channels.get(identity)
+        if channel is None:
+            logger.warning("a message of a worker called %r was dropped: no such worker was started", identity)
+            return
+        try:
+            reply = self.codec.decode_reply(header)
+        except (ValueError, IndexError) as e:
+            logger.warning("a message of %s was dropped, because it is not a reply: %s", identity, e)
+            return
+        size = 0 if isinstance(reply, Beat) else len(header) + sum(memoryview(part).nbytes for part in parts)
+        channel.receive(reply, parts, size)
+
+
+def _zeromq(address: str, names: Names, ids: Iterator[int] | None) -> Controller:
+    from .zmq_controller import ZmqController
+
+    return ZmqController(names, address, ids=ids)
+
+
+CONTROLLERS: dict[str, Callable[[str, Names, Iterator[int] | None], Controller]] = {"zmq": _zeromq}
+"""What listens at an address, by its first word, which is also one of the worker's `TRANSPORTS`."""
+DEFAULT_ADDRESS = "zmq://"
+"""A socket in a fresh folder of this machine that only this user can enter."""
+
+
+def listen(address: str | None, names: Names, ids: Iterator[int] | None = None) -> Controller:
+    """Listen for workers.
+
+    Args:
+        address: Where, for example `zmq://host:port`; None for a socket of this machine.
+        names: The classes and functions that messages may refer to.
+        ids: Where the ids of requests come from; None counts from 1.
+
+    Raises:
+        ConfigError: There is no such transport, or the address cannot be used, for example because its port is in use.
+    """
+    address = DEFAULT_ADDRESS if address is None else address
+    scheme, separator, _ = address.partition("://")
+    if not separator or scheme not in CONTROLLERS:
+        raise ConfigError(
+            f"the address {address!r} names no transport; give one of {', '.join(f'{name}://host:port' for name in CONTROLLERS)}"
+        )
+    return CONTROLLERS[scheme](address, names, ids)
