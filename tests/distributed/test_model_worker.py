@@ -17,9 +17,10 @@ import pytest
 import zmq
 
 from drivetrain.engine.errors import ConfigError
+from drivetrain.workers.process import program
 from drivetrain.workers.process.loop import RequestLoop
 from drivetrain.workers.process.program import main
-from drivetrain.workers.process.worker import ModelWorker, WorkerSettings
+from drivetrain.workers.process.worker import ModelWorker
 from drivetrain.workers.protocol import messages as p
 from drivetrain.workers.protocol.comm_id import CommId, CommIdError, mint, parse
 from drivetrain.workers.protocol.names import Names
@@ -672,9 +673,11 @@ def test_a_transport_is_an_entry_of_the_tables(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(CONTROLLERS, "thread", lambda address, names, ids: ThreadController(names, ids))
     controller = listen("thread://", Names(), count(7))
     assert isinstance(controller, ThreadController)
+    monkeypatch.setitem(program.TRANSPORTS, "thread", lambda args: controller.worker)
+    settings = program._parser().parse_args(["--transport", controller.address])
     channel = controller.channel("one")
     asked = channel.ask(p.Hello(protocol=p.PROTOCOL, world_size=1))
-    loop = RequestLoop(ModelWorker(WorkerSettings(rank=0, world_size=1)), controller.worker)
+    loop = RequestLoop(ModelWorker(program._settings(settings)), program._transport(settings))
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     reply = asked.reply(30)
@@ -686,7 +689,7 @@ def test_a_transport_is_an_entry_of_the_tables(monkeypatch: pytest.MonkeyPatch) 
     thread.join(30)
     assert not thread.is_alive()
     for address in ("carrier://here", "thread", "", "zmq"):
-        with pytest.raises(ConfigError, match="names no transport; give one of zmq://host:port, thread://host:port"):
+        with pytest.raises(ConfigError, match="names no transport; give one of zmq://host:port.* thread://host:port"):
             listen(address, Names())
 
 

@@ -184,6 +184,9 @@ class Channel:
 class Controller(ABC):
     """Where the workers of a group or of a service connect. Each transport has a subclass, which is an entry of `CONTROLLERS`.
 
+    A message is a header and parts, whose borders and sizes a transport keeps, of any size. Nothing is sent to a worker before it has been heard
+    of, so its `Transport` greets. Who may connect under the name of a worker is for the transport to check.
+
     Args:
         names: The classes and functions that messages may refer to.
         registry: The operations.
@@ -212,9 +215,9 @@ class Controller(ABC):
 
     @abstractmethod
     def send(self, frame: Frame) -> None:
-        """Send a message, without waiting for it: the name of the worker, the header, and the parts that hold tensors.
+        """Send a message: the name of the worker, which is not for the worker to see, then the header and the parts.
 
-        It is called by all threads, and only after the worker has been heard of.
+        It is called by all threads, under a lock that `take` needs too: only queue the message here, and do not wait.
         """
 
     @abstractmethod
