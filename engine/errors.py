@@ -33,6 +33,10 @@ class DataError(DrivetrainError, ValueError):
     """A data file, a row or a column cannot be used."""
 
 
+class MediaError(DrivetrainError, ValueError):
+    """An image, a video or audio cannot be read, decoded or processed."""
+
+
 class BatchError(DrivetrainError, ValueError):
     """A batch violates the packed format, or has nothing to learn from."""
 

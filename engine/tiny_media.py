@@ -90,6 +90,8 @@ MEDIA_FAMILIES: Mapping[str, dict[str, Any]] = {
             "vision_use_head": False,
         },
         "mm_tokens_per_image": 4,
+        "boi_token_index": START,
+        "eoi_token_index": END,
     },
     "internvl": {
         "text_config": {**_TEXT, "model_type": "qwen2"},

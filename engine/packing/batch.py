@@ -376,8 +376,27 @@ def _concat_media(batches: Sequence[PackedBatch]) -> dict[str, MediaField]:
         counts = [
             b.media[name].counts if name in b.media else torch.zeros(b.num_sequences, dtype=torch.int64) for b in batches
         ]
-        media[name] = MediaField(values=torch.cat(values), counts=torch.cat(counts))
+        media[name] = MediaField(values=joined_rows(values), counts=torch.cat(counts))
     return media
+
+
+def joined_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of several parts `[M, ...]` as one; shorter ones are filled up with zeros, as audio of several lengths has to be.
+
+    Raises:
+        BatchError: They differ in their number of axes.
+    """
+    if len({part.dim() for part in parts}) > 1:
+        raise BatchError(
+            f"rows of media have the shapes {', '.join(str(list(part.shape)) for part in parts[:4])}; they cannot be joined"
+        )
+    sizes = [max(part.shape[axis] for part in parts) for axis in range(1, parts[0].dim())]
+    filled = []
+    for part in parts:
+        # The last axis first.
+        missing = [value for size, own in zip(sizes[::-1], part.shape[:0:-1], strict=True) for value in (0, size - own)]
+        filled.append(torch.nn.functional.pad(part, missing) if any(missing) else part)
+    return torch.cat(filled)
 
 
 def _select_media(media: MediaField, sequences: Sequence[int]) -> MediaField:

@@ -77,7 +77,7 @@ def test_all_of_a_text_is_learned() -> None:
 def test_parts_of_text_are_joined_and_others_refused() -> None:
     (sample,) = chat([{"role": "user", "content": [{"type": "text", "text": "3+"}, {"type": "text", "text": "4="}]}, CHAT[1]])
     assert TOKENIZER.decode(sample.ids) == "<user>3+4=<assistant>7<end>"
-    with pytest.raises(DataError, match="row: message 1 has parts of type text, image"):
+    with pytest.raises(DataError, match="row: message 1 has a part of type image, but the model takes no media in"):
         chat([{"role": "user", "content": [{"type": "text", "text": "3"}, {"type": "image"}]}, CHAT[1]])
 
 

@@ -54,11 +54,33 @@ class SourcesConfig(Settings):
     too_long: TooLong = setting(
         "error", "what to do with a sample that is too long; split: make several of it, for plain text to learn entirely"
     )
+    media_dir: str | None = setting(
+        None,
+        "folder that relative paths of images, videos and audio start from; null: the folder of the row's file",
+        path=True,
+    )
+    allow_url: bool = setting(False, "fetch images, videos and audio that are given as http or https URLs")
+    max_pixels: int | None = setting(
+        None, "the most pixels of an image or of a frame; null: as many as the model's processor allows"
+    )
+    max_frames: int = setting(64, "the most frames of a video")
+    fps: float = setting(2.0, "frames per second of a video that are used, evenly spread, up to max_frames")
+    max_seconds: float | None = setting(None, "the most seconds of audio; null: as many as the model's encoder takes")
+    too_large: Literal["resize", "error", "skip"] = setting(
+        "resize",
+        "what to do with media beyond these limits; resize: fewer pixels, fewer frames per second, the first seconds of audio; skip: leave the row out",
+    )
     shuffle: bool = setting(True, "reshuffle the samples every epoch; false: keep the order of the files")
     seed: int = setting(0, "seed for shuffling", most=MOST_SEED)
 
     def _check_values(self) -> None:
         check_least("data.seed", self.seed, 0)
+        check_least("data.max_pixels", self.max_pixels, 1)
+        check_least("data.max_frames", self.max_frames, 1)
+        for name in ("fps", "max_seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"data.{name}={value}; it must be a number above 0")
 
     def check(self) -> None:
         """Check these settings independently of the other sections.

@@ -8,10 +8,14 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from ...engine.errors import DataError
 from ..config.data import RESERVED_VARIABLES, Turns
 from .length_bound import TooManyTokens
+from .media import PARTS as MEDIA_PARTS
+from .media import ROLES as MEDIA_ROLES
+from .media import MediaQueue, MediaReader, for_template, media_of
 from .sample import Sample
 from .turn_ends import TurnEnds
 
@@ -30,15 +34,24 @@ class Chat:
         messages: The messages, in the form that the chat template expects.
         learned: For each message, whether it is learned; only an assistant message may be.
         variables: The template's variables: `tools` and those from `chat_template_kwargs`.
+        media: Reads media; None if the model takes none.
     """
 
     name: str
     messages: Sequence[Mapping[str, Any]]
     learned: Sequence[bool]
     variables: Mapping[str, Any] = field(default_factory=dict)
+    media: MediaReader | None = None
 
 
-def read_chat(row: Mapping[str, Any], name: str, variables: Mapping[str, Any], *, last_only: bool = False) -> Chat:
+def read_chat(
+    row: Mapping[str, Any],
+    name: str,
+    variables: Mapping[str, Any],
+    *,
+    last_only: bool = False,
+    media: MediaReader | None = None,
+) -> Chat:
     """Read and check the chat in a row.
 
     Args:
@@ -47,15 +60,17 @@ def read_chat(row: Mapping[str, Any], name: str, variables: Mapping[str, Any], *
         name: The row's name, for error messages.
         variables: The template's variables from the settings; the row's own take precedence.
         last_only: Whether only the last answer is learned.
+        media: Reads media; None if the model takes none.
 
     Raises:
         DataError: A message is malformed, or there is nothing to learn.
     """
+    queue = MediaQueue(row, name, media)
     if row.get("messages") is not None:
-        messages = read_messages(row["messages"], "messages", name)
+        messages = read_messages(row["messages"], "messages", name, queue)
         learned = [m.pop("train", m["role"] == "assistant") for m in messages]
     else:
-        prompt, completion = (read_messages(row[c], c, name) for c in ("prompt", "completion"))
+        prompt, completion = (read_messages(row[c], c, name, queue) for c in ("prompt", "completion"))
         messages = [*prompt, *completion]
         flags = [m.pop("train", m["role"] == "assistant") for m in messages]
         learned = [i >= len(prompt) and flag for i, flag in enumerate(flags)]
@@ -80,7 +95,8 @@ def read_chat(row: Mapping[str, Any], name: str, variables: Mapping[str, Any], *
     if last_only:
         last = max(i for i, flag in enumerate(learned) if flag)
         learned = [i == last for i in range(len(learned))]
-    return Chat(name=name, messages=messages, learned=learned, variables=template_variables(row, name, variables))
+    queue.check_used()
+    return Chat(name=name, messages=messages, learned=learned, variables=template_variables(row, name, variables), media=media)
 
 
 def template_variables(row: Mapping[str, Any], name: str, variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,13 +244,11 @@ def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def _up_to(chat: Chat, turn: int) -> Chat:
-    learned = [i == turn for i in range(turn + 1)]
-    return Chat(name=chat.name, messages=chat.messages[: turn + 1], learned=learned, variables=chat.variables)
+    return replace(chat, messages=chat.messages[: turn + 1], learned=[i == turn for i in range(turn + 1)])
 
 
 def _encode_marked(tokenizer: Any, chat: Chat, ends: TurnEnds | None) -> Sample:
-    rendered = _apply(tokenizer, chat, chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    mask = [bool(m) for m in rendered["assistant_masks"]]
+    ids, mask = _marked_ids(tokenizer, chat)
     turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
     if any(not chat.learned[i] for i in turns):
         # Runs of marked tokens are matched with answers by position, so the template must mark every answer exactly once.
@@ -246,11 +260,38 @@ def _encode_marked(tokenizer: Any, chat: Chat, ends: TurnEnds | None) -> Sample:
             )
         flags = iter([chat.learned[i] for i in turns])
         mask = [is_marked for mark_supervised, length in runs for is_marked in [mark_supervised and next(flags)] * length]
-    ids = rendered["input_ids"]
     sample = _sample(chat.name, ids, mask)
     # What the template marks is learned, and nothing else.
     stops = [i for i, (marked, following) in enumerate(pairwise([*mask, False]), 1) if marked and not following]
     return replace(sample, ended=ends is None or all(ends.ended(tokenizer.decode(ids[max(0, i - TAIL) : i])) for i in stops))
+
+
+def _marked_ids(tokenizer: Any, chat: Chat) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a chat, and whether the template marks each of them as generated."""
+    if chat.media is None or not media_of(chat.messages):
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        rendered = _apply(tokenizer, chat, chat.messages, **options)
+        return rendered["input_ids"], [bool(m) for m in rendered["assistant_masks"]]
+    template = tokenizer.get_chat_template(tools=chat.variables.get("tools"))
+    messages = for_template(chat.messages, lists=chat.media.lists_content)
+    try:
+        # Its annotation leaves out the spans.
+        rendered_with_spans: Any = render_jinja_template(
+            conversations=[messages],
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **{**tokenizer.special_tokens_map, **chat.variables},
+        )
+    except Exception as e:  # a template may raise any exception
+        raise DataError(f"{chat.name}: the chat template rejects this chat: {e}") from e
+    (text,), (spans,) = rendered_with_spans
+    text, marked = chat.media.expanded(text, media_of(chat.messages), spans, chat.name)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    # As transformers does it: from the token with the first character to that with the last one.
+    inside = [
+        any(begin < stop and end > start for start, stop in marked) and end > begin for begin, end in encoded["offset_mapping"]
+    ]
+    return encoded["input_ids"], inside
 
 
 def _render(tokenizer: Any, chat: Chat, count: int, **options: Any) -> str:
@@ -258,12 +299,33 @@ def _render(tokenizer: Any, chat: Chat, count: int, **options: Any) -> str:
 
 
 def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Any], **options: Any) -> Any:
+    return apply_template(tokenizer, messages, chat.name, chat.media, **chat.variables, **options)
+
+
+def apply_template(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], name: str, media: MediaReader | None, **options: Any
+) -> Any:
+    """Render messages, with what stands for their media, or tokenize messages that have none.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        messages: The messages.
+        name: The row's name, for error messages.
+        media: Reads media; None if the model takes none.
+        options: The arguments of transformers' `apply_chat_template`.
+
+    Raises:
+        DataError: The template rejects the messages, or writes another number of placeholders than there are media.
+    """
+    plain = list(messages) if media is None else for_template(messages, lists=media.lists_content)
     try:
-        return tokenizer.apply_chat_template(list(messages), **chat.variables, **options)
+        rendered = tokenizer.apply_chat_template(plain, **options)
     except TooManyTokens:
         raise
     except Exception as e:  # a template may raise any exception
-        raise DataError(f"{chat.name}: the chat template rejects this chat: {e}") from e
+        raise DataError(f"{name}: the chat template rejects this chat: {e}") from e
+    items = media_of(messages)
+    return media.expanded(rendered, items, (), name)[0] if media is not None and items else rendered
 
 
 def _encode_spans(
@@ -308,8 +370,14 @@ def _sample(name: str, ids: Sequence[int], supervised: Sequence[bool]) -> Sample
     return Sample(name, ids, supervised)
 
 
-def read_messages(value: Any, column: str, name: str) -> list[dict[str, Any]]:
+def read_messages(value: Any, column: str, name: str, media: MediaQueue) -> list[dict[str, Any]]:
     """Return the checked messages of a column.
+
+    Args:
+        value: The column.
+        column: Its name.
+        name: The row's name, for error messages.
+        media: The media of the row.
 
     Raises:
         DataError: A message is malformed, or there is none.
@@ -318,10 +386,11 @@ def read_messages(value: Any, column: str, name: str) -> list[dict[str, Any]]:
         raise DataError(
             f"{name}: {column} is {'empty' if value == [] else json_kind(value)}; it must be a list of {{role, content}}"
         )
-    return [_message(m, f"message {i}" if column == "messages" else f"{column} {i}", name) for i, m in enumerate(value, 1)]
+    which = "message" if column == "messages" else column
+    return [_message(m, f"{which} {i}", name, media) for i, m in enumerate(value, 1)]
 
 
-def _message(message: Any, which: str, name: str) -> dict[str, Any]:
+def _message(message: Any, which: str, name: str, media: MediaQueue) -> dict[str, Any]:
     if (
         not isinstance(message, Mapping)
         or message.get("role") is None
@@ -337,24 +406,33 @@ def _message(message: Any, which: str, name: str) -> dict[str, Any]:
         raise DataError(f"{name}: {which} has the role {fields['role']!r}; roles are {', '.join(ROLES)}")
     if not isinstance(fields.get("train", True), bool):
         raise DataError(f"{name}: train of {which} is {fields['train']!r}; it must be true or false")
-    fields["content"] = _content(message.get("content"), bool(fields.get("tool_calls")), which, name)
+    fields["content"] = _content(message.get("content"), fields, which, name, media)
     return fields
 
 
-def _content(content: Any, calls: bool, which: str, name: str) -> str:
-    if content is None and calls:
+def _content(content: Any, message: Mapping[str, Any], which: str, name: str, media: MediaQueue) -> str | list[dict[str, Any]]:
+    """Return the text of a message, or its parts if it has media."""
+    if content is None and message.get("tool_calls"):
         return ""
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        kinds = [part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content]
-        if any(kind != "text" for kind in kinds):
-            raise DataError(f"{name}: {which} has parts of type {', '.join(map(str, kinds))}; this trainer reads only text")
-        texts = [part.get("text") for part in content]
-        if not all(isinstance(text, str) for text in texts):
-            raise DataError(f"{name}: {which} has a part of type text without any text")
-        content = "".join(texts)
-    if not isinstance(content, str):
+    if isinstance(content, str):
+        parts = media.parts(content, which, message["role"]) if message["role"] in MEDIA_ROLES else []
+        return parts if any(part["type"] != "text" for part in parts) else content
+    if not isinstance(content, Sequence):
         raise DataError(f"{name}: the content of {which} is {json_kind(content)}; it must be text")
-    return content
+    kinds = [part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content]
+    if any(kind != "text" and kind not in MEDIA_PARTS for kind in kinds):
+        raise DataError(
+            f"{name}: {which} has parts of type {', '.join(map(str, kinds))}; the types are text, {', '.join(MEDIA_PARTS)}"
+        )
+    texts = [part.get("text") for part, kind in zip(content, kinds, strict=True) if kind == "text"]
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError(f"{name}: {which} has a part of type text without any text")
+    if len(texts) == len(kinds):
+        return "".join(texts)
+    return [
+        {"type": "text", "text": part["text"]} if kind == "text" else media.part(part, which, message["role"])
+        for part, kind in zip(content, kinds, strict=True)
+    ]
 
 
 def json_kind(value: Any) -> str:

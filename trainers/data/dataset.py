@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ...engine.config import EngineConfig
 from ...engine.errors import ConfigError, DataError
+from ...media.store import MediaStore
 from ..config.data import DataConfig
 from .sample import Sample
 from .token_arrays import TokenArrays
@@ -86,6 +87,7 @@ class TokenDataset:
         names: The names of the sources, for messages.
         block: Whether this is a block of streamed data, which may have no samples.
         quiet: Whether messages are left out.
+        store: Where processed media are kept; None if the model takes none.
 
     Raises:
         DataError: A sample is too long under `data.too_long=error`, or a source has no sample left.
@@ -100,9 +102,11 @@ class TokenDataset:
         *,
         block: bool = False,
         quiet: bool = False,
+        store: MediaStore | None = None,
     ) -> None:
         level = logging.DEBUG if quiet else logging.WARNING
         self._caches = stores
+        self.store = store
         self.width = stores[0].width
         """The number of documents in a sample."""
         self.compared = stores[0].compared
@@ -110,9 +114,16 @@ class TokenDataset:
         for cache, name in zip(stores, names, strict=True):
             if cache.equal[0]:
                 log.log(level, "left out of %s: %d pairs with equal sides, the first is %s", name, *cache.equal)
+            if cache.large[0]:
+                log.log(
+                    level,
+                    "left out of %s (data.too_large=skip): %d rows with media that are too large, the first is %s",
+                    name,
+                    *cache.large,
+                )
         fitted = [_fit(cache, data, budget, level) for cache in stores]
         self.trimmed = any(
-            bool(cache.equal[0]) or int((last - first).sum()) != int(cache.lengths.sum())
+            bool(cache.equal[0] or cache.large[0]) or int((last - first).sum()) != int(cache.lengths.sum())
             for cache, (_, first, last) in zip(stores, fitted, strict=True)
         )
         """Whether anything was left out or cut."""
@@ -121,6 +132,9 @@ class TokenDataset:
         for size, cache, name in zip(self.sizes, stores, names, strict=True):
             if not (size or block):
                 reason = " (all of its pairs have equal sides)" if cache.equal[0] and not len(cache) else ""
+                reason = (
+                    " (all of its media are too large: data.too_large=skip)" if cache.large[0] and not len(cache) else reason
+                )
                 raise DataError(f"no sample of {name} is left to learn from{reason}")
         self._source = np.repeat(np.arange(len(stores), dtype=np.int32), self.sizes)
         self._index, self._first, self._last = (np.concatenate(arrays) for arrays in zip(*fitted, strict=True))
@@ -206,6 +220,7 @@ def _fit(cache: TokenArrays, data: DataConfig, budget: Budget, level: int) -> tu
         first[longer] = (lengths[longer].max(1) - cap)[:, None]
     else:
         last[longer] = np.minimum(lengths[longer], cap)
+    _keep_media_whole(cache, longer, first, last)
     remaining = ~longer
     documents = (index[longer, None] * width + np.arange(width)).ravel()
     learnable = cache.supervised_in(documents, first[longer].ravel(), last[longer].ravel())
@@ -222,6 +237,54 @@ def _fit(cache: TokenArrays, data: DataConfig, budget: Budget, level: int) -> tu
     return index[remaining], first[remaining], last[remaining]
 
 
+def _keep_media_whole(cache: TokenArrays, cut: NDArray[Any], first: NDArray[Any], last: NDArray[Any]) -> None:
+    """Move the ends of samples that are cut to the ends of images, videos and audio that they would cut, which are then left out.
+
+    Args:
+        cache: The samples.
+        cut: Whether each sample is cut.
+        first: `[K, width]`, the first token of each document, changed in place.
+        last: The token behind its last one, changed in place.
+    """
+    if not cache.has_media:
+        return
+    for sample in np.flatnonzero(cut):
+        for side in range(cache.width):
+            for span in cache.media(int(sample) * cache.width + side):
+                if span.first < first[sample, side] < span.last:
+                    first[sample, side] = span.last
+                if span.first < last[sample, side] < span.last:
+                    last[sample, side] = span.first
+
+
+def _split_between_media(
+    cache: TokenArrays, lengths: NDArray[Any], most: int
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return the pieces of samples of one document: the sample of each, its first token, and the one behind its last.
+
+    Raises:
+        DataError: An item of media has more tokens than a piece.
+    """
+    pieces: list[tuple[int, int, int]] = []
+    for sample, length in enumerate(lengths.tolist()):
+        spans, start = cache.media(sample), 0
+        while start < length:
+            end = min(start + most, length)
+            for span in spans:
+                if span.first < end < span.last:
+                    end = span.first
+            if end <= start:
+                whole = next(span for span in spans if span.first <= start < span.last)
+                raise DataError(
+                    f"{cache.name(sample)} has {whole.last - whole.first} tokens for one {whole.key.kind}, more than a piece of {most}; raise "
+                    "data.max_length, or lower data.max_pixels or data.max_frames"
+                )
+            pieces.append((sample, start, end))
+            start = end
+    index, first, last = np.array(pieces, np.int64).reshape(-1, 3).T
+    return index, first, last
+
+
 def _split(
     cache: TokenArrays, lengths: NDArray[Any], most: int, limit_text: str, level: int
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -231,6 +294,9 @@ def _split(
     number = np.arange(len(index)) - np.repeat(pieces.cumsum() - pieces, pieces)
     first = number * most
     last = np.minimum(first + most, lengths[index])
+    if cache.has_media:
+        index, first, last = _split_between_media(cache, lengths, most)
+        pieces = np.bincount(index, minlength=len(lengths))
     learnable = cache.supervised_in(index, first, last)
     log.log(
         level,

@@ -1,7 +1,7 @@
 """Tokenization of rows into samples, depending on the row's form."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any, Literal
 
@@ -9,6 +9,8 @@ from ...engine.errors import DataError
 from ..config.data import DataConfig
 from .chat import encode_chat, read_chat
 from .conventions import from_alpaca, from_sharegpt, with_prompt
+from .media import COLUMNS as MEDIA_COLUMNS
+from .media import MediaQueue, MediaReader, media_of
 from .preference import Sides, split_preference
 from .sample import Sample
 from .turn_ends import TurnEnds
@@ -33,7 +35,7 @@ KINDS: Mapping[DataKind, tuple[str, ...]] = {
 WIDTH: Mapping[DataKind, int] = {"completions": 1, "pairs": 2, "unpaired": 1}
 """The number of documents in a sample."""
 OPTIONAL = ("margin", "tools", "chat_template_kwargs", "input", "system", "history")
-COLUMNS = tuple(dict.fromkeys([*(c for form in FORMS.values() for c in form), *OPTIONAL]))
+COLUMNS = tuple(dict.fromkeys([*(c for form in FORMS.values() for c in form), *OPTIONAL, *MEDIA_COLUMNS]))
 """The columns of a row that are read; all others are ignored."""
 HINTS: Mapping[DataKind, Mapping[str, str]] = {
     "completions": {"chosen": " (preference data: use it with drivetrain dpo or rm)"},
@@ -53,6 +55,7 @@ def encode_row(
     data: DataConfig,
     kind: DataKind = "completions",
     ends: TurnEnds | None = None,
+    media: MediaReader | None = None,
 ) -> list[Sample]:
     """Tokenize a row.
 
@@ -63,6 +66,7 @@ def encode_row(
         data: The data settings; the format, the turns and the template's variables are used.
         kind: The kind of data that the trainer learns from.
         ends: The tokens that may end a turn of a chat; None if nothing is generated with the model.
+        media: Reads media; None if the model takes none.
 
     Returns:
         One sample, or one per answer of a chat (`data.turns`). For a pair, both sides with the chosen one first, or no samples
@@ -70,17 +74,28 @@ def encode_row(
 
     Raises:
         DataError: The row cannot be used; the message names it and the problem.
+        TooLargeError: Its media are beyond the limits, and `data.too_large` does not resize them.
     """
-    samples = _encode(tokenizer, row, name, data, kind, ends)
+    samples = _encode(_Context(tokenizer, name, data, ends, media), row, kind)
     return [replace(s, supervised=[True] * len(s.ids)) for s in samples] if data.learn == "all" else samples
 
 
-def _encode(
-    tokenizer: Any, row: Mapping[str, Any], name: str, data: DataConfig, kind: DataKind, ends: TurnEnds | None
-) -> list[Sample]:
-    form, chat = form_of(row, name, data, kind), bool(tokenizer.chat_template)
+@dataclass(frozen=True)
+class _Context:
+    """What the rows of one file have in common, and the name of one of them."""
+
+    tokenizer: Any
+    name: str
+    data: DataConfig
+    ends: TurnEnds | None
+    media: MediaReader | None
+
+
+def _encode(context: _Context, row: Mapping[str, Any], kind: DataKind) -> list[Sample]:
+    tokenizer, name = context.tokenizer, context.name
+    form, chat = form_of(row, name, context.data, kind), bool(tokenizer.chat_template)
     if form == "text":
-        return [encode_text(tokenizer, row["text"], name)]
+        return [_without_media(context, row, encode_text(tokenizer, row["text"], name))]
     if form == "sharegpt":
         row, form = from_sharegpt(row, name), "messages"
     elif form == "alpaca":
@@ -88,7 +103,7 @@ def _encode(
     if form == "preference":
         row = with_prompt(row, name, chat=chat)
         sides = split_preference(row, name)
-        return [] if sides.equal else _encode_sides(tokenizer, row, sides, name, data, ends)
+        return [] if sides.equal else _encode_sides(context, row, sides)
     if form == "unpaired":
         # A csv file has texts.
         label = {1: True, 0: False, "1": True, "0": False, "true": True, "false": False}.get(
@@ -96,43 +111,49 @@ def _encode(
         )
         if label is None:
             raise DataError(f"{name}: label is {row['label']!r}; it must be true (a good answer) or false (a bad one)")
-        (sample,) = _encode_answers(tokenizer, {**row, "messages": None}, form, name, data, ends)
+        (sample,) = _encode_answers(context, {**row, "messages": None}, form)
         return [replace(sample, chosen=label)]
-    return _encode_answers(tokenizer, row, form, name, data, ends)
+    return _encode_answers(context, row, form)
 
 
-def _encode_sides(
-    tokenizer: Any, row: Mapping[str, Any], sides: Sides, name: str, data: DataConfig, ends: TurnEnds | None
-) -> list[Sample]:
+def _encode_sides(context: _Context, row: Mapping[str, Any], sides: Sides) -> list[Sample]:
     samples = []
     for chosen, completion in ((True, sides.chosen), (False, sides.rejected)):
-        side = f"{name} ({'chosen' if chosen else 'rejected'})"
+        side = replace(context, name=f"{context.name} ({'chosen' if chosen else 'rejected'})")
         columns = {**row, "messages": None, "prompt": sides.prompt, "completion": completion}
-        (sample,) = _encode_answers(tokenizer, columns, "preference", side, data, ends)
+        (sample,) = _encode_answers(side, columns, "preference")
         samples.append(replace(sample, chosen=chosen, margin=sides.margin))
     return samples
 
 
-def _encode_answers(
-    tokenizer: Any, row: Mapping[str, Any], form: str, name: str, data: DataConfig, ends: TurnEnds | None
-) -> list[Sample]:
+def _encode_answers(context: _Context, row: Mapping[str, Any], form: str) -> list[Sample]:
+    tokenizer, name, data = context.tokenizer, context.name, context.data
     chat = form == "messages" or not (isinstance(row["prompt"], str) or isinstance(row["completion"], str))
     if not chat:
-        return [encode_completion(tokenizer, row["prompt"], row["completion"], name)]
+        return [_without_media(context, row, encode_completion(tokenizer, row["prompt"], row["completion"], name))]
     if not tokenizer.chat_template:
         raise DataError(
             f"{name} is a chat, but the model's tokenizer has no chat template; set model.chat_template=FILE, or use texts "
             "(prompt and completion)"
         )
-    chat_row = read_chat(row, name, data.chat_template_kwargs, last_only=data.learn == "last_answer")
-    samples = encode_chat(tokenizer, chat_row, data.turns, ends)
+    last_only = data.learn == "last_answer"
+    chat_row = read_chat(row, name, data.chat_template_kwargs, last_only=last_only, media=context.media)
+    samples = encode_chat(tokenizer, chat_row, data.turns, context.ends)
     if form in ("preference", "unpaired") and len(samples) > 1:
         raise DataError(
             f"{name} has {len(samples)} answers, and the chat template renders earlier ones differently once others follow; "
             "what is compared must be a single text: put all but the last answer into prompt, or "
             "use a template with {% generation %} marks"
         )
-    return samples
+    if context.media is None:
+        return samples
+    return [context.media.located(sample, media_of(chat_row.messages)) for sample in samples]
+
+
+def _without_media(context: _Context, row: Mapping[str, Any], sample: Sample) -> Sample:
+    """Check that a row of texts has no media, which only chats have."""
+    MediaQueue(row, context.name, context.media).check_used()
+    return sample if context.media is None else context.media.located(sample, ())
 
 
 def form_of(row: Mapping[str, Any], name: str, data: DataConfig, kind: DataKind = "completions") -> str:

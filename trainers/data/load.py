@@ -10,10 +10,11 @@ from ...engine.parallel.collectives import all_gather_object, broadcast_object, 
 from ..config.data import DataConfig
 from .dataset import Budget, TokenDataset, length_limit
 from .encode import DataKind
+from .media import MediaReader
 from .python_data import PythonData
 from .sources import check_columns, warn_about_repeated
 from .stream import BroadcastFunction, Gather, SampleStream
-from .tokenize import NO_PYTHON, Encoder, load_token_caches, open_training_source
+from .tokenize import NO_PYTHON, Encoder, cache_folder, load_token_caches, open_training_source
 from .turn_ends import ends_to_learn
 
 
@@ -65,13 +66,16 @@ def load_data(
     with collective_errors():
         tokenizer = load_tokenizer(model)
         ends = ends_to_learn(model)
+        media = MediaReader.of(model, data, tokenizer, cache_folder(data))
 
     limit = length_limit(data, budget)
 
     def open_dataset(names: tuple[str, ...], *, training: bool) -> TokenDataset:
-        caches = load_token_caches(names, tokenizer, data, training=training, kind=kind, python=python, limit=limit, ends=ends)
+        caches = load_token_caches(
+            names, tokenizer, data, training=training, kind=kind, python=python, limit=limit, ends=ends, media=media
+        )
         with collective_errors():
-            dataset = TokenDataset(caches, data, budget, names)
+            dataset = TokenDataset(caches, data, budget, names, store=None if media is None else media.store)
         return dataset
 
     def open_stream(names: tuple[str, ...]) -> SampleStream:
@@ -84,7 +88,7 @@ def load_data(
         return SampleStream(
             sources=sources,
             names=names,
-            encoder=Encoder(tokenizer, data, kind, python, limit, ends),
+            encoder=Encoder(tokenizer, data, kind, python, limit, ends, media),
             data=data,
             budget=budget,
             gather=gather,

@@ -13,7 +13,9 @@ from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import from_lists
 from ...engine.packing.microbatch import balance
 from ...losses.sequences import CHOSEN, MARGIN
+from ...media.store import MediaStore
 from .dataset import TokenDataset
+from .media import fields_of
 from .order import BatchOrder, Cursor, Sampler
 from .sample import Sample
 
@@ -44,6 +46,7 @@ class GlobalBatch:
         compared: Whether each document is labeled as chosen or not, with a margin.
         numbers: The documents' numbers in the dataset, or None if they do not come from it.
         digest: The dataset's digest.
+        store: Where processed media are kept; None if the model takes none.
     """
 
     lengths: Sequence[int]
@@ -52,6 +55,7 @@ class GlobalBatch:
     compared: bool = False
     numbers: NDArray[Any] | None = None
     digest: str = ""
+    store: MediaStore | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -72,6 +76,7 @@ class GlobalBatch:
             [s.ids for s in samples],
             supervised=[s.supervised for s in samples],
             sequence_fields=marks if self.compared else None,
+            media=None if self.store is None else fields_of(samples, self.store),
             group_ids=[groups[position] for position in positions] if self.width > 1 else None,
             names=[s.name for s in samples],
         )
@@ -137,6 +142,7 @@ def batch_of(
         compared=chosen[0][0].compared,
         numbers=numbers,
         digest=digest,
+        store=chosen[0][0].store,
     )
 
 

@@ -6,17 +6,21 @@ They are few and short compared with texts to learn from, so they are read and t
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import xxhash
 
 from ...engine.errors import DataError
+from ...media.decode import TooLargeError
 from ..config.data import PromptsConfig
-from .chat import json_kind, read_messages, template_variables
+from .chat import apply_template, json_kind, read_messages, template_variables
 from .dataset import Budget
 from .length_bound import LimitedTokenizer, TooManyTokens
+from .media import COLUMNS as MEDIA_COLUMNS
+from .media import ChatMedia, MediaQueue, MediaReader, for_template, media_of
+from .sample import MediaSpan, Sample
 from .sources import DataSource, hidden_column, open_source, warn_about_repeated, with_our_columns
 
 log = logging.getLogger(__name__)
@@ -33,12 +37,14 @@ class Prompt:
         ids: The token ids.
         content: The text, or the messages of the chat, as a reward sees it.
         columns: The other columns of the row.
+        media: Its images, videos and audios, in the order of their tokens.
     """
 
     name: str
     ids: list[int]
     content: str | list[dict[str, Any]]
     columns: Mapping[str, Any] = field(default_factory=dict)
+    media: Sequence[MediaSpan] = ()
 
 
 class PromptSet:
@@ -68,12 +74,25 @@ class PromptSet:
         return hasher.hexdigest()
 
     @property
+    def with_media(self) -> Prompt | None:
+        """The first prompt with media; None if there is none."""
+        return next((prompt for prompt in self._prompts if prompt.media), None)
+
+    @property
     def longest(self) -> int:
         """The number of tokens of the longest prompt."""
         return max(len(prompt.ids) for prompt in self._prompts)
 
 
-def load_prompts(names: Sequence[str], tokenizer: Any, data: PromptsConfig, budget: Budget, *, training: bool) -> PromptSet:
+def load_prompts(
+    names: Sequence[str],
+    tokenizer: Any,
+    data: PromptsConfig,
+    budget: Budget,
+    *,
+    training: bool,
+    media: MediaReader | None = None,
+) -> PromptSet:
     """Read and tokenize prompts.
 
     Args:
@@ -82,6 +101,7 @@ def load_prompts(names: Sequence[str], tokenizer: Any, data: PromptsConfig, budg
         data: The data settings.
         budget: The token limit of a prompt.
         training: Whether the entries are those of `data.train`.
+        media: Reads media; None if the model takes none.
 
     Raises:
         DataError: A source or a row cannot be used, or a source has no prompt left; the message names it.
@@ -91,12 +111,14 @@ def load_prompts(names: Sequence[str], tokenizer: Any, data: PromptsConfig, budg
         for name in names
     ]
     warn_about_repeated(sources, "data.train" if training else "data.eval")
-    return PromptSet([_load_source(source, tokenizer, data, budget) for source in sources])
+    return PromptSet([_load_source(source, tokenizer, data, budget, media) for source in sources])
 
 
-def _load_source(source: DataSource, tokenizer: Any, data: PromptsConfig, budget: Budget) -> list[Prompt]:
+def _load_source(
+    source: DataSource, tokenizer: Any, data: PromptsConfig, budget: Budget, media: MediaReader | None
+) -> list[Prompt]:
     prompts: list[Prompt] = []
-    skipped = cut = 0
+    skipped = cut = large = 0
     hidden, first_hidden = 0, ""
     limit = budget.tokens if data.max_length is None else min(budget.tokens, data.max_length)
     setting = budget.setting if limit == budget.tokens else f"data.max_length={limit}"
@@ -108,7 +130,12 @@ def _load_source(source: DataSource, tokenizer: Any, data: PromptsConfig, budget
             if what := hidden_column(parsed, data.columns):
                 hidden, first_hidden = hidden + 1, first_hidden or f"{place}: {what}"
             try:
-                prompt = encode_prompt(limited, row, place, data)
+                prompt = encode_prompt(limited, row, place, data, media)
+            except TooLargeError as e:
+                if data.too_large != "skip":
+                    raise DataError(f"{place}: {e}, or skip") from e
+                large += 1
+                continue
             except TooManyTokens as e:
                 if data.too_long == "error":
                     raise _too_long(place, f"at least {e.least}", setting) from e
@@ -123,12 +150,19 @@ def _load_source(source: DataSource, tokenizer: Any, data: PromptsConfig, budget
             if excess > 0:
                 cut += 1
                 ids = prompt.ids[excess:] if data.too_long == "truncate_left" else prompt.ids[:limit]
-                prompt = Prompt(name=prompt.name, ids=ids, content=prompt.content, columns=prompt.columns)
+                if prompt.media:
+                    raise DataError(
+                        f"{place} has media, and is {excess} tokens longer than {setting}: it would be cut (data.too_long={data.too_long}), so that "
+                        "they are no longer where they were; raise it, or set data.too_long=skip"
+                    )
+                prompt = replace(prompt, ids=ids)
             prompts.append(prompt)
     if hidden:
         log.warning("%s%s", first_hidden, f" (and {hidden - 1} more rows)" if hidden > 1 else "")
     if skipped:
         log.warning("left out of %s (data.too_long=skip): %d prompts longer than %s", source.name, skipped, setting)
+    if large:
+        log.warning("left out of %s (data.too_large=skip): %d prompts with media that are too large", source.name, large)
     if cut:
         log.warning("cut to %s (data.too_long=%s) in %s: %d prompts", setting, data.too_long, source.name, cut)
     if not prompts:
@@ -142,7 +176,9 @@ def _too_long(place: str, tokens: str, limit: str) -> DataError:
     )
 
 
-def encode_prompt(tokenizer: Any, row: Mapping[str, Any], name: str, data: PromptsConfig) -> Prompt:
+def encode_prompt(
+    tokenizer: Any, row: Mapping[str, Any], name: str, data: PromptsConfig, media: MediaReader | None = None
+) -> Prompt:
     """Tokenize the prompt of a row.
 
     Args:
@@ -150,6 +186,7 @@ def encode_prompt(tokenizer: Any, row: Mapping[str, Any], name: str, data: Promp
         row: The row's columns.
         name: The row's file and number, for error messages.
         data: The data settings; the template's variables are used.
+        media: Reads media; None if the model takes none.
 
     Raises:
         DataError: The row has no prompt, or one that cannot be used.
@@ -159,13 +196,18 @@ def encode_prompt(tokenizer: Any, row: Mapping[str, Any], name: str, data: Promp
         present = ", ".join(f"{c} (null)" if v is None else str(c) for c, v in row.items()) or "none"
         hint = "; leave out the answer and call the rest prompt" if "messages" in row else ""
         raise DataError(f"{name} has the columns {present}; it needs prompt, a text or a list of messages{hint}")
-    columns = {column: value for column, value in row.items() if column not in ("prompt", *TEMPLATE_COLUMNS)}
+    # Columns of media are for the model; without one that takes them they go to the rewards, as other columns do.
+    queue = MediaQueue(row if media is not None else {}, name, media)
+    others = ("prompt", *TEMPLATE_COLUMNS, *(MEDIA_COLUMNS if media is not None else ()))
+    columns = {column: value for column, value in row.items() if column not in others}
+    items: list[ChatMedia] = []
     if isinstance(content, str):
         if not content.strip():
             raise DataError(f"{name}: the prompt is empty; there is nothing to answer")
         ids = _text_ids(tokenizer, content, name)
     elif isinstance(content, Sequence):
-        messages = read_messages(content, "prompt", name)
+        messages = read_messages(content, "prompt", name, queue)
+        items = media_of(messages)
         if messages[-1]["role"] == "assistant":
             raise DataError(f"{name}: the prompt ends with an answer (role assistant); leave it out")
         if not tokenizer.chat_template:
@@ -173,17 +215,20 @@ def encode_prompt(tokenizer: Any, row: Mapping[str, Any], name: str, data: Promp
                 f"{name} is a chat, but the model's tokenizer has no chat template; set model.chat_template=FILE, or use a text"
             )
         variables = template_variables(row, name, data.chat_template_kwargs)
-        try:
-            rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
-        except Exception as e:  # a template may raise any exception
-            raise DataError(f"{name}: the chat template rejects this prompt: {e}") from e
+        options = {"add_generation_prompt": True, "tokenize": False, **variables}
+        rendered = apply_template(tokenizer, messages, name, media, **options)
         ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        content = messages
+        content = for_template(messages, lists=False)
     else:
         raise DataError(f"{name}: prompt is {json_kind(content)}; it must be a text or a list of messages")
     if not ids:
         raise DataError(f"{name}: the prompt has no tokens")
-    return Prompt(name=name, ids=list(ids), content=content, columns=columns)
+    queue.check_used()
+    prompt = Prompt(name=name, ids=list(ids), content=content, columns=columns)
+    if media is None:
+        return prompt
+    located = media.located(Sample(name, prompt.ids, [False] * len(ids)), items)
+    return replace(prompt, media=located.media)
 
 
 def _text_ids(tokenizer: Any, text: str, name: str) -> list[int]:

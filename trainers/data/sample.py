@@ -3,6 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...media.store import MediaKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaSpan:
+    """An image, video or audio of a document.
+
+    Args:
+        key: Its name in the store of processed media.
+        first: The first of the tokens in whose place its features stand.
+        last: The token behind the last of them.
+    """
+
+    key: MediaKey
+    first: int
+    last: int
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -15,6 +32,7 @@ class Sample:
         chosen: Whether the document was preferred or labeled good; None if it has no such label.
         margin: The margin by which the chosen side of its pair is better, or 0 if the data have none.
         ended: Whether each answer to learn ends with a token at which generation can stop.
+        media: Its media, in the order of their tokens.
     """
 
     name: str
@@ -23,3 +41,4 @@ class Sample:
     chosen: bool | None = None
     margin: float = 0.0
     ended: bool = True
+    media: Sequence[MediaSpan] = ()

@@ -26,7 +26,7 @@ from .loader import Batches, GlobalBatch, batch_of
 from .order import Cursor
 from .sources import DataSource
 from .token_arrays import TokenArrays
-from .token_cache import FIELDS, EncodedSamples
+from .token_cache import FIELDS, MEDIA_FIELDS, TOKEN_FIELDS, EncodedSamples
 from .tokenize import ENDLESS, SYNC_SECONDS, Encoder
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,11 @@ class SampleStream:
         """Yield the samples of each block, and the block. Collective: every rank asks for the next block at the same time."""
         reader = read_blocks(self.sources, self.data.stream_rows, start) if self.rank == 0 else iter(())
         # A tokenizer cannot be used by two threads, and the first one decodes sample answers.
-        encoder = replace(self.encoder, tokenizer=copy.deepcopy(self.encoder.tokenizer))
+        tokenizer = copy.deepcopy(self.encoder.tokenizer)
+        media = self.encoder.media
+        encoder = replace(
+            self.encoder, tokenizer=tokenizer, media=None if media is None else replace(media, tokenizer=tokenizer)
+        )
         threads, stopped = ThreadPoolExecutor(2, "stream"), Event()
         quiet = warned = False
         ready: tuple[RawBlock, TokenDataset] | None = None
@@ -227,10 +231,16 @@ class SampleStream:
         joined["files"] = np.repeat([number for number, _ in parts], [len(p.lengths) for _, p in parts]).astype(np.int32)
         order = np.lexsort((joined["rows"], joined["files"]))
         starts = np.concatenate([[0], np.cumsum(joined["lengths"], dtype=np.int64)])
-        tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order] or [np.empty(0, np.int64)])
-        fields = {name: values[tokens if name in ("ids", "supervised") else order] for name, values in joined.items()}
+        items = np.concatenate([[0], np.cumsum(joined["media_counts"], dtype=np.int64)])
+        of_tokens, of_media = (
+            np.concatenate([np.arange(edges[i], edges[i + 1]) for i in order] or [np.empty(0, np.int64)])
+            for edges in (starts, items)
+        )
+        chosen = dict.fromkeys(TOKEN_FIELDS, of_tokens) | dict.fromkeys(MEDIA_FIELDS, of_media)
+        fields = {name: values[chosen.get(name, order)] for name, values in joined.items()}
         equal = [(number, row) for number, p in parts for row in p.equal]
         first = "" if not equal else f"{raw.chunks[min(equal)[0]].file}:{min(equal)[1]}"
+        large = [(number, row) for number, p in parts for row in p.large]
         odd = {place: what for _, p in parts for place, what in p.odd.items()}
         if odd and not quiet and self.rank == 0:
             place, what = next(iter(odd.items()))
@@ -241,8 +251,10 @@ class SampleStream:
             width=self.width,
             compared=self.encoder.kind != "completions",
             equal=[len(equal), first],
+            large=[len(large), "" if not large else f"{raw.chunks[min(large)[0]].file}:{min(large)[1]}"],
         )
-        return TokenDataset([arrays], self.data, self.budget, [NAME], block=True, quiet=quiet)
+        store = None if self.encoder.media is None else self.encoder.media.store
+        return TokenDataset([arrays], self.data, self.budget, [NAME], block=True, quiet=quiet, store=store)
 
 
 class StreamLoader(Batches):

@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .sample import Sample
+from ...media.store import MediaKey
+from .media import KINDS
+from .sample import MediaSpan, Sample
 
 
 class TokenArrays:
@@ -18,6 +20,7 @@ class TokenArrays:
         width: The number of documents in a sample: 2 for pairs, otherwise 1.
         compared: Whether each document is labeled as chosen or not.
         equal: The number of pairs with equal sides that were left out, and the first such pair.
+        large: The number of rows with media that are too large, which were left out, and the first such row.
         digest: A digest of all of them; empty if there is none.
     """
 
@@ -29,15 +32,18 @@ class TokenArrays:
         width: int,
         compared: bool,
         equal: Sequence[Any],
+        large: Sequence[Any] = (0,),
         digest: str = "",
     ) -> None:
-        self.width, self.compared, self.equal, self.digest = width, compared, equal, digest
+        self.width, self.compared, self.equal, self.large, self.digest = width, compared, equal, large, digest
         self._names = names
         self._ids, self._supervised = fields["ids"], fields["supervised"]
         self.lengths = np.asarray(fields["lengths"])
         """`[documents]`: the number of tokens in each document."""
         self._files, self._rows, self._parts = fields["files"], fields["rows"], fields["parts"]
         self._chosen, self._margins = fields["chosen"], fields["margins"]
+        self._media_of = np.concatenate([[0], np.cumsum(fields["media_counts"], dtype=np.int64)])
+        self._media = {name: fields[name] for name in ("media_kinds", "media_digests", "media_first", "media_last")}
         self.starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         """`[documents + 1]`: the first token of each document."""
 
@@ -58,12 +64,37 @@ class TokenArrays:
         return f"{self._names[self._files[index]]}:{self._rows[index]}{which}"
 
     def sample(self, index: int, first: int, last: int) -> Sample:
-        """Return tokens `first` to `last` of a document."""
+        """Return tokens `first` to `last` of a document, between which no item of its media is cut."""
         start = self.starts[index]
         tokens = slice(start + first, start + last)
         chosen = None if self._chosen[index] < 0 else bool(self._chosen[index])
         ids, supervised = self._ids[tokens].tolist(), self._supervised[tokens].tolist()
-        return Sample(self.name(index), ids, supervised, chosen, float(self._margins[index]))
+        media = tuple(
+            MediaSpan(key=span.key, first=span.first - first, last=span.last - first)
+            for span in self.media(index)
+            if first <= span.first and span.last <= last
+        )
+        return Sample(self.name(index), ids, supervised, chosen, float(self._margins[index]), media=media)
+
+    @property
+    def has_media(self) -> bool:
+        """Whether any document has media."""
+        return bool(self._media_of[-1])
+
+    def media(self, index: int) -> list[MediaSpan]:
+        """Return the media of a document."""
+        items = range(self._media_of[index], self._media_of[index + 1])
+        kinds, digests, first, last = (self._media[name] for name in self._media)
+        return [
+            MediaSpan(key=MediaKey(kind=KINDS[kinds[i]], digest=digests[i].decode()), first=int(first[i]), last=int(last[i]))
+            for i in items
+        ]
+
+    def media_keys(self) -> list[MediaKey]:
+        """Return the names of all media in the store, each once."""
+        digests, where = np.unique(self._media["media_digests"], return_index=True)
+        kinds = self._media["media_kinds"][where]
+        return [MediaKey(kind=KINDS[kind], digest=digest.decode()) for kind, digest in zip(kinds, digests, strict=True)]
 
     @property
     def supervised_tokens(self) -> int:

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -17,14 +17,16 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from .media import KINDS
 from .sample import Sample
 from .token_arrays import TokenArrays
 
-FORMAT = 4
+FORMAT = 5
 """The version of the file format and of the tokenization code's results; incremented when either changes."""
 META = "meta.json"
+MEDIA_FILES = "media_files.jsonl"
 STALE_SECONDS = 7 * 24 * 3600
-FIELDS = {
+FIELDS: Mapping[str, Any] = {
     "ids": np.int32,
     "supervised": np.bool_,
     "lengths": np.int32,
@@ -33,7 +35,15 @@ FIELDS = {
     "parts": np.int32,
     "chosen": np.int8,
     "margins": np.float32,
+    "media_counts": np.int32,
+    "media_kinds": np.int8,
+    "media_digests": np.dtype("S32"),
+    "media_first": np.int32,
+    "media_last": np.int32,
 }
+TOKEN_FIELDS = ("ids", "supervised")
+MEDIA_FIELDS = ("media_kinds", "media_digests", "media_first", "media_last")
+"""The fields with one value for each token, and those with one for each image, video or audio; the others have one for each sample."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +59,15 @@ class EncodedSamples:
         parts: The number of each sample's answer, from 1, if its row makes several samples, otherwise 0; `[N]` int32.
         chosen: Whether each sample was chosen, 1 or 0, or -1 if it has no such label; `[N]` int8.
         margins: The margin of each sample's pair; `[N]` float32.
+        media_counts: The number of each sample's images, videos and audios; `[N]` int32.
+        media_kinds: The kind of each of them, its place in `KINDS`; `[M]` int8.
+        media_digests: The digest that names it in the store of processed media, 32 hexadecimal digits; `[M]`.
+        media_first: The first of its tokens in its sample; `[M]` int32.
+        media_last: The token behind the last of them; `[M]` int32.
         equal: The numbers of the rows that were left out, because they are pairs with equal sides.
+        large: The numbers of the rows that were left out, because their media are too large.
         odd: Rows that are probably not what their author meant, and why. They are used, and not stored.
+        media_files: The size and the time of change, in nanoseconds, of each file of media that was read.
         endless: The first sample with an answer that has no token at which generation can stop; empty if there is none.
     """
 
@@ -62,21 +79,36 @@ class EncodedSamples:
     parts: NDArray[Any]
     chosen: NDArray[Any]
     margins: NDArray[Any]
+    media_counts: NDArray[Any]
+    media_kinds: NDArray[Any]
+    media_digests: NDArray[Any]
+    media_first: NDArray[Any]
+    media_last: NDArray[Any]
     equal: Sequence[int] = ()
+    large: Sequence[int] = ()
     odd: Mapping[str, str] = field(default_factory=dict)
+    media_files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     endless: str = ""
 
     @classmethod
     def of(
-        cls, samples: Sequence[tuple[int, int, int, Sample]], equal: Sequence[int] = (), odd: Mapping[str, str] | None = None
+        cls,
+        samples: Sequence[tuple[int, int, int, Sample]],
+        equal: Sequence[int] = (),
+        large: Sequence[int] = (),
+        odd: Mapping[str, str] | None = None,
+        media_files: Mapping[str, tuple[int, int]] | None = None,
     ) -> Self:
         """Build the arrays.
 
         Args:
             samples: For each sample, the number of its file, its row, its part and the sample itself.
-            equal: The numbers of the rows that were left out.
+            equal: The numbers of the rows that were left out, because they are pairs with equal sides.
+            large: The numbers of those that were left out, because their media are too large.
             odd: Rows that are probably not what their author meant, and why.
+            media_files: The size and the time of change of each file that was read.
         """
+        spans = [span for *_, s in samples for span in s.media]
         return cls(
             ids=np.array([i for *_, s in samples for i in s.ids], np.int32),
             supervised=np.array([i for *_, s in samples for i in s.supervised], np.bool_),
@@ -86,8 +118,15 @@ class EncodedSamples:
             parts=np.array([p for _, _, p, _ in samples], np.int32),
             chosen=np.array([-1 if s.chosen is None else s.chosen for *_, s in samples], np.int8),
             margins=np.array([s.margin for *_, s in samples], np.float32),
+            media_counts=np.array([len(s.media) for *_, s in samples], np.int32),
+            media_kinds=np.array([KINDS.index(span.key.kind) for span in spans], np.int8),
+            media_digests=np.array([span.key.digest for span in spans], FIELDS["media_digests"]),
+            media_first=np.array([span.first for span in spans], np.int32),
+            media_last=np.array([span.last for span in spans], np.int32),
             equal=equal,
+            large=large,
             odd=odd or {},
+            media_files=media_files or {},
             endless=next((s.name for *_, s in samples if not s.ended), ""),
         )
 
@@ -108,9 +147,11 @@ class TokenCacheWriter:
             if time.time() - stale.stat().st_mtime > STALE_SECONDS:
                 shutil.rmtree(stale, ignore_errors=True)
         self._files = {name: open(self._temporary / name, "wb") for name in FIELDS}
+        self._media_files = open(self._temporary / MEDIA_FILES, "w", encoding="utf-8")
         self._digests = {name: xxhash.xxh3_128() for name in FIELDS}
-        self.tokens = self.samples = 0
+        self.tokens = self.samples = self.media = 0
         self._equal: list[str] = []
+        self._large: list[str] = []
 
     def add(self, part: EncodedSamples, file: str) -> None:
         """Append the samples of a part of a file.
@@ -120,12 +161,16 @@ class TokenCacheWriter:
             file: The file's name.
         """
         self._equal += [f"{file}:{row}" for row in part.equal]
+        self._large += [f"{file}:{row}" for row in part.large]
+        for path, (size, changed) in part.media_files.items():
+            self._media_files.write(json.dumps([path, size, changed]) + "\n")
         for name, stream in self._files.items():
             data = getattr(part, name).tobytes()
             stream.write(data)
             self._digests[name].update(data)
         self.tokens += len(part.ids)
         self.samples += len(part.lengths)
+        self.media += len(part.media_kinds)
 
     def commit(self, files: Sequence[str], *, width: int = 1, compared: bool = False) -> None:
         """Finish the cache and move it to its folder.
@@ -135,7 +180,7 @@ class TokenCacheWriter:
             width: The number of documents in a sample.
             compared: Whether each document is labeled as chosen or not.
         """
-        for file in self._files.values():
+        for file in (*self._files.values(), self._media_files):
             file.flush()
             os.fsync(file.fileno())
             file.close()
@@ -143,10 +188,12 @@ class TokenCacheWriter:
             "format": FORMAT,
             "tokens": self.tokens,
             "samples": self.samples,
+            "media": self.media,
             "files": list(files),
             "width": width,
             "compared": compared,
             "equal": [len(self._equal), *self._equal[:1]],
+            "large": [len(self._large), *self._large[:1]],
             "digests": {name: digest.hexdigest() for name, digest in self._digests.items()},
         }
         (self._temporary / META).write_text(json.dumps(meta))
@@ -162,7 +209,7 @@ class TokenCacheWriter:
 
     def abandon(self) -> None:
         """Remove everything that was written."""
-        for file in self._files.values():
+        for file in (*self._files.values(), self._media_files):
             file.close()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
@@ -171,7 +218,8 @@ def is_complete(folder: Path) -> bool:
     """Return whether a token cache can be opened: all of its files have the sizes that its metadata states."""
     try:
         meta = json.loads((folder / META).read_text())
-        counts = {name: meta["tokens"] if name in ("ids", "supervised") else meta["samples"] for name in FIELDS}
+        of_media = dict.fromkeys(MEDIA_FIELDS, meta["media"])
+        counts = dict.fromkeys(FIELDS, meta["samples"]) | dict.fromkeys(TOKEN_FIELDS, meta["tokens"]) | of_media
         return meta["format"] == FORMAT and all(
             (folder / name).stat().st_size == count * np.dtype(FIELDS[name]).itemsize for name, count in counts.items()
         )
@@ -192,6 +240,14 @@ def is_undamaged(folder: Path) -> bool:
     return True
 
 
+def media_files(folder: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield the files of media from which a token cache was made: path, size, and time of change in nanoseconds."""
+    with open(folder / MEDIA_FILES, encoding="utf-8") as lines:
+        for line in lines:
+            path, size, changed = json.loads(line)
+            yield path, size, changed
+
+
 class TokenCache(TokenArrays):
     """The tokenized samples of one source, mapped into memory.
 
@@ -207,11 +263,15 @@ class TokenCache(TokenArrays):
             empty = not (folder / name).stat().st_size
             return np.empty(0, FIELDS[name]) if empty else np.memmap(folder / name, dtype=FIELDS[name], mode="r")
 
+        # Without media, the digest that checkpoints had before there were any.
+        none = () if meta["media"] else (*MEDIA_FIELDS, "media_counts")
+        digests = {name: digest for name, digest in meta["digests"].items() if name not in none}
         super().__init__(
             {name: field(name) for name in FIELDS},
             meta["files"],
             width=meta["width"],
             compared=meta["compared"],
             equal=meta["equal"],
-            digest=xxhash.xxh3_128_hexdigest(json.dumps(meta["digests"]).encode()),
+            large=meta["large"],
+            digest=xxhash.xxh3_128_hexdigest(json.dumps(digests).encode()),
         )

@@ -23,18 +23,20 @@ from typing import Any
 import transformers
 import xxhash
 
-from ...engine.errors import DataError
+from ...engine.errors import DataError, ModelError
 from ...engine.parallel.collectives import all_gather_object, collective_errors
 from ...engine.parallel.fork_pool import ForkPool, StartError
 from ...engine.parallel.fork_server import ProcessEndedError
+from ...media.decode import TooLargeError
 from ..config.data import DataConfig
 from .dataset import Budget, too_long_hint
 from .encode import WIDTH, DataKind, encode_row, oddity
 from .files import Chunk
 from .length_bound import LimitedTokenizer, TooManyTokens
+from .media import MediaReader
 from .python_data import PythonData
 from .sources import DataSource, check_columns, hidden_column, open_source, warn_about_repeated, with_our_columns
-from .token_cache import FORMAT, EncodedSamples, TokenCache, TokenCacheWriter, is_complete, is_undamaged
+from .token_cache import FORMAT, EncodedSamples, TokenCache, TokenCacheWriter, is_complete, is_undamaged, media_files
 from .turn_ends import TurnEnds
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ def load_token_caches(
     python: PythonData = NO_PYTHON,
     limit: Budget | None = None,
     ends: Collection[int] | None = None,
+    media: MediaReader | None = None,
 ) -> list[TokenCache]:
     """Load the token cache of each source, building the missing ones. Collective over all processes of the job.
 
@@ -75,6 +78,7 @@ def load_token_caches(
         python: The rows in memory and the formatting function of a Python program.
         limit: The limit on the tokens of a document; None for no limit.
         ends: The ids of the tokens at which generation stops; None if nothing is generated with the model.
+        media: Reads media; None if the model takes none.
 
     Raises:
         DataError: A source cannot be used; the message names the file, the row and the problem. Raised on the rank that
@@ -94,12 +98,12 @@ def load_token_caches(
             check_columns(data.columns)
             sources = [_open_source(name, data, training, python) for name in names]
             warn_about_repeated(sources, "data.train" if training else "data.eval")
-            shared = shared_key(tokenizer, data, kind, ends) + python.key()
+            shared = shared_key(tokenizer, data, kind, ends) + python.key() + ("" if media is None else media.key())
             folders = [root / xxhash.xxh3_128_hexdigest(f"{shared} {s.name} {s.identity()}".encode()) for s in sources]
     folders = all_gather_object(folders)[0]
     # Rank 0 builds first; if the cache is not in a shared folder, the first ranks of the other machines follow.
     for builds in (rank == 0, local_rank == 0 and rank != 0):
-        encoder = Encoder(tokenizer, data, kind, python, limit, ends)
+        encoder = Encoder(tokenizer, data, kind, python, limit, ends, media)
         work = _build(names, sources, folders, encoder, training) if builds else (None for _ in ())
         with closing(work):
             _run_collectively(work)
@@ -206,9 +210,10 @@ def _build(
     endless = ""
     for i, (name, folder) in enumerate(zip(names, folders, strict=True)):
         if is_complete(folder):
-            if is_undamaged(folder):
+            what = "is damaged" if not is_undamaged(folder) else _media_problem(folder, encoder.media)
+            if not what:
                 continue
-            log.warning("the tokenized data in %s is damaged; tokenizing it again", folder)
+            log.warning("the tokenized data in %s %s; tokenizing it again", folder, what)
             shutil.rmtree(folder)
         source = sources[i] if sources else _open_source(name, encoder.data, training, encoder.python)
         try:
@@ -227,6 +232,23 @@ def _build(
             writer.abandon()
     if endless:
         log.warning(ENDLESS, endless)
+
+
+def _media_problem(folder: Path, media: MediaReader | None) -> str:
+    """Return why the media of a token cache are not those of the rows any more; an empty text if they are."""
+    if media is None:
+        return ""
+    if any(not media.store.path(key).is_file() for key in TokenCache(folder).media_keys()):
+        return "has media that are not in the cache any more"
+    for path, size, changed in media_files(folder):
+        try:
+            status = os.stat(path)
+        except OSError:
+            # Processed already; the file itself is not needed.
+            continue
+        if (status.st_size, status.st_mtime_ns) != (size, changed):
+            return f"has media of files that have changed ({path})"
+    return ""
 
 
 def _write(source: DataSource, writer: TokenCacheWriter, encoder: "Encoder") -> Generator[None, None, str]:
@@ -265,6 +287,7 @@ class Encoder:
         python: The formatting function of a Python program; its rows are not used.
         limit: The limit on the tokens of a document, if a document beyond it is an error: what certainly exceeds it is not tokenized.
         ends: The ids of the tokens at which generation stops; None if nothing is generated with the model.
+        media: Reads media; None if the model takes none.
     """
 
     tokenizer: Any
@@ -273,6 +296,7 @@ class Encoder:
     python: PythonData = NO_PYTHON
     limit: Budget | None = None
     ends: Collection[int] | None = None
+    media: MediaReader | None = None
 
     @cached_property
     def _turn_ends(self) -> TurnEnds | None:
@@ -290,16 +314,21 @@ class Encoder:
         Raises:
             DataError: A row cannot be used; the message names it.
         """
-        encoded, equal = [], []
+        encoded, equal, large = [], [], []
         odd: dict[str, str] = {}
         for number, row in chunk.parsed():
             name = f"{chunk.file}:{number}"
             try:
                 formatted = self.python.formatted(row, name)
                 row = with_our_columns(formatted, self.data.columns, name)
-                samples = encode_row(self._limited, row, name, self.data, self.kind, self._turn_ends)
+                samples = encode_row(self._limited, row, name, self.data, self.kind, self._turn_ends, self.media)
                 odd |= {name: what} if (what := oddity(row) or hidden_column(formatted, self.data.columns)) else {}
-            except DataError:
+            except TooLargeError as e:
+                if self.data.too_large != "skip":
+                    raise DataError(f"{name}: {e}, or skip") from e
+                large.append(number)
+                continue
+            except (DataError, ModelError, OSError):
                 raise
             except TooManyTokens as e:
                 assert self.limit is not None
@@ -315,7 +344,8 @@ class Encoder:
         odd |= {
             f"{chunk.file}:{number}": f"the key {key!r} stands twice; the last one counts" for number, key in chunk.doubled
         }
-        return EncodedSamples.of(encoded, equal, odd)
+        files = {} if self.media is None else self.media.take_files()
+        return EncodedSamples.of(encoded, equal, large, odd, files)
 
 
 def _encode_chunks(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[Chunk, EncodedSamples]]:

@@ -1,0 +1,456 @@
+"""What a model's encoders take of an image, video or audio, and the text that stands in its place.
+
+Images are processed by the model's image processor in its PIL form, audio by its feature extractor. Video processors of transformers need
+torchvision, so the frames of a video go through the image processor, with the sizes and the order of patches of the family's video processor.
+
+Axes: M rows of a field, T frames, C channels, N patches of a frame.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import transformers
+import xxhash
+from torch import Tensor
+from transformers import AutoConfig, AutoFeatureExtractor, AutoImageProcessor, PreTrainedConfig
+
+from ..engine.config import ModelConfig
+from ..engine.errors import MediaError, ModelError
+from ..engine.hf.media import FAMILIES, Kind, MediaFamily
+from ..engine.hf.model_path import quiet_hub, reason
+from .decode import MediaLimits, Video, decode_audio, decode_image, decode_video
+from .sources import MediaSource
+
+FORMAT = 1
+"""The version of the results of this code; incremented when they change."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProcessedMedia:
+    """An image, video or audio as a model takes it.
+
+    Args:
+        kind: The kind.
+        fields: The fields of a batch, with one row or several each.
+        text: What stands in its place in a prompt, instead of the token that a chat template writes.
+        tokens: The number of tokens in whose place features stand.
+    """
+
+    kind: Kind
+    fields: Mapping[str, Tensor]
+    text: str
+    tokens: int
+
+
+class MediaProcessor:
+    """Processes media for one model.
+
+    Args:
+        model: The model settings.
+        config: The config of the whole model.
+        tokenizer: The model's tokenizer.
+    """
+
+    def __init__(self, model: ModelConfig, config: PreTrainedConfig, tokenizer: Any) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self.family: MediaFamily = FAMILIES[config.model_type](config)
+        self.name: str = config.model_type
+        self._keys: dict[Kind, str] = {}
+
+    # ---- tokens ------------------------------------------------------------------------------------------------------
+
+    def token(self, kind: Kind) -> str:
+        """Return the token in whose place features stand."""
+        return str(self._tokenizer.convert_ids_to_tokens(self.family.tokens[kind]))
+
+    def placeholder(self, kind: Kind) -> str:
+        """Return what a chat template writes for one item."""
+        return self.token(kind)
+
+    def expansion(self, kind: Kind, tokens: int, outputs: Mapping[str, Any]) -> str:
+        """Return what stands in the place of the placeholder.
+
+        Args:
+            kind: The kind.
+            tokens: The number of features.
+            outputs: What the processor of the kind returned.
+        """
+        return self.token(kind) * tokens
+
+    # ---- processing --------------------------------------------------------------------------------------------------
+
+    def key(self, kind: Kind) -> str:
+        """Return a digest of everything but the content and the limits that the result of a kind depends on.
+
+        Raises:
+            ModelError: The model's folder has no processor for it.
+        """
+        if kind not in self._keys:
+            parts = [
+                FORMAT,
+                transformers.__version__,
+                self.name,
+                kind,
+                self.token(kind),
+                self._processor(kind).to_json_string(),
+            ]
+            self._keys[kind] = xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())
+        return self._keys[kind]
+
+    def check(self, kind: Kind) -> None:
+        """Check that the model takes a kind of media.
+
+        Raises:
+            MediaError: It does not.
+            ModelError: Its folder has no processor for it.
+        """
+        if kind not in self.family.modalities:
+            raise MediaError(f"the model ({self.name}) takes {' and '.join(self.family.modalities)}, and no {kind}")
+        self._processor(kind)
+
+    def process(self, source: MediaSource, limits: MediaLimits) -> ProcessedMedia:
+        """Decode and process an image, video or audio.
+
+        Args:
+            source: Its content.
+            limits: The limits on what is decoded.
+
+        Raises:
+            MediaError: It cannot be decoded, is too large, or cannot be processed.
+            ModelError: The model's folder has no processor for it.
+        """
+        self.check(source.kind)
+        try:
+            if source.kind == "image":
+                outputs = self._image(decode_image(source, limits))
+            elif source.kind == "video":
+                outputs = self._video(source, limits)
+            else:
+                outputs = self._audio(source, limits)
+        except (MediaError, ModelError):
+            raise
+        except ValueError as e:  # of the processor, for a size that it does not take
+            raise MediaError(f"the {source.kind} {source.name} cannot be processed: {e}") from e
+        modality = self.family.modalities[source.kind]
+        fields = {name: _tensor(outputs[name]) for name in (*modality.fields, *modality.optional) if name in outputs}
+        if (problem := self.family.problem(source.kind, fields)) is not None:
+            if problem[0] is not None:
+                raise MediaError(f"the {source.kind} {source.name} has {problem[1]}")
+            raise ModelError(f"model.path={self._model.path}: the processor's settings do not fit the model's: {problem[1]}")
+        tokens = sum(self.family.features_of(source.kind, fields))
+        return ProcessedMedia(
+            kind=source.kind, fields=fields, text=self.expansion(source.kind, tokens, outputs), tokens=tokens
+        )
+
+    def _image(self, image: Any) -> dict[str, Any]:
+        return dict(self._images(images=image, return_tensors="pt"))
+
+    def _video(self, source: MediaSource, limits: MediaLimits) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _audio(self, source: MediaSource, limits: MediaLimits) -> dict[str, Any]:
+        extractor = self._extractor
+        rate = int(extractor.sampling_rate)
+        samples = decode_audio(source, rate, limits, extractor.n_samples / rate)
+        outputs = extractor(samples, sampling_rate=rate, return_attention_mask=True, padding="max_length", return_tensors="pt")
+        return {"input_features": outputs["input_features"], "feature_attention_mask": outputs["attention_mask"]}
+
+    # ---- the processors of the folder --------------------------------------------------------------------------------
+
+    def _processor(self, kind: Kind) -> Any:
+        return {"image": lambda: self._images, "video": lambda: self._videos, "audio": lambda: self._extractor}[kind]()
+
+    @cached_property
+    def _images(self) -> Any:
+        # Without torchvision.
+        return self._load(AutoImageProcessor, "image processor", backend="pil")
+
+    @cached_property
+    def _videos(self) -> Any:
+        raise NotImplementedError
+
+    @cached_property
+    def _extractor(self) -> Any:
+        return self._load(AutoFeatureExtractor, "feature extractor")
+
+    def _load(self, auto: Any, what: str, **options: Any) -> Any:
+        path = self._model.path
+        try:
+            with quiet_hub():
+                return auto.from_pretrained(path, trust_remote_code=self._model.trust_remote_code, **options)
+        except Exception as e:  # of many types, because files can be damaged in many ways
+            raise ModelError(
+                f"model.path={path}: {reason(e, path, f'it has no usable {what}')}; copy the model's preprocessor_config.json or "
+                "processor_config.json next to config.json"
+            ) from e
+
+
+def _tensor(value: Any) -> Tensor:
+    tensor = torch.as_tensor(value)
+    return tensor.float() if tensor.is_floating_point() else tensor.long()
+
+
+class QwenProcessor(MediaProcessor):
+    """Qwen's vision-language families, and the thinker of Qwen2.5-Omni."""
+
+    video_size: ClassVar[Mapping[str, int]] = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
+    """The fewest and the most pixels of a frame, where the folder names none."""
+    seconds_field: ClassVar[str] = ""
+    """The field with the seconds between two patches of a video in time."""
+
+    @cached_property
+    def _videos(self) -> Any:
+        """An image processor with the settings of the model's video processor."""
+        settings = self._video_settings()
+        size = {**self.video_size, **(settings.pop("size", None) or {})}
+        for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            value = settings.pop(name, None)
+            size[edge] = size[edge] if value is None else value
+        known = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "rescale_factor", "resample")
+        chosen = {name: settings[name] for name in known if settings.get(name) is not None}
+        return type(self._images)(**{**_shared(self._images, known), **chosen}, size=size)
+
+    def _video_settings(self) -> dict[str, Any]:
+        folder = Path(self._model.path)
+        for name, key in (("video_preprocessor_config.json", None), ("processor_config.json", "video_processor")):
+            try:
+                content = json.loads((folder / name).read_text(encoding="utf-8"))
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as e:
+                raise ModelError(f"model.path={folder}: {name} cannot be read: {e}") from e
+            settings = content if key is None else content.get(key)
+            if settings is not None:
+                return dict(settings)
+        return {}
+
+    def _video(self, source: MediaSource, limits: MediaLimits) -> dict[str, Any]:
+        processor = self._videos
+        video = decode_video(source, limits, processor.temporal_patch_size)
+        width, height = video.frames[0].size
+        high, wide = self._frame_size(len(video.frames), height, width, processor)
+        frames = [frame.resize((wide, high), processor.resample) for frame in video.frames]
+        frames += [frames[-1]] * (-len(frames) % processor.temporal_patch_size)
+        outputs = processor(images=frames, do_resize=False, return_tensors="pt")
+        patches, grid = patches_of_video(outputs["pixel_values"], outputs["image_grid_thw"], processor.temporal_patch_size)
+        seconds = processor.temporal_patch_size / video.fps
+        result = {
+            "pixel_values_videos": patches,
+            "video_grid_thw": grid,
+            "times": self._times(video, processor.temporal_patch_size),
+        }
+        return {**result, self.seconds_field: torch.tensor([seconds])} if self.seconds_field else result
+
+    def _frame_size(self, frames: int, height: int, width: int, processor: Any) -> tuple[int, int]:
+        factor = processor.patch_size * processor.merge_size
+        return smart_size(1, height, width, factor, processor.size["shortest_edge"], processor.size["longest_edge"])
+
+    def _times(self, video: Video, merged: int) -> list[float]:
+        """Return the seconds of each patch in time: the middle of those of its frames, the last of which may be repeated."""
+        seconds = [*video.seconds, *[video.seconds[-1]] * (-len(video.seconds) % merged)]
+        return [(seconds[i] + seconds[i + merged - 1]) / 2 for i in range(0, len(seconds), merged)]
+
+
+def _shared(processor: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(processor, name) for name in names}
+
+
+def patches_of_video(values: Tensor, grids: Tensor, merged: int) -> tuple[Tensor, Tensor]:
+    """Return the patches of a video, given those of its frames as images.
+
+    The patches of an image have the same pixels `merged` times, as if it stood still.
+
+    Args:
+        values: `[T N, C merged P P]`, the patches of the frames.
+        grids: `[T, 3]`, the grid of each frame.
+        merged: The number of frames in a patch.
+
+    Returns:
+        `[T / merged N, C merged P P]`, and the grid `[1, 3]`.
+    """
+    frames, (_, high, wide) = len(grids), grids[0].tolist()
+    width = values.shape[1] // merged
+    channels = 3
+    still = values.view(frames, high * wide, channels, merged, width // channels)[:, :, :, 0]
+    moving = still.view(frames // merged, merged, high * wide, channels, width // channels).permute(0, 2, 3, 1, 4)
+    return moving.reshape(-1, values.shape[1]).contiguous(), torch.tensor([[frames // merged, high, wide]])
+
+
+def smart_size(frames: int, height: int, width: int, factor: int, least: int, most: int, merged: int = 1) -> tuple[int, int]:
+    """Return the height and width to which Qwen's processors resize, as transformers' `smart_resize` of Qwen2-VL and Qwen3-VL compute them.
+
+    Args:
+        frames: The number of frames that the bounds are for: 1 if they are for one.
+        height: The height.
+        width: The width.
+        factor: What both become multiples of.
+        least: The fewest pixels.
+        most: The most pixels.
+        merged: What the number of frames is rounded to a multiple of.
+
+    Raises:
+        MediaError: One side is more than 200 times as long as the other.
+    """
+    if max(height, width) / min(height, width) > 200:
+        raise MediaError(
+            f"a size of {width} x {height} pixels, of which one side is more than 200 times the other; the model takes no such one"
+        )
+    high, wide = round(height / factor) * factor, round(width / factor) * factor
+    rounded = round(frames / merged) * merged
+    if rounded * high * wide > most:
+        scale = math.sqrt(frames * height * width / most)
+        return tuple(max(factor, math.floor(side / scale / factor) * factor) for side in (height, width))  # type: ignore[return-value]
+    if rounded * high * wide < least:
+        scale = math.sqrt(least / (frames * height * width))
+        return tuple(math.ceil(side * scale / factor) * factor for side in (height, width))  # type: ignore[return-value]
+    return high, wide
+
+
+class Qwen25Processor(QwenProcessor):
+    """Qwen2.5-VL, whose positions depend on the seconds of a video."""
+
+    seconds_field = "second_per_grid_ts"
+
+
+class QwenOmniProcessor(QwenProcessor):
+    """The thinker of Qwen2.5-Omni, which takes audio of any length up to a bound."""
+
+    seconds_field = "video_second_per_grid"
+
+    def _audio(self, source: MediaSource, limits: MediaLimits) -> dict[str, Any]:
+        outputs = super()._audio(source, limits)
+        # Its frames alone: the rest is padding up to five minutes.
+        frames = int(outputs["feature_attention_mask"].sum())
+        return {
+            "input_features": outputs["input_features"][..., :frames],
+            "feature_attention_mask": outputs["feature_attention_mask"][:, :frames],
+        }
+
+
+class Qwen3Processor(QwenProcessor):
+    """Qwen3-VL, whose videos have the seconds before each patch in time, and bounds on the pixels of all frames."""
+
+    video_size = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
+
+    @property
+    def _borders(self) -> tuple[str, str]:
+        ids = (getattr(self.family.config, f"vision_{side}_token_id") for side in ("start", "end"))
+        start, end = (str(self._tokenizer.convert_ids_to_tokens(one)) for one in ids)
+        return start, end
+
+    def placeholder(self, kind: Kind) -> str:
+        """See `MediaProcessor.placeholder`. Each patch in time of a video has borders of its own, instead of those of the whole."""
+        start, end = self._borders if kind == "video" else ("", "")
+        return f"{start}{self.token(kind)}{end}"
+
+    def _frame_size(self, frames: int, height: int, width: int, processor: Any) -> tuple[int, int]:
+        factor = processor.patch_size * processor.merge_size
+        if height < factor or width < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        merged = processor.temporal_patch_size
+        frames = max(frames, merged)
+        least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
+        return smart_size(frames, height, width, factor, least, most, merged)
+
+    def expansion(self, kind: Kind, tokens: int, outputs: Mapping[str, Any]) -> str:
+        """See `MediaProcessor.expansion`."""
+        if kind != "video":
+            return super().expansion(kind, tokens, outputs)
+        (start, end), times = self._borders, outputs["times"]
+        frame = f"{start}{self.token(kind) * (tokens // len(times))}{end}"
+        return "".join(f"<{time:.1f} seconds>{frame}" for time in times)
+
+
+class QwenAudioProcessor(MediaProcessor):
+    """Qwen2-Audio."""
+
+
+class InternVLProcessor(MediaProcessor):
+    """InternVL: images in tiles."""
+
+    def _image(self, image: Any) -> dict[str, Any]:
+        return dict(self._images(images=image, crop_to_patches=True, return_tensors="pt"))
+
+    def expansion(self, kind: Kind, tokens: int, outputs: Mapping[str, Any]) -> str:
+        """See `MediaProcessor.expansion`."""
+        start, end = (
+            getattr(self._tokenizer, name, None) or default
+            for name, default in (("start_image_token", "<img>"), ("end_image_token", "</img>"))
+        )
+        return f"{start}{super().expansion(kind, tokens, outputs)}{end}"
+
+
+class Gemma3Processor(MediaProcessor):
+    """Gemma 3: an image, and crops of it if its settings ask for them."""
+
+    def placeholder(self, kind: Kind) -> str:
+        """See `MediaProcessor.placeholder`."""
+        return str(self._tokenizer.convert_ids_to_tokens(self.family.config.boi_token_index))
+
+    def expansion(self, kind: Kind, tokens: int, outputs: Mapping[str, Any]) -> str:
+        """See `MediaProcessor.expansion`."""
+        count = len(outputs["pixel_values"])
+        end = self._tokenizer.convert_ids_to_tokens(self.family.config.eoi_token_index)
+        one = f"\n\n{self.placeholder(kind)}{self.token(kind) * (tokens // count)}{end}\n\n"
+        if count == 1:
+            return one
+        return (
+            f"Here is the original image {one} and here are some crops to help you see better {' '.join([one] * (count - 1))}"
+        )
+
+
+class IdeficsProcessor(MediaProcessor):
+    """Idefics 3 and SmolVLM: an image in tiles, with the row and the column of each, and then as a whole."""
+
+    def _image(self, image: Any) -> dict[str, Any]:
+        outputs = dict(self._images(images=image, return_row_col_info=True, return_tensors="pt"))
+        return {
+            **outputs,
+            # Of one row of a batch.
+            "pixel_values": outputs["pixel_values"][0],
+            "pixel_attention_mask": outputs["pixel_attention_mask"][0],
+        }
+
+    def expansion(self, kind: Kind, tokens: int, outputs: Mapping[str, Any]) -> str:
+        """See `MediaProcessor.expansion`."""
+        border, whole = "<fake_token_around_image>", "<global-img>"
+        features = self.token(kind) * (tokens // len(outputs["pixel_values"]))
+        rows, columns = (int(outputs[name][0][0]) for name in ("rows", "cols"))
+        lines = ["".join(f"{border}<row_{i + 1}_col_{j + 1}>{features}" for j in range(columns)) + "\n" for i in range(rows)]
+        return "".join([*lines, "\n" if rows else "", border, whole, features, border])
+
+
+PROCESSORS: Mapping[str, type[MediaProcessor]] = {
+    "gemma3": Gemma3Processor,
+    "idefics3": IdeficsProcessor,
+    "internvl": InternVLProcessor,
+    "qwen2_5_omni_thinker": QwenOmniProcessor,
+    "qwen2_5_vl": Qwen25Processor,
+    "qwen2_audio": QwenAudioProcessor,
+    "qwen2_vl": QwenProcessor,
+    "qwen3_vl": Qwen3Processor,
+    "qwen3_vl_moe": Qwen3Processor,
+    "smolvlm": IdeficsProcessor,
+}
+"""The processor of each family of `engine.hf.media.FAMILIES`."""
+
+
+def load_processor(model: ModelConfig, tokenizer: Any) -> MediaProcessor | None:
+    """Return what processes media for a model; None if its family takes none.
+
+    The files of its processors are read when they are first needed.
+
+    Args:
+        model: The model settings.
+        tokenizer: The model's tokenizer.
+    """
+    with quiet_hub():
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    return PROCESSORS[config.model_type](model, config, tokenizer) if config.model_type in PROCESSORS else None

@@ -1,0 +1,106 @@
+"""Processed media on disk, by their content: each is decoded once, whatever rows, sources, runs and processes use it."""
+
+import os
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..engine.errors import DataError
+from ..engine.hf.media import Kind
+from .decode import MediaLimits
+from .processors import ProcessedMedia
+from .sources import MediaSource
+
+NAME = "media"
+"""The folder of processed media among those of tokenized data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaKey:
+    """The name of processed media in a store.
+
+    Args:
+        kind: The kind.
+        digest: 32 hexadecimal digits, of the content and of all that its processing depends on.
+    """
+
+    kind: Kind
+    digest: str
+
+
+def media_key(source: MediaSource, processor: str, limits: MediaLimits) -> MediaKey:
+    """Return the name of what a content becomes.
+
+    Args:
+        source: The content.
+        processor: The digest of the processor's settings; see `MediaProcessor.key`.
+        limits: The limits on what is decoded.
+    """
+    settings = asdict(limits)
+    unused = ("max_frames", "fps") if source.kind != "video" else ()
+    settings = {name: value for name, value in settings.items() if name not in unused}
+    return MediaKey(kind=source.kind, digest=xxhash.xxh3_128_hexdigest(f"{source.key} {processor} {settings}".encode()))
+
+
+class MediaStore:
+    """A folder with a file for each image, video and audio, which is mapped into memory when it is read.
+
+    Several processes may use it, also to write.
+
+    Args:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, key: MediaKey) -> Path:
+        """Return the file of a key."""
+        return self.folder / key.digest[:2] / f"{key.digest[2:]}.safetensors"
+
+    def text(self, key: MediaKey) -> tuple[str, int] | None:
+        """Return what stands in the place of an item, and the number of its features; None if it is not in the store."""
+        try:
+            with safe_open(self.path(key), framework="pt") as file:
+                notes = file.metadata()
+                return notes["text"], int(notes["tokens"])
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+            # Not there, or damaged, for example by a full disk; it is written again.
+            return None
+
+    def fields(self, key: MediaKey) -> dict[str, Tensor]:
+        """Return the fields of an item.
+
+        Raises:
+            DataError: Its file is not there any more, or is damaged.
+        """
+        path = self.path(key)
+        try:
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as e:
+            raise DataError(
+                f"the processed {key.kind} {path} cannot be read ({e}); start again, and it is made anew. If the machines of a run have no "
+                "folder in common, set data.cache_dir to one"
+            ) from e
+
+    def add(self, key: MediaKey, media: ProcessedMedia) -> None:
+        """Write an item. It appears whole or not at all.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        path = self.path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}")
+        try:
+            notes = {"text": media.text, "tokens": str(media.tokens)}
+            save_file({name: value.contiguous() for name, value in media.fields.items()}, temporary, metadata=notes)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)

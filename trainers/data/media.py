@@ -1,0 +1,382 @@
+"""Media of rows: images, video and audio in the parts of messages or in columns of their own, and their places among the tokens."""
+
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self, get_args
+
+import numpy as np
+import torch
+
+from ...engine.config import ModelConfig
+from ...engine.errors import DataError, MediaError, ModelError
+from ...engine.hf.media import Kind
+from ...engine.packing.batch import MediaField, joined_rows
+from ...media.decode import MediaLimits, TooLargeError
+from ...media.processors import MediaProcessor, load_processor
+from ...media.sources import Access, read_source
+from ...media.store import NAME as MEDIA_FOLDER
+from ...media.store import MediaKey, MediaStore, media_key
+from ..config.data import SourcesConfig
+from .sample import MediaSpan, Sample
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+COLUMNS: Mapping[str, Kind] = {
+    "images": "image",
+    "image": "image",
+    "videos": "video",
+    "video": "video",
+    "audios": "audio",
+    "audio": "audio",
+}
+"""The columns of media, whose items are taken in the order of their placeholders."""
+PARTS: Mapping[str, Kind] = {"image": "image", "image_url": "image", "video": "video", "video_url": "video", "audio": "audio"}
+"""The types of parts with media."""
+ROLES = ("user", "tool")
+"""The roles whose messages may have media: those that the model does not write."""
+MARK = re.compile("<(image|video|audio)>")
+"""What stands for an item of a column within a text, as LLaMA-Factory writes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatMedia:
+    """An image, video or audio of a chat, processed and stored.
+
+    Args:
+        key: Its name in the store.
+        text: What stands in the place of the placeholder that the chat template writes.
+        tokens: The number of tokens in whose place its features stand.
+    """
+
+    key: MediaKey
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaReader:
+    """Reads, processes and stores the media of rows.
+
+    Args:
+        processor: The model's processor.
+        tokenizer: The model's tokenizer.
+        store: Where processed media are kept.
+        limits: The limits on what is decoded.
+        folder: The folder that relative paths start from; None is that of the row's file.
+        urls: Whether URLs are fetched.
+    """
+
+    processor: MediaProcessor
+    tokenizer: Any
+    store: MediaStore
+    limits: MediaLimits
+    folder: Path | None = None
+    urls: bool = False
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """The size and the time of change of each file that was read since they were last taken."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, data: SourcesConfig, tokenizer: Any, cache: Path) -> Self | None:
+        """Return what reads the media of a run's data; None if the model takes none.
+
+        Args:
+            model: The model settings.
+            data: The data settings.
+            tokenizer: The model's tokenizer.
+            cache: The folder of tokenized data.
+        """
+        processor = load_processor(model, tokenizer)
+        if processor is None:
+            return None
+        return cls(
+            processor=processor,
+            tokenizer=tokenizer,
+            store=MediaStore(cache / MEDIA_FOLDER),
+            limits=MediaLimits(
+                max_pixels=data.max_pixels,
+                max_frames=data.max_frames,
+                fps=data.fps,
+                max_seconds=data.max_seconds,
+                too_large=data.too_large,
+            ),
+            folder=None if data.media_dir is None else Path(data.media_dir),
+            urls=data.allow_url,
+        )
+
+    def key(self) -> str:
+        """Return a digest of everything but the rows that their media depend on."""
+        keys = []
+        for kind in self.processor.family.modalities:
+            try:
+                keys.append(self.processor.key(kind))
+            except ModelError:
+                # Rows of text alone need no processor; others are refused by name.
+                keys.append("none")
+        return f"{keys} {asdict(self.limits)} {self.folder} {self.urls}"
+
+    def take_files(self) -> dict[str, tuple[int, int]]:
+        """Return `files`, and begin anew."""
+        files = dict(self.files)
+        self.files.clear()
+        return files
+
+    def read(self, kind: Kind, value: Any, file: str) -> ChatMedia:
+        """Return an item, which is decoded unless the store has it.
+
+        Args:
+            kind: The kind.
+            value: The item; see `media.sources.read_source`.
+            file: The name of the row's file.
+
+        Raises:
+            MediaError: It cannot be read, or used.
+            OSError: It cannot be stored.
+        """
+        self.processor.check(kind)
+        folder = Path(file).parent if self.folder is None else self.folder
+        source = read_source(kind, value, Access(folder=folder, urls=self.urls))
+        if source.path is not None:
+            status = source.path.stat()
+            self.files[str(source.path.absolute())] = status.st_size, status.st_mtime_ns
+        key = media_key(source, self.processor.key(kind), self.limits)
+        stored = self.store.text(key)
+        if stored is None:
+            media = self.processor.process(source, self.limits)
+            self.store.add(key, media)
+            stored = media.text, media.tokens
+        return ChatMedia(key=key, text=stored[0], tokens=stored[1])
+
+    @cached_property
+    def lists_content(self) -> bool:
+        """Whether the chat template takes the content of messages as lists of parts alone."""
+        word = "drivetrain"
+        try:
+            return word not in self.tokenizer.apply_chat_template([{"role": "user", "content": word}], tokenize=False)
+        except Exception:  # a template may raise any exception
+            return True
+
+    @cached_property
+    def placeholders(self) -> Mapping[str, Kind]:
+        """The kinds by what a chat template writes for an item."""
+        return {self.processor.placeholder(kind): kind for kind in self.processor.family.modalities}
+
+    def expanded(
+        self, text: str, media: Sequence[ChatMedia], spans: Sequence[tuple[int, int]], name: str
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Put what stands for each item into the place of its placeholder.
+
+        Args:
+            text: The chat as its template renders it.
+            media: The items, in order.
+            spans: Spans of characters of the text.
+            name: The row's name, for messages.
+
+        Returns:
+            The text, and the spans in it.
+
+        Raises:
+            DataError: The text has more or fewer placeholders than items.
+        """
+        if not media:
+            return text, list(spans)
+        waiting = {kind: deque(item for item in media if item.key.kind == kind) for kind in self.placeholders.values()}
+        counts = {kind: len(items) for kind, items in waiting.items()}
+        marks = [mark for mark, kind in self.placeholders.items() if counts[kind]]
+        places = list(re.finditer("|".join(map(re.escape, sorted(marks, key=len, reverse=True))), text))
+        for mark in marks:
+            kind = self.placeholders[mark]
+            present = sum(place.group() == mark for place in places)
+            if present != counts[kind]:
+                raise DataError(
+                    f"{name} has {counts[kind]} {kind}s, but {present} times {mark!r} in its text behind the chat template; each stands for one: "
+                    "leave it out of the texts, and use a template that writes it for each part (model.chat_template)"
+                )
+        parts: list[str] = []
+        # By how much what is behind a placeholder moves.
+        shifts = [(0, 0)]
+        done = 0
+        for place in places:
+            item = waiting[self.placeholders[place.group()]].popleft()
+            parts += [text[done : place.start()], item.text]
+            done = place.end()
+            shifts.append((done, shifts[-1][1] + len(item.text) - len(place.group())))
+        parts.append(text[done:])
+
+        def moved(position: int) -> int:
+            return position + next(shift for end, shift in reversed(shifts) if end <= position)
+
+        return "".join(parts), [(moved(begin), moved(end)) for begin, end in spans]
+
+    def located(self, sample: Sample, media: Sequence[ChatMedia]) -> Sample:
+        """Return a sample with the places of its media among its tokens.
+
+        Args:
+            sample: The sample.
+            media: The items of its chat, of which it has the first ones.
+
+        Raises:
+            DataError: The tokens that stand for media are not as many as those of its items.
+        """
+        ids = np.asarray(sample.ids)
+        spans: list[MediaSpan] = []
+        for kind in self.processor.family.modalities:
+            places = np.flatnonzero(ids == self.processor.family.tokens[kind])
+            used = 0
+            for item in (item for item in media if item.key.kind == kind):
+                if used + item.tokens > len(places):
+                    break
+                span = places[used : used + item.tokens]
+                spans.append(MediaSpan(key=item.key, first=int(span[0]), last=int(span[-1]) + 1))
+                used += item.tokens
+            if used < len(places):
+                raise DataError(
+                    f"{sample.name} has {len(places)} tokens {self.processor.token(kind)!r}, of which its {kind}s account for {used}; the text must "
+                    "not have such tokens of its own"
+                )
+        return replace(sample, media=tuple(sorted(spans, key=lambda span: span.first))) if spans else sample
+
+
+class MediaQueue:
+    """The media of a row's columns, which placeholders and parts without a value of their own take in order.
+
+    Args:
+        row: The row.
+        name: The row's name, for messages.
+        reader: Reads media; None if the model takes none.
+
+    Raises:
+        DataError: A column is malformed, or the model takes no media.
+    """
+
+    def __init__(self, row: Mapping[str, Any], name: str, reader: MediaReader | None) -> None:
+        self._name, self._reader = name, reader
+        self._waiting: dict[Kind, deque[Any]] = {}
+        self._columns: dict[Kind, str] = {}
+        for column, kind in COLUMNS.items():
+            value = row.get(column)
+            if value is None or (isinstance(value, list) and not value):
+                continue
+            if kind in self._columns:
+                raise DataError(f"{name} has the columns {self._columns[kind]} and {column}; give one of them")
+            self._columns[kind] = column
+            self._waiting[kind] = deque(value if isinstance(value, list) else [value])
+
+    def parts(self, text: str, which: str, role: str) -> list[dict[str, Any]]:
+        """Return the parts of a text with the placeholders `<image>`, `<video>` and `<audio>`, for which the row has columns."""
+        parts: list[dict[str, Any]] = []
+        done = 0
+        for mark in MARK.finditer(text):
+            if mark.group(1) not in self._columns:
+                continue
+            if mark.start() > done:
+                parts.append({"type": "text", "text": text[done : mark.start()]})
+            parts.append(self.part({"type": mark.group(1)}, which, role))
+            done = mark.end()
+        if done < len(text):
+            parts.append({"type": "text", "text": text[done:]})
+        return parts
+
+    def part(self, part: Mapping[str, Any], which: str, role: str) -> dict[str, Any]:
+        """Return a part with media as chat templates take it, with the item under `media`.
+
+        Args:
+            part: The part.
+            which: The name of its message, for messages.
+            role: The role of its message.
+
+        Raises:
+            DataError: The item cannot be used, or may not be there.
+        """
+        kind = PARTS[part["type"]]
+        if self._reader is None:
+            raise DataError(f"{self._name}: {which} has a part of type {part['type']}, but the model takes no media in")
+        if role not in ROLES:
+            raise DataError(
+                f"{self._name}: {which} has {kind} in a turn of the role {role!r}; only turns of {' and '.join(ROLES)} may have media"
+            )
+        value = next((part[key] for key in (part["type"], "path", "url", "base64") if part.get(key) is not None), None)
+        if part["type"].endswith("_url") and isinstance(value, Mapping):
+            value = value.get("url")
+        if value is None:
+            waiting = self._waiting.get(kind)
+            if not waiting:
+                raise DataError(
+                    f"{self._name}: {which} has a placeholder for {kind}, but no {kind} is left for it{self._count(kind)}"
+                )
+            value = waiting.popleft()
+        try:
+            item = self._reader.read(kind, value, self._name.rpartition(":")[0] or self._name)
+        except TooLargeError:
+            raise
+        except MediaError as e:
+            raise DataError(f"{self._name}: {which}: {e}") from e
+        # Templates look for the key or for the type.
+        return {"type": kind, kind: "", "media": item}
+
+    def _count(self, kind: Kind) -> str:
+        return (
+            f" in its column {self._columns[kind]}"
+            if kind in self._columns
+            else f"; give it in the part, or in a column {kind}s"
+        )
+
+    def check_used(self) -> None:
+        """Check that all items of the columns have a place.
+
+        Raises:
+            DataError: One has none.
+        """
+        for kind, waiting in self._waiting.items():
+            if waiting and self._reader is None:
+                raise DataError(
+                    f"{self._name} has the column {self._columns[kind]}, but the model takes no media in; leave the column out"
+                )
+            if waiting:
+                raise DataError(
+                    f"{self._name} has {len(waiting)} {kind}s in its column {self._columns[kind]} for which there is no placeholder; write one into a "
+                    f"user's turn: a part {{type: {kind}}}, or <{kind}> in a text"
+                )
+
+
+def media_of(messages: Sequence[Mapping[str, Any]]) -> list[ChatMedia]:
+    """Return the media of messages, in order."""
+    return [part["media"] for m in messages if isinstance(m["content"], list) for part in m["content"] if "media" in part]
+
+
+def for_template(messages: Sequence[Mapping[str, Any]], *, lists: bool) -> list[dict[str, Any]]:
+    """Return messages as a chat template takes them.
+
+    Args:
+        messages: The messages.
+        lists: Whether the template takes lists of parts alone.
+    """
+
+    def content(value: Any) -> Any:
+        if isinstance(value, list):
+            return [{key: one for key, one in part.items() if key != "media"} for part in value]
+        return [{"type": "text", "text": value}] if lists else value
+
+    return [{**message, "content": content(message["content"])} for message in messages]
+
+
+def fields_of(samples: Sequence[Sample], store: MediaStore) -> dict[str, MediaField]:
+    """Return the media of documents as fields of a batch.
+
+    Args:
+        samples: The documents.
+        store: Where processed media are kept.
+
+    Raises:
+        DataError: An item is not in the store any more.
+    """
+    rows: dict[str, list[torch.Tensor]] = {}
+    counts: dict[str, list[int]] = {}
+    for number, sample in enumerate(samples):
+        for span in sample.media:
+            for name, value in store.fields(span.key).items():
+                rows.setdefault(name, []).append(value)
+                counts.setdefault(name, [0] * len(samples))[number] += len(value)
+    return {name: MediaField(values=joined_rows(rows[name]), counts=torch.tensor(counts[name])) for name in rows}
