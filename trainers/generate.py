@@ -36,9 +36,10 @@ from ..generation.token_stream import TokenStream, check_prompt
 from .config.data import PromptsConfig
 from .config.parse import parse
 from .config.rl import GRPOConfig
-from .data.prompts import Prompt, encode_prompt
+from .data.media import MediaReader
+from .data.prompts import Prompt, encode_prompt, refuse_media
 from .data.sources import open_source, with_our_columns
-from .data.tokenize import Bar
+from .data.tokenize import Bar, cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +127,11 @@ def _generate(args: argparse.Namespace, data: PromptsConfig, options: SamplingOp
     model = ModelConfig(path=str(folder), trust_remote_code=args.trust_remote_code)
     tokenizer = load_tokenizer(model)
     prompts, rows = _read(
-        args.prompts, tokenizer, data, {args.column, "finish_reason", *(["sample"] if options.samples > 1 else [])}
+        args.prompts,
+        tokenizer,
+        data,
+        {args.column, "finish_reason", *(["sample"] if options.samples > 1 else [])},
+        MediaReader.of(model, data, tokenizer, cache_folder(data)),
     )
     unfinished = _unfinished(out, args, options, folder, prompts)
     total, start = len(prompts) * options.samples, time.monotonic()
@@ -217,7 +222,9 @@ def _dtype(name: str) -> str:
     return "bfloat16" if torch.cuda.is_available() else "float32"
 
 
-def _read(name: str, tokenizer: Any, data: PromptsConfig, added: set[str]) -> tuple[list[Prompt], list[dict[str, Any]]]:
+def _read(
+    name: str, tokenizer: Any, data: PromptsConfig, added: set[str], media: MediaReader | None
+) -> tuple[list[Prompt], list[dict[str, Any]]]:
     """Return the prompts, and the rows that they come from, to which columns will be added."""
     prompts, rows = [], []
     source = open_source(name, training=True, every_column=True, columns=data.columns, whole_text=data.txt == "file")
@@ -236,8 +243,9 @@ def _read(name: str, tokenizer: Any, data: PromptsConfig, added: set[str]) -> tu
             if ours.get("prompt") is None:
                 column = next((c for c in ("messages", "text") if ours.get(c) is not None), None)
                 ours = {**ours, "prompt": ours[column]} if column else ours
-            prompts.append(encode_prompt(tokenizer, ours, place, data))
+            prompts.append(encode_prompt(tokenizer, ours, place, data, media))
             rows.append(row)
+    refuse_media(prompts)
     return prompts, rows
 
 

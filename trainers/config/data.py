@@ -11,6 +11,8 @@ DataFormat = Literal["auto", "messages", "prompt_completion", "sharegpt", "alpac
 TooLong = Literal["error", "skip", "truncate_left", "truncate_right", "split"]
 Turns = Literal["auto", "single", "per_turn"]
 
+MEDIA_COLUMNS = {"images": "image", "image": "image", "videos": "video", "video": "video", "audios": "audio", "audio": "audio"}
+"""The columns of media, whose items are taken in the order of their placeholders, and their kinds."""
 RESERVED_VARIABLES = (
     "tokenize",
     "padding",
@@ -69,6 +71,11 @@ class SourcesConfig(Settings):
     too_large: Literal["resize", "error", "skip"] = setting(
         "resize",
         "what to do with media beyond these limits; resize: fewer pixels, fewer frames per second, the first seconds of audio; skip: leave the row out",
+    )
+    cache_dir: str | None = setting(
+        None,
+        "folder for cached tokenized data and processed media; null: ~/.cache/drivetrain (or $XDG_CACHE_HOME/drivetrain)",
+        path=True,
     )
     shuffle: bool = setting(True, "reshuffle the samples every epoch; false: keep the order of the files")
     seed: int = setting(0, "seed for shuffling", most=MOST_SEED)
@@ -139,9 +146,6 @@ class DataConfig(SourcesConfig):
     batch_size: int = setting(32, "samples per step across all ranks; a pair is one sample")
     workers: int | None = setting(
         None, "processes that tokenize; 0: only the first rank itself; null: one per CPU core for large data", most=1024
-    )
-    cache_dir: str | None = setting(
-        None, "folder for cached tokenized data; null: ~/.cache/drivetrain (or $XDG_CACHE_HOME/drivetrain)", path=True
     )
 
     def _check_values(self) -> None:

@@ -6,10 +6,9 @@ from itertools import groupby, pairwise
 from typing import Any, Literal
 
 from ...engine.errors import DataError
-from ..config.data import DataConfig
+from ..config.data import MEDIA_COLUMNS, DataConfig
 from .chat import encode_chat, read_chat
 from .conventions import from_alpaca, from_sharegpt, with_prompt
-from .media import COLUMNS as MEDIA_COLUMNS
 from .media import MediaQueue, MediaReader, media_of
 from .preference import Sides, split_preference
 from .sample import Sample

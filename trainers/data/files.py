@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import IO, Any, TypeAlias
 
 from ...engine.errors import DataError
+from ..config.data import MEDIA_COLUMNS
 
 CHUNK_ROWS = 256
+MEDIA_ROWS = 16
+"""The rows of a chunk of a table with images, which are in memory as the files that they are."""
 ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 """A further ending, and what pyarrow calls the compression. Parquet files compress their columns themselves."""
@@ -234,7 +237,8 @@ def _parquet(file: Path, fraction: float, choose: Choose | None) -> Iterator[Chu
     try:
         with ParquetFile(file) as table:
             columns = None if choose is None else choose(table.schema_arrow.names, str(file))
-            batches = table.iter_batches(CHUNK_ROWS, columns=columns)
+            rows = MEDIA_ROWS if {*MEDIA_COLUMNS} & {*(columns or table.schema_arrow.names)} else CHUNK_ROWS
+            batches = table.iter_batches(rows, columns=columns)
             yield from chunks_of(
                 (batch.to_pylist() for batch in batches), str(file), fraction / max(1, table.metadata.num_rows)
             )

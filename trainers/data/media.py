@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self, cast, get_args
 
 import numpy as np
 import torch
@@ -20,19 +20,11 @@ from ...media.processors import MediaProcessor, load_processor
 from ...media.sources import Access, read_source
 from ...media.store import NAME as MEDIA_FOLDER
 from ...media.store import MediaKey, MediaStore, media_key
-from ..config.data import SourcesConfig
+from ..config.data import MEDIA_COLUMNS, SourcesConfig
 from .sample import MediaSpan, Sample
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-COLUMNS: Mapping[str, Kind] = {
-    "images": "image",
-    "image": "image",
-    "videos": "video",
-    "video": "video",
-    "audios": "audio",
-    "audio": "audio",
-}
-"""The columns of media, whose items are taken in the order of their placeholders."""
+COLUMNS = cast("Mapping[str, Kind]", MEDIA_COLUMNS)
 PARTS: Mapping[str, Kind] = {"image": "image", "image_url": "image", "video": "video", "video_url": "video", "audio": "audio"}
 """The types of parts with media."""
 ROLES = ("user", "tool")

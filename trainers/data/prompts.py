@@ -14,11 +14,10 @@ import xxhash
 
 from ...engine.errors import DataError
 from ...media.decode import TooLargeError
-from ..config.data import PromptsConfig
+from ..config.data import MEDIA_COLUMNS, PromptsConfig
 from .chat import apply_template, json_kind, read_messages, template_variables
 from .dataset import Budget
 from .length_bound import LimitedTokenizer, TooManyTokens
-from .media import COLUMNS as MEDIA_COLUMNS
 from .media import ChatMedia, MediaQueue, MediaReader, for_template, media_of
 from .sample import MediaSpan, Sample
 from .sources import DataSource, hidden_column, open_source, warn_about_repeated, with_our_columns
@@ -73,10 +72,13 @@ class PromptSet:
             hasher.update(json.dumps([prompt.ids, dict(prompt.columns)], sort_keys=True, default=str).encode())
         return hasher.hexdigest()
 
-    @property
-    def with_media(self) -> Prompt | None:
-        """The first prompt with media; None if there is none."""
-        return next((prompt for prompt in self._prompts if prompt.media), None)
+    def refuse_media(self) -> None:
+        """Check that no prompt has media, which no generator takes yet.
+
+        Raises:
+            DataError: One has.
+        """
+        refuse_media(self._prompts)
 
     @property
     def longest(self) -> int:
@@ -168,6 +170,18 @@ def _load_source(
     if not prompts:
         raise DataError(f"no prompt of {source.name} is left to answer")
     return prompts
+
+
+def refuse_media(prompts: Sequence[Prompt]) -> None:
+    """Check that no prompt has media, which no generator takes yet.
+
+    Raises:
+        DataError: One has.
+    """
+    if (first := next((prompt for prompt in prompts if prompt.media), None)) is not None:
+        raise DataError(
+            f"{first.name} has {first.media[0].key.kind}s, but generators take prompts of text alone so far; train on media with drivetrain sft, dpo or rm"
+        )
 
 
 def _too_long(place: str, tokens: str, limit: str) -> DataError:

@@ -1,5 +1,6 @@
 """The sources of rows: files, folders of files, patterns, Hub datasets and rows in memory, in chunks, each row with its number."""
 
+import copy
 import difflib
 import glob
 import logging
@@ -16,7 +17,7 @@ import xxhash
 from ...engine.errors import ConfigError, DataError
 from ...engine.hf.model_path import hub_problem, quiet_hub
 from .encode import COLUMNS, FORMS
-from .files import CHUNK_ROWS, COMPRESSED, ENDINGS, Chunk, chunks_of, ending_of, read_file
+from .files import CHUNK_ROWS, COMPRESSED, ENDINGS, MEDIA_ROWS, Chunk, chunks_of, ending_of, read_file
 from .python_data import Rows, chunks_of_rows, identity_of
 
 log = logging.getLogger(__name__)
@@ -90,11 +91,26 @@ class DataSource:
         # A dataset that is read over the network may not know its columns or its length.
         names = self.table.column_names or list(next(iter(self.table), {}))
         table = self.table if self.every_column else self.table.select_columns(self._chosen(names, self.name))
+        table, media = _with_files_of_media(table)
         rows = (
             [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-            for columns in table.iter(batch_size=CHUNK_ROWS)
+            for columns in table.iter(batch_size=MEDIA_ROWS if media else CHUNK_ROWS)
         )
         yield from chunks_of(rows, self.name, 1 / max(1, len(table)) if hasattr(table, "__len__") else 0.0)
+
+
+def _with_files_of_media(table: Any) -> tuple[Any, bool]:
+    """Return a Hub dataset whose media are the files that they were, not decoded by it, and whether it has any."""
+    features = table.features or {}
+    media = [name for name, feature in features.items() if type(feature).__name__ in ("Image", "Audio", "Video")]
+    media += [
+        name for name, f in features.items() if type(getattr(f, "feature", None)).__name__ in ("Image", "Audio", "Video")
+    ]
+    for name in media:
+        feature = copy.deepcopy(features[name])
+        getattr(feature, "feature", feature).decode = False
+        table = table.cast_column(name, feature)
+    return table, bool(media)
 
 
 def open_source(

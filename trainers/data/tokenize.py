@@ -28,7 +28,7 @@ from ...engine.parallel.collectives import all_gather_object, collective_errors
 from ...engine.parallel.fork_pool import ForkPool, StartError
 from ...engine.parallel.fork_server import ProcessEndedError
 from ...media.decode import TooLargeError
-from ..config.data import DataConfig
+from ..config.data import DataConfig, SourcesConfig
 from .dataset import Budget, too_long_hint
 from .encode import WIDTH, DataKind, encode_row, oddity
 from .files import Chunk
@@ -110,7 +110,7 @@ def load_token_caches(
     return _open(folders)
 
 
-def cache_folder(data: DataConfig) -> Path:
+def cache_folder(data: SourcesConfig) -> Path:
     """Return the folder of the token caches.
 
     Args:

@@ -11,8 +11,10 @@ from ...engine.hf.tokenizer import load_tokenizer
 from ...generation.memory import PAGE_TOKENS_CUDA
 from ..config.rl import REWARD_MODEL, RLConfig
 from ..data.dataset import Budget, micro_batch_budget
+from ..data.media import MediaReader
 from ..data.order import BatchOrder, Cursor, Sampler
 from ..data.prompts import Prompt, PromptSet, load_prompts
+from ..data.tokenize import cache_folder
 from ..data.vocabulary import check_same_vocabulary
 from .completions import Completions, equal_groups, join
 from .phases import Phases
@@ -65,13 +67,17 @@ def load_data(config: RLConfig) -> Prompts:
             tokens=positions - 1,
             setting=f"the {positions} positions of {model.path} (max_position_embeddings) less one for an answer",
         )
-    train = load_prompts(data.train, tokenizer, data, budget, training=True)
+    media = MediaReader.of(config.model, data, tokenizer, cache_folder(data))
+    train = load_prompts(data.train, tokenizer, data, budget, training=True, media=media)
     sampler = Sampler(train.sizes, weights=data.weights, seed=data.seed, shuffle=data.shuffle)
-    return Prompts(
+    prompts = Prompts(
         train=train,
         order=BatchOrder(sampler, batch_size=data.batch_size, digest=lambda: train.digest),
-        held_out=load_prompts(data.eval, tokenizer, data, budget, training=False) if data.eval else None,
+        held_out=load_prompts(data.eval, tokenizer, data, budget, training=False, media=media) if data.eval else None,
     )
+    for one in prompts.sets:
+        one.refuse_media()
+    return prompts
 
 
 def prompt_budget(config: RLConfig) -> Budget:

@@ -3,10 +3,6 @@
 Axes: T tokens of a prompt, V image tokens among them, H hidden.
 """
 
-import base64
-import binascii
-import io
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +13,10 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from ...engine.errors import CapabilityError, ConfigError, ModelError
+from ...engine.errors import CapabilityError, ConfigError, MediaError, ModelError
+from ...media.decode import MediaLimits, decode_image
+from ...media.sources import OVER_NETWORK, read_source
 from .model import ShardedLM
-
-MAX_PIXELS = 64 * 2**20
-"""The largest number of pixels of an image. A small file may claim to have many more."""
 
 
 @dataclass(frozen=True)
@@ -43,25 +38,14 @@ def decode_images(uris: Sequence[str]) -> list[Image.Image]:
     """Return the images of data URIs.
 
     Raises:
-        ConfigError: A URI is none of an image, or the image is damaged or too large.
+        ConfigError: One is not a data URI of an image, or the image is damaged or too large.
     """
     images = []
     for i, uri in enumerate(uris):
-        head, comma, data = uri.partition(",")
-        if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
-            raise ConfigError(f"image {i} is {uri[:40]!r}; give a data URI: data:image/png;base64,...")
         try:
-            with warnings.catch_warnings():
-                # Of images that are larger than usual; MAX_PIXELS is the limit.
-                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-                image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=("PNG", "JPEG", "GIF", "WEBP"))
-                if image.width * image.height > MAX_PIXELS:
-                    raise ConfigError(f"image {i} has {image.width} x {image.height} pixels; at most {MAX_PIXELS} are allowed")
-                images.append(image.convert("RGB"))
-        except (binascii.Error, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
-            if isinstance(e, ConfigError):
-                raise
-            raise ConfigError(f"image {i} cannot be decoded: {e}") from None
+            images.append(decode_image(read_source("image", uri, OVER_NETWORK), MediaLimits()))
+        except MediaError as e:
+            raise ConfigError(f"image {i}: {e}; give a data URI: data:image/png;base64,...") from e
     return images
 
 
