@@ -40,12 +40,14 @@ class ProcessedMedia:
         fields: The fields of a batch, with one row or several each.
         text: What stands in its place in a prompt, instead of the token that a chat template writes.
         tokens: The number of tokens in whose place features stand.
+        size: The size of what was decoded, for people.
     """
 
     kind: Kind
     fields: Mapping[str, Tensor]
     text: str
     tokens: int
+    size: str
 
 
 class MediaProcessor:
@@ -128,7 +130,8 @@ class MediaProcessor:
         self.check(source.kind)
         try:
             if source.kind == "image":
-                outputs = self._image(decode_image(source, limits))
+                image = decode_image(source, limits)
+                outputs = {**self._image(image), "size": f"{image.width} x {image.height} pixels"}
             elif source.kind == "video":
                 outputs = self._video(source, limits)
             else:
@@ -144,9 +147,8 @@ class MediaProcessor:
                 raise MediaError(f"the {source.kind} {source.name} has {problem[1]}")
             raise ModelError(f"model.path={self._model.path}: the processor's settings do not fit the model's: {problem[1]}")
         tokens = sum(self.family.features_of(source.kind, fields))
-        return ProcessedMedia(
-            kind=source.kind, fields=fields, text=self.expansion(source.kind, tokens, outputs), tokens=tokens
-        )
+        text = self.expansion(source.kind, tokens, outputs)
+        return ProcessedMedia(kind=source.kind, fields=fields, text=text, tokens=tokens, size=outputs["size"])
 
     def _image(self, image: Any) -> dict[str, Any]:
         return dict(self._images(images=image, return_tensors="pt"))
@@ -159,7 +161,11 @@ class MediaProcessor:
         rate = int(extractor.sampling_rate)
         samples = decode_audio(source, rate, limits, extractor.n_samples / rate)
         outputs = extractor(samples, sampling_rate=rate, return_attention_mask=True, padding="max_length", return_tensors="pt")
-        return {"input_features": outputs["input_features"], "feature_attention_mask": outputs["attention_mask"]}
+        return {
+            "input_features": outputs["input_features"],
+            "feature_attention_mask": outputs["attention_mask"],
+            "size": f"{len(samples) / rate:.3g} seconds",
+        }
 
     # ---- the processors of the folder --------------------------------------------------------------------------------
 
@@ -244,6 +250,7 @@ class QwenProcessor(MediaProcessor):
             "pixel_values_videos": patches,
             "video_grid_thw": grid,
             "times": self._times(video, processor.temporal_patch_size),
+            "size": f"{len(video.frames)} frames of {width} x {height} pixels",
         }
         return {**result, self.seconds_field: torch.tensor([seconds])} if self.seconds_field else result
 
@@ -328,6 +335,7 @@ class QwenOmniProcessor(QwenProcessor):
         # Its frames alone: the rest is padding up to five minutes.
         frames = int(outputs["feature_attention_mask"].sum())
         return {
+            **outputs,
             "input_features": outputs["input_features"][..., :frames],
             "feature_attention_mask": outputs["feature_attention_mask"][:, :frames],
         }

@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -65,13 +66,22 @@ class MediaStore:
 
     def text(self, key: MediaKey) -> tuple[str, int] | None:
         """Return what stands in the place of an item, and the number of its features; None if it is not in the store."""
+        notes = self._notes(key)
+        return None if notes is None else (notes["text"], int(notes["tokens"]))
+
+    def _notes(self, key: MediaKey) -> Mapping[str, str] | None:
         try:
             with safe_open(self.path(key), framework="pt") as file:
-                notes = file.metadata()
-                return notes["text"], int(notes["tokens"])
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+                notes: Mapping[str, str] = file.metadata()
+                return notes
+        except (OSError, SafetensorError):
             # Not there, or damaged, for example by a full disk; it is written again.
             return None
+
+    def size(self, key: MediaKey) -> str:
+        """Return the size of an item before it was processed, for people; empty if it is not in the store."""
+        stored = self._notes(key)
+        return "" if stored is None else stored["size"]
 
     def fields(self, key: MediaKey) -> dict[str, Tensor]:
         """Return the fields of an item.
@@ -99,7 +109,7 @@ class MediaStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}")
         try:
-            notes = {"text": media.text, "tokens": str(media.tokens)}
+            notes = {"text": media.text, "tokens": str(media.tokens), "size": media.size}
             save_file({name: value.contiguous() for name, value in media.fields.items()}, temporary, metadata=notes)
             os.replace(temporary, path)
         finally:

@@ -158,3 +158,18 @@ def wav(seconds: float, rate: int = 8000) -> bytes:
         file.setframerate(rate)
         file.writeframes((tone(seconds, rate) * 32767).astype(np.int16).tobytes())
     return buffer.getvalue()
+
+
+def save_media_model(folder: Path, family: str) -> Path:
+    """Write a tiny model with its weights, processors and tokenizer."""
+    import torch
+    from transformers import AutoModelForMultimodalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForMultimodalLM.from_config(tiny_media_config(family), dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    return save_processors(folder, family)

@@ -238,7 +238,7 @@ def oddity(row: Mapping[str, Any]) -> str | None:
 
 
 def mark_supervised(tokenizer: Any, sample: Sample, most: int = 600) -> str:
-    """Return a sample's text on one line, with the supervised parts between « and ».
+    """Return a sample's text on one line, with the supervised parts between « and », and its media as their kinds in brackets.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -246,8 +246,13 @@ def mark_supervised(tokenizer: Any, sample: Sample, most: int = 600) -> str:
         most: The approximate maximum number of characters; the middle of a longer text is left out.
     """
     parts = []
-    for learned, run in groupby(zip(sample.ids, sample.supervised, strict=True), key=lambda pair: pair[1]):
-        text = tokenizer.decode([token for token, _ in run]).replace("\n", "\\n")
+    item = {i: number for number, span in enumerate(sample.media) for i in range(span.first, span.last)}
+    tokens = [
+        (learned, item.get(i, -1), token) for i, (token, learned) in enumerate(zip(sample.ids, sample.supervised, strict=True))
+    ]
+    for (learned, number), run in groupby(tokens, key=lambda one: one[:2]):
+        text = tokenizer.decode([token for *_, token in run]).replace("\n", "\\n")
+        text = text if number < 0 else f"[{sample.media[number].key.kind}]"
         parts.append(f"«{text}»" if learned else text)
     line = "".join(parts)
     return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"

@@ -90,6 +90,11 @@ class TokenArrays:
             for i in items
         ]
 
+    def media_tokens(self) -> dict[str, NDArray[Any]]:
+        """Return the number of tokens from the first to the last of each item of media, by kind."""
+        tokens = self._media["media_last"] - self._media["media_first"]
+        return {kind: np.asarray(tokens[self._media["media_kinds"] == i]) for i, kind in enumerate(KINDS)}
+
     def media_keys(self) -> list[MediaKey]:
         """Return the names of all media in the store, each once."""
         digests, where = np.unique(self._media["media_digests"], return_index=True)

@@ -1,6 +1,6 @@
 """What there is to know of tokenized data before training on it: lengths, what is learned, duplicates, overlaps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ..data.media import KINDS
 from ..data.token_cache import TokenCache
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -23,6 +24,8 @@ class Facts:
         supervised: The number of tokens to learn.
         lengths: `[documents]`, the number of tokens of each document: of each side, if a sample is a pair.
         equal: The number of pairs that are left out because their sides are equal, and the first of them.
+        large: The number of rows that are left out because their media are too large, and the first of them.
+        media: The number of tokens in whose place features stand, of each item, by kind.
         samples: `[samples]` uint64, a hash of each sample's tokens, and of which are learned.
         prompts: `[samples]` uint64, a hash of the tokens before the first one to learn; 0 if there are none.
         names: The name of each sample.
@@ -33,6 +36,8 @@ class Facts:
     supervised: int
     lengths: NDArray[Any]
     equal: tuple[int, str]
+    large: tuple[int, str]
+    media: Mapping[str, NDArray[Any]]
     samples: NDArray[Any]
     prompts: NDArray[Any]
     names: "SampleNames"
@@ -46,12 +51,16 @@ class Facts:
         """
         hashes = [_hashes(cache) for cache in caches]
         equal = [cache.equal for cache in caches if cache.equal[0]]
+        large = [cache.large for cache in caches if cache.large[0]]
+        tokens = [cache.media_tokens() for cache in caches]
         return cls(
             sizes=[len(cache) // cache.width for cache in caches],
             tokens=sum(int(cache.lengths.sum()) for cache in caches),
             supervised=sum(cache.supervised_tokens for cache in caches),
             lengths=np.concatenate([cache.lengths for cache in caches]),
             equal=(sum(e[0] for e in equal), equal[0][1] if equal else ""),
+            large=(sum(e[0] for e in large), large[0][1] if large else ""),
+            media={kind: np.concatenate([t[kind] for t in tokens]) for kind in KINDS},
             samples=np.concatenate([samples for samples, _ in hashes]),
             prompts=np.concatenate([prompts for _, prompts in hashes]),
             names=SampleNames(caches),
@@ -123,11 +132,15 @@ def _hashes(cache: TokenCache) -> tuple[NDArray[Any], NDArray[Any]]:
     samples, prompts = np.empty(count, np.uint64), np.zeros(count, np.uint64)
     for i in range(count):
         ids, supervised = cache.arrays(i * cache.width, (i + 1) * cache.width)
-        samples[i] = xxhash.xxh3_64_intdigest(ids.tobytes() + supervised.tobytes())
+        # Images of one size have equal tokens.
+        spans = [span for j in range(i * cache.width, (i + 1) * cache.width) for span in cache.media(j)]
+        media = "".join(span.key.digest for span in spans).encode()
+        samples[i] = xxhash.xxh3_64_intdigest(ids.tobytes() + supervised.tobytes() + media)
         # The sides of a pair begin with the same prompt.
         begin = int(supervised.argmax())
         if begin:
-            prompts[i] = xxhash.xxh3_64_intdigest(ids[:begin].tobytes())
+            media = "".join(span.key.digest for span in cache.media(i * cache.width) if span.last <= begin).encode()
+            prompts[i] = xxhash.xxh3_64_intdigest(ids[:begin].tobytes() + media)
     return samples, prompts
 
 

@@ -12,9 +12,10 @@ from ...engine.hf.tokenizer import load_tokenizer
 from ...engine.parallel.process_groups import close_distributed, init_distributed
 from ..config.runs import RunConfig
 from ..data.encode import DataKind, mark_supervised
+from ..data.media import MediaReader
 from ..data.sources import open_source, with_our_columns
 from ..data.token_cache import TokenCache
-from ..data.tokenize import load_token_caches
+from ..data.tokenize import cache_folder, load_token_caches
 from ..data.turn_ends import ends_to_learn
 from ..loop.logs import configure_logging
 from .facts import Facts, histogram
@@ -41,12 +42,13 @@ def show(config: RunConfig, kind: DataKind | None, *, samples: int, picture: Pat
     _limit(config)
     tokenizer = load_tokenizer(config.model)
     ends = ends_to_learn(config.model)
+    media = MediaReader.of(config.model, config.data, tokenizer, cache_folder(config.data))
     kind = kind or kind_of(config)
     init_distributed()
     try:
-        train = load_token_caches(config.data.train, tokenizer, config.data, training=True, kind=kind, ends=ends)
+        train = load_token_caches(config.data.train, tokenizer, config.data, training=True, kind=kind, ends=ends, media=media)
         held_out = (
-            load_token_caches(config.data.eval, tokenizer, config.data, training=False, kind=kind, ends=ends)
+            load_token_caches(config.data.eval, tokenizer, config.data, training=False, kind=kind, ends=ends, media=media)
             if config.data.eval
             else []
         )
@@ -59,7 +61,7 @@ def show(config: RunConfig, kind: DataKind | None, *, samples: int, picture: Pat
                 f"no sample of {', '.join(names)} is left to learn from: all of its pairs have equal sides ({title})"
             )
     train_facts = Facts.of(train)
-    _print_samples(out, tokenizer, train, samples)
+    _print_samples(out, tokenizer, train, samples, media)
     _print_facts(out, config, "train", config.data.train, train_facts, train)
     if held_out:
         facts = Facts.of(held_out)
@@ -109,7 +111,7 @@ def _limit(config: RunConfig) -> tuple[int, str]:
     return max_length, f"data.max_length={max_length}"
 
 
-def _print_samples(out: Console, tokenizer: Any, caches: Sequence[TokenCache], most: int) -> None:
+def _print_samples(out: Console, tokenizer: Any, caches: Sequence[TokenCache], most: int, media: MediaReader | None) -> None:
     total = sum(len(cache) // cache.width for cache in caches)
     count = min(most, total)
     chosen = [i * total // count for i in range(count)]
@@ -124,6 +126,10 @@ def _print_samples(out: Console, tokenizer: Any, caches: Sequence[TokenCache], m
                 learned = sum(sample.supervised)
                 out.print(f"  {sample.name}: {len(sample.ids)} tokens, {learned} learned", markup=False)
                 out.print(f"    {mark_supervised(tokenizer, sample)}", markup=False)
+                for span in sample.media:
+                    assert media is not None
+                    of = media.store.size(span.key)
+                    out.print(f"    {span.key.kind} of {of}: {span.last - span.first} tokens", markup=False)
         start += size
 
 
@@ -146,6 +152,13 @@ def _print_facts(
     out.print(f"too long     {_share(longer, len(facts))} have more than {setting} tokens{both}")
     repeated, first = facts.duplicates()
     out.print(f"duplicates   {_share(repeated, len(facts))} equal an earlier one{f': {first}' if first else ''}", markup=False)
+    for kind, tokens in facts.media.items():
+        if len(tokens):
+            share = f"{tokens.sum()} tokens ({tokens.sum() / facts.tokens:.1%})"
+            each = f"{tokens.min()} to {tokens.max()} each, {tokens.mean():.0f} on average"
+            out.print(f"{kind + 's':12} {len(tokens)}, with {share}: {each}", markup=False)
+    if facts.large[0]:
+        out.print(f"too large    {facts.large[0]} rows are left out, the first is {facts.large[1]}", markup=False)
     if facts.equal[0]:
         out.print(f"equal sides  {facts.equal[0]} pairs are left out, the first is {facts.equal[1]}", markup=False)
     _print_histogram(out, facts, limit)

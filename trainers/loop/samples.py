@@ -5,7 +5,7 @@ for a handful of short completions, on any engine and layout.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from ...engine.base import BaseEngine
 from ...engine.loss import OutputRequest
 from ...engine.packing.convert import from_lists
+from ...media.store import MediaStore
+from ..data.media import fields_of
 from ..data.sample import Sample
 from .signals import StopSignal
 
@@ -55,7 +57,13 @@ class HeldOutCompletion:
 
 
 def generate_completions(
-    engine: BaseEngine, tokenizer: Any, samples: Sequence[Sample], most: int, budget: int, stop: StopSignal
+    engine: BaseEngine,
+    tokenizer: Any,
+    samples: Sequence[Sample],
+    most: int,
+    budget: int,
+    stop: StopSignal,
+    store: MediaStore | None = None,
 ) -> list[HeldOutCompletion] | None:
     """Generate greedy completions. Collective.
 
@@ -68,6 +76,7 @@ def generate_completions(
         most: The maximum number of tokens in a completion.
         budget: The maximum number of tokens in a micro-batch; a completion ends when its text would exceed it.
         stop: The stop signal of the run.
+        store: Where processed media are kept; None if the model takes none.
     """
     topology = engine.topology
     local_indices = range(topology.dp_rank, len(samples), topology.dp_size)
@@ -75,6 +84,7 @@ def generate_completions(
     prompts = {i: len(tokens) for i, tokens in texts.items()}
     open_ = dict.fromkeys(texts, True)
     ends = {i: _ends(tokenizer, samples[i]) for i in local_indices}
+    asked = {i: _prompt(samples[i]) for i in local_indices}
     request = OutputRequest(greedy=True)
     for _ in range(most):
         active = [i for i in texts if open_[i] and len(texts[i]) < budget]
@@ -84,7 +94,8 @@ def generate_completions(
             return None
         if not any(active_elsewhere for active_elsewhere, _ in rank_states):
             break
-        batch = from_lists([texts[i] for i in active])
+        media = None if store is None else fields_of([asked[i] for i in active], store)
+        batch = from_lists([texts[i] for i in active], media=media)
         last = torch.zeros(batch.num_tokens, dtype=torch.bool)
         last[batch.cu_seqlens[1:].long() - 1] = True
         next_tokens = engine.infer_batch(batch, request, tokens=last)["greedy"][last].tolist()
@@ -110,6 +121,13 @@ def generate_completions(
 
 def _parts(sample: Sample, completion: Sequence[int]) -> dict[str, Sequence[int]]:
     return {"prompt": sample.ids[: _first_target(sample)], "completion": completion, "wanted": _first_completion(sample)}
+
+
+def _prompt(sample: Sample) -> Sample:
+    """Return what comes before the first target."""
+    end = _first_target(sample)
+    media = tuple(span for span in sample.media if span.last <= end)
+    return replace(sample, ids=sample.ids[:end], supervised=sample.supervised[:end], media=media)
 
 
 def _ends(tokenizer: Any, sample: Sample) -> set[int]:

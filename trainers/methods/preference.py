@@ -1,6 +1,7 @@
 """Preference learning: the policy's loss, and the reference that the policy is compared with."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from ..config.runs import DPOConfig
 from ..data.dataset import TokenDataset
 from ..data.encode import DataKind
 from ..data.loader import GlobalBatch
-from ..data.sample import Sample
+from ..data.sample import MediaSpan, Sample
 from .base import PAIR_METRICS, TrainingMethod
 from .reference import ReferenceModel, build_reference, check_reference, log_probs_of, resolved_mode
 
@@ -135,7 +136,7 @@ def mismatched(global_batch: GlobalBatch, longest: int) -> GlobalBatch:
         longest: The maximum number of tokens in a document; a longer answer is truncated.
     """
     documents = [global_batch.read(position) for position in range(len(global_batch))]
-    prompts = [tuple(document.ids[: _begin(document)]) for document in documents]
+    prompts = [_prompt(document) for document in documents]
     mismatches = []
     for i, document in enumerate(documents):
         # The two sides of a pair that was split have the same prompt and are next to each other.
@@ -145,8 +146,23 @@ def mismatched(global_batch: GlobalBatch, longest: int) -> GlobalBatch:
         prompt, answer = (_begin(document), _begin(other))
         ids = [*document.ids[:prompt], *other.ids[answer:]][:longest]
         supervised = ([False] * prompt + list(other.supervised[answer:]))[:longest]
-        mismatches.append(Sample(f"{document.name} with the answer of {other.name}", ids, supervised))
-    return GlobalBatch(lengths=[len(s.ids) for s in mismatches], read=lambda position: mismatches[position])
+        name = f"{document.name} with the answer of {other.name}"
+        mismatches.append(Sample(name, ids, supervised, media=prompts[i].media))
+    return GlobalBatch(
+        lengths=[len(s.ids) for s in mismatches], read=lambda position: mismatches[position], store=global_batch.store
+    )
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    ids: tuple[int, ...]
+    media: tuple[MediaSpan, ...]
+
+
+def _prompt(sample: Sample) -> _Prompt:
+    """Return what comes before an answer. Images of one size have equal tokens, so their names are compared too."""
+    begin = _begin(sample)
+    return _Prompt(tuple(sample.ids[:begin]), tuple(span for span in sample.media if span.last <= begin))
 
 
 def _begin(sample: Sample) -> int:

@@ -190,8 +190,10 @@ class OfflineRun(TrainingRun):
         samples = [held_out[i * len(held_out) // count][0] for i in range(count)]
         if not samples:
             return []
-        budget = self.method.budget.tokens
-        return generate_completions(self.engine, self.data.tokenizer, samples, self.config.generate_tokens, budget, stop)
+        budget, store = self.method.budget.tokens, held_out.store
+        return generate_completions(
+            self.engine, self.data.tokenizer, samples, self.config.generate_tokens, budget, stop, store
+        )
 
     # ---- checkpoints and exports -------------------------------------------------------------------------------------
 
