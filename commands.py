@@ -90,7 +90,7 @@ COMMANDS = {
     "data": Command("trainers.data_show.data_command", "look at data before training: data show SOURCE ... --model MODEL"),
     "demo": Command(
         "trainers.demo.demo_command",
-        "train, export and query a tiny model on an embedded task; demo dpo and demo rm use preference data",
+        "train, export and query a tiny model on an embedded task; demo dpo and demo rm use preference data, demo grpo rewards, demo vision pictures",
     ),
     "parity": Command("trainers.parity.parity_command", "compare engines and layouts with plain Hugging Face, step by step"),
     "merge": _checkpoint_tool("convert a checkpoint from any engine and layout into a Hugging Face folder"),

@@ -1,5 +1,6 @@
 """`drivetrain demo`: train, export and evaluate a tiny model on an embedded task, in a few minutes on two CPU cores. `demo
-dpo` and `demo rm` do the same for preference learning, in about a minute, and `demo grpo` for reinforcement learning.
+dpo` and `demo rm` do the same for preference learning, in about a minute, `demo grpo` for reinforcement learning, and `demo vision` for chats
+with pictures.
 
 Every demo trains until an evaluation reaches its goal, within a bound of steps and time, and reports the accuracy on held-out rows
 that did not decide when to stop.
@@ -23,6 +24,7 @@ from .preferences import run_preference_demo
 from .processes import measured, python
 from .reinforcement import run_rl_demo
 from .serving import missing, served_accuracy
+from .vision import run_vision_demo
 
 ENOUGH = 0.9
 """The held-out accuracy that the demo must reach."""
@@ -34,7 +36,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the demo; return 0 if the trained model is accurate enough and the engines agree with plain Hugging Face."""
     parser = argparse.ArgumentParser(prog="drivetrain demo", description=(__doc__ or "").strip())
     parser.add_argument(
-        "task", nargs="?", choices=("sft", "dpo", "rm", "grpo"), default="sft", help="the training method; default: sft"
+        "task",
+        nargs="?",
+        choices=("sft", "dpo", "rm", "grpo", "vision"),
+        default="sft",
+        help="the training method; default: sft",
     )
     parser.add_argument("--output", default=None, help="output folder; default: runs/demo, or runs/demo-TASK")
     parser.add_argument(
@@ -66,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
             shuffled=args.shuffled,
             seed=args.seed,
         )
+    if args.task == "vision":
+        return run_vision_demo(root, args.nproc, args.steps, args.seed)
     if args.task != "sft":
         return run_preference_demo(args.task, root, args.nproc, args.steps, args.seed)
 
