@@ -6,11 +6,54 @@ exclude recomputation, embedding lookups, norms and activations, and the head at
 """
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 BACKWARD = 2
 """The ratio of backward to forward FLOPs of a product, which needs the gradients with respect to both factors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderShape:
+    """The shapes of an encoder of images, video or audio, by which the cost of an item follows from the number of its features.
+
+    Args:
+        weights: The number of elements in the matrices that multiply every patch of an image, or every step of audio.
+        trained: The number of those elements that have gradients.
+        connector: The number of elements in the matrices that multiply every feature on its way to the decoder.
+        connector_trained: The number of those that have gradients.
+        attention: The (width, window) of each layer: the sizes of queries and values added up over heads, and the number of patches
+            that attend to each other, or None if those of a part do.
+        patches: The number of patches for each feature.
+        padded: The number of features to which every item is padded; None if none is.
+    """
+
+    weights: float
+    trained: float
+    connector: float
+    connector_trained: float
+    attention: tuple[tuple[int, int | None], ...]
+    patches: float
+    padded: int | None = None
+
+    def flops(self, features: int, parts: int, *, training: bool) -> float:
+        """Return the FLOPs of a forward pass of one item and, if training, of its backward pass.
+
+        Args:
+            features: The number of the item's features.
+            parts: The number of parts whose patches alone attend to each other: frames of a video, tiles of an image.
+            training: Whether to include the backward pass.
+        """
+        features = self.padded or features
+        total = features * self.patches
+        inside = total / parts
+        attention = 2 * total * sum(w * min(inside, inside if n is None else n) for w, n in self.attention)
+        forward = 2 * (self.weights * total + self.connector * features)
+        if not training:
+            return forward + attention
+        by_weights = 2 * (self.trained * total + self.connector_trained * features)
+        # What is frozen as a whole needs no gradients at all, since nothing trained lies before it.
+        return forward + attention + (forward + by_weights + BACKWARD * attention if by_weights else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +74,7 @@ class ModelShape:
         vocabulary: The number of rows of the input embeddings, an exclusive upper bound for token ids; 0 if it is not known.
         hidden: The size of a hidden state.
         experts: The number of the parameters that belong to experts.
+        encoders: The encoder of each kind of media that the model takes.
     """
 
     weights: float
@@ -44,20 +88,45 @@ class ModelShape:
     vocabulary: int = 0
     hidden: int = 1
     experts: int = 0
+    encoders: Mapping[str, EncoderShape] = field(default_factory=dict)
+
+    def media_cost(self, kind: str, features: int, parts: int) -> float:
+        """Return the cost of encoding an item, in units of one token's matrix products; see `microbatch.cost`.
+
+        Args:
+            kind: The kind of media.
+            features: The number of the item's features.
+            parts: The number of its parts; see `EncoderShape.flops`.
+        """
+        return self.encoders[kind].flops(features, parts, training=False) / (2 * self.weights)
 
     @property
     def attention_ratio(self) -> float:
         """The cost of attending to one earlier token, as a fraction of a token's matrix products; see `microbatch.cost`."""
         return sum(width for width, _ in self.attention) / (2 * self.weights)
 
-    def flops(self, lengths: Iterable[int], outputs: int, *, training: bool) -> float:
+    def flops(
+        self,
+        lengths: Iterable[int],
+        outputs: int,
+        *,
+        training: bool,
+        media: Mapping[str, Iterable[tuple[int, int]]] | None = None,
+    ) -> float:
         """Return the FLOPs of a forward pass and, if training, of its backward pass.
 
         Args:
             lengths: The number of tokens in each document.
             outputs: The number of tokens on which the head runs.
             training: Whether to include the backward pass.
+            media: The numbers of features and of parts of each item, by kind.
         """
+        items = [(self.encoders[kind], size) for kind, sizes in (media or {}).items() for size in sizes]
+        return self._decoder_flops(lengths, outputs, training=training) + sum(
+            encoder.flops(*size, training=training) for encoder, size in items
+        )
+
+    def _decoder_flops(self, lengths: Iterable[int], outputs: int, *, training: bool) -> float:
         all_lengths = list(lengths)
         tokens = sum(all_lengths)
         forward = 2 * (self.weights * tokens + self.head * outputs)

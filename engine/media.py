@@ -99,10 +99,12 @@ class MediaSummary:
         kinds: The kinds of which it has items.
         stray: For each other kind, what is wrong with tokens in whose place features would stand; they are text as long as no rank
             has the kind.
+        sizes: The numbers of features and of parts of each item, by kind.
     """
 
     kinds: Sequence[Kind] = ()
     stray: Mapping[Kind, str] = field(default_factory=dict)
+    sizes: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
 
 def check_media(batch: PackedBatch, family: MediaFamily | None, model: str) -> MediaSummary:
@@ -148,7 +150,11 @@ def check_media(batch: PackedBatch, family: MediaFamily | None, model: str) -> M
             if kind in kinds:
                 raise BatchError(message)
             stray.setdefault(kind, message)
-    return MediaSummary(kinds=kinds, stray=stray)
+    sizes: dict[str, Sequence[tuple[int, int]]] = {}
+    for kind in kinds:
+        media = fields_of(batch, family, kind)
+        sizes[kind] = list(zip(family.features_of(kind, media), family.parts(kind, media), strict=True))
+    return MediaSummary(kinds=kinds, stray=stray, sizes=sizes)
 
 
 def kinds_of(batch: PackedBatch, family: MediaFamily) -> list[Kind]:

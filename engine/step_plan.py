@@ -388,7 +388,7 @@ def _summarize_shard(
             if (read := getattr(loss, kind, None)) is not None:
                 check_read(fields, read, batch.extra_fields)
         weights = {k: float(v) for k, v in loss.weights(batch).items()}
-        flops = shape.flops(batch.lengths, int(loss.tokens(batch).sum()), training=training)
+        flops = shape.flops(batch.lengths, int(loss.tokens(batch).sum()), training=training, media=media.sizes)
         flops -= shape.flops(spared, 0, training=training)
     return _ShardSummary(
         counts=topology.is_output_rank,

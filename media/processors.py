@@ -40,6 +40,7 @@ class ProcessedMedia:
         fields: The fields of a batch, with one row or several each.
         text: What stands in its place in a prompt, instead of the token that a chat template writes.
         tokens: The number of tokens in whose place features stand.
+        parts: The number of parts whose patches alone attend to each other in the encoder.
         size: The size of what was decoded, for people.
     """
 
@@ -47,6 +48,7 @@ class ProcessedMedia:
     fields: Mapping[str, Tensor]
     text: str
     tokens: int
+    parts: int
     size: str
 
 
@@ -148,7 +150,8 @@ class MediaProcessor:
             raise ModelError(f"model.path={self._model.path}: the processor's settings do not fit the model's: {problem[1]}")
         tokens = sum(self.family.features_of(source.kind, fields))
         text = self.expansion(source.kind, tokens, outputs)
-        return ProcessedMedia(kind=source.kind, fields=fields, text=text, tokens=tokens, size=outputs["size"])
+        parts = sum(self.family.parts(source.kind, fields))
+        return ProcessedMedia(kind=source.kind, fields=fields, text=text, tokens=tokens, parts=parts, size=outputs["size"])
 
     def _image(self, image: Any) -> dict[str, Any]:
         return dict(self._images(images=image, return_tensors="pt"))

@@ -2,7 +2,6 @@
 
 import os
 import uuid
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,6 +31,16 @@ class MediaKey:
 
     kind: Kind
     digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaInfo:
+    """What is known of processed media without reading it; see `ProcessedMedia`."""
+
+    text: str
+    tokens: int
+    parts: int
+    size: str
 
 
 def media_key(source: MediaSource, processor: str, limits: MediaLimits) -> MediaKey:
@@ -64,24 +73,15 @@ class MediaStore:
         """Return the file of a key."""
         return self.folder / key.digest[:2] / f"{key.digest[2:]}.safetensors"
 
-    def text(self, key: MediaKey) -> tuple[str, int] | None:
-        """Return what stands in the place of an item, and the number of its features; None if it is not in the store."""
-        notes = self._notes(key)
-        return None if notes is None else (notes["text"], int(notes["tokens"]))
-
-    def _notes(self, key: MediaKey) -> Mapping[str, str] | None:
+    def summary(self, key: MediaKey) -> MediaInfo | None:
+        """Return what is known of an item; None if it is not in the store."""
         try:
             with safe_open(self.path(key), framework="pt") as file:
-                notes: Mapping[str, str] = file.metadata()
-                return notes
+                notes = file.metadata()
         except (OSError, SafetensorError):
             # Not there, or damaged, for example by a full disk; it is written again.
             return None
-
-    def size(self, key: MediaKey) -> str:
-        """Return the size of an item before it was processed, for people; empty if it is not in the store."""
-        stored = self._notes(key)
-        return "" if stored is None else stored["size"]
+        return MediaInfo(text=notes["text"], tokens=int(notes["tokens"]), parts=int(notes["parts"]), size=notes["size"])
 
     def fields(self, key: MediaKey) -> dict[str, Tensor]:
         """Return the fields of an item.
@@ -109,7 +109,7 @@ class MediaStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}")
         try:
-            notes = {"text": media.text, "tokens": str(media.tokens), "size": media.size}
+            notes = {"text": media.text, "tokens": str(media.tokens), "parts": str(media.parts), "size": media.size}
             save_file({name: value.contiguous() for name, value in media.fields.items()}, temporary, metadata=notes)
             os.replace(temporary, path)
         finally:

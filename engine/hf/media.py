@@ -114,6 +114,25 @@ class MediaFamily(ABC):
             output.deepstack_features = [[layer] for layer in deeper]
         return output
 
+    @abstractmethod
+    def patches(self, kind: Kind) -> float:
+        """Return the number of patches, or of steps of audio, that an encoder's layers have for each feature."""
+
+    def parts(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        """Return the number of parts of each item whose patches alone attend to each other, such as the frames of a video."""
+        return [1] * len(self.features_of(kind, media))
+
+    def padded(self, kind: Kind) -> int | None:
+        """Return the number of features to which every item is padded for its encoder; None if none is."""
+        return None
+
+    def attention(self, kind: Kind) -> tuple[tuple[int, int | None], ...]:
+        """Return the (width, window) of each layer of an encoder; see `EncoderShape`."""
+        vision = self.config.vision_config
+        width = getattr(vision, "embed_dim", None) or vision.hidden_size
+        layers = getattr(vision, "depth", None) or vision.num_hidden_layers
+        return ((2 * width, None),) * layers
+
     def positions(self, base: PreTrainedModel, ids: Tensor, media: Mapping[Kind, Mapping[str, Tensor]]) -> Tensor:
         """Return the positions of a document with media.
 
@@ -190,6 +209,21 @@ class QwenVL(MediaFamily):
         merged = self.config.vision_config.spatial_merge_size**2
         return [patches // merged for patches in self.rows(kind, media)]
 
+    def patches(self, kind: Kind) -> float:
+        return float(self.config.vision_config.spatial_merge_size**2)
+
+    def parts(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        frames: list[int] = media[self.modalities[kind].items[0]][:, 0].tolist()
+        return frames
+
+    def attention(self, kind: Kind) -> tuple[tuple[int, int | None], ...]:
+        layers, vision = super().attention(kind), self.config.vision_config
+        whole = getattr(vision, "fullatt_block_indexes", None)
+        if whole is None:
+            return layers
+        window = (vision.window_size // vision.patch_size) ** 2
+        return tuple((width, None if i in whole else window) for i, (width, _) in enumerate(layers))
+
     def blank(self, kind: Kind) -> dict[str, Tensor]:
         side, modality = self.config.vision_config.spatial_merge_size, self.modalities[kind]
         return {
@@ -250,6 +284,19 @@ class QwenOmni(QwenVL):
     def features_of(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
         return _audio_features(media)[1].tolist() if kind == "audio" else super().features_of(kind, media)
 
+    def patches(self, kind: Kind) -> float:
+        return STEPS if kind == "audio" else super().patches(kind)
+
+    def parts(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        return MediaFamily.parts(self, kind, media) if kind == "audio" else super().parts(kind, media)
+
+    def attention(self, kind: Kind) -> tuple[tuple[int, int | None], ...]:
+        if kind != "audio":
+            return super().attention(kind)
+        audio = self.config.audio_config
+        # Steps attend to each other within chunks of frames, two frames to a step.
+        return ((2 * audio.d_model, audio.n_window),) * audio.encoder_layers
+
     def arguments(self, kind: Kind, media: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for name, value in super().arguments(kind, media).items() if name != "video_second_per_grid"}
 
@@ -293,6 +340,16 @@ class QwenAudio(MediaFamily):
         features: list[int] = _audio_features(media)[1].tolist()
         return features
 
+    def patches(self, kind: Kind) -> float:
+        return STEPS
+
+    def padded(self, kind: Kind) -> int | None:
+        return int(self.config.audio_config.max_source_positions / STEPS)
+
+    def attention(self, kind: Kind) -> tuple[tuple[int, int | None], ...]:
+        audio = self.config.audio_config
+        return ((2 * audio.d_model, None),) * audio.encoder_layers
+
     def blank(self, kind: Kind) -> dict[str, Tensor]:
         # The encoder takes one length alone.
         return _blank_audio(self.config.audio_config.num_mel_bins, 2 * self.config.audio_config.max_source_positions)
@@ -312,6 +369,8 @@ class QwenAudio(MediaFamily):
         return features[torch.arange(features.shape[1], device=features.device) < counts[:, None]]
 
 
+STEPS = 2.0
+"""The steps of an audio encoder for each feature."""
 SHORTEST = 4
 """The frames of the shortest audio that has a feature."""
 
@@ -361,6 +420,12 @@ class Tiles(MediaFamily):
 
     def features_of(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
         return [self._tile_features] * len(media[self.modalities[kind].values])
+
+    def patches(self, kind: Kind) -> float:
+        vision = self.config.vision_config
+        sizes = (vision.image_size, vision.patch_size)
+        image, patch = (size if isinstance(size, int) else size[0] for size in sizes)
+        return (image // patch) ** 2 / self._tile_features
 
     @property
     def _tile_features(self) -> int:

@@ -7,9 +7,10 @@ from transformers import PreTrainedConfig
 
 from ..config import ModelConfig
 from ..errors import ModelError
-from ..flops import ModelShape
+from ..flops import EncoderShape, ModelShape
 from ..ops.router import RouterSettings
 from ..rope import rope_by_kind
+from .media import FAMILIES
 from .model import HFModel
 
 
@@ -43,7 +44,40 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
         vocabulary=len(lm.get_input_embeddings().weight),
         hidden=config.hidden_size,
         experts=of_experts,
+        encoders=encoder_shapes(lm),
     )
+
+
+CONNECTORS = ("merger", "projector", "connector")
+"""What the names of modules have that multiply features instead of patches."""
+
+
+def encoder_shapes(lm: Any) -> dict[str, EncoderShape]:
+    """Return the shapes of a model's encoders by the kind of media that they take, of which one encoder may take several."""
+    base = getattr(lm, lm.base_model_prefix)
+    if base.config.model_type not in FAMILIES:
+        return {}
+    family = FAMILIES[base.config.model_type](base.config)
+    decoder = {id(p) for p in lm.get_decoder().parameters()}
+    embeddings = {id(p) for m in base.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    shapes: dict[str, EncoderShape] = {}
+    for kind in family.modalities:
+        counts = {"weights": 0.0, "trained": 0.0, "connector": 0.0, "connector_trained": 0.0}
+        for name, parameter in base.named_parameters():
+            # Learned positions are added, with an axis of one in front where they are not an embedding.
+            matrix = parameter.dim() >= 2 and len(parameter) > 1 and id(parameter) not in decoder | embeddings
+            of_audio = "audio" in name or not hasattr(base.config, "vision_config")
+            if not matrix or of_audio != (kind == "audio"):
+                continue
+            part = "connector" if any(word in name for word in CONNECTORS) else "weights"
+            # The first convolution of audio comes before the one that halves the steps.
+            active = parameter.numel() * (2 if of_audio and "conv1" in name else 1)
+            counts[part] += active
+            counts["trained" if part == "weights" else "connector_trained"] += active * parameter.requires_grad
+        shapes[kind] = EncoderShape(
+            **counts, attention=family.attention(kind), patches=family.patches(kind), padded=family.padded(kind)
+        )
+    return shapes
 
 
 def context_of(config: PreTrainedConfig) -> int | None:

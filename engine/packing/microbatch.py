@@ -8,7 +8,7 @@ import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -47,6 +47,7 @@ def _units(
     ratio: float,
     prefixes: Prefixes | None = None,
     cut: Callable[[tuple[int, ...]], list[tuple[int, ...]]] | None = None,
+    media: Sequence[float] | None = None,
 ) -> list[_Unit]:
     members: dict[int, list[int]] = {}
     if groups is not None or prefixes is None:
@@ -61,6 +62,8 @@ def _units(
         # What no caller has grouped may be cut, and every part has a parent of its own.
         sets = [part for indices in sets for part in cut(indices)]
     units = [_unit(indices, lengths, ratio, prefixes) for indices in sets]
+    if media is not None:
+        units = [replace(unit, cost=unit.cost + sum(media[i] for i in unit.members)) for unit in units]
     # Most expensive first; ties are broken by members, so that the order does not depend on how groups are numbered.
     return sorted(units, key=lambda u: (-u.cost, u.members))
 
@@ -140,6 +143,7 @@ def balance(
     groups: Sequence[int] | None = None,
     ratio: float = attention_ratio(DEFAULT_HIDDEN_SIZE),
     prefixes: Prefixes | None = None,
+    media: Sequence[float] | None = None,
 ) -> list[list[int]]:
     """Distribute sequences over data-parallel ranks so that the maximum cost of a rank is as low as possible.
 
@@ -153,16 +157,17 @@ def balance(
         ratio: The relative cost of attention, from `attention_ratio`.
         prefixes: The prefixes that each rank computes once. The documents of a family stay together unless cutting it lowers the
             maximum.
+        media: The cost of encoding the media of each sequence, in units of one token's matrix products.
 
     Returns:
         The indices of the sequences of each rank, in ascending order. With fewer units than ranks, some ranks have none.
     """
     best: list[list[_Unit]] = []
     lowest, pieces = math.inf, 1
-    whole = _units(lengths, groups, ratio, prefixes)
+    whole = _units(lengths, groups, ratio, prefixes, media=media)
     largest = max((len(unit.members) for unit in whole), default=1) if groups is None and parts > 1 else 1
     while pieces == 1 or pieces < 2 * largest:
-        units = whole if pieces == 1 else _units(lengths, groups, ratio, prefixes, partial(_pieces, count=pieces))
+        units = whole if pieces == 1 else _units(lengths, groups, ratio, prefixes, partial(_pieces, count=pieces), media)
         bins = _refine(_difference(units, parts))
         highest = max(sum(unit.cost for unit in contents) for contents in bins)
         if highest < lowest * (1 - WORTH_CUTTING):

@@ -25,7 +25,7 @@ from drivetrain.engine.export import export_hf
 from drivetrain.engine.hf.media import FAMILIES
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.packing.batch import IGNORE, MediaField, PackedBatch
-from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.packing.convert import from_lists, to_padded
 from drivetrain.engine.registry import engine_class
 from drivetrain.engine.tiny_media import IMAGE, MEDIA_FAMILIES, PLAIN, random_item, tiny_media_config
 from drivetrain.losses.sft import SFTLoss
@@ -539,9 +539,21 @@ def test_workers_read_images_from_a_batch_and_from_their_stores(tmp_path: Path) 
         direct = group["actor"].compute_log_probs(batch)["log_probs"]
         ref = group["actor"].compute_log_probs(group.data.put(batch))
         stored = group.data.get(ref, ["log_probs"])["log_probs"]
+        # As verl's controller holds them: rows padded on the right, and the media of each beside them.
+        ids, mask = to_padded(batch)
+        learned = torch.zeros_like(mask).masked_scatter(
+            mask, torch.tensor([s for ids, _ in documents for s in supervised(ids)])
+        )
+        learned[:, 0] = False
+        rows = [
+            {name: torch.cat([item[name] for item in items]) for name in items[0]} if items else None for _, items in documents
+        ]
+        padded = {"input_ids": ids, "attention_mask": mask, "response_mask": learned, "multi_modal_inputs": rows}
+        answered = group["actor"].compute_log_probs(padded)["log_probs"]
     plain, expected = Plain(folder, family), []
     for ids, items in documents:
         expected += [*(-F.cross_entropy(plain.logits(ids, items)[:-1], torch.tensor(ids[1:]), reduction="none")).tolist(), 0.0]
     log_probs = torch.tensor(expected).masked_fill(batch.labels == IGNORE, 0.0)
     for found in (direct, stored):
         torch.testing.assert_close(found, log_probs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(answered[learned], log_probs[batch.labels != IGNORE], rtol=1e-5, atol=1e-5)

@@ -3,11 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from drivetrain.engine.errors import BatchError
@@ -170,6 +171,41 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
     data = {k: v for k, v in {**GOOD, **change}.items() if v is not None}
     with pytest.raises(BatchError, match=message):
         opened(data)
+
+
+def test_media_of_rows_are_those_of_their_documents() -> None:
+    rows: list[Any] = [
+        {"pixel_values": torch.ones(3, 2), "image_grid_thw": np.array([[1, 1, 3]]), "mm_token_type_ids": torch.zeros(1, 5)},
+        None,
+        {"pixel_values": torch.full((5, 2), 2.0), "image_grid_thw": [[1, 1, 2], [1, 1, 3]]},
+    ]
+    dense = padded([(2, 3), (1, 2), (3, 1)])
+    ids = [row[mask.bool()].tolist() for row, mask in zip(dense["input_ids"], dense["attention_mask"], strict=True)]
+    responses = jagged([ids[0][2:], ids[1][1:], ids[2][3:]])
+    nested = TensorDict({"input_ids": jagged(ids), "responses": responses}, batch_size=[3])
+    forms: list[Any] = [{**dense, "multi_modal_inputs": rows}, {**dense, "multi_modal_inputs": np.array(rows, dtype=object)}]
+    for form in (TensorDict({k: v for k, v in dense.items() if k != "scores"}, batch_size=[3]), nested):
+        form["multi_modal_inputs"] = NonTensorStack(*map(NonTensorData, rows))
+        forms.append(form)
+    for form in forms:
+        media = opened(form).batch.media
+        assert {name: field.counts.tolist() for name, field in media.items()} == {
+            "pixel_values": [3, 0, 5],
+            "image_grid_thw": [1, 0, 2],
+        }
+        assert media["pixel_values"].values[:, 0].tolist() == [1.0] * 3 + [2.0] * 5
+        assert media["image_grid_thw"].values.tolist() == [[1, 1, 3], [1, 1, 2], [1, 1, 3]]
+    wrong: list[tuple[Any, str]] = [
+        (rows[:2], "multi_modal_inputs is 2 values for 3 rows"),
+        ({"pixel_values": torch.ones(3, 2)}, "multi_modal_inputs is a dict for 3 rows"),
+        ([None, torch.ones(2), None], "row 1: multi_modal_inputs is a Tensor"),
+        ([None, {"pixel_values": "a.png"}, None], "row 1: pixel_values of multi_modal_inputs is a str, and no tensor"),
+        ([None, {"pixel_values": 3.0}, None], "row 1: pixel_values of multi_modal_inputs is a single number"),
+        ([rows[0], {"pixel_values": torch.ones(3)}, None], "rows of media have the shapes"),
+    ]
+    for value, message in wrong:
+        with pytest.raises(BatchError, match=message):
+            opened({**dense, "multi_modal_inputs": value})
 
 
 def test_lists_and_other_integers_are_taken() -> None:

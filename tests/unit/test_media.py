@@ -9,6 +9,7 @@ from transformers import AutoModelForMultimodalLM
 
 from drivetrain.engine.errors import BatchError
 from drivetrain.engine.hf.media import FAMILIES, MediaFamily
+from drivetrain.engine.hf.shape import encoder_shapes
 from drivetrain.engine.media import (
     Items,
     MediaSummary,
@@ -24,7 +25,7 @@ from drivetrain.engine.packing.batch import MediaField, PackedBatch
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.prefixes import Prefixes
 from drivetrain.engine.packing.sharing import find_prefixes, shared_layout
-from drivetrain.engine.tiny_media import IMAGE, VIDEO, tiny_media_config
+from drivetrain.engine.tiny_media import IMAGE, VIDEO, random_item, tiny_media_config
 
 QWEN = FAMILIES["qwen2_5_vl"](tiny_media_config("qwen2_5_vl"))
 TILES = FAMILIES["smolvlm"](tiny_media_config("smolvlm"))
@@ -283,3 +284,30 @@ def test_items_that_documents_share_are_encoded_once() -> None:
     assert items.index.tolist() == [0, 1, 2, 3, 3, 4, 5, 6, 7]
     assert torch.equal(items.fields["pixel_values"], torch.cat([pixels, pixels + 1]))
     assert find_prefixes(batch) is None
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_flops_of_encoders_are_those_that_torch_counts(family: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model: Any = AutoModelForMultimodalLM.from_config(
+        tiny_media_config(family), dtype=torch.float32, attn_implementation="eager"
+    )
+    base = getattr(model, model.base_model_prefix)
+    shapes, ours = encoder_shapes(model), FAMILIES[family](base.config)
+    assert set(shapes) == set(ours.modalities)
+    for kind in ours.modalities:
+        for size in (1, 2):
+            _, fields = random_item(family, kind, size, 0)
+            # An even number of steps: the last one of an odd number has no feature.
+            if kind == "audio":
+                fields = {**fields, "feature_attention_mask": torch.ones(1, 40, dtype=torch.long)}
+            items = list(zip(ours.features_of(kind, fields), ours.parts(kind, fields), strict=True))
+            with FlopCounterMode(display=False) as counter:
+                encoded = ours.encode(base, kind, fields)
+                forward = counter.get_total_flops()
+                encoded.sum().backward()
+            counts = [sum(shapes[kind].flops(*item, training=training) for item in items) for training in (False, True)]
+            # InternVL has one more patch, a class token; the first layer of none gives a gradient to its pixels.
+            assert counts[0] == pytest.approx(forward, rel=0.06), (kind, size)
+            assert counts[1] == pytest.approx(counter.get_total_flops(), rel=0.1), (kind, size)

@@ -703,7 +703,7 @@ def test_nothing_is_decoded_twice_and_what_has_changed_is_decoded_again(
     short.write_bytes(short.read_bytes()[:-10])
     with pytest.raises(DataError, match=r"cannot be read .*start again, and it is made anew"):
         fields_of([again.document(2, 0)], reader.store)
-    assert reader.store.text(changed.document(2, 0).media[0].key) is None
+    assert reader.store.summary(changed.document(2, 0).media[0].key) is None
 
 
 @pytest.mark.usefixtures("process_group")

@@ -15,7 +15,7 @@ from ...engine.config import EngineConfig
 from ...engine.errors import ConfigError, DataError
 from ...media.store import MediaStore
 from ..config.data import DataConfig
-from .sample import Sample
+from .sample import MediaSpan, Sample
 from .token_arrays import TokenArrays
 
 log = logging.getLogger(__name__)
@@ -160,6 +160,22 @@ class TokenDataset:
         """
         cache, first, last = self._caches[self._source[index]], self._first[index], self._last[index]
         return cache.sample(int(self._index[index]) * self.width + which, int(first[which]), int(last[which]))
+
+    @cached_property
+    def has_media(self) -> bool:
+        """Whether any document has media."""
+        return any(cache.has_media for cache in self._caches)
+
+    def media(self, index: int, which: int) -> list[MediaSpan]:
+        """Return the media of one document of a sample, without reading its tokens.
+
+        Args:
+            index: The sample's index.
+            which: The document's position in the sample.
+        """
+        cache, first, last = self._caches[self._source[index]], self._first[index, which], self._last[index, which]
+        spans = cache.media(int(self._index[index]) * self.width + which)
+        return [span for span in spans if first <= span.first and span.last <= last]
 
     @cached_property
     def digest(self) -> str:

@@ -17,7 +17,7 @@ from ...media.store import MediaStore
 from .dataset import TokenDataset
 from .media import fields_of
 from .order import BatchOrder, Cursor, Sampler
-from .sample import Sample
+from .sample import MediaSpan, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,7 @@ class GlobalBatch:
         numbers: The documents' numbers in the dataset, or None if they do not come from it.
         digest: The dataset's digest.
         store: Where processed media are kept; None if the model takes none.
+        media: The function that returns the media of the document at a position, on every rank; None if no document has any.
     """
 
     lengths: Sequence[int]
@@ -56,20 +57,28 @@ class GlobalBatch:
     numbers: NDArray[Any] | None = None
     digest: str = ""
     store: MediaStore | None = None
+    media: Callable[[int], Sequence[MediaSpan]] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def shard(self, dp_rank: int, dp_size: int, ratio: float) -> BatchShard:
+    def shard(
+        self, dp_rank: int, dp_size: int, ratio: float, media_cost: Callable[[str, int, int], float] | None = None
+    ) -> BatchShard:
         """Split the batch into data-parallel shards of similar cost and return one of the shards.
 
         Args:
             dp_rank: The data-parallel rank of the shard to return.
             dp_size: The number of shards.
             ratio: The cost ratio of attention, from the engine.
+            media_cost: The cost of encoding an item of a kind with numbers of features and parts; None does not count it.
         """
         groups = [position // self.width for position in range(len(self))]
-        positions = balance(self.lengths, dp_size, groups=groups, ratio=ratio)[dp_rank]
+        costs = None
+        if self.media is not None and media_cost is not None:
+            spans = [self.media(position) for position in range(len(self))]
+            costs = [sum(media_cost(span.key.kind, span.last - span.first, span.parts) for span in one) for one in spans]
+        positions = balance(self.lengths, dp_size, groups=groups, ratio=ratio, media=costs)[dp_rank]
         samples = [self.read(position) for position in positions]
         marks = {CHOSEN: [float(s.chosen or False) for s in samples], MARGIN: [s.margin for s in samples]}
         batch = from_lists(
@@ -88,7 +97,8 @@ class GlobalBatch:
         Args:
             engine: The engine whose data-parallel layout determines the shards.
         """
-        return self.shard(engine.topology.dp_rank, engine.topology.dp_size, engine.model_shape.attention_ratio)
+        shape, topology = engine.model_shape, engine.topology
+        return self.shard(topology.dp_rank, topology.dp_size, shape.attention_ratio, shape.media_cost)
 
 
 class Batches(ABC):
@@ -135,6 +145,10 @@ def batch_of(
         samples, index = chosen[position // width]
         return samples.document(index, position % width)
 
+    def media(position: int) -> Sequence[MediaSpan]:
+        samples, index = chosen[position // width]
+        return samples.media(index, position % width)
+
     return GlobalBatch(
         lengths=[int(n) for samples, index in chosen for n in samples.lengths[index]],
         read=read,
@@ -143,6 +157,7 @@ def batch_of(
         numbers=numbers,
         digest=digest,
         store=chosen[0][0].store,
+        media=media if any(samples.has_media for samples, _ in chosen) else None,
     )
 
 

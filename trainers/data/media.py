@@ -41,11 +41,13 @@ class ChatMedia:
         key: Its name in the store.
         text: What stands in the place of the placeholder that the chat template writes.
         tokens: The number of tokens in whose place its features stand.
+        parts: The number of its parts whose patches alone attend to each other.
     """
 
     key: MediaKey
     text: str
     tokens: int
+    parts: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +136,13 @@ class MediaReader:
             status = source.path.stat()
             self.files[str(source.path.absolute())] = status.st_size, status.st_mtime_ns
         key = media_key(source, self.processor.key(kind), self.limits)
-        stored = self.store.text(key)
+        stored = self.store.summary(key)
         if stored is None:
-            media = self.processor.process(source, self.limits)
-            self.store.add(key, media)
-            stored = media.text, media.tokens
-        return ChatMedia(key=key, text=stored[0], tokens=stored[1])
+            self.store.add(key, self.processor.process(source, self.limits))
+            stored = self.store.summary(key)
+        if stored is None:
+            raise MediaError(f"the processed {kind} {self.store.path(key)} cannot be read back; is the disk full?")
+        return ChatMedia(key=key, text=stored.text, tokens=stored.tokens, parts=stored.parts)
 
     @cached_property
     def lists_content(self) -> bool:
@@ -221,7 +224,7 @@ class MediaReader:
                 if used + item.tokens > len(places):
                     break
                 span = places[used : used + item.tokens]
-                spans.append(MediaSpan(key=item.key, first=int(span[0]), last=int(span[-1]) + 1))
+                spans.append(MediaSpan(key=item.key, first=int(span[0]), last=int(span[-1]) + 1, parts=item.parts))
                 used += item.tokens
             if used < len(places):
                 raise DataError(

@@ -14,11 +14,13 @@ class MediaSpan:
         key: Its name in the store of processed media.
         first: The first of the tokens in whose place its features stand.
         last: The token behind the last of them.
+        parts: The number of its parts whose patches alone attend to each other, such as frames or tiles.
     """
 
     key: MediaKey
     first: int
     last: int
+    parts: int = 1
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Tokenized samples as arrays, in files or in memory."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,9 @@ class TokenArrays:
         self._files, self._rows, self._parts = fields["files"], fields["rows"], fields["parts"]
         self._chosen, self._margins = fields["chosen"], fields["margins"]
         self._media_of = np.concatenate([[0], np.cumsum(fields["media_counts"], dtype=np.int64)])
-        self._media = {name: fields[name] for name in ("media_kinds", "media_digests", "media_first", "media_last")}
+        self._media = {
+            name: fields[name] for name in ("media_kinds", "media_digests", "media_first", "media_last", "media_parts")
+        }
         self.starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         """`[documents + 1]`: the first token of each document."""
 
@@ -70,7 +73,7 @@ class TokenArrays:
         chosen = None if self._chosen[index] < 0 else bool(self._chosen[index])
         ids, supervised = self._ids[tokens].tolist(), self._supervised[tokens].tolist()
         media = tuple(
-            MediaSpan(key=span.key, first=span.first - first, last=span.last - first)
+            replace(span, first=span.first - first, last=span.last - first)
             for span in self.media(index)
             if first <= span.first and span.last <= last
         )
@@ -84,9 +87,14 @@ class TokenArrays:
     def media(self, index: int) -> list[MediaSpan]:
         """Return the media of a document."""
         items = range(self._media_of[index], self._media_of[index + 1])
-        kinds, digests, first, last = (self._media[name] for name in self._media)
+        kinds, digests, first, last, parts = self._media.values()
         return [
-            MediaSpan(key=MediaKey(kind=KINDS[kinds[i]], digest=digests[i].decode()), first=int(first[i]), last=int(last[i]))
+            MediaSpan(
+                key=MediaKey(kind=KINDS[kinds[i]], digest=digests[i].decode()),
+                first=int(first[i]),
+                last=int(last[i]),
+                parts=int(parts[i]),
+            )
             for i in items
         ]
 

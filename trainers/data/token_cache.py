@@ -40,9 +40,10 @@ FIELDS: Mapping[str, Any] = {
     "media_digests": np.dtype("S32"),
     "media_first": np.int32,
     "media_last": np.int32,
+    "media_parts": np.int32,
 }
 TOKEN_FIELDS = ("ids", "supervised")
-MEDIA_FIELDS = ("media_kinds", "media_digests", "media_first", "media_last")
+MEDIA_FIELDS = ("media_kinds", "media_digests", "media_first", "media_last", "media_parts")
 """The fields with one value for each token, and those with one for each image, video or audio; the others have one for each sample."""
 
 
@@ -64,6 +65,7 @@ class EncodedSamples:
         media_digests: The digest that names it in the store of processed media, 32 hexadecimal digits; `[M]`.
         media_first: The first of its tokens in its sample; `[M]` int32.
         media_last: The token behind the last of them; `[M]` int32.
+        media_parts: The number of its parts, such as frames; `[M]` int32.
         equal: The numbers of the rows that were left out, because they are pairs with equal sides.
         large: The numbers of the rows that were left out, because their media are too large.
         odd: Rows that are probably not what their author meant, and why. They are used, and not stored.
@@ -84,6 +86,7 @@ class EncodedSamples:
     media_digests: NDArray[Any]
     media_first: NDArray[Any]
     media_last: NDArray[Any]
+    media_parts: NDArray[Any]
     equal: Sequence[int] = ()
     large: Sequence[int] = ()
     odd: Mapping[str, str] = field(default_factory=dict)
@@ -123,6 +126,7 @@ class EncodedSamples:
             media_digests=np.array([span.key.digest for span in spans], FIELDS["media_digests"]),
             media_first=np.array([span.first for span in spans], np.int32),
             media_last=np.array([span.last for span in spans], np.int32),
+            media_parts=np.array([span.parts for span in spans], np.int32),
             equal=equal,
             large=large,
             odd=odd or {},

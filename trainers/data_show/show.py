@@ -128,8 +128,9 @@ def _print_samples(out: Console, tokenizer: Any, caches: Sequence[TokenCache], m
                 out.print(f"    {mark_supervised(tokenizer, sample)}", markup=False)
                 for span in sample.media:
                     assert media is not None
-                    of = media.store.size(span.key)
-                    out.print(f"    {span.key.kind} of {of}: {span.last - span.first} tokens", markup=False)
+                    summary = media.store.summary(span.key)
+                    of = "" if summary is None else f" of {summary.size}"
+                    out.print(f"    {span.key.kind}{of}: {span.last - span.first} tokens", markup=False)
         start += size
 
 

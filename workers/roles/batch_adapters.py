@@ -15,6 +15,9 @@ Results go back in the caller's format. Three formats are accepted, each with an
   tokens.
 - A `PackedBatch`, whose labels mark the responses.
 
+The first two take media as `multi_modal_inputs`, as verl has it: for each row a mapping from the names of fields to what the model's processor returned
+for the images, videos and audio of this row, or None.
+
 Axes: B rows, L padded length, R padded length of responses, T tokens.
 """
 
@@ -29,12 +32,16 @@ import torch
 from torch import Tensor
 
 from ...engine.errors import BatchError
-from ...engine.packing.batch import PackedBatch, as_int64, check_read, is_integer
+from ...engine.packing.batch import MediaField, PackedBatch, as_int64, check_read, is_integer, joined_rows
 from ...engine.packing.convert import from_padded, from_tensordict
 from ...losses.fields import SEQUENCE_FIELDS, TOKEN_FIELDS
 
 SHAPES = ("input_ids", "attention_mask", "position_ids", "prompts", "responses", "labels", "group_ids")
 """Names that describe the structure of a batch and are not data fields."""
+MEDIA = "multi_modal_inputs"
+"""The name of the media of all rows."""
+COMPUTED = ("mm_token_type_ids",)
+"""What processors return beside media, and follows from the token ids."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -148,17 +155,51 @@ def adapt_batch(data: Any, extra_fields: Collection[str] = (), *, every: bool = 
             f"this is a {type(data).__name__}{f' with {keys}' if keys else ''}"
         )
     if not every:
-        check_read((key for key in keys if key not in SHAPES), TOKEN_FIELDS | SEQUENCE_FIELDS, extra_fields)
+        check_read((key for key in keys if key not in (*SHAPES, MEDIA)), TOKEN_FIELDS | SEQUENCE_FIELDS, extra_fields)
     tensordict = _is_tensordict(data)
-    fields = {key: tensor for key in keys if (tensor := _tensor(key, data[key], extra_fields)) is not None}
+    names = [key for key in keys if key != MEDIA]
+    fields = {key: tensor for key in names if (tensor := _tensor(key, data[key], extra_fields)) is not None}
     adapter: BatchAdapter = (
         _open_jagged(fields, extra_fields) if fields["input_ids"].is_nested else _open_padded(fields, extra_fields, tensordict)
     )
     batch = adapter.batch
+    if MEDIA in keys:
+        batch = replace(batch, media=_media(data[MEDIA], batch.num_sequences))
     # With these names an error message can identify the row on whichever rank processes it.
     named_batch = replace(batch, names=tuple(f"row {i}" for i in range(batch.num_sequences)))
     read = {*batch.token_fields, *batch.sequence_fields} if every else set()
     return replace(adapter, batch=named_batch.with_extra_fields(*extra_fields, *read))
+
+
+def _media(rows: Any, count: int) -> dict[str, MediaField]:
+    """Return the media of all rows as fields of a batch.
+
+    Raises:
+        BatchError: There are not as many mappings as rows, or one holds something else than rows of numbers.
+    """
+    rows = rows.tolist() if hasattr(rows, "tolist") else rows
+    if not isinstance(rows, list | tuple) or len(rows) != count:
+        size = f"{len(rows)} values" if isinstance(rows, list | tuple) else f"a {type(rows).__name__}"
+        raise BatchError(f"{MEDIA} is {size} for {count} rows; give a mapping of each row's media, or None")
+    values: dict[str, list[Tensor]] = {}
+    counts: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        if row is not None and not isinstance(row, Mapping):
+            raise BatchError(
+                f"row {number}: {MEDIA} is a {type(row).__name__}; give a mapping from fields to tensors, or None"
+            )
+        for name, value in (row or {}).items():
+            if name in COMPUTED:
+                continue
+            try:
+                tensor = torch.as_tensor(value)
+            except (ValueError, TypeError, RuntimeError) as e:
+                raise BatchError(f"row {number}: {name} of {MEDIA} is a {type(value).__name__}, and no tensor: {e}") from e
+            if not tensor.dim():
+                raise BatchError(f"row {number}: {name} of {MEDIA} is a single number; give a row for each item")
+            values.setdefault(name, []).append(tensor)
+            counts.setdefault(name, [0] * count)[number] = len(tensor)
+    return {name: MediaField(values=joined_rows(parts), counts=torch.tensor(counts[name])) for name, parts in values.items()}
 
 
 def _tensor(name: str, value: Any, extra_fields: Collection[str]) -> Any:
