@@ -22,6 +22,7 @@ class Capabilities:
         optimizers: The supported values of `optim.name`.
         quantizations: The supported values of `model.quantization`.
         shared_prefixes: Whether attention knows the parents of segments (`PackedContext.parents`), so that documents can share prefixes.
+        media: Whether models take images, video or audio (`PackedBatch.media`).
     """
 
     axes: frozenset[str]
@@ -35,6 +36,7 @@ class Capabilities:
     optimizers: frozenset[str]
     quantizations: frozenset[str] = frozenset({"none"})
     shared_prefixes: bool = False
+    media: bool = False
 
     def check(self, engine: EngineConfig, model: ModelConfig, optimizer: str | None) -> None:
         """Check that the backend supports the settings.

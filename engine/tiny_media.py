@@ -113,6 +113,14 @@ MEDIA_FAMILIES: Mapping[str, dict[str, Any]] = {
 """Family -> config settings."""
 
 
+KINDS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), ("image", "video")),
+    "qwen2_5_omni_thinker": ("image", "video", "audio"),
+    "qwen2_audio": ("audio",),
+}
+"""The kinds of media that a family takes, if not images alone."""
+
+
 def tiny_media_config(family: str) -> PreTrainedConfig:
     """Return the config of a tiny model of a family, with its encoders."""
     settings = {"tie_word_embeddings": False, **MEDIA_FAMILIES[family]}
@@ -157,3 +165,23 @@ def random_item(family: str, kind: str, size: int, seed: int) -> tuple[list[int]
     # Qwen 3 has a time stamp before each pair of frames, each of which has borders of its own.
     frames = grid[0] if family.startswith("qwen3") else 1
     return [START, *[token] * (patches // 4 // frames), END, 7] * frames, fields
+
+
+def tiny_media_document(family: str, seed: int, *sizes: int, kind: str = "image") -> tuple[list[int], list[dict[str, Tensor]]]:
+    """Return the tokens of random text with items in it, and the fields of each item.
+
+    Args:
+        family: The family.
+        seed: The seed of all values.
+        sizes: The size of each item; see `random_item`.
+        kind: The kind of the items, or else the first one that the family has.
+    """
+    kinds = KINDS.get(family, ("image",))
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, PLAIN, (5 + seed % 4,), generator=g).tolist()
+    items = []
+    for i, size in enumerate(sizes):
+        tokens, item = random_item(family, kind if kind in kinds else kinds[0], size, 100 * seed + i)
+        ids += tokens + torch.randint(3, PLAIN, (3,), generator=g).tolist()
+        items.append(item)
+    return ids, items

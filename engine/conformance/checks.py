@@ -16,12 +16,16 @@ from torch import Tensor
 from ..base import BaseEngine
 from ..errors import BatchError, BudgetError, ConfigError, NonFiniteError, RemoteError
 from ..loss import Loss, LossSums, OutputRequest, StepResult, TokenOutputs, loss_mask
-from ..packing.batch import PackedBatch
+from ..packing.batch import PackedBatch, media_fields
+from ..packing.convert import from_lists
 from ..registry import engine_class
+from ..tiny_media import PLAIN, tiny_media_document
 from .engine_factory import OPTIM, ConformanceError, EngineFactory, assert_close, assert_raises, assert_that, weights_of
 from .reference import PlainReference
 from .tiny import tiny_documents
 
+MEDIA_FAMILY = "qwen2_5_vl"
+"""The family of the tiny model of the check with media."""
 LOSS_BOUND, NORM_BOUND = 1e-6, 1e-5
 """Maximum relative errors of loss and gradient norm, in float32, against plain Hugging Face."""
 WEIGHT_BOUND = 1e-5
@@ -78,6 +82,35 @@ def check_shared_prefixes(engine_factory: EngineFactory) -> None:
     with engine_factory.engine(share_prefixes="on" if can else "auto", max_tokens=64, optim=None) as engine:
         documents = families(6)
         _check_outputs(engine_factory, engine, documents, engine_factory.indices(engine, documents)[::-1])
+
+
+def check_media(engine_factory: EngineFactory) -> None:
+    """Check steps with images in some documents, in one alone, and in none, against plain Hugging Face.
+
+    An engine without `Capabilities.media` must refuse such a batch instead.
+    """
+    if not engine_class(engine_factory.backend).capabilities.media:
+        with engine_factory.engine() as engine:
+            batch = from_lists([[5, 6, 7]], media=media_fields([[{"pixel_values": torch.ones(1, 2)}]]))
+            assert_raises(BatchError, lambda: engine.train_batch(batch, MeanNLL()), "a batch with media")
+        return
+    with engine_factory.with_model(MEDIA_FAMILY) as factory, factory.engine() as engine:
+        reference = PlainReference(factory.folder, OPTIM)
+        steps: list[list[list[int]]] = [[[1], [], [2, 1], []], [[], [], [1], []], [[], [], [], []]]
+        for step, sizes in enumerate(steps):
+            drawn = [tiny_media_document(MEDIA_FAMILY, 10 * step + i, *size) for i, size in enumerate(sizes)]
+            documents, items = [ids for ids, _ in drawn], [item for _, item in drawn]
+            masks = [[token < PLAIN for token in ids] for ids in documents]
+            indices = factory.indices(engine, documents)
+            media = media_fields([items[i] for i in indices])
+            batch = factory.pack(documents, indices, supervised=[masks[i] for i in indices], media=media)
+            result = engine.train_batch(batch, MeanNLL())
+            fields = [{name: field.values for name, field in media_fields([one]).items()} for one in items]
+            expected = reference.step(documents, masks, fields)
+            assert_close(f"loss of step {step} with media", result.loss, expected.loss, LOSS_BOUND)
+            assert_close(
+                f"gradient norm of step {step} with media", result.grad_norm or math.nan, expected.grad_norm, NORM_BOUND
+            )
 
 
 def _check_steps(
@@ -365,6 +398,7 @@ def check_checkpoint(engine_factory: EngineFactory) -> None:
 CHECKS: dict[str, Callable[[EngineFactory], None]] = {
     "reference": check_reference,
     "shared_prefixes": check_shared_prefixes,
+    "media": check_media,
     "partition": check_partition,
     "shares": check_shares,
     "zero_weight": check_zero_weight,

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,16 @@ class EngineFactory:
             yield engine
         finally:
             engine.close()
+
+    @contextmanager
+    def with_model(self, family: str) -> Iterator["EngineFactory"]:
+        """Yield a factory with a tiny model of another family, in the same backend and layout. Collective."""
+        folder = self.folder.parent / family
+        if dist.get_rank() == 0:
+            save_tiny_model(folder, family)
+        dist.barrier()
+        yield replace(self, family=family, folder=folder)
+        dist.barrier()
 
     def check(self) -> None:
         """Check that the engine accepts the layout, without building it. Not collective.

@@ -4,7 +4,8 @@ Axes: L tokens of one document.
 """
 
 import copy
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from ..config import OptimConfig
 from ..hf.layout import DiskLayout
+from ..hf.media import FAMILIES
 from ..torch_private import persistent_buffers
 
 
@@ -52,7 +54,16 @@ class PlainReference:
         device: torch.device | str = "cpu",
     ) -> None:
         self.optim, self.compute = optim, dtype if compute is None else compute
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        config = AutoConfig.from_pretrained(folder)
+        self._takes_media = config.model_type in FAMILIES
+        auto: Any = AutoModelForMultimodalLM if self._takes_media else AutoModelForCausalLM
+        model: Any = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        if self._takes_media:
+            # What a family freezes when it is built, such as positions of an audio encoder, transformers trains once it is loaded.
+            for built, loaded in zip(auto.from_config(config).parameters(), model.parameters(), strict=True):
+                loaded.requires_grad_(built.requires_grad)
+        # Asked before a test puts adapters around it.
+        self._takes_kinds = "mm_token_type_ids" in inspect.signature(type(model).forward).parameters
         self.model = model.to(device).train()
         self._copy: Any = None
         named = list(self.model.named_parameters())
@@ -65,12 +76,18 @@ class PlainReference:
             eps=optim.eps,
         )
 
-    def step(self, documents: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None = None) -> ReferenceStep:
+    def step(
+        self,
+        documents: Sequence[Sequence[int]],
+        masks: Sequence[Sequence[bool]] | None = None,
+        media: Sequence[Mapping[str, Tensor]] | None = None,
+    ) -> ReferenceStep:
         """Run one AdamW step with clipping.
 
         Args:
             documents: The token ids of each document.
             masks: Whether each token of each document is a target; all are if None.
+            media: The fields of each document's images, videos and audios.
         """
         supervised = (
             [torch.tensor(m[1:], dtype=torch.bool) for m in masks]
@@ -81,9 +98,10 @@ class PlainReference:
         loss = 0.0
         if self.compute != self.model.dtype:
             self._copy = copy.deepcopy(self.model).to(self.compute)
-        for document, mask in zip(documents, supervised, strict=True):
+        fields = [{} for _ in documents] if media is None else media
+        for document, mask, own in zip(documents, supervised, fields, strict=True):
             if mask.any():
-                nll = -self.log_probs(document)[mask.to(self.model.device)].sum() / total
+                nll = -self.log_probs(document, media=own)[mask.to(self.model.device)].sum() / total
                 nll.backward()
                 loss += nll.item()
         if self._copy is not None:
@@ -98,18 +116,36 @@ class PlainReference:
         self.optimizer.zero_grad()
         return ReferenceStep(loss=loss, grad_norm=norm)
 
-    def log_probs(self, document: Sequence[int], temperature: float = 1.0) -> Tensor:
+    def log_probs(
+        self, document: Sequence[int], temperature: float = 1.0, media: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """Return the log-probability of each next token, `[L - 1]`."""
-        logits = self.logits(document)[:-1] / temperature
+        logits = self.logits(document, media)[:-1] / temperature
         targets = torch.tensor(document[1:], dtype=torch.long, device=logits.device)
         return -F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none")
 
-    def logits(self, document: Sequence[int]) -> Tensor:
-        """Return the logits of one document, `[L, V]`."""
+    def logits(self, document: Sequence[int], media: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the logits of one document, `[L, V]`, given the fields of its media."""
         ids = torch.tensor([list(document)], device=self.model.device)
         model = self.model if self._copy is None else self._copy
-        result: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+        more = self._media_arguments(ids, media or {}) if self._takes_media else {}
+        result: Tensor = model(input_ids=ids, use_cache=False, **more).logits[0]
         return result
+
+    def _media_arguments(self, ids: Tensor, media: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the arguments with which a family's own processor would have its model called."""
+        config = self.model.config
+        arguments: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}
+        for name, value in media.items():
+            moved = value.to(ids.device)
+            # The processors of these have an axis of rows in front.
+            arguments[name] = moved[None] if config.model_type in ("idefics3", "smolvlm") else moved
+        if config.model_type == "gemma3":
+            arguments["token_type_ids"] = (ids == config.image_token_id).long()
+        if media and self._takes_kinds:
+            kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+            arguments["mm_token_type_ids"] = kinds
+        return arguments
 
     def weights(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers (such as a router's bias) under their names and in their shapes on disk."""

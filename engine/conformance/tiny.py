@@ -4,16 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
 from ..tiny_configs import SPECIAL, VOCABULARY, tiny_model_config
+from ..tiny_media import MEDIA_FAMILIES, tiny_media_config
 
 
 def tiny_model(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return a plain transformers model whose weights are all perturbed, so that none keeps an initial value of 0 or 1."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+        auto: Any = AutoModelForMultimodalLM if config.model_type in MEDIA_FAMILIES else AutoModelForCausalLM
+        model: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=dtype)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -22,7 +24,8 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = tor
 
 def save_tiny_model(folder: Path, family: str, *, seed: int = 0, shard_size: str = "5GB", **overrides: Any) -> Path:
     """Write a tiny model in Hugging Face format and return its folder."""
-    tiny_model(tiny_model_config(family, **overrides), seed).save_pretrained(folder, max_shard_size=shard_size)
+    config = tiny_media_config(family) if family in MEDIA_FAMILIES else tiny_model_config(family, **overrides)
+    tiny_model(config, seed).save_pretrained(folder, max_shard_size=shard_size)
     return folder
 
 

@@ -70,6 +70,7 @@ class FSDPEngine(BaseEngine):
         ),
         optimizers=frozenset({"adamw", "sgd"}),
         shared_prefixes=True,
+        media=True,
     )
 
     options_type = FSDPOptions

@@ -380,6 +380,25 @@ def _concat_media(batches: Sequence[PackedBatch]) -> dict[str, MediaField]:
     return media
 
 
+def media_fields(items: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, MediaField]:
+    """Return media as fields of a batch.
+
+    Args:
+        items: For each sequence, its items in order; each has rows of some fields, name -> `[M, ...]`.
+
+    Raises:
+        BatchError: Rows of one field have different numbers of axes.
+    """
+    rows: dict[str, list[Tensor]] = {}
+    counts: dict[str, list[int]] = {}
+    for number, of_sequence in enumerate(items):
+        for item in of_sequence:
+            for name, value in item.items():
+                rows.setdefault(name, []).append(value)
+                counts.setdefault(name, [0] * len(items))[number] += len(value)
+    return {name: MediaField(values=joined_rows(rows[name]), counts=torch.tensor(counts[name])) for name in rows}
+
+
 def joined_rows(parts: Sequence[Tensor]) -> Tensor:
     """Return the rows of several parts `[M, ...]` as one; shorter ones are filled up with zeros, as audio of several lengths has to be.
 

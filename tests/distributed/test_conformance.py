@@ -187,9 +187,17 @@ class IgnoresEmptyBatch(FSDPEngine):
         return super().forward_backward(batch, loss, **{**options, "total_weights": {"nll": 1.0}})
 
 
+class SeesBlackImages(FSDPEngine):
+    def forward_backward(self, batch: PackedBatch, loss: Any, **options: Any) -> StepResult:
+        pixels = batch.media.get("pixel_values")
+        media = {} if pixels is None else {"pixel_values": replace(pixels, values=torch.zeros_like(pixels.values))}
+        return super().forward_backward(replace(batch, media={**batch.media, **media}), loss, **options)
+
+
 BROKEN: dict[str, list[type[FSDPEngine]]] = {
     "reference": [NoGlobalWeight, OverstatesNorm, TrainsPaddingRow, DoublesRate, KeepsGradients],
     "shared_prefixes": [ForgetsParents],
+    "media": [SeesBlackImages],
     "partition": [NoGlobalWeight],
     "shares": [NoGlobalWeight],
     "zero_weight": [IgnoresEmptyBatch],

@@ -1,7 +1,5 @@
 """Images and videos in packed batches against plain transformers, document by document."""
 
-import inspect
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +14,18 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForMultimodalLM
 
 from drivetrain.engine.config import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import DrivetrainError, ModelError
 from drivetrain.engine.export import export_hf
 from drivetrain.engine.hf.media import FAMILIES
 from drivetrain.engine.loss import OutputRequest
-from drivetrain.engine.packing.batch import IGNORE, MediaField, PackedBatch
+from drivetrain.engine.packing.batch import IGNORE, MediaField, PackedBatch, media_fields
 from drivetrain.engine.packing.convert import from_lists, to_padded
 from drivetrain.engine.registry import engine_class
-from drivetrain.engine.tiny_media import IMAGE, MEDIA_FAMILIES, PLAIN, random_item, tiny_media_config
+from drivetrain.engine.tiny_media import IMAGE, MEDIA_FAMILIES, PLAIN, random_item, tiny_media_document
 from drivetrain.losses.sft import SFTLoss
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.process.role_host import RoleSpec
@@ -38,28 +36,7 @@ OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
 Document = tuple[list[int], list[dict[str, Tensor]]]
 
 
-def save(folder: Path, family: str) -> Path:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForMultimodalLM.from_config(tiny_media_config(family), dtype=torch.float32)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(folder)
-    return folder
-
-
-def document(family: str, seed: int, *sizes: int, kind: str = "image") -> Document:
-    """Text with items of some sizes in it."""
-    kind = kind if kind in FAMILIES[family].modalities else next(iter(FAMILIES[family].modalities))
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, PLAIN, (5 + seed % 4,), generator=g).tolist()
-    fields = []
-    for i, size in enumerate(sizes):
-        tokens, item = random_item(family, kind, size, 100 * seed + i)
-        ids += tokens + torch.randint(3, PLAIN, (3,), generator=g).tolist()
-        fields.append(item)
-    return ids, fields
+save, document = save_tiny_model, tiny_media_document
 
 
 def supervised(ids: Sequence[int]) -> list[bool]:
@@ -67,69 +44,28 @@ def supervised(ids: Sequence[int]) -> list[bool]:
 
 
 def pack(documents: Sequence[Document], names: Sequence[str] | None = None) -> PackedBatch:
-    media = {}
-    for name in dict.fromkeys(name for _, items in documents for item in items for name in item):
-        values = [[item[name] for item in items if name in item] for _, items in documents]
-        media[name] = MediaField(
-            values=torch.cat(list(itertools.chain.from_iterable(values))),
-            counts=torch.tensor([sum(len(v) for v in value) for value in values]),
-        )
     ids = [document[0] for document in documents]
+    media = media_fields([items for _, items in documents])
     return from_lists(ids, supervised=[supervised(i) for i in ids], media=media, names=names)
 
 
-class Plain:
+class Plain(PlainReference):
     """Plain transformers, a document at a time."""
 
-    def __init__(self, folder: Path, family: str) -> None:
-        self.family = family
-        self.model: Any = AutoModelForMultimodalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).train()
-        self.takes_kinds = "mm_token_type_ids" in inspect.signature(type(self.model).forward).parameters
-        # What a family freezes when it is built, such as positions of an audio encoder, transformers trains once it is loaded.
-        for built, loaded in zip(
-            AutoModelForMultimodalLM.from_config(self.model.config).parameters(), self.model.parameters(), strict=True
-        ):
-            loaded.requires_grad_(built.requires_grad)
-        named = list(self.model.named_parameters())
-        decayed = [p for n, p in named if p.dim() > 1 and not n.endswith("bias")]
-        others = [p for n, p in named if not (p.dim() > 1 and not n.endswith("bias"))]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=OPTIM.lr, betas=OPTIM.betas
-        )
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, OPTIM)
 
-    def logits(self, ids: Sequence[int], items: Sequence[dict[str, Tensor]]) -> Tensor:
-        config = self.model.config
-        given: dict[str, Any] = {}
-        for name in dict.fromkeys(name for item in items for name in item):
-            given[name] = torch.cat([item[name] for item in items if name in item])
-            if self.family in ("idefics3", "smolvlm"):
-                given[name] = given[name][None]
-        tokens = torch.tensor([list(ids)])
-        if self.family == "gemma3":
-            given["token_type_ids"] = (tokens == config.image_token_id).long()
-        if self.takes_kinds and items:
-            kinds = (tokens == config.image_token_id).int() + 2 * (tokens == config.video_token_id).int()
-            given["mm_token_type_ids"] = kinds
-        result: Tensor = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **given).logits[
-            0
-        ]
-        return result
+    def logits_of(self, ids: Sequence[int], items: Sequence[dict[str, Tensor]]) -> Tensor:
+        return self.logits(ids, fields_of(items))
 
-    def step(self, documents: Sequence[Document]) -> tuple[float, float]:
-        count = sum(sum(supervised(ids)[1:]) for ids, _ in documents)
-        loss = 0.0
-        for ids, items in documents:
-            targets = torch.tensor(ids[1:]).masked_fill(~torch.tensor(supervised(ids)[1:]), -100)
-            nll = F.cross_entropy(self.logits(ids, items)[:-1], targets, reduction="sum") / count
-            nll.backward()
-            loss += nll.item()
-        norm = float(torch.stack([p.grad.double().norm() for p in self.model.parameters() if p.grad is not None]).norm())
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss, norm
+    def step_of(self, documents: Sequence[Document]) -> tuple[float, float]:
+        ids, items = [ids for ids, _ in documents], [items for _, items in documents]
+        result = self.step(ids, [supervised(one) for one in ids], [fields_of(one) for one in items])
+        return result.loss, result.grad_norm
+
+
+def fields_of(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: field.values for name, field in media_fields([items]).items()}
 
 
 def steps_of(family: str) -> list[list[Document]]:
@@ -156,7 +92,7 @@ def compare(folder: Path, family: str, parallel: ParallelConfig, tokens: int = 6
     """Relative differences (loss, gradient norm) to the reference, per step."""
     config = EngineConfig(parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=tokens))
     engine = engine_class("fsdp")(model=ModelConfig(path=str(folder)), engine=config, optim=OPTIM).initialize()
-    plain = Plain(folder, family)
+    plain = Plain(folder)
     off = []
     for documents in steps_of(family):
         size, rank = engine.topology.dp_size, engine.topology.dp_rank
@@ -168,7 +104,7 @@ def compare(folder: Path, family: str, parallel: ParallelConfig, tokens: int = 6
             mixed = PackedBatch.concat([batch, pack([document(family, 70, 1)])])
             batch = mixed.select(range(batch.num_sequences))
         got = engine.train_batch(batch, SFTLoss())
-        loss, norm = plain.step(documents)
+        loss, norm = plain.step_of(documents)
         assert got.grad_norm is not None
         off.append((abs(got.loss - loss) / loss, abs(got.grad_norm - norm) / norm))
     engine.close()
@@ -256,7 +192,7 @@ def rank_shared(folder: str, family: str, parallel: ParallelConfig) -> dict[str,
 
 
 def check_shared(folder: Path, family: str, found: dict[str, tuple[float, float, int, int]]) -> None:
-    expected = Plain(folder, family).step(shared_documents(family))
+    expected = Plain(folder).step_of(shared_documents(family))
     for share in ("off", "on"):
         assert are_equal(found[share][:2], expected)
     assert found["off"][2] == 0 < found["on"][2]
@@ -409,9 +345,9 @@ def test_settings_of_models_that_take_media(tmp_path: Path, process_group: None)
     for mode in ("full", "selective"):
         again, other, _ = one_step(folder, {}, {"recompute": mode}, documents)
         assert are_equal((again, other), (loss, norm))
-    plain = Plain(folder, family)
+    plain = Plain(folder)
     plain.model.model.visual.requires_grad_(False)
-    expected = plain.step(documents)
+    expected = plain.step_of(documents)
     for pattern in ("encoders", "model.visual.*"):
         again, other, rest = one_step(folder, {"freeze": (pattern,)}, {}, documents)
         assert are_equal((again, other), expected)
@@ -448,17 +384,15 @@ def test_adapters_of_all_linear_layers_load_in_peft(family: str, tmp_path: Path,
     log_probs = engine.infer_batch(pack(documents), OutputRequest(log_probs=True))["log_probs"]
     adapted = {name for name, _ in engine._root.named_parameters() if ".lora_A." in name}
     engine.close()
-    convolutions = {
-        n for n, m in Plain(folder, family).model.named_modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Conv3d)
-    }
+    convolutions = {n for n, m in Plain(folder).model.named_modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Conv3d)}
     assert convolutions or family == "qwen2_audio"
     assert not any(name.removeprefix("lm.").startswith(tuple(convolutions)) for name in adapted if convolutions)
-    loaded = Plain(folder, family)
+    loaded = Plain(folder)
     loaded.model = PeftModel.from_pretrained(loaded.model, str(tmp_path / "adapter"))
-    for plain in (Plain(tmp_path / "merged", family), loaded):
+    for plain in (Plain(tmp_path / "merged"), loaded):
         found = []
         for ids, items in documents:
-            logits = plain.logits(ids, items)[:-1]
+            logits = plain.logits_of(ids, items)[:-1]
             found += [*(-F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")).tolist(), 0.0]
         labels = torch.cat([pack([one]).labels for one in documents])
         expected = torch.tensor(found).masked_fill(labels == IGNORE, 0.0)
@@ -478,9 +412,9 @@ def test_a_value_model_reads_images_and_is_exported(tmp_path: Path, process_grou
     engine.close()
     with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
         score = file.get_tensor("score.weight")
-    plain = Plain(folder, family)
+    plain = Plain(folder)
     plain.model.lm_head = torch.nn.Identity()
-    expected = torch.cat([plain.logits(ids, items) @ score[0] for ids, items in documents])
+    expected = torch.cat([plain.logits_of(ids, items) @ score[0] for ids, items in documents])
     torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-5)
     assert (tmp_path / "hf" / "preprocessor_config.json").is_file()
 
@@ -503,16 +437,16 @@ def test_a_trained_model_is_exported_and_resumed_with_its_encoders(tmp_path: Pat
     family = "qwen3_vl_moe"
     folder = save(tmp_path / "model", family)
     loss, norm = run_ranks(rank_export, 2, str(folder), str(tmp_path))[0]
-    plain = Plain(folder, family)
+    plain = Plain(folder)
     for documents in steps_of(family)[:2]:
-        plain.step(documents)
+        plain.step_of(documents)
     # As the models on the Hub have them, and other programs read them: [experts, hidden, 2 x inner].
     with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
         assert file.get_slice("model.language_model.layers.0.mlp.experts.gate_up_proj").get_shape() == [4, 64, 96]
-    exported = Plain(tmp_path / "hf", family)
+    exported = Plain(tmp_path / "hf")
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(exported.model.state_dict()[name], value, rtol=1e-4, atol=1e-4)
-    assert are_equal(exported.step(steps_of(family)[2]), (loss, norm), 10)
+    assert are_equal(exported.step_of(steps_of(family)[2]), (loss, norm), 10)
     # On one process.
     engine = engine_class("fsdp")(
         model=ModelConfig(path=str(folder)), engine=EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64)), optim=OPTIM
@@ -550,9 +484,12 @@ def test_workers_read_images_from_a_batch_and_from_their_stores(tmp_path: Path) 
         ]
         padded = {"input_ids": ids, "attention_mask": mask, "response_mask": learned, "multi_modal_inputs": rows}
         answered = group["actor"].compute_log_probs(padded)["log_probs"]
-    plain, expected = Plain(folder, family), []
-    for ids, items in documents:
-        expected += [*(-F.cross_entropy(plain.logits(ids, items)[:-1], torch.tensor(ids[1:]), reduction="none")).tolist(), 0.0]
+    plain, expected = Plain(folder), []
+    for tokens, items in documents:
+        expected += [
+            *(-F.cross_entropy(plain.logits_of(tokens, items)[:-1], torch.tensor(tokens[1:]), reduction="none")).tolist(),
+            0.0,
+        ]
     log_probs = torch.tensor(expected).masked_fill(batch.labels == IGNORE, 0.0)
     for found in (direct, stored):
         torch.testing.assert_close(found, log_probs, rtol=1e-5, atol=1e-5)

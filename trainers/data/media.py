@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, Self, cast, get_args
 
 import numpy as np
-import torch
 
 from ...engine.config import ModelConfig
 from ...engine.errors import DataError, MediaError, ModelError
 from ...engine.hf.media import Kind
-from ...engine.packing.batch import MediaField, joined_rows
+from ...engine.packing.batch import MediaField, media_fields
 from ...media.decode import MediaLimits, TooLargeError
 from ...media.processors import MediaProcessor, load_processor
 from ...media.sources import Access, read_source
@@ -367,11 +366,4 @@ def fields_of(samples: Sequence[Sample], store: MediaStore) -> dict[str, MediaFi
     Raises:
         DataError: An item is not in the store any more.
     """
-    rows: dict[str, list[torch.Tensor]] = {}
-    counts: dict[str, list[int]] = {}
-    for number, sample in enumerate(samples):
-        for span in sample.media:
-            for name, value in store.fields(span.key).items():
-                rows.setdefault(name, []).append(value)
-                counts.setdefault(name, [0] * len(samples))[number] += len(value)
-    return {name: MediaField(values=joined_rows(rows[name]), counts=torch.tensor(counts[name])) for name in rows}
+    return media_fields([[store.fields(span.key) for span in sample.media] for sample in samples])

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ...engine.errors import BatchError
-from ...engine.packing.batch import MediaField, PackedBatch, as_int64, check_read, is_integer, joined_rows
+from ...engine.packing.batch import MediaField, PackedBatch, as_int64, check_read, is_integer, media_fields
 from ...engine.packing.convert import from_padded, from_tensordict
 from ...losses.fields import SEQUENCE_FIELDS, TOKEN_FIELDS
 
@@ -181,13 +181,13 @@ def _media(rows: Any, count: int) -> dict[str, MediaField]:
     if not isinstance(rows, list | tuple) or len(rows) != count:
         size = f"{len(rows)} values" if isinstance(rows, list | tuple) else f"a {type(rows).__name__}"
         raise BatchError(f"{MEDIA} is {size} for {count} rows; give a mapping of each row's media, or None")
-    values: dict[str, list[Tensor]] = {}
-    counts: dict[str, list[int]] = {}
+    items: list[list[dict[str, Tensor]]] = []
     for number, row in enumerate(rows):
         if row is not None and not isinstance(row, Mapping):
             raise BatchError(
                 f"row {number}: {MEDIA} is a {type(row).__name__}; give a mapping from fields to tensors, or None"
             )
+        fields: dict[str, Tensor] = {}
         for name, value in (row or {}).items():
             if name in COMPUTED:
                 continue
@@ -197,9 +197,9 @@ def _media(rows: Any, count: int) -> dict[str, MediaField]:
                 raise BatchError(f"row {number}: {name} of {MEDIA} is a {type(value).__name__}, and no tensor: {e}") from e
             if not tensor.dim():
                 raise BatchError(f"row {number}: {name} of {MEDIA} is a single number; give a row for each item")
-            values.setdefault(name, []).append(tensor)
-            counts.setdefault(name, [0] * count)[number] = len(tensor)
-    return {name: MediaField(values=joined_rows(parts), counts=torch.tensor(counts[name])) for name, parts in values.items()}
+            fields[name] = tensor
+        items.append([fields])
+    return media_fields(items)
 
 
 def _tensor(name: str, value: Any, extra_fields: Collection[str]) -> Any:
