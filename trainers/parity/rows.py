@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ...engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, PrecisionConfig
 from ...engine.conformance.reference import PlainReference
@@ -29,10 +31,13 @@ from ..data.loader import Loader
 from ..data.order import Cursor, Sampler
 from ..methods.sft import SFTMethod
 from ..tasks.addition import DIGITS, SPECIAL, make_tokenizer
+from ..tasks.shapes import write_shapes, write_vision_model
 from .parity_command import Job, Row, relative
 
 OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
 LAYERS = 4
+VISION = "qwen2_5_vl"
+"""The embedded tiny model that takes images, and has samples of its own."""
 CHATS, QUESTIONS = 64, 3
 
 
@@ -51,9 +56,13 @@ def make_models(job: Job) -> None:
         folder = model_folder(job, model)
         if folder.is_dir():
             continue
+        if model == VISION:
+            write_vision_model(folder, 0)
+            write_shapes(_pictures(job), 0, counts={"train": CHATS})
+            continue
         if model not in FAMILIES:
             raise ConfigError(
-                f"--model {model} is not a folder; the families of embedded tiny models are {', '.join(FAMILIES)}"
+                f"--model {model} is not a folder; the families of embedded tiny models are {', '.join([*FAMILIES, VISION])}"
             )
         layers: dict[str, Any] = {"num_hidden_layers": LAYERS}
         kinds = FAMILIES[model].get("layer_types")
@@ -63,6 +72,10 @@ def make_models(job: Job) -> None:
         make_tokenizer().save_pretrained(folder)
     if job.data is None:
         _write_chats(Path(job.folder) / "chats.jsonl")
+
+
+def _pictures(job: Job) -> Path:
+    return Path(job.folder) / "pictures"
 
 
 def _write_chats(path: Path) -> None:
@@ -84,9 +97,10 @@ def _write_chats(path: Path) -> None:
 
 def config_of(job: Job, row: Row) -> SFTConfig:
     """Build the configuration of the SFT run whose first steps a row trains."""
+    embedded = str(_pictures(job) / "train.jsonl") if row.model == VISION else f"{job.folder}/chats.jsonl"
     return SFTConfig(
         model=ModelConfig(path=str(model_folder(job, row.model))),
-        data=DataConfig(train=(job.data or f"{job.folder}/chats.jsonl",), batch_size=job.batch_size),
+        data=DataConfig(train=(job.data or embedded,), batch_size=job.batch_size),
         engine=EngineConfig(
             backend=row.backend,
             parallel=row.parallel,
@@ -104,17 +118,21 @@ def loader_of(samples: TokenDataset, config: SFTConfig) -> Loader:
     return Loader(samples, order, batch_size=config.data.batch_size)
 
 
-def documents_of(samples: TokenDataset, config: SFTConfig, steps: int) -> Iterator[tuple[list[list[int]], list[list[bool]]]]:
-    """Yield the documents of each step and the masks of their target tokens, for a loop without packing."""
+def documents_of(
+    samples: TokenDataset, config: SFTConfig, steps: int
+) -> Iterator[tuple[list[list[int]], list[list[bool]], list[dict[str, Tensor]]]]:
+    """Yield the documents of each step, the masks of their target tokens and their media, for a loop without packing."""
     batches = loader_of(samples, config).batches(Cursor())
     for _ in range(steps):
         batch = next(batches)[0].shard(0, 1, 0.0).batch
-        documents, masks = [], []
-        for start, end in zip(batch.bounds[:-1], batch.bounds[1:], strict=True):
+        documents, masks, media = [], [], []
+        for i, (start, end) in enumerate(pairwise(batch.bounds)):
             documents.append(batch.input_ids[start:end].tolist())
             # Labels are shifted: the label of a token determines whether the next token is a target.
             masks.append([False, *(batch.labels[start : end - 1] != IGNORE).tolist()])
-        yield documents, masks
+            fields = batch.select([i]).media
+            media.append({name: field.values for name, field in fields.items() if len(field.values)})
+        yield documents, masks, media
 
 
 def make_reference(job: Job) -> None:

@@ -6,6 +6,7 @@ no picture of the evaluations or of the test is among those for training.
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ MOST = 4
 """The largest number of shapes."""
 CELLS = [(x, y) for y in range(3) for x in range(3)]
 """The places of shapes, of 10 x 10 pixels each."""
-TRAIN, EVAL, TEST = 6000, 200, 400
+COUNTS = {"test": 400, "eval": 200, "train": 6000}
 """The numbers of pictures."""
 SUMS = 3
 """One row of so many is a sum, without a picture."""
@@ -51,11 +52,17 @@ def draw(rng: random.Random) -> tuple[Image.Image, str]:
     return image, f"{count} {color} {FORMS[form] if count > 1 else form}"
 
 
-def write_shapes(folder: Path, seed: int) -> None:
-    """Write `train.jsonl`, `eval.jsonl` and `test.jsonl` with chats, and a folder of pictures for each."""
+def write_shapes(folder: Path, seed: int, counts: Mapping[str, int] = COUNTS) -> None:
+    """Write a jsonl file with chats, and a folder of pictures, for each part of the data.
+
+    Args:
+        folder: The folder.
+        seed: The seed.
+        counts: The number of pictures of each part, by name.
+    """
     rng = random.Random(seed)
     known: set[bytes] = set()
-    for name, count in (("test", TEST), ("eval", EVAL), ("train", TRAIN)):
+    for name, count in counts.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         with open(folder / f"{name}.jsonl", "w") as file:
             number = 0
