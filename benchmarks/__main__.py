@@ -1,6 +1,6 @@
 """Run all benchmarks (`make bench`) and print one table at the end. Takes about three quarters of an hour on two cores.
 
-python -m benchmarks [--only step mcore preference memory trl head load checkpoint startup balance worker data generation serving rl gpu] [--steps 16]
+python -m benchmarks [--only step mcore preference memory trl head load checkpoint startup balance vision worker data generation serving rl gpu] [--steps 16]
 """
 
 import argparse
@@ -43,6 +43,7 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
         "checkpoint": [[*TORCHRUN, "2", "-m", "benchmarks.checkpoint"]],
         "startup": [["-m", "benchmarks.startup"]],
         "balance": [["-m", "benchmarks.balance"]],
+        "vision": [["-m", "benchmarks.vision", "--case", c, "--steps", str(steps)] for c in ("step", "loader", "balance")],
         "worker": [["-m", "benchmarks.worker"]],
         "data": [[*TORCHRUN, "2", "-m", "benchmarks.data", "--case", "pool"], ["-m", "benchmarks.data"]],
         "generation": [
