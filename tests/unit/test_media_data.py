@@ -25,6 +25,7 @@ from drivetrain.engine.errors import ConfigError, DataError, MediaError, ModelEr
 from drivetrain.engine.hf.media import FAMILIES, Kind
 from drivetrain.engine.hf.tokenizer import load_tokenizer
 from drivetrain.engine.packing.batch import PackedBatch, joined_rows
+from drivetrain.engine.packing.microbatch import balance
 from drivetrain.engine.tiny_media import AUDIO, IMAGE, VIDEO
 from drivetrain.media import decode, processors
 from drivetrain.media.decode import (
@@ -40,12 +41,15 @@ from drivetrain.media.sources import OVER_NETWORK, Access, MediaSource, read_sou
 from drivetrain.trainers.config.data import DataConfig, PromptsConfig
 from drivetrain.trainers.data.dataset import Budget, TokenDataset
 from drivetrain.trainers.data.encode import DataKind, encode_row
-from drivetrain.trainers.data.loader import Loader
+from drivetrain.trainers.data.loader import GlobalBatch, Loader
 from drivetrain.trainers.data.media import MediaReader, fields_of
 from drivetrain.trainers.data.order import Sampler
 from drivetrain.trainers.data.prompts import encode_prompt
 from drivetrain.trainers.data.sample import Sample
-from drivetrain.trainers.data.tokenize import load_token_caches
+from drivetrain.trainers.data.sources import DataSource
+from drivetrain.trainers.data.tokenize import Encoder, load_token_caches
+from drivetrain.trainers.data_show.facts import Facts
+from drivetrain.trainers.methods.preference import mismatched
 from helpers.media import MARKED, data_uri, movie, picture, png, save_processors, tone, wav
 
 ANSWER = {"role": "assistant", "content": "3 red"}
@@ -829,3 +833,85 @@ def test_logging_is_quiet_about_media(qwen: MediaReader, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         encoded(qwen, {"messages": question(image(png()))})
     assert not caplog.records
+
+
+@pytest.mark.usefixtures("process_group")
+def test_shares_count_what_encoders_do(tmp_path: Path) -> None:
+    """Of documents of about one length, those with pictures are divided among the ranks."""
+    pictures = [image(data_uri(png(40, 24, i))) for i in range(4)]
+    rows = [{"messages": question(picture)} for picture in pictures]
+    rows += [{"messages": question(text="a" * 24)} for _ in range(4)]
+    file = write_rows(tmp_path, rows)
+    reader = reader_of(tmp_path)
+    data = DataConfig(train=(file,), cache_dir=str(tmp_path / "cache"), workers=0)
+    (cache,) = load_token_caches([file], reader.tokenizer, data, training=True, media=reader)
+    dataset = TokenDataset([cache], data, BUDGET, [file], store=reader.store)
+    batch = Loader(dataset, Sampler([8], weights=None, seed=0, shuffle=False), batch_size=8).batch(range(8))
+    told: list[tuple[str, int, int]] = []
+
+    def cost(kind: str, features: int, parts: int) -> float:
+        told.append((kind, features, parts))
+        return 1000.0
+
+    def with_pictures(**options: Any) -> list[int]:
+        return [sum(p < 4 for p in batch.shard(rank, 2, 0.0, **options).positions) for rank in range(2)]
+
+    assert with_pictures(media_cost=cost) == [2, 2]
+    assert set(told) == {("image", 15, 1)}
+    # The control: by tokens alone, the longer documents with pictures are not told from the others.
+    assert with_pictures(media_cost=lambda *_: 0.0) == with_pictures()
+    lengths = [len(dataset.document(i, 0).ids) for i in range(8)]
+    assert balance([*lengths], 2, ratio=0.0, media=[0.0] * 8) == balance([*lengths], 2, ratio=0.0)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_tables_and_rows_in_memory_have_media(tmp_path: Path) -> None:
+    import datasets
+
+    row = {"prompt": [{"role": "user", "content": "<image>how many"}], "completion": [ANSWER]}
+    content = [png(24, 16, i) for i in range(3)]
+    features = datasets.Features(
+        {
+            "prompt": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+            "completion": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+            "images": [datasets.Image()],
+        }
+    )
+    rows = [{**row, "images": [{"bytes": one, "path": None}]} for one in content]
+    table = datasets.Dataset.from_list(rows, features=features)
+    table.to_parquet(str(tmp_path / "rows.parquet"))
+    reader = reader_of(tmp_path)
+    data = DataConfig(cache_dir=str(tmp_path / "cache"), workers=0)
+    encoder = Encoder(reader.tokenizer, data, media=reader)
+    sources = [
+        DataSource("hub", table=table, columns={}),
+        DataSource("stream", table=table.to_iterable_dataset(), columns={}),
+        DataSource("parquet", files=(tmp_path / "rows.parquet",)),
+        DataSource("memory", rows=[{**row, "images": [Image.open(io.BytesIO(one))]} for one in content], every_column=True),
+    ]
+    every = [[part for chunk in source.chunks() for part in (encoder.chunk(chunk),)] for source in sources]
+    ids = [np.concatenate([part.ids for part in parts]).tolist() for parts in every]
+    assert ids[0] == ids[1] == ids[2] == ids[3]
+    digests = [np.concatenate([part.media_digests for part in parts]).tolist() for parts in every]
+    assert digests[0] == digests[1] == digests[2]
+    assert len(set(digests[0])) == 3
+
+
+@pytest.mark.usefixtures("process_group")
+def test_pictures_of_one_size_are_not_taken_for_equal(tmp_path: Path) -> None:
+    """Their tokens are the same, so duplicates, and the prompts that KTO pairs with other answers, go by their content too."""
+    rows = [{"messages": question(image(data_uri(png(24, 16, seed))))} for seed in (0, 1, 0)]
+    file = write_rows(tmp_path, rows)
+    reader = reader_of(tmp_path)
+    data = DataConfig(train=(file,), cache_dir=str(tmp_path / "cache"), workers=0)
+    (cache,) = load_token_caches([file], reader.tokenizer, data, training=True, media=reader)
+    assert Facts.of([cache]).duplicates() == (1, f"{file}:3 equals {file}:1")
+    documents = [cache.sample(i, 0, int(cache.lengths[i])) for i in range(3)]
+    assert documents[0].ids == documents[1].ids
+    batch = GlobalBatch(lengths=[len(d.ids) for d in documents], read=lambda i: documents[i], store=reader.store)
+    others = mismatched(batch, 100)
+    # Each keeps its own picture before the other's answer; the third and the first have the same prompt.
+    assert [others.read(i).media for i in range(len(others))] == [d.media for d in documents]
+    assert others.shard(0, 1, 0.0).batch.media["image_grid_thw"].counts.tolist() == [1, 1, 1]
+    same = GlobalBatch(lengths=batch.lengths[::2], read=lambda i: documents[2 * i], store=reader.store)
+    assert len(mismatched(same, 100)) == 0

@@ -12,16 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.errors import CheckpointError, DataError
+from drivetrain.engine.hf.tokenizer import load_tokenizer
+from drivetrain.engine.tiny_media import IMAGE
 from drivetrain.trainers.config.data import DataConfig
 from drivetrain.trainers.data.dataset import Budget
 from drivetrain.trainers.data.encode import DataKind
 from drivetrain.trainers.data.loader import Loader
+from drivetrain.trainers.data.media import MediaReader
 from drivetrain.trainers.data.order import Cursor, Sampler
 from drivetrain.trainers.data.sources import DataSource
 from drivetrain.trainers.data.stream import RawBlock, SampleStream, StreamCursor, StreamLoader, read_blocks
 from drivetrain.trainers.data.tokenize import Encoder
 from drivetrain.trainers.tasks.addition import make_tokenizer
+from helpers.media import data_uri, png, save_processors
 
 TOKENIZER = make_tokenizer()
 BUDGET = Budget(tokens=40, setting="engine.micro_batch.max_tokens=40")
@@ -58,12 +63,13 @@ def stream_of(
     ranks: int = 1,
     exchange: Exchange | None = None,
     kind: DataKind = "completions",
+    encoder: Encoder | None = None,
 ) -> SampleStream:
     exchange = exchange or Exchange(ranks)
     return SampleStream(
         sources=[DataSource(f"s{i}", rows=rows) for i, rows in enumerate(sources)] if rank == 0 else [],
         names=[f"s{i}" for i in range(len(sources))],
-        encoder=Encoder(TOKENIZER, data, kind),
+        encoder=encoder or Encoder(TOKENIZER, data, kind),
         data=data,
         budget=BUDGET,
         gather=lambda value, error=None: exchange(rank, value, error),
@@ -122,20 +128,48 @@ def test_ranks_share_the_work_and_get_the_same_samples() -> None:
         for batch, cursor in islice(StreamLoader(stream_of(sources, data), batch_size=5).batches(StreamCursor()), 12)
     ]
     for ranks in (2, 3):
-        exchange = Exchange(ranks)
-        found: dict[int, Any] = {}
+        assert read_on_ranks(ranks, sources, data, 12) == [want] * ranks
 
-        def one(rank: int, ranks: int = ranks, exchange: Exchange = exchange, found: dict[int, Any] = found) -> None:
-            loader = StreamLoader(stream_of(sources, data, rank=rank, ranks=ranks, exchange=exchange), batch_size=5)
-            batches = islice(loader.batches(StreamCursor()), 12)
-            found[rank] = [(tuple(batch.read(i) for i in range(len(batch))), cursor) for batch, cursor in batches]
 
-        threads = [Thread(target=one, args=(rank,)) for rank in range(ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert [found[rank] for rank in range(ranks)] == [want] * ranks
+def read_on_ranks(
+    ranks: int, sources: list[list[dict[str, Any]]], data: DataConfig, count: int, encoder: Encoder | None = None
+) -> list[Any]:
+    """The documents of the first batches, as each of several ranks reads them."""
+    exchange = Exchange(ranks)
+    found: dict[int, Any] = {}
+
+    def one(rank: int) -> None:
+        stream = stream_of(sources, data, rank=rank, ranks=ranks, exchange=exchange, encoder=encoder)
+        batches = islice(StreamLoader(stream, batch_size=5).batches(StreamCursor()), count)
+        found[rank] = [(tuple(batch.read(i) for i in range(len(batch))), cursor) for batch, cursor in batches]
+
+    threads = [Thread(target=one, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [found[rank] for rank in range(ranks)]
+
+
+def test_streamed_rows_have_their_media_on_any_number_of_ranks(tmp_path: Path) -> None:
+    save_processors(tmp_path / "model", "qwen2_5_vl")
+    model, data = ModelConfig(path=str(tmp_path / "model")), settings_of(4, shuffle=False)
+    reader = MediaReader.of(model, data, load_tokenizer(model), tmp_path)
+    assert reader is not None
+    rows = []
+    for i in range(9):
+        parts: list[Any] = [{"type": "image", "image": data_uri(png(16 + 8 * (i % 3), 16, i))}] * (i % 3)
+        turn = {"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}
+        rows.append({"messages": [turn, {"role": "assistant", "content": str(i)}]})
+    encoder = Encoder(reader.tokenizer, data, media=reader)
+    (want,) = read_on_ranks(1, [rows], data, 3, encoder)
+    documents = [sample for batch, _ in want for sample in batch]
+    assert [len(sample.media) for sample in documents[:9]] == [i % 3 for i in range(9)]
+    for sample in documents:
+        # Spans lie on the tokens of their own document.
+        assert all(sample.ids[span.first] == sample.ids[span.last - 1] == IMAGE for span in sample.media)
+    for ranks in (2, 3):
+        assert read_on_ranks(ranks, [rows], data, 3, encoder) == [want] * ranks
 
 
 def test_the_order_within_a_block_is_random_and_differs_by_epoch() -> None:
