@@ -73,6 +73,18 @@ MEDIA_FAMILIES: Mapping[str, dict[str, Any]] = {
         "audio_config": _AUDIO,
         "audio_token_id": AUDIO,
     },
+    "glmasr": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_mel_bins": 16,
+            "max_position_embeddings": 20,
+        },
+        "audio_token_id": AUDIO,
+    },
     "gemma3": {
         "text_config": {
             **_TEXT,
@@ -116,7 +128,7 @@ MEDIA_FAMILIES: Mapping[str, dict[str, Any]] = {
 KINDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), ("image", "video")),
     "qwen2_5_omni_thinker": ("image", "video", "audio"),
-    "qwen2_audio": ("audio",),
+    **dict.fromkeys(("qwen2_audio", "glmasr"), ("audio",)),
 }
 """The kinds of media that a family takes, if not images alone."""
 
@@ -142,9 +154,11 @@ def random_item(family: str, kind: str, size: int, seed: int) -> tuple[list[int]
     g = torch.Generator().manual_seed(seed)
     if kind == "audio":
         frames = 14 * size + 3
-        features = ((frames - 1) // 2 + 1 - 2) // 2 + 1
+        joined = 4 if family == "glmasr" else 2
+        features = ((frames - 1) // 2 + 1 - joined) // joined + 1
         mask = (torch.arange(40) < frames).long()[None]
-        fields = {"input_features": torch.randn(1, 16, 40, generator=g), "feature_attention_mask": mask}
+        name = "input_features_mask" if family == "glmasr" else "feature_attention_mask"
+        fields = {"input_features": torch.randn(1, 16, 40, generator=g), name: mask}
         return [246, *[AUDIO] * features, 247], fields
     if family == "gemma3":
         # Each image has borders of its own.

@@ -18,10 +18,11 @@ import torch
 import transformers
 import xxhash
 from torch import Tensor
-from transformers import AutoConfig, AutoFeatureExtractor, AutoImageProcessor, PreTrainedConfig
+from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedConfig
 
 from ..engine.config import ModelConfig
 from ..engine.errors import MediaError, ModelError
+from ..engine.hf.config import whole_config
 from ..engine.hf.media import FAMILIES, Kind, MediaFamily
 from ..engine.hf.model_path import quiet_hub, reason
 from .decode import MediaLimits, Video, decode_audio, decode_image, decode_video
@@ -166,7 +167,7 @@ class MediaProcessor:
         outputs = extractor(samples, sampling_rate=rate, return_attention_mask=True, padding="max_length", return_tensors="pt")
         return {
             "input_features": outputs["input_features"],
-            "feature_attention_mask": outputs["attention_mask"],
+            self.family.modalities["audio"].items[0]: outputs["attention_mask"],
             "size": f"{len(samples) / rate:.3g} seconds",
         }
 
@@ -379,8 +380,8 @@ class Qwen3Processor(QwenProcessor):
         return "".join(f"<{time:.1f} seconds>{frame}" for time in times)
 
 
-class QwenAudioProcessor(MediaProcessor):
-    """Qwen2-Audio."""
+class AudioProcessor(MediaProcessor):
+    """Qwen2-Audio, GLM-ASR."""
 
 
 class InternVLProcessor(MediaProcessor):
@@ -440,11 +441,12 @@ class IdeficsProcessor(MediaProcessor):
 
 PROCESSORS: Mapping[str, type[MediaProcessor]] = {
     "gemma3": Gemma3Processor,
+    "glmasr": AudioProcessor,
     "idefics3": IdeficsProcessor,
     "internvl": InternVLProcessor,
     "qwen2_5_omni_thinker": QwenOmniProcessor,
     "qwen2_5_vl": Qwen25Processor,
-    "qwen2_audio": QwenAudioProcessor,
+    "qwen2_audio": AudioProcessor,
     "qwen2_vl": QwenProcessor,
     "qwen3_vl": Qwen3Processor,
     "qwen3_vl_moe": Qwen3Processor,
@@ -461,7 +463,9 @@ def load_processor(model: ModelConfig, tokenizer: Any) -> MediaProcessor | None:
     Args:
         model: The model settings.
         tokenizer: The model's tokenizer.
+
+    Raises:
+        ModelError: The model's config cannot be read.
     """
-    with quiet_hub():
-        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    config = whole_config(model)
     return PROCESSORS[config.model_type](model, config, tokenizer) if config.model_type in PROCESSORS else None

@@ -99,9 +99,9 @@ class PlainReference:
         if self.compute != self.model.dtype:
             self._copy = copy.deepcopy(self.model).to(self.compute)
         fields = [{} for _ in documents] if media is None else media
-        for document, mask, own in zip(documents, supervised, fields, strict=True):
+        for document, mask, items in zip(documents, supervised, fields, strict=True):
             if mask.any():
-                nll = -self.log_probs(document, media=own)[mask.to(self.model.device)].sum() / total
+                nll = -self.log_probs(document, media=items)[mask.to(self.model.device)].sum() / total
                 nll.backward()
                 loss += nll.item()
         if self._copy is not None:

@@ -18,8 +18,8 @@ MOST_SCALE = 1e3
 """The largest factor on the output of adapters that can be meant."""
 
 
-def read_config(model: ModelConfig) -> PreTrainedConfig:
-    """Return the model's config.
+def whole_config(model: ModelConfig) -> PreTrainedConfig:
+    """Return the config of the whole model, with those of its encoders if it has any.
 
     Raises:
         ModelError: The folder or its config.json is missing or unreadable.
@@ -31,7 +31,16 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     except Exception as e:  # of many types: a damaged file, a word in place of a number, the folder's own code
         raise ModelError(f"model.path={model.path}: {reason(e, model.path, 'the config cannot be read')}") from e
     # This object must not be shared: transformers writes the attention implementation into it.
-    config = copy.deepcopy(config.get_text_config())
+    return copy.deepcopy(config)
+
+
+def read_config(model: ModelConfig) -> PreTrainedConfig:
+    """Return the config of the model's decoder.
+
+    Raises:
+        ModelError: The folder or its config.json is missing or unreadable.
+    """
+    config = whole_config(model).get_text_config()
     stored = getattr(config, "quantization_config", None)
     if stored is not None:
         kind = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", stored)

@@ -16,15 +16,19 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from ..config import ModelConfig
 from ..errors import ModelError
-from .model_path import quiet_hub
+from .config import whole_config
 
 Kind = Literal["image", "video", "audio"]
+MASK = "feature_attention_mask"
+"""The field of Qwen's audio that says which frames are not padding."""
+STEPS = 2
+"""The steps of Qwen's audio encoders for each feature."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,15 +269,13 @@ class QwenOmni(QwenVL):
             token="video_token_id",
             method="get_video_features",
         ),
-        "audio": Modality(
-            values="input_features", items=("feature_attention_mask",), token="audio_token_id", method="get_audio_features"
-        ),
+        "audio": Modality(values="input_features", items=(MASK,), token="audio_token_id", method="get_audio_features"),
     }
     takes_outputs = False
 
     def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
         if kind == "audio":
-            return _audio_problem(media, self.config.audio_config.num_mel_bins, None)
+            return _audio_problem(media, MASK, self.config.audio_config.num_mel_bins, None, STEPS)
         if kind == "video" and (wrong := _wrong_shape("video_second_per_grid", media["video_second_per_grid"])):
             return None, wrong
         return super().problem(kind, media)
@@ -282,10 +284,10 @@ class QwenOmni(QwenVL):
         return [1] * len(media["input_features"]) if kind == "audio" else super().rows(kind, media)
 
     def features_of(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
-        return _audio_features(media)[1].tolist() if kind == "audio" else super().features_of(kind, media)
+        return _audio_features(media[MASK], STEPS)[1].tolist() if kind == "audio" else super().features_of(kind, media)
 
     def patches(self, kind: Kind) -> float:
-        return STEPS if kind == "audio" else super().patches(kind)
+        return float(STEPS) if kind == "audio" else super().patches(kind)
 
     def parts(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
         return MediaFamily.parts(self, kind, media) if kind == "audio" else super().parts(kind, media)
@@ -302,7 +304,7 @@ class QwenOmni(QwenVL):
 
     def blank(self, kind: Kind) -> dict[str, Tensor]:
         if kind == "audio":
-            return _blank_audio(self.config.audio_config.num_mel_bins, SHORTEST)
+            return _blank_audio(MASK, self.config.audio_config.num_mel_bins, 2 * STEPS, STEPS)
         blank = super().blank(kind)
         return blank if kind == "image" else {**blank, "video_second_per_grid": torch.ones(1)}
 
@@ -316,7 +318,7 @@ class QwenOmni(QwenVL):
             image_grid_thw=fields.get("image_grid_thw"),
             video_grid_thw=fields.get("video_grid_thw"),
             attention_mask=torch.ones_like(ids)[None],
-            audio_seqlens=fields["feature_attention_mask"].sum(-1) if "audio" in media else None,
+            audio_seqlens=fields[MASK].sum(-1) if "audio" in media else None,
             second_per_grids=fields.get("video_second_per_grid"),
         )[0]
         return positions[:, 0]
@@ -325,39 +327,49 @@ class QwenOmni(QwenVL):
 class QwenAudio(MediaFamily):
     """Qwen2-Audio, whose model has no method that encodes by itself."""
 
-    modalities = {
-        "audio": Modality(values="input_features", items=("feature_attention_mask",), token="audio_token_id", method="")
-    }
+    modalities = {"audio": Modality(values="input_features", items=(MASK,), token="audio_token_id", method="")}
     takes_outputs = False
+    steps: ClassVar[int] = STEPS
+    """The steps of the encoder for each feature."""
 
     def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
-        return _audio_problem(media, self.config.audio_config.num_mel_bins, 2 * self.config.audio_config.max_source_positions)
+        return _audio_problem(media, self._mask, self.config.audio_config.num_mel_bins, self._frames, self.steps)
+
+    @property
+    def _mask(self) -> str:
+        return self.modalities["audio"].items[0]
+
+    @property
+    def _frames(self) -> int:
+        # The encoder takes one length alone.
+        audio = self.config.audio_config
+        return 2 * int(getattr(audio, "max_source_positions", None) or audio.max_position_embeddings)
 
     def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
         return [1] * len(media["input_features"])
 
     def features_of(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
-        features: list[int] = _audio_features(media)[1].tolist()
+        features: list[int] = _audio_features(media[self._mask], self.steps)[1].tolist()
         return features
 
     def patches(self, kind: Kind) -> float:
-        return STEPS
+        return float(self.steps)
 
     def padded(self, kind: Kind) -> int | None:
-        return int(self.config.audio_config.max_source_positions / STEPS)
+        return self._frames // 2 // self.steps
 
     def attention(self, kind: Kind) -> tuple[tuple[int, int | None], ...]:
         audio = self.config.audio_config
-        return ((2 * audio.d_model, None),) * audio.encoder_layers
+        width = getattr(audio, "d_model", None) or audio.hidden_size
+        return ((2 * width, None),) * (getattr(audio, "encoder_layers", None) or audio.num_hidden_layers)
 
     def blank(self, kind: Kind) -> dict[str, Tensor]:
-        # The encoder takes one length alone.
-        return _blank_audio(self.config.audio_config.num_mel_bins, 2 * self.config.audio_config.max_source_positions)
+        return _blank_audio(self._mask, self.config.audio_config.num_mel_bins, self._frames, self.steps)
 
     def encode(self, base: PreTrainedModel, kind: Kind, media: Mapping[str, Tensor]) -> Tensor:
         model: Any = base
         inputs = media["input_features"]
-        convolved, counts = _audio_features(media)
+        convolved, counts = _audio_features(media[self._mask], self.steps)
         steps = torch.arange((inputs.shape[-1] - 2) // 2 + 1, device=inputs.device)
         mask = create_bidirectional_mask(
             config=model.audio_tower.config,
@@ -369,34 +381,41 @@ class QwenAudio(MediaFamily):
         return features[torch.arange(features.shape[1], device=features.device) < counts[:, None]]
 
 
-STEPS = 2.0
-"""The steps of an audio encoder for each feature."""
-SHORTEST = 4
-"""The frames of the shortest audio that has a feature."""
+class GlmAsr(QwenAudio):
+    """GLM-ASR, whose model has a method that encodes, and joins four steps to a feature. Padding takes part in its encoder's attention."""
+
+    modalities = {
+        "audio": Modality(
+            values="input_features", items=("input_features_mask",), token="audio_token_id", method="get_audio_features"
+        )
+    }
+    steps = 4
+    encode = MediaFamily.encode
 
 
-def _audio_features(media: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return for each audio the number of steps behind the convolutions, and that of its features, two steps each."""
-    frames = media["feature_attention_mask"].sum(-1)
-    steps = (frames - 1) // 2 + 1
-    return steps, (steps - 2) // 2 + 1
+def _audio_features(mask: Tensor, joined: int) -> tuple[Tensor, Tensor]:
+    """Return for each audio the number of steps behind the convolutions, and that of its features, of `joined` steps each."""
+    steps = (mask.sum(-1) - 1) // 2 + 1
+    return steps, (steps - joined) // joined + 1
 
 
-def _audio_problem(media: Mapping[str, Tensor], bins: int, most: int | None) -> tuple[int | None, str] | None:
+def _audio_problem(
+    media: Mapping[str, Tensor], name: str, bins: int, most: int | None, joined: int
+) -> tuple[int | None, str] | None:
     """See `MediaFamily.problem`; `most` is the number of frames that the encoder takes, if it takes one alone."""
-    values, mask = media["input_features"], media["feature_attention_mask"]
+    values, mask = media["input_features"], media[name]
     frames = values.shape[-1] if most is None else most
-    if wrong := _wrong_shape("input_features", values, bins, frames) or _wrong_shape("feature_attention_mask", mask, frames):
+    if wrong := _wrong_shape("input_features", values, bins, frames) or _wrong_shape(name, mask, frames):
         return None, wrong
     for item, count in enumerate(mask.sum(-1).tolist()):
-        if count < SHORTEST:
-            return item, f"feature_attention_mask with {count} frames; an audio has at least {SHORTEST}"
+        if count < 2 * joined:
+            return item, f"{name} with {count} frames; an audio has at least {2 * joined}"
     return None
 
 
-def _blank_audio(bins: int, frames: int) -> dict[str, Tensor]:
-    mask = (torch.arange(frames) < SHORTEST).long()[None]
-    return {"input_features": torch.zeros(1, bins, frames), "feature_attention_mask": mask}
+def _blank_audio(name: str, bins: int, frames: int, joined: int) -> dict[str, Tensor]:
+    mask = (torch.arange(frames) < 2 * joined).long()[None]
+    return {"input_features": torch.zeros(1, bins, frames), name: mask}
 
 
 class Tiles(MediaFamily):
@@ -482,6 +501,7 @@ class MaskedTiles(Tiles):
 
 FAMILIES: Mapping[str, type[MediaFamily]] = {
     "gemma3": Gemma3,
+    "glmasr": GlmAsr,
     "idefics3": MaskedTiles,
     "internvl": Tiles,
     "qwen2_5_omni_thinker": QwenOmni,
@@ -502,13 +522,11 @@ def media_config(model: ModelConfig, text: PreTrainedConfig) -> PreTrainedConfig
         model: The model settings.
         text: The config of the decoder, with the changes that the settings make to it, which becomes a part of it.
     """
-    with quiet_hub():
-        config: Any = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    config = whole_config(model)
     if config.model_type not in FAMILIES:
         return None
-    config = copy.deepcopy(config)
     setattr(config, decoder_key(config), copy.deepcopy(text))
-    return config  # type: ignore[no-any-return]
+    return config
 
 
 def decoder_key(config: PreTrainedConfig) -> str:

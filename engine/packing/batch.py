@@ -413,7 +413,7 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
     filled = []
     for part in parts:
         # The last axis first.
-        missing = [value for size, own in zip(sizes[::-1], part.shape[:0:-1], strict=True) for value in (0, size - own)]
+        missing = [value for size, length in zip(sizes[::-1], part.shape[:0:-1], strict=True) for value in (0, size - length)]
         filled.append(torch.nn.functional.pad(part, missing) if any(missing) else part)
     return torch.cat(filled)
 

@@ -17,6 +17,7 @@ from transformers import AutoImageProcessor, AutoModelForMultimodalLM, AutoToken
 from drivetrain.cli import main as drivetrain
 from drivetrain.engine.tiny_media import IMAGE
 from drivetrain.trainers.dpo import main as dpo
+from drivetrain.trainers.rm import main as rm
 from drivetrain.trainers.sft import main as sft
 from helpers.media import picture, png, save_media_model
 from helpers.runs import records
@@ -204,3 +205,14 @@ def test_a_broken_row_ends_a_run_before_weights_are_read(
     assert sft([*words(task, tmp_path / "run", "sft"), f"data.train=[{file}]"]) == 1
     told = capfd.readouterr().err
     assert f"{file}:1: message 1: the image '0.png' cannot be read (No such file or directory): {tmp_path / '0.png'}" in told
+
+
+def test_a_reward_model_on_pictures_learns_and_is_exported(task: Path, tmp_path: Path) -> None:
+    assert rm(words(task, tmp_path / "run", "dpo")) == 0
+    plain = Plain(task)
+    rows = [r for r in records(tmp_path / "run") if r.get("split") != "eval"]
+    # Bradley-Terry with scores of an untrained head, whose seed is that of the engine: the first loss is near ln 2, and falls or rises.
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=0.2)
+    assert rows[0]["grad_norm"] > 0
+    assert plain.model.config.model_type == FAMILY
+    assert (tmp_path / "run" / "hf" / "preprocessor_config.json").is_file()

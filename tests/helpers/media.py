@@ -24,6 +24,7 @@ NAMES = {
     "smolvlm": ("<image>", "<|vision_start|>", "<|vision_end|>"),
 }
 """The tokens of an image, of what stands before it, and behind it; those of Qwen if not named."""
+AUDIO_ALONE = ("qwen2_audio", "glmasr")
 QWEN = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
 _TILES = ["<fake_token_around_image>", "<global-img>", *(f"<row_{i}_col_{j}>" for i in range(1, 5) for j in range(1, 5))]
 TEMPLATE = (
@@ -98,8 +99,8 @@ def save_processors(folder: Path, family: str, template: str = TEMPLATE) -> Path
     folder.mkdir(parents=True, exist_ok=True)
     tiny_media_config(family).save_pretrained(folder)
     media_tokenizer(family, template).save_pretrained(folder)
-    settings: dict[str, Any] = {} if family == "qwen2_audio" else dict(IMAGES.get(family, _QWEN_IMAGES))
-    if family in ("qwen2_audio", "qwen2_5_omni_thinker"):
+    settings: dict[str, Any] = {} if family in AUDIO_ALONE else dict(IMAGES.get(family, _QWEN_IMAGES))
+    if family in (*AUDIO_ALONE, "qwen2_5_omni_thinker"):
         # 20 frames of 0.02 s for each second of the encoder, 16 mel bins.
         settings |= {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16, "sampling_rate": 2000}
         settings |= {"hop_length": 100, "n_fft": 200, "chunk_length": 2}

@@ -169,9 +169,9 @@ sft report_to=wandb  =>  unknown setting 'report_to'; did you mean 'trainer.logg
 sft max_length=5  =>  unknown setting 'max_length'; did you mean 'data.max_length'? (--help lists all settings)
 sft trainer.lr=5  =>  unknown setting 'trainer.lr'; did you mean 'optim.lr'? (--help lists all settings)
 sft optim=adamw  =>  optim=adamw: optim has settings of its own, such as optim.name; set one of them
-sft recipe=llama  =>  recipe=llama does not exist; the built-in recipes are sft, sft_demo, sft_lora; or give the path of a
-sft recipe=grpo  =>  recipe=grpo belongs to another trainer; this one has sft, sft_demo, sft_lora
-sft recipe=/nope.yaml  =>  recipe=/nope.yaml does not exist; the built-in recipes are sft, sft_demo, sft_lora; or give the path
+sft recipe=llama  =>  recipe=llama does not exist; the built-in recipes are sft, sft_demo, sft_lora, sft_vision_demo; or give the path of a
+sft recipe=grpo  =>  recipe=grpo belongs to another trainer; this one has sft, sft_demo, sft_lora, sft_vision_demo
+sft recipe=/nope.yaml  =>  recipe=/nope.yaml does not exist; the built-in recipes are sft, sft_demo, sft_lora, sft_vision_demo; or give the path
 dpo dpo.beta=0  =>  dpo.beta=0.0; it must be more than 0
 dpo dpo.beta=nan  =>  dpo.beta=nan; it must be more than 0
 dpo dpo.beta=-0.1  =>  dpo.beta=-0.1; it must be more than 0

@@ -123,6 +123,7 @@ PATHS = (
     "data.train",
     "data.eval",
     "data.cache_dir",
+    "data.media_dir",
     "trainer.output_dir",
     "trainer.checkpoint_dir",
     "trainer.resume",

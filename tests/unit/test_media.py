@@ -301,7 +301,7 @@ def test_flops_of_encoders_are_those_that_torch_counts(family: str) -> None:
             _, fields = random_item(family, kind, size, 0)
             # An even number of steps: the last one of an odd number has no feature.
             if kind == "audio":
-                fields = {**fields, "feature_attention_mask": torch.ones(1, 40, dtype=torch.long)}
+                fields = {**fields, ours.modalities["audio"].items[0]: torch.ones(1, 40, dtype=torch.long)}
             items = list(zip(ours.features_of(kind, fields), ours.parts(kind, fields), strict=True))
             with FlopCounterMode(display=False) as counter:
                 encoded = ours.encode(base, kind, fields)

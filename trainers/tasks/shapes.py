@@ -171,7 +171,7 @@ def shapes_accuracy(model_folder: Path, data: Path, *, show: int = 0, page: Path
     rows = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
     rows = [row for row in rows if isinstance(row[0]["content"], list)]
     images = [Image.open(data.parent / row[0]["content"][0]["image"]).convert("RGB") for row in rows]
-    wanted = [row[1]["content"] for row in rows]
+    expected = [row[1]["content"] for row in rows]
     (text,) = {str(tokenizer.apply_chat_template(row[:1], tokenize=False, add_generation_prompt=True)) for row in rows}
     answers: list[str] = []
     for start in range(0, len(rows), 100):
@@ -192,14 +192,14 @@ def shapes_accuracy(model_folder: Path, data: Path, *, show: int = 0, page: Path
                 **fields,
             )
         answers += tokenizer.batch_decode(made[:, ids.shape[1] :], skip_special_tokens=True)
-    for answer, want in list(zip(answers, wanted, strict=True))[:show]:
+    for answer, want in list(zip(answers, expected, strict=True))[:show]:
         print(f"{data.stem}: {answer!r}, {'right' if answer == want else f'but it is {want!r}'}")
     if page is not None:
-        draw_page(page, images[:20], answers[:20], wanted[:20])
-    return sum(answer == want for answer, want in zip(answers, wanted, strict=True)) / len(rows)
+        draw_page(page, images[:20], answers[:20], expected[:20])
+    return sum(answer == want for answer, want in zip(answers, expected, strict=True)) / len(rows)
 
 
-def draw_page(file: Path, images: list[Image.Image], answers: list[str], wanted: list[str]) -> None:
+def draw_page(file: Path, images: list[Image.Image], answers: list[str], expected: list[str]) -> None:
     """Draw pictures with the answers to them, the wrong ones in red."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -207,7 +207,7 @@ def draw_page(file: Path, images: list[Image.Image], answers: list[str], wanted:
     rows = -(-len(images) // 5)
     figure = Figure(figsize=(9, 2 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, image, answer, want in zip(figure.subplots(rows, 5).flat, images, answers, wanted, strict=True):
+    for axes, image, answer, want in zip(figure.subplots(rows, 5).flat, images, answers, expected, strict=True):
         axes.imshow(image)
         axes.set_title(answer, fontsize=9, color="black" if answer == want else "red")
         axes.axis("off")
