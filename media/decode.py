@@ -6,7 +6,7 @@ Axes: T frames, H height, W width, N samples of audio.
 import io
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,6 +26,7 @@ MOST_SECONDS = 24 * 3600
 """The longest video or audio, whatever the settings."""
 
 TooLarge = Literal["resize", "error", "skip"]
+Fit = Callable[[int, int, int], tuple[int, int]]
 
 
 class TooLargeError(MediaError):
@@ -59,11 +60,15 @@ class Video:
         frames: The images, T of them.
         seconds: When each is shown, in seconds from the beginning, `[T]`.
         fps: How many of them make a second.
+        width: The width of the video, before its frames were resized.
+        height: Its height.
     """
 
     frames: list[Image.Image]
     seconds: list[float]
     fps: float
+    width: int
+    height: int
 
 
 def decode_image(source: MediaSource, limits: MediaLimits) -> Image.Image:
@@ -105,7 +110,11 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     values = np.asarray(image, np.float64)
     if not np.isfinite(values).all():
         raise ValueError("its pixels are not finite")
-    most = 1.0 if image.mode == "F" and values.max() <= 1 else 65535.0 if values.max() > 255 else 255.0
+    if image.mode.startswith("I;16"):
+        most = 65535.0
+    else:
+        # What 32 bits or floating point are meant to hold is not in the file.
+        most = 1.0 if image.mode == "F" and values.max() <= 1 else 65535.0 if values.max() > 255 else 255.0
     return Image.fromarray(np.clip(values / most * 255, 0, 255).round().astype(np.uint8))
 
 
@@ -175,13 +184,22 @@ def frame_indices(duration: float, count: int, limits: MediaLimits, multiple: in
     return [int(i * count / number) for i in range(number)]
 
 
-def decode_video(source: MediaSource, limits: MediaLimits, multiple: int = 1) -> Video:
-    """Return the frames of a video that are used; see `frame_indices`.
+def decode_video(
+    source: MediaSource,
+    limits: MediaLimits,
+    multiple: int = 1,
+    fit: Fit | None = None,
+    resample: int = Image.Resampling.BICUBIC,
+) -> Video:
+    """Return the frames of a video that are used, turned as its camera noted; see `frame_indices`.
 
     Args:
         source: Its content.
         limits: The limits.
         multiple: What the number of frames is a multiple of, if the video has as many.
+        fit: Returns the width and height to which frames are resized, given their number, width and height; each is resized when it is
+            decoded, so that no frame is kept in full.
+        resample: How PIL resizes.
 
     Raises:
         TooLargeError: It has too many pixels or frames.
@@ -205,23 +223,28 @@ def decode_video(source: MediaSource, limits: MediaLimits, multiple: int = 1) ->
         chosen = frame_indices(seconds, count, limits, multiple)
         images: list[Image.Image] = []
         last: Any = None
+        stream.thread_type = "AUTO"
         container.seek(0)
+
+        def picture(frame: Any) -> Image.Image:
+            image: Image.Image = frame.to_image()
+            if small is not None:
+                image = image.resize(small, Image.Resampling.BICUBIC)
+            if rotation := getattr(frame, "rotation", 0):
+                image = image.rotate(rotation, expand=True)
+            return image if fit is None else image.resize(fit(len(chosen), *image.size), resample)
+
         for number, frame in enumerate(container.decode(stream)):
             last = frame
             while len(images) < len(chosen) and number == chosen[len(images)]:
-                images.append(_frame(frame, small))
+                images.append(picture(frame))
             if len(images) == len(chosen):
                 break
         if last is None:
             raise MediaError(f"the video {source.name} has no frames")
         # A file may have fewer frames than it claims.
-        images += [_frame(last, small)] * (len(chosen) - len(images))
-    return Video(frames=images, seconds=[i / rate for i in chosen], fps=len(chosen) / seconds)
-
-
-def _frame(frame: Any, small: tuple[int, int] | None) -> Image.Image:
-    image: Image.Image = frame.to_image()
-    return image if small is None else image.resize(small, Image.Resampling.BICUBIC)
+        images += [picture(last)] * (len(chosen) - len(images))
+    return Video(frames=images, seconds=[i / rate for i in chosen], fps=len(chosen) / seconds, width=width, height=height)
 
 
 def _seconds(source: MediaSource, container: Any, stream: Any) -> float:

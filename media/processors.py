@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -24,10 +23,12 @@ from ..engine.config import ModelConfig
 from ..engine.errors import MediaError, ModelError
 from ..engine.hf.config import whole_config
 from ..engine.hf.media import FAMILIES, Kind, MediaFamily
-from ..engine.hf.model_path import quiet_hub, reason
+from ..engine.hf.model_path import quiet_hub, reason, resolve_folder
 from .decode import MediaLimits, Video, decode_audio, decode_image, decode_video
 from .sources import MediaSource
 
+NOT_OF_MEDIA = ("text_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+"""The keys of a config that have nothing to do with media."""
 FORMAT = 1
 """The version of the results of this code; incremented when they change."""
 
@@ -97,13 +98,15 @@ class MediaProcessor:
             ModelError: The model's folder has no processor for it.
         """
         if kind not in self._keys:
+            # What the text of an item and the number of its features depend on: the encoders' config, and the tokens.
+            config = {k: v for k, v in self.family.config.to_dict().items() if k not in NOT_OF_MEDIA}
+            settings = [config, sorted(self._tokenizer.get_added_vocab().items()), self._processor(kind).to_json_string()]
             parts = [
                 FORMAT,
                 transformers.__version__,
-                self.name,
                 kind,
                 self.token(kind),
-                self._processor(kind).to_json_string(),
+                json.dumps(settings, sort_keys=True, default=str),
             ]
             self._keys[kind] = xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())
         return self._keys[kind]
@@ -227,8 +230,14 @@ class QwenProcessor(MediaProcessor):
         return type(self._images)(**{**_shared(self._images, known), **chosen}, size=size)
 
     def _video_settings(self) -> dict[str, Any]:
-        folder = Path(self._model.path)
-        for name, key in (("video_preprocessor_config.json", None), ("processor_config.json", "video_processor")):
+        folder = resolve_folder(self._model.path)
+        # In the order of transformers: the last one is of folders from before there were video processors.
+        files = (
+            ("processor_config.json", "video_processor"),
+            ("video_preprocessor_config.json", None),
+            ("preprocessor_config.json", None),
+        )
+        for name, key in files:
             try:
                 content = json.loads((folder / name).read_text(encoding="utf-8"))
             except FileNotFoundError:
@@ -242,10 +251,13 @@ class QwenProcessor(MediaProcessor):
 
     def _video(self, source: MediaSource, limits: MediaLimits) -> dict[str, Any]:
         processor = self._videos
-        video = decode_video(source, limits, processor.temporal_patch_size)
-        width, height = video.frames[0].size
-        high, wide = self._frame_size(len(video.frames), height, width, processor)
-        frames = [frame.resize((wide, high), processor.resample) for frame in video.frames]
+
+        def fit(count: int, width: int, height: int) -> tuple[int, int]:
+            high, wide = self._frame_size(count, height, width, processor)
+            return wide, high
+
+        video = decode_video(source, limits, processor.temporal_patch_size, fit, processor.resample)
+        frames = [*video.frames]
         frames += [frames[-1]] * (-len(frames) % processor.temporal_patch_size)
         outputs = processor(images=frames, do_resize=False, return_tensors="pt")
         patches, grid = patches_of_video(outputs["pixel_values"], outputs["image_grid_thw"], processor.temporal_patch_size)
@@ -254,7 +266,7 @@ class QwenProcessor(MediaProcessor):
             "pixel_values_videos": patches,
             "video_grid_thw": grid,
             "times": self._times(video, processor.temporal_patch_size),
-            "size": f"{len(video.frames)} frames of {width} x {height} pixels",
+            "size": f"{len(video.frames)} frames of {video.width} x {video.height} pixels",
         }
         return {**result, self.seconds_field: torch.tensor([seconds])} if self.seconds_field else result
 

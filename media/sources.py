@@ -2,7 +2,9 @@
 
 import base64
 import binascii
+import http.client
 import io
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -15,10 +17,10 @@ import numpy as np
 import xxhash
 
 from ..engine.errors import MediaError
-from ..engine.hf.media import Kind
+from ..engine.packing.batch import Kind
 
 URL_SECONDS = 30.0
-"""How long to wait for the server of a URL."""
+"""How long a URL may take to be fetched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +85,12 @@ def read_source(kind: Kind, value: Any, access: Access) -> MediaSource:
         if isinstance(value, MediaSource):
             return value
     if isinstance(value, bytes | bytearray | memoryview):
-        return _checked(MediaSource(kind=kind, name="its bytes", content=bytes(value)), access)
+        return _checked(MediaSource(kind=kind, name="(bytes)", content=bytes(value)), access)
     if kind == "image" and hasattr(value, "save") and hasattr(value, "convert"):
         # Lossless, so that equal pixels have equal content.
         buffer = io.BytesIO()
         (value if value.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I") else value.convert("RGB")).save(buffer, format="PNG")
-        return _checked(MediaSource(kind=kind, name="an image of PIL", content=buffer.getvalue()), access)
+        return _checked(MediaSource(kind=kind, name="(of PIL)", content=buffer.getvalue()), access)
     if isinstance(value, Path):
         value = str(value)
     if not isinstance(value, str):
@@ -115,7 +117,7 @@ def _of_mapping(kind: Kind, value: Mapping[str, Any]) -> Any:
             raise MediaError(f"the audio is an array of the shape {list(array.shape)}; give one channel, [N]")
         if not np.isfinite(array).all():
             raise MediaError("the audio has samples that are not finite")
-        return MediaSource(kind=kind, name="an array", content=array.tobytes(), rate=rate)
+        return MediaSource(kind=kind, name="(array)", content=array.tobytes(), rate=rate)
     for name in ("bytes", "path"):
         if value.get(name) is not None:
             return value[name]
@@ -127,9 +129,9 @@ def _of_data_uri(kind: Kind, uri: str, access: Access) -> MediaSource:
     if not comma or not head.endswith(";base64"):
         raise MediaError(f"the {kind} is {uri[:40]!r}; give a data URI as data:{kind}/...;base64,...")
     if len(data) * 3 // 4 > access.max_bytes:
-        raise _too_large(kind, "the data URI", len(data) * 3 // 4, access)
+        raise _too_large(kind, "(data URI)", len(data) * 3 // 4, access)
     try:
-        return MediaSource(kind=kind, name="a data URI", content=base64.b64decode(data, validate=True))
+        return MediaSource(kind=kind, name="(data URI)", content=base64.b64decode(data, validate=True))
     except (binascii.Error, ValueError) as e:
         raise MediaError(f"the data URI of the {kind} is not base64: {e}") from None
 
@@ -156,11 +158,18 @@ def _fetch(url: str, access: Access) -> bytes:
     if not access.urls:
         where = "data.allow_url=true fetches it" if access.folder is not None else "only data URIs and bytes are taken here"
         raise MediaError(f"{url[:100]} is a URL; {where}")
+    content, end = b"", time.monotonic() + URL_SECONDS
     try:
         with urllib.request.urlopen(url, timeout=URL_SECONDS) as answer:
-            content: bytes = answer.read(access.max_bytes + 1)
-    except (OSError, ValueError) as e:
+            size = answer.headers.get("Content-Length")
+            while len(content) <= access.max_bytes and (part := answer.read(2**20)):
+                content += part
+                if time.monotonic() > end:
+                    raise TimeoutError(f"it takes longer than {URL_SECONDS:g} seconds")
+    except (OSError, ValueError, http.client.HTTPException) as e:
         raise MediaError(f"{url[:100]} cannot be fetched: {e}") from e
+    if size is not None and len(content) < int(size):
+        raise MediaError(f"{url[:100]} cannot be fetched: the connection ended after {len(content)} of {size} bytes")
     return content
 
 

@@ -1,9 +1,11 @@
 """Processed media on disk, by their content: each is decoded once, whatever rows, sources, runs and processes use it."""
 
+import errno
 import os
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -11,10 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..engine.errors import DataError
-from ..engine.hf.media import Kind
+from ..engine.packing.batch import Kind
 from .decode import MediaLimits
-from .processors import ProcessedMedia
 from .sources import MediaSource
+
+if TYPE_CHECKING:
+    from .processors import ProcessedMedia
 
 NAME = "media"
 """The folder of processed media among those of tokenized data."""
@@ -94,12 +98,14 @@ class MediaStore:
             with safe_open(path, framework="pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as e:
+            # So that the next start sees that it is missing.
+            path.unlink(missing_ok=True)
             raise DataError(
                 f"the processed {key.kind} {path} cannot be read ({e}); start again, and it is made anew. If the machines of a run have no "
                 "folder in common, set data.cache_dir to one"
             ) from e
 
-    def add(self, key: MediaKey, media: ProcessedMedia) -> None:
+    def add(self, key: MediaKey, media: "ProcessedMedia") -> None:
         """Write an item. It appears whole or not at all.
 
         Raises:
@@ -110,7 +116,12 @@ class MediaStore:
         temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}")
         try:
             notes = {"text": media.text, "tokens": str(media.tokens), "parts": str(media.parts), "size": media.size}
-            save_file({name: value.contiguous() for name, value in media.fields.items()}, temporary, metadata=notes)
+            try:
+                save_file({name: value.contiguous() for name, value in media.fields.items()}, temporary, metadata=notes)
+            except SafetensorError as e:  # of a full disk, too
+                raise OSError(errno.EIO, str(e)) from e
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)

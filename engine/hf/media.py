@@ -12,7 +12,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from ..config import ModelConfig
 from ..errors import ModelError
+from ..packing.batch import Kind
 from .config import whole_config
 
-Kind = Literal["image", "video", "audio"]
 MASK = "feature_attention_mask"
 """The field of Qwen's audio that says which frames are not padding."""
 STEPS = 2

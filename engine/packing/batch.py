@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from ..errors import BatchError
 
 IGNORE = -100
 """The label of a token that has no next token in its document, or whose next token is not supervised."""
+
+
+Kind = Literal["image", "video", "audio"]
+"""A kind of media."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -376,7 +380,7 @@ def _concat_media(batches: Sequence[PackedBatch]) -> dict[str, MediaField]:
         counts = [
             b.media[name].counts if name in b.media else torch.zeros(b.num_sequences, dtype=torch.int64) for b in batches
         ]
-        media[name] = MediaField(values=joined_rows(values), counts=torch.cat(counts))
+        media[name] = MediaField(values=joined_rows(name, values), counts=torch.cat(counts))
     return media
 
 
@@ -396,26 +400,24 @@ def media_fields(items: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, M
             for name, value in item.items():
                 rows.setdefault(name, []).append(value)
                 counts.setdefault(name, [0] * len(items))[number] += len(value)
-    return {name: MediaField(values=joined_rows(rows[name]), counts=torch.tensor(counts[name])) for name in rows}
+    return {name: MediaField(values=joined_rows(name, rows[name]), counts=torch.tensor(counts[name])) for name in rows}
 
 
-def joined_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Return the rows of several parts `[M, ...]` as one; shorter ones are filled up with zeros, as audio of several lengths has to be.
+def joined_rows(name: str, parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of several parts `[M, ...]` of a media field as one.
+
+    Shorter audio is filled up with zeros at the end of its last axis, where the mask beside it has zeros too.
 
     Raises:
-        BatchError: They differ in their number of axes.
+        BatchError: The parts have different shapes.
     """
-    if len({part.dim() for part in parts}) > 1:
-        raise BatchError(
-            f"rows of media have the shapes {', '.join(str(list(part.shape)) for part in parts[:4])}; they cannot be joined"
-        )
-    sizes = [max(part.shape[axis] for part in parts) for axis in range(1, parts[0].dim())]
-    filled = []
-    for part in parts:
-        # The last axis first.
-        missing = [value for size, length in zip(sizes[::-1], part.shape[:0:-1], strict=True) for value in (0, size - length)]
-        filled.append(torch.nn.functional.pad(part, missing) if any(missing) else part)
-    return torch.cat(filled)
+    if "feature" in name and len({part.shape[1:-1] for part in parts}) == 1:
+        longest = max(part.shape[-1] for part in parts)
+        parts = [torch.nn.functional.pad(part, (0, longest - part.shape[-1])) for part in parts]
+    if len({part.shape[1:] for part in parts}) > 1:
+        shapes = ", ".join(str(list(part.shape)) for part in parts[:4])
+        raise BatchError(f"rows of {name} have the shapes {shapes}; they are not of one processor, and cannot be joined")
+    return torch.cat(list(parts))
 
 
 def _select_media(media: MediaField, sequences: Sequence[int]) -> MediaField:

@@ -232,11 +232,11 @@ def test_another_quantization_is_refused(models: Path, quant: str) -> None:
     ("uri", "message"),
     [
         ("https://example.org/a.png", "image 0: https://example.org/a.png is a URL; only data URIs and bytes are taken here"),
-        ("file:///etc/passwd", "give a data URI"),
-        ("data:text/html;base64,AAAA", "give a data URI"),
+        ("file:///etc/passwd", "only data URIs and bytes are taken here"),
+        ("data:text/html;base64,AAAA", r"the image \(data URI\) cannot be decoded"),
         ("data:image/png;base64,!!", "image 0: the data URI of the image is not base64"),
-        ("data:image/png;base64,AAAA", "image 0: the image a data URI cannot be decoded"),
-        ("", "give a data URI"),
+        ("data:image/png;base64,AAAA", r"image 0: the image \(data URI\) cannot be decoded"),
+        ("", "only data URIs and bytes are taken here"),
     ],
 )
 def test_images_that_cannot_be_decoded_are_refused(uri: str, message: str) -> None:
@@ -246,5 +246,5 @@ def test_images_that_cannot_be_decoded_are_refused(uri: str, message: str) -> No
 
 def test_an_image_that_claims_too_many_pixels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drivetrain.media.decode.MOST_PIXELS", 100)
-    with pytest.raises(ConfigError, match="image 0: the image a data URI has 20 x 30 pixels; at most 100 are decoded"):
+    with pytest.raises(ConfigError, match=r"image 0: the image \(data URI\) has 20 x 30 pixels; at most 100 are decoded"):
         decode_images([image_uri(1, 20, 30)])

@@ -201,7 +201,7 @@ def test_media_of_rows_are_those_of_their_documents() -> None:
         ([None, torch.ones(2), None], "row 1: multi_modal_inputs is a Tensor"),
         ([None, {"pixel_values": "a.png"}, None], "row 1: pixel_values of multi_modal_inputs is a str, and no tensor"),
         ([None, {"pixel_values": 3.0}, None], "row 1: pixel_values of multi_modal_inputs is a single number"),
-        ([rows[0], {"pixel_values": torch.ones(3)}, None], "rows of media have the shapes"),
+        ([rows[0], {"pixel_values": torch.ones(3)}, None], "rows of pixel_values have the shapes"),
     ]
     for value, message in wrong:
         with pytest.raises(BatchError, match=message):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from drivetrain.engine.config import ModelConfig
-from drivetrain.engine.errors import ConfigError, DataError, MediaError, ModelError
+from drivetrain.engine.errors import BatchError, ConfigError, DataError, MediaError, ModelError
 from drivetrain.engine.hf.media import FAMILIES, Kind
 from drivetrain.engine.hf.tokenizer import load_tokenizer
 from drivetrain.engine.packing.batch import PackedBatch, joined_rows
@@ -41,6 +41,7 @@ from drivetrain.media.sources import OVER_NETWORK, Access, MediaSource, read_sou
 from drivetrain.trainers.config.data import DataConfig, PromptsConfig
 from drivetrain.trainers.data.dataset import Budget, TokenDataset
 from drivetrain.trainers.data.encode import DataKind, encode_row
+from drivetrain.trainers.data.files import Chunk
 from drivetrain.trainers.data.loader import GlobalBatch, Loader
 from drivetrain.trainers.data.media import MediaReader, fields_of
 from drivetrain.trainers.data.order import Sampler
@@ -361,10 +362,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"messages": question(image("."))}, "message 1: the image '.' is not a file"),
     ({"messages": question(image("/dev/zero"))}, "is not a file: /dev/zero"),
     ({"messages": question(image("a\0b"))}, "cannot be read (embedded null byte)"),
-    ({"messages": question(image(b"no picture"))}, "message 1: the image its bytes cannot be decoded: UnidentifiedImageError"),
-    ({"messages": question(image(png()[:120]))}, "the image its bytes cannot be decoded"),
-    ({"messages": question(image(b""))}, "the image its bytes is empty"),
-    ({"messages": question(image(data_uri(b"")))}, "the image a data URI is empty"),
+    ({"messages": question(image(b"no picture"))}, "message 1: the image (bytes) cannot be decoded: UnidentifiedImageError"),
+    ({"messages": question(image(png()[:120]))}, "the image (bytes) cannot be decoded"),
+    ({"messages": question(image(b""))}, "the image (bytes) is empty"),
+    ({"messages": question(image(data_uri(b"")))}, "the image (data URI) is empty"),
     ({"messages": question(image("data:image/png,abc"))}, "give a data URI as data:image/...;base64"),
     ({"messages": question(image("data:image/png;base64,@@"))}, "the data URI of the image is not base64"),
     ({"messages": question(image("https://example.com/a.png"))}, "is a URL; data.allow_url=true fetches it"),
@@ -398,8 +399,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"messages": question({"type": "tool_result"})},
         "has parts of type tool_result, text; the types are text, image, image_url",
     ),
-    ({"messages": question({"type": "video", "video": movie(3)[:400]})}, "the video its bytes"),
-    ({"messages": question({"type": "video", "video": wav(1)})}, "the video its bytes has no pictures in it"),
+    ({"messages": question({"type": "video", "video": movie(3)[:400]})}, "the video (bytes)"),
+    ({"messages": question({"type": "video", "video": wav(1)})}, "the video (bytes) has no pictures in it"),
     ({"messages": question({"type": "video", "video": b"ffconcat version 1.0\nfile /etc/hostname\n"})}, "cannot be decoded"),
     (
         {"prompt": "how many", "completion": "3", "images": [png()]},
@@ -408,7 +409,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"text": "three", "images": [png()]}, "has 1 images in its column images for which there is no placeholder"),
     (
         {"messages": question(image(png(800, 2)))},
-        "the image its bytes cannot be processed: absolute aspect ratio must be smaller than 200, got 400.0",
+        "the image (bytes) cannot be processed: absolute aspect ratio must be smaller than 200, got 400.0",
     ),
 ]
 
@@ -427,15 +428,24 @@ def test_a_model_without_media_refuses_them(tmp_path: Path) -> None:
 
     write_model(tmp_path, 0)
     assert MediaReader.of(ModelConfig(path=str(tmp_path)), DataConfig(), make_tokenizer(), tmp_path) is None
-    for row, message in (
-        ({"messages": question(image(png()))}, "message 1 has a part of type image, but the model takes no media in"),
-        (
-            {"messages": question(), "images": [png()]},
-            "has the column images, but the model takes no media in; leave the column out",
-        ),
-    ):
-        with pytest.raises(DataError, match=message):
+    marked = [{"role": "user", "content": "<image>how many"}, ANSWER]
+    for row in ({"messages": question(image(png()))}, {"messages": marked, "images": [png()]}):
+        with pytest.raises(DataError, match="message 1 has a part of type image, but the model takes no media in"):
             encode_row(make_tokenizer(), row, "rows.jsonl:4", DataConfig())
+    # A column that no message refers to is not read, like others, and warned of; an empty cell of a table is none.
+    chunk = Chunk(
+        "rows.csv",
+        [
+            (1, {"prompt": "1+1=", "completion": "2", "image": "a.png"}),
+            (2, {"prompt": "1+1=", "completion": "2", "image": ""}),
+        ],
+        1.0,
+    )
+    encoded_rows = Encoder(make_tokenizer(), DataConfig()).chunk(chunk)
+    assert len(encoded_rows.lengths) == 2
+    assert encoded_rows.odd == {
+        "rows.csv:1": "its column image is not used, because the model takes no images, video or audio"
+    }
 
 
 def test_a_folder_without_a_processor_says_so(tmp_path: Path) -> None:
@@ -600,6 +610,9 @@ def test_pictures_of_all_modes_become_rgb() -> None:
         drawn.save(buffer, format="TIFF")
         decoded = decode_image(source("image", buffer.getvalue()), MediaLimits())
         assert (decoded.mode, decoded.size) == ("RGB", (24, 16)), mode
+        if mode == "I;16":
+            # Of 65535 levels, whatever the brightest one is: the pictures of a series stay comparable.
+            assert np.asarray(decoded).max() <= 1
         if mode in ("L", "I", "F", "RGB"):
             assert np.abs(np.asarray(decoded)[..., 0].astype(float) - values).max() <= 1, mode
     # Turned as the camera noted, and of an animation the first picture.
@@ -707,7 +720,10 @@ def test_nothing_is_decoded_twice_and_what_has_changed_is_decoded_again(
     short.write_bytes(short.read_bytes()[:-10])
     with pytest.raises(DataError, match=r"cannot be read .*start again, and it is made anew"):
         fields_of([again.document(2, 0)], reader.store)
-    assert reader.store.summary(changed.document(2, 0).media[0].key) is None
+    # The next start makes it anew.
+    load()
+    assert len(decoded) == 6
+    assert fields_of([again.document(2, 0)], reader.store)
 
 
 @pytest.mark.usefixtures("process_group")
@@ -741,7 +757,7 @@ def test_rows_whose_media_are_too_large_are_left_out(tmp_path: Path, caplog: pyt
     reader = reader_of(tmp_path, max_pixels=1000, too_large="error")
     data = DataConfig(too_large="error", **settings_of)
     with pytest.raises(
-        DataError, match=f"{file}:2: the image a data URI has 64 x 64 pixels, more than data.max_pixels=1000; .*, or skip"
+        DataError, match=f"{file}:2: the image \(data URI\) has 64 x 64 pixels, more than data.max_pixels=1000; .*, or skip"
     ):
         load_token_caches([file], reader.tokenizer, data, training=True, media=reader)
 
@@ -813,8 +829,15 @@ def test_batches_carry_the_fields_of_their_documents(tmp_path: Path) -> None:
     for name, field in batch.media.items():
         assert torch.equal(whole.media[name].values, field.values)
         assert whole.media[name].counts.tolist() == field.counts.tolist()
-    with pytest.raises(ValueError, match="cannot be joined"):
-        joined_rows([torch.zeros(1, 2), torch.zeros(1)])
+    assert joined_rows("input_features", [torch.ones(1, 2, 3), torch.ones(2, 2, 5)])[0, :, 3:].tolist() == [[0.0, 0.0]] * 2
+    # Patches of two processors are not filled up.
+    unlike: dict[str, list[torch.Tensor]] = {
+        "pixel_values": [torch.zeros(1, 2), torch.zeros(1, 3)],
+        "input_features": [torch.zeros(1, 2, 3), torch.zeros(1, 4, 3)],
+    }
+    for name, tensors in unlike.items():
+        with pytest.raises(BatchError, match=f"rows of {name} have the shapes .* cannot be joined"):
+            joined_rows(name, tensors)
 
 
 @pytest.mark.usefixtures("process_group")
@@ -887,13 +910,14 @@ def test_tables_and_rows_in_memory_have_media(tmp_path: Path) -> None:
         DataSource("hub", table=table, columns={}),
         DataSource("stream", table=table.to_iterable_dataset(), columns={}),
         DataSource("parquet", files=(tmp_path / "rows.parquet",)),
+        DataSource("dataset", rows=table, every_column=True),
         DataSource("memory", rows=[{**row, "images": [Image.open(io.BytesIO(one))]} for one in content], every_column=True),
     ]
     every = [[part for chunk in source.chunks() for part in (encoder.chunk(chunk),)] for source in sources]
     ids = [np.concatenate([part.ids for part in parts]).tolist() for parts in every]
-    assert ids[0] == ids[1] == ids[2] == ids[3]
+    assert all(one == ids[0] for one in ids)
     digests = [np.concatenate([part.media_digests for part in parts]).tolist() for parts in every]
-    assert digests[0] == digests[1] == digests[2]
+    assert digests[0] == digests[1] == digests[2] == digests[3]
     assert len(set(digests[0])) == 3
 
 

@@ -256,6 +256,8 @@ def _fit(cache: TokenArrays, data: DataConfig, budget: Budget, level: int) -> tu
 def _keep_media_whole(cache: TokenArrays, cut: NDArray[Any], first: NDArray[Any], last: NDArray[Any]) -> None:
     """Move the ends of samples that are cut to the ends of images, videos and audio that they would cut, which are then left out.
 
+    The token before an item and the one behind it count as parts of it: families mark the borders of items, and positions depend on them.
+
     Args:
         cache: The samples.
         cut: Whether each sample is cut.
@@ -267,10 +269,10 @@ def _keep_media_whole(cache: TokenArrays, cut: NDArray[Any], first: NDArray[Any]
     for sample in np.flatnonzero(cut):
         for side in range(cache.width):
             for span in cache.media(int(sample) * cache.width + side):
-                if span.first < first[sample, side] < span.last:
-                    first[sample, side] = span.last
-                if span.first < last[sample, side] < span.last:
-                    last[sample, side] = span.first
+                if span.first <= first[sample, side] <= span.last:
+                    first[sample, side] = min(span.last + 1, cache.lengths[int(sample) * cache.width + side])
+                if span.first <= last[sample, side] <= span.last:
+                    last[sample, side] = max(span.first - 1, 0)
 
 
 def _split_between_media(
@@ -287,10 +289,10 @@ def _split_between_media(
         while start < length:
             end = min(start + most, length)
             for span in spans:
-                if span.first < end < span.last:
-                    end = span.first
+                if span.first <= end <= span.last and end < length:
+                    end = span.first - 1
             if end <= start:
-                whole = next(span for span in spans if span.first <= start < span.last)
+                whole = next(span for span in spans if span.last > start)
                 raise DataError(
                     f"{cache.name(sample)} has {whole.last - whole.first} tokens for one {whole.key.kind}, more than a piece of {most}; raise "
                     "data.max_length, or lower data.max_pixels or data.max_frames"

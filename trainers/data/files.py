@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
@@ -58,6 +58,13 @@ class Chunk:
             parsed = _object(row, f"{self.file}:{number}", doubled)
             self.doubled.extend((number, key) for key in doubled[:1])
             yield number, parsed
+
+
+def small_chunks(chunk: Chunk) -> Iterator[Chunk]:
+    """Yield the rows of a chunk in chunks of at most `MEDIA_ROWS`."""
+    for start in range(0, len(chunk.rows), MEDIA_ROWS):
+        rows = chunk.rows[start : start + MEDIA_ROWS]
+        yield replace(chunk, rows=rows, fraction=chunk.fraction * len(rows) / len(chunk.rows), doubled=[])
 
 
 def ending_of(path: Path) -> str | None:

@@ -2,8 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from ...engine.base import BaseEngine
 from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import from_lists
 from ...engine.packing.microbatch import balance
+from ...engine.parallel.collectives import collective_errors
 from ...losses.sequences import CHOSEN, MARGIN
 from ...media.store import MediaStore
 from .dataset import TokenDataset
@@ -48,6 +49,7 @@ class GlobalBatch:
         digest: The dataset's digest.
         store: Where processed media are kept; None if the model takes none.
         media: The function that returns the media of the document at a position, on every rank; None if no document has any.
+        shard_read: The shard of this process, if it has been read.
     """
 
     lengths: Sequence[int]
@@ -58,6 +60,7 @@ class GlobalBatch:
     digest: str = ""
     store: MediaStore | None = None
     media: Callable[[int], Sequence[MediaSpan]] | None = None
+    shard_read: BatchShard | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -97,8 +100,25 @@ class GlobalBatch:
         Args:
             engine: The engine whose data-parallel layout determines the shards.
         """
+        if self.shard_read is not None:
+            return self.shard_read
         shape, topology = engine.model_shape, engine.topology
-        return self.shard(topology.dp_rank, topology.dp_size, shape.attention_ratio, shape.media_cost)
+        return self.shard(
+            topology.dp_rank, topology.dp_size, shape.attention_ratio, shape.media_cost if shape.encoders else None
+        )
+
+    def with_shard(self, engine: BaseEngine) -> Self:
+        """Return the batch with the shard of this process, whose media may be unreadable on one rank alone. Collective.
+
+        Raises:
+            DataError: This rank's media cannot be read.
+            RemoteError: Those of another rank cannot.
+        """
+        if self.media is None:
+            return self
+        with collective_errors():
+            shard = self.shard_of(engine)
+        return replace(self, shard_read=shard)
 
 
 class Batches(ABC):

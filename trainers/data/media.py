@@ -6,21 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, cast, get_args
+from typing import TYPE_CHECKING, Any, Self, cast, get_args
 
 import numpy as np
 
 from ...engine.config import ModelConfig
 from ...engine.errors import DataError, MediaError, ModelError
-from ...engine.hf.media import Kind
-from ...engine.packing.batch import MediaField, media_fields
+from ...engine.hf.config import whole_config
+from ...engine.packing.batch import Kind, MediaField, media_fields
+from ...engine.tiny_media import MEDIA_FAMILIES
 from ...media.decode import MediaLimits, TooLargeError
-from ...media.processors import MediaProcessor, load_processor
 from ...media.sources import Access, read_source
 from ...media.store import NAME as MEDIA_FOLDER
 from ...media.store import MediaKey, MediaStore, media_key
 from ..config.data import MEDIA_COLUMNS, SourcesConfig
 from .sample import MediaSpan, Sample
+
+if TYPE_CHECKING:
+    from ...media.processors import MediaProcessor
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 COLUMNS = cast("Mapping[str, Kind]", MEDIA_COLUMNS)
@@ -62,7 +65,7 @@ class MediaReader:
         urls: Whether URLs are fetched.
     """
 
-    processor: MediaProcessor
+    processor: "MediaProcessor"
     tokenizer: Any
     store: MediaStore
     limits: MediaLimits
@@ -81,9 +84,13 @@ class MediaReader:
             tokenizer: The model's tokenizer.
             cache: The folder of tokenized data.
         """
-        processor = load_processor(model, tokenizer)
-        if processor is None:
+        if whole_config(model).model_type not in MEDIA_FAMILIES:
             return None
+        # It brings transformers' models, which processes that tokenize texts do without.
+        from ...media.processors import load_processor
+
+        processor = load_processor(model, tokenizer)
+        assert processor is not None
         return cls(
             processor=processor,
             tokenizer=tokenizer,
@@ -242,7 +249,7 @@ class MediaQueue:
         reader: Reads media; None if the model takes none.
 
     Raises:
-        DataError: A column is malformed, or the model takes no media.
+        DataError: There are two columns of one kind.
     """
 
     def __init__(self, row: Mapping[str, Any], name: str, reader: MediaReader | None) -> None:
@@ -251,9 +258,10 @@ class MediaQueue:
         self._columns: dict[Kind, str] = {}
         for column, kind in COLUMNS.items():
             value = row.get(column)
-            if value is None or (isinstance(value, list) and not value):
+            # A table has an empty cell.
+            if value is None or value == "" or (isinstance(value, list) and not value):
                 continue
-            if kind in self._columns:
+            if kind in self._columns and reader is not None:
                 raise DataError(f"{name} has the columns {self._columns[kind]} and {column}; give one of them")
             self._columns[kind] = column
             self._waiting[kind] = deque(value if isinstance(value, list) else [value])
@@ -324,15 +332,20 @@ class MediaQueue:
             DataError: One has none.
         """
         for kind, waiting in self._waiting.items():
-            if waiting and self._reader is None:
-                raise DataError(
-                    f"{self._name} has the column {self._columns[kind]}, but the model takes no media in; leave the column out"
-                )
+            if self._reader is None:
+                # Nothing refers to it, so that it is a column like others that are not read; it is warned of.
+                continue
             if waiting:
                 raise DataError(
                     f"{self._name} has {len(waiting)} {kind}s in its column {self._columns[kind]} for which there is no placeholder; write one into a "
                     f"user's turn: a part {{type: {kind}}}, or <{kind}> in a text"
                 )
+
+
+def unused_media(row: Mapping[str, Any]) -> str | None:
+    """Return what to say about a row whose media the model cannot take; None if it has none."""
+    columns = [column for column in COLUMNS if row.get(column) not in (None, "", [])]
+    return f"its column {columns[0]} is not used, because the model takes no images, video or audio" if columns else None
 
 
 def media_of(messages: Sequence[Mapping[str, Any]]) -> list[ChatMedia]:

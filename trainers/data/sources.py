@@ -72,7 +72,8 @@ class DataSource:
 
     def _chunks(self) -> Iterator[Chunk]:
         if self.rows is not None:
-            return chunks_of_rows(self.rows, self.name)
+            rows: Any = self.rows
+            return chunks_of_rows(_with_files_of_media(rows)[0] if hasattr(rows, "cast_column") else rows, self.name)
         return self._rows_of_table() if self.table is not None else self._files()
 
     def _files(self) -> Iterator[Chunk]:

@@ -31,9 +31,9 @@ from ...media.decode import TooLargeError
 from ..config.data import DataConfig, SourcesConfig
 from .dataset import Budget, too_long_hint
 from .encode import WIDTH, DataKind, encode_row, oddity
-from .files import Chunk
+from .files import Chunk, small_chunks
 from .length_bound import LimitedTokenizer, TooManyTokens
-from .media import MediaReader
+from .media import MediaReader, unused_media
 from .python_data import PythonData
 from .sources import DataSource, check_columns, hidden_column, open_source, warn_about_repeated, with_our_columns
 from .token_cache import FORMAT, EncodedSamples, TokenCache, TokenCacheWriter, is_complete, is_undamaged, media_files
@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 FEW_CHUNKS = 64
 """Up to this many chunks, tokenization finishes before additional processes would have started."""
+FEW_MEDIA_CHUNKS = 4
+"""The same for the smaller chunks of a model that takes media."""
 MAX_WORKERS = 16
 NO_PYTHON = PythonData(rows={})
 ENDLESS = (
@@ -210,7 +212,7 @@ def _build(
     endless = ""
     for i, (name, folder) in enumerate(zip(names, folders, strict=True)):
         if is_complete(folder):
-            what = "is damaged" if not is_undamaged(folder) else _media_problem(folder, encoder.media)
+            what = "is damaged" if not is_undamaged(folder) else _media_problem(folder, encoder.media, changes=bool(sources))
             if not what:
                 continue
             log.warning("the tokenized data in %s %s; tokenizing it again", folder, what)
@@ -234,13 +236,20 @@ def _build(
         log.warning(ENDLESS, endless)
 
 
-def _media_problem(folder: Path, media: MediaReader | None) -> str:
-    """Return why the media of a token cache are not those of the rows any more; an empty text if they are."""
+def _media_problem(folder: Path, media: MediaReader | None, *, changes: bool) -> str:
+    """Return why the media of a token cache are not those of the rows any more; an empty text if they are.
+
+    Args:
+        folder: The token cache.
+        media: Reads media; None if the model takes none.
+        changes: Whether to compare the files of media with those that were read, which only the first rank does: their times may differ
+            between machines.
+    """
     if media is None:
         return ""
     if any(not media.store.path(key).is_file() for key in TokenCache(folder).media_keys()):
         return "has media that are not in the cache any more"
-    for path, size, changed in media_files(folder):
+    for path, size, changed in media_files(folder) if changes else ():
         try:
             status = os.stat(path)
         except OSError:
@@ -322,7 +331,9 @@ class Encoder:
                 formatted = self.python.formatted(row, name)
                 row = with_our_columns(formatted, self.data.columns, name)
                 samples = encode_row(self._limited, row, name, self.data, self.kind, self._turn_ends, self.media)
-                odd |= {name: what} if (what := oddity(row) or hidden_column(formatted, self.data.columns)) else {}
+                unused = unused_media(row) if self.media is None else None
+                what = oddity(row) or hidden_column(formatted, self.data.columns) or unused
+                odd |= {name: what} if what else {}
             except TooLargeError as e:
                 if self.data.too_large != "skip":
                     raise DataError(f"{name}: {e}, or skip") from e
@@ -350,10 +361,14 @@ class Encoder:
 
 def _encode_chunks(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[Chunk, EncodedSamples]]:
     """Yield each chunk with its samples, in order, tokenized in this process or in worker processes."""
-    first = list(islice(chunks, FEW_CHUNKS + 1))
+    few = FEW_CHUNKS
+    if encoder.media is not None:
+        # Their media are in memory as files, and take longer than texts.
+        few, chunks = FEW_MEDIA_CHUNKS, chain.from_iterable(map(small_chunks, chunks))
+    first = list(islice(chunks, few + 1))
     workers = encoder.data.workers
     if workers is None:
-        workers = 0 if len(first) <= FEW_CHUNKS else min(MAX_WORKERS, os.cpu_count() or 1)
+        workers = 0 if len(first) <= few else min(MAX_WORKERS, os.cpu_count() or 1)
     if not encoder.python.runs_anywhere:
         workers = 0
     all_chunks = chain(first, chunks)

@@ -15,7 +15,7 @@ from ...engine.base import BaseEngine
 from ...engine.checkpoint.load import RestoredState
 from ...engine.checkpoint.manager import CheckpointManager
 from ...engine.checkpoint.retention import step_of
-from ...engine.errors import CheckpointError, DrivetrainError
+from ...engine.errors import CapabilityError, CheckpointError, DrivetrainError
 from ...engine.export import export_hf
 from ...engine.flops import known_peak_tflops
 from ...engine.loss import StepResult
@@ -112,6 +112,7 @@ class OfflineRun(TrainingRun):
         # Streamed data that cannot be used end a run, but not what it has learned.
         with self.saved_on(DrivetrainError, f"the data of step {self.step + 1}"):
             global_batch, following = next(self._batches)
+            global_batch = global_batch.with_shard(self.engine)
         batch = self.method.batch(self.engine, global_batch, training=True)
         result = self.engine.train_batch(batch, self.method.loss)
         self.step, self.cursor = self.step + 1, following
@@ -164,7 +165,7 @@ class OfflineRun(TrainingRun):
             stop.exchange()
             if stop.is_requested:
                 return None
-            batch = self.method.batch(self.engine, samples, training=False)
+            batch = self.method.batch(self.engine, samples.with_shard(self.engine), training=False)
             result = self.engine.forward_backward(batch, self.method.evaluation_loss, forward_only=True)
             tokens += result.tokens
             for term, weight in result.weights.items():
@@ -313,6 +314,11 @@ def open_run(
                 gather=lambda value, error=None: engine.topology.all_gather_object(value, error=error),
                 broadcast=lambda value, error=None: engine.topology.broadcast_object(value, error=error),
             )
+            datasets = [one for one in (data.source, data.held_out) if isinstance(one, TokenDataset)]
+            if any(one.has_media for one in datasets) and not engine.capabilities.media:
+                raise CapabilityError(
+                    f"the data have images, video or audio, which engine.backend={config.engine.backend} does not take; use engine.backend=fsdp"
+                )
             loader = _loader(config.data, data)
             steps = -(-len(loader) // config.data.batch_size) if isinstance(loader, Loader) else 0
             engine.total_steps = total_steps = trainer.max_steps or trainer.epochs * steps

@@ -45,7 +45,7 @@ def decode_images(uris: Sequence[str]) -> list[Image.Image]:
         try:
             images.append(decode_image(read_source("image", uri, OVER_NETWORK), MediaLimits()))
         except MediaError as e:
-            raise ConfigError(f"image {i}: {e}; give a data URI: data:image/png;base64,...") from e
+            raise ConfigError(f"image {i}: {e}") from e
     return images
 
 
