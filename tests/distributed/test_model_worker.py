@@ -267,7 +267,7 @@ def test_a_signal_ends_it_also_in_the_middle_of_a_collective(pair: list[Worker])
         first.run(call("hang"))
         time.sleep(0.5)
         first.process.send_signal(signal.SIGTERM)
-        assert first.process.wait(5) == -signal.SIGTERM
+        assert first.process.wait(30) == -signal.SIGTERM
         # The controller of the second closes both its ends while it is running.
         second.run(call("hang"))
         time.sleep(0.5)
@@ -275,7 +275,7 @@ def test_a_signal_ends_it_also_in_the_middle_of_a_collective(pair: list[Worker])
         assert second.process.stdout is not None
         second.process.stdin.close()
         second.process.stdout.close()
-        assert second.process.wait(5) == 1
+        assert second.process.wait(30) == 1
         assert "ends: the reader of the replies has closed its end" in second.errors()
 
 
