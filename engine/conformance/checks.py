@@ -24,8 +24,8 @@ from .engine_factory import OPTIM, ConformanceError, EngineFactory, assert_close
 from .reference import PlainReference
 from .tiny import tiny_documents
 
-MEDIA_FAMILY = "qwen2_5_vl"
-"""The family of the tiny model of the check with media."""
+MEDIA_FAMILY, MEDIA_EXPERTS = "qwen2_5_vl", "qwen3_vl_moe"
+"""The family of the tiny model of the check with media, and where experts are divided among ranks."""
 LOSS_BOUND, NORM_BOUND = 1e-6, 1e-5
 """Maximum relative errors of loss and gradient norm, in float32, against plain Hugging Face."""
 WEIGHT_BOUND = 1e-5
@@ -94,11 +94,12 @@ def check_media(engine_factory: EngineFactory) -> None:
             batch = from_lists([[5, 6, 7]], media=media_fields([[{"pixel_values": torch.ones(1, 2)}]]))
             assert_raises(BatchError, lambda: engine.train_batch(batch, MeanNLL()), "a batch with media")
         return
-    with engine_factory.with_model(MEDIA_FAMILY) as factory, factory.engine() as engine:
+    family = MEDIA_EXPERTS if engine_factory.parallel.ep > 1 else MEDIA_FAMILY
+    with engine_factory.with_model(family) as factory, factory.engine() as engine:
         reference = PlainReference(factory.folder, OPTIM)
         steps: list[list[list[int]]] = [[[1], [], [2, 1], []], [[], [], [1], []], [[], [], [], []]]
         for step, sizes in enumerate(steps):
-            drawn = [tiny_media_document(MEDIA_FAMILY, 10 * step + i, *size) for i, size in enumerate(sizes)]
+            drawn = [tiny_media_document(family, 10 * step + i, *size) for i, size in enumerate(sizes)]
             documents, items = [ids for ids, _ in drawn], [item for _, item in drawn]
             masks = [[token < PLAIN for token in ids] for ids in documents]
             indices = factory.indices(engine, documents)
