@@ -36,7 +36,7 @@ from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.engine.registry import engine_class
 from drivetrain.losses.sft import SFTLoss
 from drivetrain.media.decode import MediaLimits
-from drivetrain.media.processors import load_processor
+from drivetrain.media.processors import PROCESSORS
 from drivetrain.media.sources import MediaSource
 from drivetrain.media.store import MediaStore, media_key
 from drivetrain.trainers.data.media import fields_of
@@ -198,8 +198,8 @@ def measure_loader(steps: int) -> dict[str, Any]:
         size = {"shortest_edge": SIDE * SIDE, "longest_edge": SIDE * SIDE}
         (folder / "model" / "preprocessor_config.json").write_text(json.dumps({**settings, "size": size}))
         model = ModelConfig(path=str(folder / "model"))
-        processor, store, rng = load_processor(model, make_tokenizer()), MediaStore(folder / "media"), np.random.default_rng(0)
-        assert processor is not None
+        processor = PROCESSORS["qwen2_5_vl"](model, config(), make_tokenizer())
+        store, rng = MediaStore(folder / "media"), np.random.default_rng(0)
         documents = []
         first = time.perf_counter()
         for i in range(steps * DOCUMENTS // 2):

@@ -21,7 +21,6 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedCon
 
 from ..engine.config import ModelConfig
 from ..engine.errors import MediaError, ModelError
-from ..engine.hf.config import whole_config
 from ..engine.hf.media import FAMILIES, Kind, MediaFamily
 from ..engine.hf.model_path import quiet_hub, reason, resolve_folder
 from .decode import MediaLimits, Video, decode_audio, decode_image, decode_video
@@ -465,19 +464,3 @@ PROCESSORS: Mapping[str, type[MediaProcessor]] = {
     "smolvlm": IdeficsProcessor,
 }
 """The processor of each family of `engine.hf.media.FAMILIES`."""
-
-
-def load_processor(model: ModelConfig, tokenizer: Any) -> MediaProcessor | None:
-    """Return what processes media for a model; None if its family takes none.
-
-    The files of its processors are read when they are first needed.
-
-    Args:
-        model: The model settings.
-        tokenizer: The model's tokenizer.
-
-    Raises:
-        ModelError: The model's config cannot be read.
-    """
-    config = whole_config(model)
-    return PROCESSORS[config.model_type](model, config, tokenizer) if config.model_type in PROCESSORS else None

@@ -84,15 +84,14 @@ class MediaReader:
             tokenizer: The model's tokenizer.
             cache: The folder of tokenized data.
         """
-        if whole_config(model).model_type not in MEDIA_FAMILIES:
+        config = whole_config(model)
+        if config.model_type not in MEDIA_FAMILIES:
             return None
         # It brings transformers' models, which processes that tokenize texts do without.
-        from ...media.processors import load_processor
+        from ...media.processors import PROCESSORS
 
-        processor = load_processor(model, tokenizer)
-        assert processor is not None
         return cls(
-            processor=processor,
+            processor=PROCESSORS[config.model_type](model, config, tokenizer),
             tokenizer=tokenizer,
             store=MediaStore(cache / MEDIA_FOLDER),
             limits=MediaLimits(

@@ -4,13 +4,12 @@ Two processes train the model until it judges the pairs of evaluations right, wi
 held-out pairs in plain transformers before and after. The accuracy is written to `summary.json`.
 """
 
-import json
-import shutil
 import sys
 import time
 from pathlib import Path
 
 from .processes import measured, python
+from .single_run import report, train
 
 ENOUGH = 0.9
 """The held-out accuracy that the demo must reach."""
@@ -36,34 +35,10 @@ def run_preference_demo(task: str, root: Path, nproc: int | None, steps: int | N
     before = measured(*judge, str(root / "model"), held_out, "0")
     criterion = "by log-probability" if task == "dpo" else "by the score of an untrained head"
     print(f"     held-out accuracy {criterion}, before training: {before:.3f}", flush=True)
-    folder = root / "run"
-    if folder.is_dir():
-        # Left over from an earlier demo; this one starts from scratch.
-        shutil.rmtree(folder)
-    print(f"2/3  training with {nproc} processes", flush=True)
-    python(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)),
-        *("-m", f"drivetrain.trainers.{task}", f"recipe={task}_demo", f"model.path={root / 'model'}"),
-        *(f"data.train=[{root / 'data' / 'train.jsonl'}]", f"data.eval=[{root / 'data' / 'eval.jsonl'}]"),
-        f"data.seed={seed}",
-        f"trainer.output_dir={folder}",
-        *([f"trainer.max_steps={steps}"] if steps else []),
-    )
+    folder = train(task, f"{task}_demo", root, nproc=nproc, steps=steps, seed=seed)
     print("3/3  judging held-out pairs with the exported model in plain transformers", flush=True)
     after = measured(*judge, str(folder / "hf"), held_out, "4")
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    summary = {
-        "accuracy_before": before,
-        "accuracy_after": after,
-        "steps": records[-1]["step"],
-        "losses": [r["loss"] for r in records if r.get("split") != "eval"],
-        "seconds": round(time.monotonic() - start, 1),
-        "export": str(folder / "hf"),
-    }
-    (root / "summary.json").write_text(json.dumps(summary) + "\n")
-    print(f"     held-out accuracy {before:.3f} before, {after:.3f} after {summary['steps']} steps")
-    print(f"     model     {summary['export']}")
-    print(f"     summary   {root / 'summary.json'} ({summary['seconds']} s in total)")
+    report(root, folder, before, after, start)
     if after < ENOUGH:
         print(f"error: accuracy {after:.3f} after training; at least {ENOUGH} was expected", file=sys.stderr)
         return 1

@@ -4,13 +4,12 @@ Two processes train the model, on pictures and rows of text alone, until it answ
 time. It answers other held-out questions in plain transformers before and after, and a page of pictures shows some answers.
 """
 
-import json
-import shutil
 import sys
 import time
 from pathlib import Path
 
 from .processes import measured, python
+from .single_run import report, train
 
 LEAST, ENOUGH = 0.2, 0.9
 """The held-out accuracy that the untrained model must be below, and that the demo must reach."""
@@ -33,35 +32,11 @@ def run_vision_demo(root: Path, nproc: int | None, steps: int | None, seed: int)
     held_out, page = str(root / "data" / "test.jsonl"), root / "answers.png"
     before = measured(*run, "answer-shapes", str(root / "model"), held_out, "0")
     print(f"     held-out accuracy before training: {before:.3f}", flush=True)
-    folder = root / "run"
-    if folder.is_dir():
-        # Left over from an earlier demo; this one starts from scratch.
-        shutil.rmtree(folder)
-    print(f"2/3  training with {nproc} processes", flush=True)
-    python(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)),
-        *("-m", "drivetrain.trainers.sft", "recipe=sft_vision_demo", f"model.path={root / 'model'}"),
-        *(f"data.train=[{root / 'data' / 'train.jsonl'}]", f"data.eval=[{root / 'data' / 'eval.jsonl'}]"),
-        f"data.seed={seed}",
-        f"trainer.output_dir={folder}",
-        *([f"trainer.max_steps={steps}"] if steps else []),
-    )
+    folder = train("sft", "sft_vision_demo", root, nproc=nproc, steps=steps, seed=seed)
     print("3/3  asking the exported model about held-out pictures in plain transformers", flush=True)
     after = measured(*run, "answer-shapes", str(folder / "hf"), held_out, "4", str(page))
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    summary = {
-        "accuracy_before": before,
-        "accuracy_after": after,
-        "steps": records[-1]["step"],
-        "losses": [r["loss"] for r in records if r.get("split") != "eval"],
-        "seconds": round(time.monotonic() - start, 1),
-        "export": str(folder / "hf"),
-    }
-    (root / "summary.json").write_text(json.dumps(summary) + "\n")
-    print(f"     held-out accuracy {before:.3f} before, {after:.3f} after {summary['steps']} steps")
+    report(root, folder, before, after, start)
     print(f"     pictures  {page}, with the model's answers")
-    print(f"     model     {summary['export']}")
-    print(f"     summary   {root / 'summary.json'} ({summary['seconds']} s in total)")
     if before >= LEAST:
         print(f"error: accuracy {before:.3f} before training; below {LEAST} was expected", file=sys.stderr)
         return 1
