@@ -15,7 +15,7 @@ from drivetrain.engine.errors import ConfigError
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.runs import SFTConfig
 from drivetrain.trainers.config.trainer import TrainerConfig
-from drivetrain.trainers.demo import preferences, reinforcement
+from drivetrain.trainers.demo import preferences, reinforcement, single_run
 from drivetrain.trainers.loop import ranks, signals
 from drivetrain.trainers.loop.callbacks import Callback
 from drivetrain.trainers.loop.early_stopping import EarlyStopping
@@ -266,7 +266,8 @@ def test_demo_of_preferences_reports_rows_that_did_not_decide(
         judged.append(words[-2])
         return next(accuracies)
 
-    monkeypatch.setattr(preferences, "python", stand_in)
+    for module in (preferences, single_run):
+        monkeypatch.setattr(module, "python", stand_in)
     monkeypatch.setattr(preferences, "measured", measured)
     assert preferences.run_preference_demo(task, tmp_path, None, None, 0) == code
     assert judged == [str(tmp_path / "data" / "test.jsonl")] * 2
