@@ -18,8 +18,8 @@ from torch import Tensor
 
 from .checkpoint.local_shards import host_bytes
 from .errors import BatchError
-from .hf.media import Kind, MediaFamily, Modality
-from .packing.batch import PackedBatch
+from .hf.media_family import MediaFamily, Modality
+from .packing.batch import Kind, PackedBatch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -147,7 +147,7 @@ def check_media(batch: PackedBatch, family: MediaFamily | None, model: str) -> M
                 f"{batch.name_of(i)} has {has} {kind} tokens (id {token}), but {counts[i]} {kind}s, which take {needs}; let the model's "
                 f"own processor write the tokens, and cut no {kind} off"
             )
-            if kind in kinds:
+            if kind in kinds or not family.takes_stray_tokens:
                 raise BatchError(message)
             stray.setdefault(kind, message)
     sizes: dict[str, Sequence[tuple[int, int]]] = {}

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .hf.media import Kind, MediaFamily
+from .hf.media_family import MediaFamily
 from .loss import HeadRequest, OutputRequest, TokenOutputs, loss_mask
 from .media import Share, select_items, share_items
 from .ops.packed_context import PackedContext, block_numbers
 from .ops.ulysses import gather_tokens, slice_tokens
-from .packing.batch import IGNORE
+from .packing.batch import IGNORE, Kind
 from .parallel.topology import Topology
 from .step_plan import MicroBatch
 
@@ -130,15 +130,24 @@ class RankSlice:
             cu_seqlens = torch.cat([cu_seqlens, torch.tensor(ends, dtype=torch.int32).to(ids.device, non_blocking=True)])
             parents = None if parents is None else (*parents, *(-1 for _ in ends))
         blocks: Tensor | None = None
-        if family is not None and family.attends_in_blocks and any(items.rows for items in micro_batch.media.values()):
-            in_block = torch.isin(ids, torch.tensor(list(family.tokens.values())).to(ids.device, non_blocking=True))
+        in_blocks = () if family is None else family.block_kinds
+        if family is not None and any(kind in in_blocks and items.rows for kind, items in micro_batch.media.items()):
+            tokens_in_blocks = torch.tensor([family.tokens[kind] for kind in in_blocks])
+            in_block = torch.isin(ids, tokens_in_blocks.to(ids.device, non_blocking=True))
             blocks = block_numbers(in_block, cu_seqlens)
         selected = slice_tokens(padded_mask, group).nonzero()[:, 0]
         size = (tokens + padding) // topology.parallel.cp
         return cls(
             input_ids=slice_tokens(ids, group),
             position_ids=slice_tokens(positions, group),
-            context=PackedContext(bounds=bounds, cu_seqlens=cu_seqlens, cp_group=group, parents=parents, blocks=blocks),
+            context=PackedContext(
+                bounds=bounds,
+                cu_seqlens=cu_seqlens,
+                cp_group=group,
+                parents=parents,
+                blocks=blocks,
+                blocks_in_windows=family is not None and family.blocks_in_windows,
+            ),
             selected=selected,
             targets=slice_tokens(labels, group)[selected].clamp_min(0),
             outputs=request.outputs,
@@ -172,6 +181,7 @@ def _encoder_inputs(micro_batch: MicroBatch, family: MediaFamily, topology: Topo
             share = share_items(items, topology.cp_rank, topology.parallel.cp, tokens).to(device)
             chosen = share.items
         media = select_items(items, family.modalities[kind], chosen) if chosen else family.blank(kind)
+        media = family.trimmed(kind, media)
         on_device = {name: value.to(device, non_blocking=True) for name, value in media.items()}
         index = None if share is not None or items.index is None else items.index.to(device, non_blocking=True)
         inputs[kind] = EncoderInput(fields=on_device, is_blank=not chosen, share=share, index=index)

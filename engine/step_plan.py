@@ -11,10 +11,10 @@ from torch import Tensor
 from .config import MicroBatchConfig, ModelConfig, SharePrefixes
 from .errors import BatchError, BudgetError, ConfigError
 from .flops import ModelShape
-from .hf.media import Kind, MediaFamily
+from .hf.media_family import MediaFamily
 from .loss import Loss, OutputRequest
 from .media import Items, MediaSummary, check_media, comparable_ids, items_of, positions_of
-from .packing.batch import PackedBatch, check_read
+from .packing.batch import Kind, PackedBatch, check_read
 from .packing.convert import unsupervised
 from .packing.microbatch import count_units, partition
 from .packing.prefixes import Prefixes
@@ -360,7 +360,7 @@ def _shared_prefixes(
     batch: PackedBatch, share: SharePrefixes, media: MediaModel | None, kinds: Sequence[Kind]
 ) -> Prefixes | None:
     # The tokens of an image that see each other would have to be in one segment.
-    if share == "off" or (kinds and media is not None and media.family.attends_in_blocks):
+    if share == "off" or (media is not None and set(kinds) & set(media.family.block_kinds)):
         return None
     ids = comparable_ids(batch, media.family, kinds) if media is not None and batch.media else None
     return find_prefixes(batch, least=WORTHWHILE * batch.num_tokens if share == "auto" else 1, ids=ids)

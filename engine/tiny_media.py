@@ -105,6 +105,47 @@ MEDIA_FAMILIES: Mapping[str, dict[str, Any]] = {
         "boi_token_index": START,
         "eoi_token_index": END,
     },
+    "gemma4": {
+        "text_config": {
+            **_TEXT,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_hidden_layers": 4,
+            "num_global_key_value_heads": 4,
+            "num_kv_shared_layers": 2,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "use_bidirectional_attention": "vision",
+            "final_logit_softcapping": 30.0,
+        },
+        "vision_config": {
+            **_VISION,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 256,
+            "standardize": True,
+        },
+        "audio_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "subsampling_conv_channels": [16, 8],
+            "attention_chunk_size": 3,
+            "attention_context_left": 4,
+            "output_proj_dims": 48,
+        },
+        "video_token_id": VIDEO,
+        "audio_token_id": AUDIO,
+        "boi_token_id": START,
+        "eoi_token_id": END,
+        "boa_token_id": 246,
+        "eoa_token_index": 247,
+    },
     "internvl": {
         "text_config": {**_TEXT, "model_type": "qwen2"},
         "vision_config": {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},
@@ -127,7 +168,7 @@ MEDIA_FAMILIES: Mapping[str, dict[str, Any]] = {
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), ("image", "video")),
-    "qwen2_5_omni_thinker": ("image", "video", "audio"),
+    **dict.fromkeys(("qwen2_5_omni_thinker", "gemma4"), ("image", "video", "audio")),
     **dict.fromkeys(("qwen2_audio", "glmasr"), ("audio",)),
 }
 """The kinds of media that a family takes, if not images alone."""
@@ -152,6 +193,11 @@ def random_item(family: str, kind: str, size: int, seed: int) -> tuple[list[int]
         seed: The seed of the values.
     """
     g = torch.Generator().manual_seed(seed)
+    if kind == "audio" and family == "gemma4":
+        frames = 14 * size + 3
+        mask = (torch.arange(40) < frames).long()[None]
+        fields = {"input_features": torch.randn(1, 40, 16, generator=g) * mask[..., None], "input_features_mask": mask}
+        return [246, *[AUDIO] * (-(-frames // 4)), 247], fields
     if kind == "audio":
         frames = 14 * size + 3
         joined = 4 if family == "glmasr" else 2
@@ -160,6 +206,17 @@ def random_item(family: str, kind: str, size: int, seed: int) -> tuple[list[int]
         name = "input_features_mask" if family == "glmasr" else "feature_attention_mask"
         fields = {"input_features": torch.randn(1, 16, 40, generator=g), name: mask}
         return [246, *[AUDIO] * features, 247], fields
+    if family == "gemma4":
+        frames = 2 if kind == "video" else 1
+        # Two by two patches to a feature, and padding behind them.
+        wide, high = 4 * size, 2 * frames
+        places = torch.full((frames, 32, 2), -1)
+        grid = torch.meshgrid(torch.arange(wide), torch.arange(high), indexing="xy")
+        places[:, : wide * high] = torch.stack(grid, -1).reshape(-1, 2)
+        pixels = torch.rand(*places.shape[:2], 3 * 4 * 4, generator=g) * (places >= 0).all(-1, keepdim=True)
+        video = kind == "video"
+        fields = {"pixel_values_videos" if video else "pixel_values": pixels, f"{kind}_position_ids": places}
+        return [START, *[VIDEO if video else IMAGE] * (wide * high // 4), END, 7] * frames, fields
     if family == "gemma3":
         # Each image has borders of its own.
         return [START, *[IMAGE] * 4, END, 7] * size, {"pixel_values": torch.randn(size, 3, 16, 16, generator=g)}

@@ -18,11 +18,14 @@ import transformers
 import xxhash
 from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedConfig
+from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 
 from ..engine.config import ModelConfig
 from ..engine.errors import MediaError, ModelError
-from ..engine.hf.media import FAMILIES, Kind, MediaFamily
+from ..engine.hf.media import FAMILIES
+from ..engine.hf.media_family import MediaFamily
 from ..engine.hf.model_path import quiet_hub, reason, resolve_folder
+from ..engine.packing.batch import Kind
 from .decode import MediaLimits, Video, decode_audio, decode_image, decode_video
 from .sources import MediaSource
 
@@ -187,6 +190,27 @@ class MediaProcessor:
     def _videos(self) -> Any:
         raise NotImplementedError
 
+    def _video_settings(self) -> dict[str, Any]:
+        """Return the settings of the model's video processor; none if its folder has none."""
+        folder = resolve_folder(self._model.path)
+        # In the order of transformers: the last one is of folders from before there were video processors.
+        files = (
+            ("processor_config.json", "video_processor"),
+            ("video_preprocessor_config.json", None),
+            ("preprocessor_config.json", None),
+        )
+        for name, key in files:
+            try:
+                content = json.loads((folder / name).read_text(encoding="utf-8"))
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as e:
+                raise ModelError(f"model.path={folder}: {name} cannot be read: {e}") from e
+            settings = content if key is None else content.get(key)
+            if settings is not None:
+                return dict(settings)
+        return {}
+
     @cached_property
     def _extractor(self) -> Any:
         return self._load(AutoFeatureExtractor, "feature extractor")
@@ -227,26 +251,6 @@ class QwenProcessor(MediaProcessor):
         known = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "rescale_factor", "resample")
         chosen = {name: settings[name] for name in known if settings.get(name) is not None}
         return type(self._images)(**{**_shared(self._images, known), **chosen}, size=size)
-
-    def _video_settings(self) -> dict[str, Any]:
-        folder = resolve_folder(self._model.path)
-        # In the order of transformers: the last one is of folders from before there were video processors.
-        files = (
-            ("processor_config.json", "video_processor"),
-            ("video_preprocessor_config.json", None),
-            ("preprocessor_config.json", None),
-        )
-        for name, key in files:
-            try:
-                content = json.loads((folder / name).read_text(encoding="utf-8"))
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError) as e:
-                raise ModelError(f"model.path={folder}: {name} cannot be read: {e}") from e
-            settings = content if key is None else content.get(key)
-            if settings is not None:
-                return dict(settings)
-        return {}
 
     def _video(self, source: MediaSource, limits: MediaLimits) -> dict[str, Any]:
         processor = self._videos
@@ -429,6 +433,67 @@ class Gemma3Processor(MediaProcessor):
         )
 
 
+class Gemma4Processor(MediaProcessor):
+    """Gemma 4: images and frames of videos as large as a number of patches allows, and audio."""
+
+    video_tokens: ClassVar[int] = 70
+    """The most features of a frame, where the folder names none."""
+    audio_samples: ClassVar[int] = 480_000
+    """The samples of audio behind which its feature extractor cuts."""
+
+    def _borders(self, kind: Kind) -> tuple[str, str]:
+        names = ("boa_token_id", "eoa_token_index") if kind == "audio" else ("boi_token_id", "eoi_token_id")
+        start, end = (str(self._tokenizer.convert_ids_to_tokens(getattr(self.family.config, name))) for name in names)
+        return start, end
+
+    def expansion(self, kind: Kind, tokens: int, outputs: Mapping[str, Any]) -> str:
+        """See `MediaProcessor.expansion`. Each frame of a video has borders of its own, and its time before it."""
+        start, end = self._borders(kind)
+        if kind != "video":
+            return f"{start}{super().expansion(kind, tokens, outputs)}{end}"
+        times = outputs["times"]
+        frame = f"{start}{self.token(kind) * (tokens // len(times))}{end}"
+        return " ".join(f"{int(time // 60):02d}:{int(time % 60):02d} {frame}" for time in times)
+
+    @cached_property
+    def _videos(self) -> Any:
+        """An image processor with the settings of the model's video processor."""
+        settings = self._video_settings()
+        known = ("patch_size", "pooling_kernel_size", "rescale_factor", "resample")
+        others = ("max_soft_tokens", "do_normalize", "image_mean", "image_std")
+        chosen = {name: settings[name] for name in (*known, *others) if settings.get(name) is not None}
+        return type(self._images)(**{**_shared(self._images, known), "max_soft_tokens": self.video_tokens, **chosen})
+
+    def _video(self, source: MediaSource, limits: MediaLimits) -> dict[str, Any]:
+        processor = self._videos
+
+        def fit(count: int, width: int, height: int) -> tuple[int, int]:
+            side = processor.pooling_kernel_size
+            patches = processor.max_soft_tokens * side**2
+            high, wide = get_aspect_ratio_preserving_size(height, width, processor.patch_size, patches, side)
+            return wide, high
+
+        video = decode_video(source, limits, 1, fit, processor.resample)
+        outputs = processor(images=video.frames, do_resize=False, return_tensors="pt")
+        return {
+            "pixel_values_videos": outputs["pixel_values"],
+            "video_position_ids": outputs["image_position_ids"],
+            "times": video.seconds,
+            "size": f"{len(video.frames)} frames of {video.width} x {video.height} pixels",
+        }
+
+    def _audio(self, source: MediaSource, limits: MediaLimits) -> dict[str, Any]:
+        extractor = self._extractor
+        rate = int(extractor.sampling_rate)
+        samples = decode_audio(source, rate, limits, self.audio_samples / rate)
+        # As a batch: transformers 5.23 pads another axis of a single one.
+        outputs = extractor([samples], sampling_rate=rate, max_length=self.audio_samples, return_tensors="pt")
+        # Its frames alone: the rest is padding up to a multiple of some samples.
+        frames = int(outputs["input_features_mask"].sum())
+        fields = {name: outputs[name][:, :frames] for name in ("input_features", "input_features_mask")}
+        return {**fields, "size": f"{len(samples) / rate:.3g} seconds"}
+
+
 class IdeficsProcessor(MediaProcessor):
     """Idefics 3 and SmolVLM: an image in tiles, with the row and the column of each, and then as a whole."""
 
@@ -452,6 +517,7 @@ class IdeficsProcessor(MediaProcessor):
 
 PROCESSORS: Mapping[str, type[MediaProcessor]] = {
     "gemma3": Gemma3Processor,
+    "gemma4": Gemma4Processor,
     "glmasr": AudioProcessor,
     "idefics3": IdeficsProcessor,
     "internvl": InternVLProcessor,

@@ -145,6 +145,10 @@ class PlainReference:
         if media and self._takes_kinds:
             kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
             arguments["mm_token_type_ids"] = kinds
+        if config.model_type == "gemma4" and "input_features_mask" in media:
+            arguments["input_features_mask"] = arguments["input_features_mask"].bool()
+        if config.model_type == "gemma4" and "pixel_values_videos" in media:
+            arguments["num_frames_per_video"] = torch.tensor([len(media["pixel_values_videos"])])
         return arguments
 
     def weights(self) -> dict[str, Tensor]:

@@ -12,12 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import ModelError
-from ..hf.media import Kind, MediaFamily
+from ..hf.media_family import MediaFamily
 from ..hf.model import HFModel
 from ..ops.head_regions import HeadRegions
 from ..ops.linear_head import LogitTransform, linear_head
 from ..ops.router import RouterSettings, balancing_loss
 from ..ops.ulysses import exchange_rows
+from ..packing.batch import Kind
 from ..rank_slice import EncoderInput, RankSlice
 
 
@@ -66,7 +67,8 @@ class PackedModel(HFModel):
                 backbone = self.base
                 inputs["mm_encoder_outputs"] = {kind: self.media.encoded(one) for kind, one in features.items()}
             else:
-                inputs = {"inputs_embeds": self._embed(part, features).unsqueeze(0)}
+                embeddings = self._embed(part, features).unsqueeze(0)
+                inputs = {"inputs_embeds": embeddings, **self.media.decoder_arguments(self.base, part.input_ids)}
         result = backbone(
             **inputs,
             position_ids=part.position_ids.unsqueeze(-2),

@@ -48,7 +48,7 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
     )
 
 
-CONNECTORS = ("merger", "projector", "connector")
+CONNECTORS = ("merger", "projector", "connector", "embed_vision", "embed_audio")
 """What the names of modules have that multiply features instead of patches."""
 
 
@@ -64,8 +64,9 @@ def encoder_shapes(lm: Any) -> dict[str, EncoderShape]:
     for kind in family.modalities:
         counts = {"weights": 0.0, "trained": 0.0, "connector": 0.0, "connector_trained": 0.0}
         for name, parameter in base.named_parameters():
-            # Learned positions are added, with an axis of one in front where they are not an embedding.
-            matrix = parameter.dim() >= 2 and len(parameter) > 1 and id(parameter) not in decoder | embeddings
+            # Learned positions are added; where they are not an embedding, they have an axis of one in front, or are called so.
+            added = id(parameter) in embeddings or len(parameter) == 1 or "position_embedding" in name
+            matrix = parameter.dim() >= 2 and not added and id(parameter) not in decoder
             of_audio = "audio" in name or not hasattr(base.config, "vision_config")
             if not matrix or of_audio != (kind == "audio"):
                 continue

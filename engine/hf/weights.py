@@ -238,10 +238,12 @@ def check_stored_head(model: ModelConfig) -> None:
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Return whether all values are finite.
+    """Return whether all values are finite. A single number may be infinite: bounds of layers that clip are.
 
     The sum is enough, because NaN and infinity propagate to it; testing each value would temporarily double the memory.
     """
+    if not tensor.dim():
+        return not math.isnan(float(tensor))
     wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
     return math.isfinite(float(tensor.sum(dtype=wide)))
 

@@ -88,7 +88,7 @@ def _forward(
     context = context_of(handle)
     if kernel_of(q, v, window, softcap, sinks) != "varlen":
         out, lse = attend(q, k, v, context, scale, window, softcap, sinks), q.new_empty(0, 0, dtype=torch.float32)
-    elif context.blocks is None:
+    elif context.blocks(window) is None:
         out, lse = varlen_forward(q, k, v, context, scale, window)
     else:
         # The graph, which does not know of blocks, expects what the backward pass of `varlen` would need.
@@ -137,7 +137,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     context = context_of(handle)
     no_sinks = q.new_empty(0)
-    if kernel_of(q, v, window, softcap, sinks) == "varlen" and context.blocks is None:
+    if kernel_of(q, v, window, softcap, sinks) == "varlen" and context.blocks(window) is None:
         return *(t.contiguous() for t in varlen_backward(grad, q, k, v, out, lse, context, scale, window)), no_sinks  # type: ignore[return-value]
     leaves = [t.detach().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
     with torch.enable_grad():

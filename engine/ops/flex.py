@@ -101,15 +101,15 @@ def block_mask(context: PackedContext, window: int | None) -> BlockMask:
     start = bounds[document[first]]
     reach = start if window is None else torch.maximum(start, first - window + 1)
     # A token's keys, and those of a block of neighbors, are a range of tokens that ends with themselves, or with the end of an image.
-    end = last if context.blocks is None else _block_ends(context.blocks)[last]
+    blocks = context.blocks(window)
+    end = last if blocks is None else _block_ends(blocks)[last]
     some_rc = (last[None] >= reach[:, None]) & (first[None] <= end[:, None])
     full_rc = (last[None] <= first[:, None]) & (first[None] >= start[:, None]) & (document[first] == document[last])[:, None]
     # As torch has it, a block with rows beyond the end is not full.
     full_rc &= (first + BLOCK <= tokens)[:, None]
     if window is not None:
         full_rc &= last[:, None] - first[None] < window
-    if context.blocks is not None:
-        blocks = context.blocks
+    if blocks is not None:
 
         def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             seen = (document[i] == document[j]) & ((j <= i) | ((blocks[i] == blocks[j]) & (blocks[i] >= 0)))

@@ -73,7 +73,7 @@ def attend(
     sinks: Tensor | None,
 ) -> Tensor:
     """Run the chosen kernel: `[T, H, D]`, `[T, K, D]`, `[T, K, E]` -> `[T, H, E]`; differentiable."""
-    kernel = kernel_of(q, v, window, softcap, sinks, blocks=context.blocks is not None)
+    kernel = kernel_of(q, v, window, softcap, sinks, blocks=context.blocks(window) is not None)
     if kernel == "varlen":
         return varlen(q, k, v, context, scale, window)
     if kernel == "flex":
@@ -217,8 +217,9 @@ def by_document(
             )
             for tensor in (keys, values)
         )
-    blocks = [None] * len(sizes) if context.blocks is None else context.blocks.split(sizes)
-    documents = zip(q.split(sizes, 2), keys, values, blocks, strict=True)
+    blocks = context.blocks(window)
+    split_blocks = [None] * len(sizes) if blocks is None else blocks.split(sizes)
+    documents = zip(q.split(sizes, 2), keys, values, split_blocks, strict=True)
     if softcap is None and sinks is None:
         outs = [_sdpa(a, b, c, scale, window, d) for a, b, c, d in documents]
     else:

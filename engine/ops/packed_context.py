@@ -45,6 +45,7 @@ class PackedContext:
             are no such segments. A parent has no parent.
         blocks: `[T]` int64, the number of the block of each token, -1 for none: the tokens of a block, such as those of an image, attend to
             each other in both directions. None if there are no blocks. Blocks lie within documents, which then have no parents.
+        blocks_in_windows: Whether they do so in layers with a window alone.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class PackedContext:
         cp_group: ProcessGroup | None = None,
         parents: tuple[int, ...] | None = None,
         blocks: Tensor | None = None,
+        blocks_in_windows: bool = False,
     ) -> None:
-        self.bounds, self.cu_seqlens, self.cp_group, self.parents, self.blocks = bounds, cu_seqlens, cp_group, parents, blocks
+        self.bounds, self.cu_seqlens, self.cp_group, self.parents = bounds, cu_seqlens, cp_group, parents
+        self._blocks, self._blocks_in_windows = blocks, blocks_in_windows
         self.masks: dict[int | None, Any] = {}
         """The block masks by window, created once for all layers."""
         number = next(_NUMBERS)
@@ -64,6 +67,10 @@ class PackedContext:
         self.handle = torch.tensor([number])
         """`[1]` int64 on the host, from which `context_of` finds this object."""
         _CONTEXTS[number] = self
+
+    def blocks(self, window: int | None) -> Tensor | None:
+        """Return the number of the block of each token, `[T]`, for a layer with this window; None if it has no blocks."""
+        return None if window is None and self._blocks_in_windows else self._blocks
 
     @property
     def longest(self) -> int:

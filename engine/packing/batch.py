@@ -406,18 +406,28 @@ def media_fields(items: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, M
 def joined_rows(name: str, parts: Sequence[Tensor]) -> Tensor:
     """Return the rows of several parts `[M, ...]` of a media field as one.
 
-    Shorter audio is filled up with zeros at the end of its last axis, where the mask beside it has zeros too.
+    Shorter audio is filled up with zeros at the end of its axis of time, where the mask beside it has zeros too.
 
     Raises:
         BatchError: The parts have different shapes.
     """
-    if "feature" in name and len({part.shape[1:-1] for part in parts}) == 1:
-        longest = max(part.shape[-1] for part in parts)
-        parts = [torch.nn.functional.pad(part, (0, longest - part.shape[-1])) for part in parts]
+    if "feature" in name and len({part.dim() for part in parts}) == 1:
+        sizes = zip(*(part.shape[1:] for part in parts), strict=True)
+        # Families differ in which axis is time: it is the one in which lengths differ.
+        unequal = [axis for axis, lengths in enumerate(sizes, 1) if len(set(lengths)) > 1]
+        if len(unequal) == 1:
+            longest = max(part.shape[unequal[0]] for part in parts)
+            parts = [_lengthened(part, unequal[0], longest) for part in parts]
     if len({part.shape[1:] for part in parts}) > 1:
         shapes = ", ".join(str(list(part.shape)) for part in parts[:4])
         raise BatchError(f"rows of {name} have the shapes {shapes}; they are not of one processor, and cannot be joined")
     return torch.cat(list(parts))
+
+
+def _lengthened(part: Tensor, axis: int, length: int) -> Tensor:
+    shape = list(part.shape)
+    shape[axis] = length - shape[axis]
+    return torch.cat([part, part.new_zeros(shape)], axis)
 
 
 def _select_media(media: MediaField, sequences: Sequence[int]) -> MediaField:

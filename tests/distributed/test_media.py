@@ -256,21 +256,23 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def rank_collectives(folder: str, parallel: ParallelConfig) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    config = EngineConfig(parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=64))
+def rank_collectives(folder: str, family: str) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    config = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64))
     engine = engine_class("fsdp")(model=ModelConfig(path=folder), engine=config, optim=OPTIM).initialize()
     rank, found = engine.topology.dp_rank, {}
-    has = {"image": lambda i: document("qwen3_vl", i, 1), "video": lambda i: document("qwen3_vl", i, 1, kind="video")}
+    *_, other = engine._root.media.modalities  # type: ignore[attr-defined]
     for name, first, second in (
         ("none", [], []),
         ("images on one", ["image"], []),
         ("images on all", ["image"], ["image"]),
-        ("another kind on each", ["image"], ["video"]),
-        ("both kinds on one", ["image", "video"], []),
-        ("more micro-batches on one", ["image"] * 8, ["video"]),
+        ("another kind on each", ["image"], [other]),
+        ("another kind on all", [other], [other]),
+        ("both kinds on one", ["image", other], []),
+        ("both kinds on all", [other, "image"], ["image", other]),
+        ("more micro-batches on one", ["image"] * 8, [other]),
     ):
         kinds = (first, second)[rank]
-        documents = [document("qwen3_vl", 40 + rank), *(has[kind](i) for i, kind in enumerate(kinds))]
+        documents = [document(family, 40 + rank), *(document(family, i, 1, kind=kind) for i, kind in enumerate(kinds))]
         with Recorder() as recorder:
             engine.train_batch(pack(documents), SFTLoss())
         found[name] = recorder.calls
@@ -278,11 +280,14 @@ def rank_collectives(folder: str, parallel: ParallelConfig) -> dict[str, list[tu
     return found
 
 
-def test_collectives_are_equal_whatever_media_the_ranks_have(tmp_path: Path) -> None:
-    folder = save(tmp_path / "model", "qwen3_vl")
-    one, other = run_ranks(rank_collectives, 2, str(folder), ParallelConfig())
-    assert len(one) == 6
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_omni_thinker"])
+def test_collectives_are_equal_whatever_media_the_ranks_have(family: str, tmp_path: Path) -> None:
+    """Images and videos, and images and audio."""
+    folder = save(tmp_path / "model", family)
+    one, other = run_ranks(rank_collectives, 2, str(folder), family)
+    assert len(one) == 8
     assert one == other
+    assert one["both kinds on one"] == one["both kinds on all"]
     # What has no media does not run the encoders.
     assert 0 < len(one["none"]) < len(one["images on one"]) < len(one["both kinds on one"])
 
@@ -369,7 +374,7 @@ def test_settings_of_models_that_take_media(tmp_path: Path, process_group: None)
         one_step(folder, {"lora": LoraConfig(rank=2, targets=("*.audio.*",))}, {}, documents)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2_audio", "smolvlm"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2_audio", "smolvlm", "gemma4"])
 def test_adapters_of_all_linear_layers_load_in_peft(family: str, tmp_path: Path, process_group: None) -> None:
     folder = save(tmp_path / "model", family)
     engine: Any = engine_class("fsdp")(
@@ -419,30 +424,36 @@ def test_a_value_model_reads_images_and_is_exported(tmp_path: Path, process_grou
     assert (tmp_path / "hf" / "preprocessor_config.json").is_file()
 
 
-def rank_export(folder: str, out: str) -> tuple[float, float]:
+def rank_export(folder: str, family: str, out: str) -> tuple[float, float]:
     """Train two steps, export, and save; return the loss of the next one."""
     config = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64), parallel=ParallelConfig(cp=2))
     engine = engine_class("fsdp")(model=ModelConfig(path=folder), engine=config, optim=OPTIM).initialize()
-    for documents in steps_of("qwen3_vl_moe")[:2]:
+    for documents in steps_of(family)[:2]:
         engine.train_batch(pack(documents), SFTLoss())
     export_hf(engine, Path(out) / "hf")
     engine.save_checkpoint(Path(out) / "checkpoints", 2)
-    after = engine.train_batch(pack(steps_of("qwen3_vl_moe")[2]), SFTLoss())
+    after = engine.train_batch(pack(steps_of(family)[2]), SFTLoss())
     engine.close()
     assert after.grad_norm is not None
     return after.loss, after.grad_norm
 
 
-def test_a_trained_model_is_exported_and_resumed_with_its_encoders(tmp_path: Path, process_group: None) -> None:
-    family = "qwen3_vl_moe"
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "gemma4"])
+def test_a_trained_model_is_exported_and_resumed_with_its_encoders(
+    family: str, tmp_path: Path, process_group: None
+) -> None:
     folder = save(tmp_path / "model", family)
-    loss, norm = run_ranks(rank_export, 2, str(folder), str(tmp_path))[0]
+    loss, norm = run_ranks(rank_export, 2, str(folder), family, str(tmp_path))[0]
     plain = Plain(folder)
     for documents in steps_of(family)[:2]:
         plain.step_of(documents)
-    # As the models on the Hub have them, and other programs read them: [experts, hidden, 2 x inner].
     with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
-        assert file.get_slice("model.language_model.layers.0.mlp.experts.gate_up_proj").get_shape() == [4, 64, 96]
+        if family == "qwen3_vl_moe":
+            # As the models on the Hub have them, and other programs read them: [experts, hidden, 2 x inner].
+            assert file.get_slice("model.language_model.layers.0.mlp.experts.gate_up_proj").get_shape() == [4, 64, 96]
+        else:
+            # The bounds of its layers, which are no parameters, and without limits here.
+            assert file.get_tensor("model.audio_tower.layers.0.self_attn.q_proj.input_max") == float("inf")
     exported = Plain(tmp_path / "hf")
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(exported.model.state_dict()[name], value, rtol=1e-4, atol=1e-4)

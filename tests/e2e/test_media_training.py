@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForMultimodalLM, AutoTokenizer
 
 from drivetrain.cli import main as drivetrain
@@ -39,6 +41,21 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, content in (("sft", rows), ("dpo", pairs)):
         (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     return folder
+
+
+@pytest.fixture(scope="module")
+def scored(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with a head that scores."""
+    folder = tmp_path_factory.mktemp("scored") / "model"
+    shutil.copytree(task / "model", folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file({**tensors, "score.weight": score_head()}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def score_head() -> torch.Tensor:
+    return torch.randn(1, 64, generator=torch.Generator().manual_seed(7)) * 0.1
 
 
 def answer(text: str) -> Side:
@@ -75,14 +92,27 @@ def words(task: Path, run: Path, data: str, *more: str) -> list[str]:
 class Plain:
     """Transformers alone: its image processor, its tokenizer, its model, one document at a time."""
 
-    def __init__(self, task: Path) -> None:
+    def __init__(self, task: Path, *, head: bool = False) -> None:
         self.model: Any = AutoModelForMultimodalLM.from_pretrained(task / "model", dtype=torch.float32).train()
         self.tokenizer: Any = AutoTokenizer.from_pretrained(task / "model")
         self.images: Any = AutoImageProcessor.from_pretrained(task / "model", backend="pil")
+        if head:
+            self.model.lm_head = torch.nn.Linear(64, 1, bias=False)
+            self.model.lm_head.weight = torch.nn.Parameter(score_head())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, weight_decay=0.0, betas=(0.9, 0.95))
 
     def log_probs(self, row: int, text: str) -> torch.Tensor:
         """The log-probabilities of an answer's tokens and of the one that ends it."""
+        logits, answered = self.outputs(row, text)
+        result: torch.Tensor = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(answered)[:, None])[:, 0]
+        return result
+
+    def score(self, row: int, text: str) -> torch.Tensor:
+        """The score at the last token."""
+        return self.outputs(row, text)[0][-1, 0]
+
+    def outputs(self, row: int, text: str) -> tuple[torch.Tensor, list[int]]:
+        """The head's outputs from the last token of the prompt on, and the tokens of the answer."""
         fields: dict[str, Any] = {}
         if numbers := pictures_of(row):
             drawn = [picture(16 + 8 * (i % 3), 16 + 8 * (i % 2), i) for i in numbers]
@@ -97,9 +127,7 @@ class Plain:
         tokens = torch.tensor([[*ids, *answered]])
         if fields:
             fields["mm_token_type_ids"] = (tokens == IMAGE).int()
-        logits = self.model(input_ids=tokens, use_cache=False, **fields).logits[0, len(ids) - 1 : -1]
-        result: torch.Tensor = torch.log_softmax(logits, -1).gather(1, torch.tensor(answered)[:, None])[:, 0]
-        return result
+        return self.model(input_ids=tokens, use_cache=False, **fields).logits[0, len(ids) - 1 :], answered
 
     def step(self) -> float:
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0))
@@ -115,6 +143,34 @@ def sft_steps(task: Path) -> list[tuple[float, float]]:
         loss = 0.0
         for i in range(first, first + 8):
             one = -plain.log_probs(i, f"{i} of them").sum() / count
+            one.backward()
+            loss += float(one.detach())
+        steps.append((loss, plain.step()))
+    return steps
+
+
+def dpo_steps(task: Path) -> list[tuple[float, float]]:
+    plain, fixed, steps = Plain(task), Plain(task), []
+    for first in (0, 8):
+        loss = 0.0
+        for i in range(first, first + 8):
+            sides = [plain.log_probs(i, text).sum() for text in (f"{i} good", "bad")]
+            with torch.no_grad():
+                reference = [fixed.log_probs(i, text).sum() for text in (f"{i} good", "bad")]
+            one = -F.logsigmoid(0.5 * (sides[0] - reference[0] - sides[1] + reference[1])) / 8
+            one.backward()
+            loss += float(one.detach())
+        steps.append((loss, plain.step()))
+    return steps
+
+
+def rm_steps(task: Path) -> list[tuple[float, float]]:
+    """Bradley-Terry, with the head that `scored` writes."""
+    plain, steps = Plain(task, head=True), []
+    for first in (0, 8):
+        loss = 0.0
+        for i in range(first, first + 8):
+            one = -F.logsigmoid(plain.score(i, f"{i} good") - plain.score(i, "bad")) / 8
             one.backward()
             loss += float(one.detach())
         steps.append((loss, plain.step()))
@@ -150,35 +206,44 @@ def test_sft_on_pictures_equals_plain_transformers(task: Path, tmp_path: Path) -
 
 def test_dpo_on_pictures_equals_plain_transformers(task: Path, tmp_path: Path) -> None:
     assert dpo(words(task, tmp_path / "run", "dpo", "dpo.beta=0.5")) == 0
-    plain, steps = Plain(task), []
-    fixed = Plain(task)
-    for first in (0, 8):
-        loss = 0.0
-        for i in range(first, first + 8):
-            sides = [plain.log_probs(i, text).sum() for text in (f"{i} good", "bad")]
-            with torch.no_grad():
-                reference = [fixed.log_probs(i, text).sum() for text in (f"{i} good", "bad")]
-            one = -F.logsigmoid(0.5 * (sides[0] - reference[0] - sides[1] + reference[1])) / 8
-            one.backward()
-            loss += float(one.detach())
-        steps.append((loss, plain.step()))
+    steps = dpo_steps(task)
     assert steps[0][0] == pytest.approx(math.log(2), rel=1e-5)
     check(tmp_path / "run", steps)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["cp=2", "dp_shard=2"])
-def test_two_processes_give_the_numbers_of_plain_transformers(task: Path, tmp_path: Path, layout: str) -> None:
-    command = [sys.executable, "-m", "drivetrain.cli", "sft", "--nproc", "2"]
+def on_two_processes(trainer: str, settings: Sequence[str]) -> None:
     done = subprocess.run(
-        [*command, *words(task, tmp_path / "run", "sft", f"engine.parallel.{layout}")],
+        [sys.executable, "-m", "drivetrain.cli", trainer, "--nproc", "2", *settings],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    check(tmp_path / "run", sft_steps(task))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trainer", "layout"), [("sft", "cp=2"), ("sft", "dp_shard=2"), ("dpo", "dp_shard=2"), ("rm", "cp=2"), ("rm", "dp_shard=2")]
+)
+def test_two_processes_give_the_numbers_of_plain_transformers(
+    task: Path, scored: Path, tmp_path: Path, trainer: str, layout: str
+) -> None:
+    more = {"sft": [], "dpo": ["dpo.beta=0.5"], "rm": [f"model.path={scored}"]}[trainer]
+    data = "sft" if trainer == "sft" else "dpo"
+    on_two_processes(trainer, words(task, tmp_path / "run", data, f"engine.parallel.{layout}", *more))
+    check(tmp_path / "run", {"sft": sft_steps, "dpo": dpo_steps, "rm": rm_steps}[trainer](task))
+
+
+@pytest.mark.slow
+def test_adapters_learn_alike_on_one_process_and_on_two(task: Path, tmp_path: Path) -> None:
+    settings = ["model.lora.rank=2", "model.lora.targets=[*.visual.*.qkv,*.q_proj]", "trainer.max_steps=2"]
+    assert sft(words(task, tmp_path / "one", "sft", *settings)) == 0
+    alone = [(r["loss"], r["grad_norm"]) for r in records(tmp_path / "one") if r.get("split") != "eval"]
+    assert alone[0][0] == pytest.approx(sft_steps(task)[0][0], rel=2e-6)
+    for layout in ("cp=2", "dp_shard=2"):
+        on_two_processes("sft", words(task, tmp_path / layout, "sft", f"engine.parallel.{layout}", *settings))
+        check(tmp_path / layout, alone)
 
 
 def test_data_show_tells_sizes_and_tokens(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,12 +272,7 @@ def test_a_broken_row_ends_a_run_before_weights_are_read(
     assert f"{file}:1: message 1: the image '0.png' cannot be read (No such file or directory): {tmp_path / '0.png'}" in told
 
 
-def test_a_reward_model_on_pictures_learns_and_is_exported(task: Path, tmp_path: Path) -> None:
-    assert rm(words(task, tmp_path / "run", "dpo")) == 0
-    plain = Plain(task)
-    rows = [r for r in records(tmp_path / "run") if r.get("split") != "eval"]
-    # Bradley-Terry with scores of an untrained head, whose seed is that of the engine: the first loss is near ln 2, and falls or rises.
-    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=0.2)
-    assert rows[0]["grad_norm"] > 0
-    assert plain.model.config.model_type == FAMILY
+def test_a_reward_model_on_pictures_equals_plain_transformers(task: Path, scored: Path, tmp_path: Path) -> None:
+    assert rm(words(task, tmp_path / "run", "dpo", f"model.path={scored}")) == 0
+    check(tmp_path / "run", rm_steps(task))
     assert (tmp_path / "run" / "hf" / "preprocessor_config.json").is_file()

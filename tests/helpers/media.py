@@ -19,6 +19,7 @@ from drivetrain.engine.tiny_media import AUDIO, END, IMAGE, START, VIDEO, VOCABU
 
 NAMES = {
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+    "gemma4": ("<|image|>", "<|image>", "<image|>"),
     "internvl": ("<IMG_CONTEXT>", "<img>", "</img>"),
     "idefics3": ("<image>", "<|vision_start|>", "<|vision_end|>"),
     "smolvlm": ("<image>", "<|vision_start|>", "<|vision_end|>"),
@@ -40,6 +41,12 @@ MARKED = (
 )
 IMAGES: dict[str, dict[str, Any]] = {
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}},
+    "gemma4": {
+        "image_processor_type": "Gemma4ImageProcessor",
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "max_soft_tokens": 70,
+    },
     "internvl": {
         "image_processor_type": "GotOcr2ImageProcessor",
         "size": {"height": 16, "width": 16},
@@ -85,9 +92,12 @@ def media_tokenizer(family: str, template: str = TEMPLATE) -> Any:
         additional_special_tokens=[*(w for i, w in special.items() if i not in (0, 2)), *roles, *_TILES],
     )
     marks = {"IMAGE": image if family in NAMES else f"{start}{image}{end}", "VIDEO": f"{start}<|video_pad|>{end}"}
+    marks["AUDIO"] = "<|audio_bos|><|AUDIO|><|audio_eos|>"
     if family == "gemma3":
         marks["IMAGE"] = start
-    marks["AUDIO"] = "<|audio_bos|><|AUDIO|><|audio_eos|>"
+    if family == "gemma4":
+        # Its processor writes what stands around an item.
+        marks |= {"VIDEO": "<|video_pad|>", "AUDIO": "<|AUDIO|>"}
     for mark, text in marks.items():
         template = template.replace(mark, text)
     fast.chat_template = template
@@ -100,6 +110,10 @@ def save_processors(folder: Path, family: str, template: str = TEMPLATE) -> Path
     tiny_media_config(family).save_pretrained(folder)
     media_tokenizer(family, template).save_pretrained(folder)
     settings: dict[str, Any] = {} if family in AUDIO_ALONE else dict(IMAGES.get(family, _QWEN_IMAGES))
+    if family == "gemma4":
+        # 20 frames of 0.05 s for each second, 16 mel bins.
+        settings |= {"feature_extractor_type": "Gemma4AudioFeatureExtractor", "feature_size": 16, "sampling_rate": 2000}
+        settings |= {"frame_length_ms": 50.0, "hop_length_ms": 50.0, "max_frequency": 1000.0}
     if family in (*AUDIO_ALONE, "qwen2_5_omni_thinker"):
         # 20 frames of 0.02 s for each second of the encoder, 16 mel bins.
         settings |= {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16, "sampling_rate": 2000}

@@ -1,5 +1,6 @@
 """Checks of media in packed batches, and the division of encoders' work."""
 
+import re
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForMultimodalLM
 
 from drivetrain.engine.errors import BatchError
-from drivetrain.engine.hf.media import FAMILIES, MediaFamily
+from drivetrain.engine.hf.media import FAMILIES
+from drivetrain.engine.hf.media_family import MediaFamily
 from drivetrain.engine.hf.shape import encoder_shapes
 from drivetrain.engine.media import (
     Items,
@@ -304,10 +306,84 @@ def test_flops_of_encoders_are_those_that_torch_counts(family: str) -> None:
                 fields = {**fields, ours.modalities["audio"].items[0]: torch.ones(1, 40, dtype=torch.long)}
             items = list(zip(ours.features_of(kind, fields), ours.parts(kind, fields), strict=True))
             with FlopCounterMode(display=False) as counter:
-                encoded = ours.encode(base, kind, fields)
+                encoded = ours.encode(base, kind, ours.trimmed(kind, fields))
                 forward = counter.get_total_flops()
                 encoded.sum().backward()
             counts = [sum(shapes[kind].flops(*item, training=training) for item in items) for training in (False, True)]
             # InternVL has one more patch, a class token; the first layer of none gives a gradient to its pixels.
             assert counts[0] == pytest.approx(forward, rel=0.06), (kind, size)
             assert counts[1] == pytest.approx(counter.get_total_flops(), rel=0.1), (kind, size)
+
+
+GEMMA4 = FAMILIES["gemma4"](tiny_media_config("gemma4"))
+
+
+def places(wide: int, high: int, padded: int) -> Tensor:
+    """`[1, padded, 2]`, the places of the patches of an image."""
+    grid = torch.stack(torch.meshgrid(torch.arange(wide), torch.arange(high), indexing="xy"), -1).reshape(-1, 2)
+    return torch.cat([grid, torch.full((padded - len(grid), 2), -1)])[None]
+
+
+def test_padding_of_gemma4_takes_no_part() -> None:
+    pixels = torch.rand(2, 32, 48)
+    both = {"pixel_values": pixels, "image_position_ids": torch.cat([places(4, 2, 32), places(6, 4, 32)])}
+    assert GEMMA4.problem("image", both) is None
+    assert GEMMA4.features_of("image", both) == [2, 6]
+    assert {name: value.shape[1] for name, value in GEMMA4.trimmed("image", both).items()} == dict.fromkeys(both, 24)
+    audio = {"input_features": torch.rand(2, 40, 16), "input_features_mask": torch.arange(40) < torch.tensor([[3], [17]])}
+    assert GEMMA4.problem("audio", audio) is None
+    assert GEMMA4.features_of("audio", audio) == [1, 5]
+    assert {value.shape[1] for value in GEMMA4.trimmed("audio", audio).values()} == {17}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("image", {"pixel_values": torch.ones(1, 32, 47)}, r"pixel_values has the shape \[1, 32, 47\]; it must be \[M, 32, 48\]"),
+        ("image", {"pixel_values": torch.ones(48)}, "pixel_values has the shape"),
+        ("image", {"image_position_ids": places(4, 2, 24)}, r"image_position_ids has the shape \[1, 24, 2\]"),
+        ("image", {"image_position_ids": places(4, 2, 32).float()}, "it must be of integers"),
+        ("image", {"pixel_values": torch.ones(1, 30, 48), "image_position_ids": places(4, 2, 30)}, "a multiple of 4"),
+        ("image", {"image_position_ids": places(3, 2, 32)}, "sides that are multiples of 2"),
+        ("image", {"image_position_ids": torch.full((1, 32, 2), -1)}, "sides that are multiples of 2"),
+        ("image", {"image_position_ids": places(4, 2, 32).flip(1)}, "row by row"),
+        ("image", {"image_position_ids": places(4, 2, 32).flip(2)}, "row by row"),
+        ("image", {"pixel_values": torch.ones(1, 516, 48), "image_position_ids": places(258, 2, 516)}, "beyond the 256 places"),
+        ("video", {"pixel_values_videos": torch.ones(1, 32, 47), "video_position_ids": places(4, 2, 32)}, "pixel_values_videos"),
+        ("audio", {"input_features": torch.ones(1, 16, 40)}, r"\[1, 16, 40\]; it must be \[M, 16, 16\]"),
+        ("audio", {"input_features_mask": torch.ones(1, 39)}, r"\[1, 39\]; it must be \[M, 40\]"),
+        ("audio", {"input_features_mask": torch.zeros(1, 40)}, "not some frames and then padding"),
+        ("audio", {"input_features_mask": torch.arange(40)[None] > 3}, "not some frames and then padding"),
+    ],
+)
+def test_fields_that_gemma4_cannot_take_are_refused(kind: Any, fields: dict[str, Tensor], message: str) -> None:
+    right = {
+        "image": {"pixel_values": torch.ones(1, 32, 48), "image_position_ids": places(4, 2, 32)},
+        "audio": {"input_features": torch.ones(1, 40, 16), "input_features_mask": torch.ones(1, 40)},
+    }
+    problem = GEMMA4.problem(kind, {**right.get(kind, {}), **fields})
+    assert problem is not None
+    assert re.search(message, problem[1])
+
+
+def test_a_token_of_gemma4_without_an_image_is_refused() -> None:
+    """The model computes it as padding, and not as the token that it is."""
+    with pytest.raises(BatchError, match=r"b:1 has 1 video tokens \(id 251\), but 0 videos"):
+        check_media(from_lists([[5, VIDEO, 6]], names=["b:1"]), GEMMA4, "tiny")
+
+
+def test_a_gemma4_without_audio_takes_none() -> None:
+    config: Any = tiny_media_config("gemma4")
+    config.audio_config = None
+    family = FAMILIES["gemma4"](config)
+    assert list(family.modalities) == ["image", "video"]
+    fields = {"input_features": field(torch.ones(1, 40, 16), 1), "input_features_mask": field(torch.ones(1, 40), 1)}
+    with pytest.raises(BatchError, match="the batch has the media field 'input_features', but tiny takes pixel_values"):
+        check_media(from_lists([[5, 6]], media=fields), family, "tiny")
+
+
+def test_images_of_gemma4_are_blocks_where_the_config_says_so() -> None:
+    config: Any = tiny_media_config("gemma4")
+    assert GEMMA4.block_kinds == ("image", "video")
+    config.get_text_config().use_bidirectional_attention = None
+    assert FAMILIES["gemma4"](config).block_kinds == ()

@@ -22,9 +22,9 @@ from PIL import Image
 
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.errors import BatchError, ConfigError, DataError, MediaError, ModelError
-from drivetrain.engine.hf.media import FAMILIES, Kind
+from drivetrain.engine.hf.media import FAMILIES
 from drivetrain.engine.hf.tokenizer import load_tokenizer
-from drivetrain.engine.packing.batch import PackedBatch, joined_rows
+from drivetrain.engine.packing.batch import Kind, PackedBatch, joined_rows
 from drivetrain.engine.packing.microbatch import balance
 from drivetrain.engine.tiny_media import AUDIO, IMAGE, VIDEO
 from drivetrain.media import decode, processors
@@ -145,6 +145,56 @@ def test_a_chat_is_what_the_family_s_processor_makes_of_it(family: str, tmp_path
     assert sample.ids == want["input_ids"][0].tolist()
     for field, value in fields_of([sample], reader.store).items():
         assert torch.equal(value.values, want[field].flatten(0, 1) if family == "idefics3" else want[field]), field
+
+
+@pytest.mark.parametrize("kind", ["image", "video", "audio"])
+def test_gemma4_is_what_its_processor_makes_of_it(kind: Kind, tmp_path: Path) -> None:
+    """Its video processor needs torchvision: of a video, what the image processor makes of each frame."""
+    from transformers import AutoFeatureExtractor, AutoImageProcessor
+    from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+
+    reader = reader_of(tmp_path, "gemma4")
+    folder, tokenizer = tmp_path / "gemma4", reader.tokenizer
+    names = {"image": "<|image|>", "boi": "<|image>", "eoi": "<image|>", "audio": "<|AUDIO|>"}
+    names |= {"boa": "<|audio_bos|>", "eoa": "<|audio_eos|>"}
+    for role, token in names.items():
+        setattr(tokenizer, f"{role}_token", token)
+        setattr(tokenizer, f"{role}_token_id", tokenizer.convert_tokens_to_ids(token))
+    images = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    theirs: Any = object.__new__(Gemma4Processor)
+    for name in ("image", "boi", "eoi", "audio", "boa", "eoa"):
+        setattr(theirs, f"{name}_token", names[name])
+    theirs.video_token = "<|video_pad|>"
+    limits = MediaLimits(max_frames=7, fps=0.1)
+    if kind == "image":
+        want = [dict(images(item, return_tensors="pt")) for item in (picture(40, 24, 1), picture(16, 50, 2))]
+        values: list[Any] = [png(40, 24, 1), png(16, 50, 2)]
+        texts = [theirs.replace_image_token(one, 0) for one in want]
+    elif kind == "audio":
+        extractor = AutoFeatureExtractor.from_pretrained(folder)
+        tones = [tone(1.0, 2000), tone(0.49, 2000)]
+        want = [dict(extractor([item], return_tensors="pt")) for item in tones]
+        values = [{"array": item, "sampling_rate": 2000} for item in tones]
+        texts = [theirs.replace_audio_token(one, 0) for one in want]
+    else:
+        values = [movie(700, width=60, height=32)]
+        video = decode_video(MediaSource(kind="video", name="x", content=values[0]), limits, 1)
+        frames = [dict(images(frame, return_tensors="pt", max_soft_tokens=70)) for frame in video.frames]
+        fields = {"pixel_values": "pixel_values_videos", "image_position_ids": "video_position_ids"}
+        want = [{new: torch.cat([one[old] for one in frames]) for old, new in fields.items()}]
+        metadata = SimpleNamespace(fps=0.1, timestamps=video.seconds)
+        inputs = {"num_soft_tokens_per_video": frames[0]["num_soft_tokens_per_image"], "video_metadata": [metadata]}
+        texts = [theirs.replace_video_token(inputs, 0)]
+        assert "00:50 <|image>" in texts[0]
+        assert "01:00 <|image>" in texts[0]
+    for value, one, text in zip(values, want, texts, strict=True):
+        media = reader.processor.process(read_source(kind, value, Access()), limits)
+        assert media.text == text
+        for field, tensor in media.fields.items():
+            theirs_of = one[field][:, : tensor.shape[1]]
+            assert torch.equal(tensor, theirs_of.to(tensor.dtype)), field
+            # What is left out is padding.
+            assert not one[field][:, tensor.shape[1] :].any()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,495 @@
+"""The families that take media in, by what their encoders read.
+
+Axes: M rows of a media field, T frames of audio, P patches of an image.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask
+
+from ..packing.batch import Kind
+from .media_family import MediaFamily, Modality, wrong_shape
+
+MASK = "feature_attention_mask"
+"""The field of Qwen's audio that says which frames are not padding."""
+STEPS = 2
+"""The steps of Qwen's audio encoders for each feature."""
+
+
+class QwenVL(MediaFamily):
+    """Qwen's vision-language families: images and videos as patches, with the grid of each item in time, height and width."""
+
+    modalities = {
+        "image": Modality(values="pixel_values", items=("image_grid_thw",)),
+        "video": Modality(
+            values="pixel_values_videos",
+            items=("video_grid_thw",),
+            token="video_token_id",
+            method="get_video_features",
+        ),
+    }
+    axes = 3
+
+    def encoded(self, features: Tensor) -> Any:
+        output = super().encoded(features)
+        # A list with a tensor for each item.
+        output.pooler_output = [output.pooler_output]
+        return output
+
+    def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
+        modality, merge = self.modalities[kind], self.config.vision_config.spatial_merge_size
+        values, grids = media[modality.values], media[modality.items[0]]
+        if wrong := wrong_shape(modality.values, values, self._patch) or wrong_shape(modality.items[0], grids, 3):
+            return None, wrong
+        if grids.is_floating_point():
+            return None, f"{modality.items[0]} is {grids.dtype}; it must be of integers"
+        for item, grid in enumerate(grids.tolist()):
+            if min(grid) < 1 or grid[1] % merge or grid[2] % merge:
+                return (
+                    item,
+                    f"{modality.items[0]} {grid}; time, height and width are at least 1, and the latter two multiples of {merge}",
+                )
+        return None
+
+    @property
+    def _patch(self) -> int:
+        vision = self.config.vision_config
+        channels: int = getattr(vision, "in_channels", 3)
+        return channels * vision.temporal_patch_size * vision.patch_size**2
+
+    def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        grids: list[int] = media[self.modalities[kind].items[0]].prod(-1).tolist()
+        return grids
+
+    def features_of(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        merged = self.config.vision_config.spatial_merge_size**2
+        return [patches // merged for patches in self.rows(kind, media)]
+
+    def patches(self, kind: Kind) -> float:
+        return float(self.config.vision_config.spatial_merge_size**2)
+
+    def parts(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        frames: list[int] = media[self.modalities[kind].items[0]][:, 0].tolist()
+        return frames
+
+    def attention(self, kind: Kind) -> tuple[tuple[int, int | None], ...]:
+        layers, vision = super().attention(kind), self.config.vision_config
+        whole = getattr(vision, "fullatt_block_indexes", None)
+        if whole is None:
+            return layers
+        window = (vision.window_size // vision.patch_size) ** 2
+        return tuple((width, None if i in whole else window) for i, (width, _) in enumerate(layers))
+
+    def blank(self, kind: Kind) -> dict[str, Tensor]:
+        side, modality = self.config.vision_config.spatial_merge_size, self.modalities[kind]
+        return {
+            modality.values: torch.zeros(side * side, self._patch),
+            modality.items[0]: torch.tensor([[1, side, side]]),
+        }
+
+    def positions(self, base: PreTrainedModel, ids: Tensor, media: Mapping[Kind, Mapping[str, Tensor]]) -> Tensor:
+        kinds = torch.zeros_like(ids, dtype=torch.int32)
+        grids: dict[str, Tensor] = {}
+        numbers: dict[Kind, int] = {"image": 1, "video": 2}
+        for kind, number in numbers.items():
+            if kind in media:
+                modality = self.modalities[kind]
+                kinds[ids == self.tokens[kind]] = number
+                grids |= {name: media[kind][name] for name in (*modality.items, *modality.optional) if name in media[kind]}
+        any_base: Any = base
+        positions: Tensor = any_base.get_rope_index(ids[None], mm_token_type_ids=kinds[None], **grids)[0]
+        return positions[:, 0]
+
+
+class Qwen25VL(QwenVL):
+    """Qwen2.5-VL, whose positions depend on the seconds between the frames of a video."""
+
+    modalities = {
+        "image": QwenVL.modalities["image"],
+        "video": replace(QwenVL.modalities["video"], optional=("second_per_grid_ts",)),
+    }
+
+
+class QwenOmni(QwenVL):
+    """The thinker of Qwen2.5-Omni, which takes audio too. The sound of a video is not taken from it."""
+
+    modalities = {
+        "image": QwenVL.modalities["image"],
+        "video": Modality(
+            values="pixel_values_videos",
+            items=("video_grid_thw", "video_second_per_grid"),
+            token="video_token_id",
+            method="get_video_features",
+        ),
+        "audio": Modality(values="input_features", items=(MASK,), token="audio_token_id", method="get_audio_features"),
+    }
+    takes_outputs = False
+
+    def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
+        if kind == "audio":
+            return _audio_problem(media, MASK, self.config.audio_config.num_mel_bins, None, STEPS)
+        if kind == "video" and (wrong := wrong_shape("video_second_per_grid", media["video_second_per_grid"])):
+            return None, wrong
+        return super().problem(kind, media)
+
+    def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        return [1] * len(media["input_features"]) if kind == "audio" else super().rows(kind, media)
+
+    def features_of(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        return _audio_features(media[MASK], STEPS)[1].tolist() if kind == "audio" else super().features_of(kind, media)
+
+    def patches(self, kind: Kind) -> float:
+        return float(STEPS) if kind == "audio" else super().patches(kind)
+
+    def parts(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        return MediaFamily.parts(self, kind, media) if kind == "audio" else super().parts(kind, media)
+
+    def attention(self, kind: Kind) -> tuple[tuple[int, int | None], ...]:
+        if kind != "audio":
+            return super().attention(kind)
+        audio = self.config.audio_config
+        # Steps attend to each other within chunks of frames, two frames to a step.
+        return ((2 * audio.d_model, audio.n_window),) * audio.encoder_layers
+
+    def arguments(self, kind: Kind, media: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value for name, value in super().arguments(kind, media).items() if name != "video_second_per_grid"}
+
+    def blank(self, kind: Kind) -> dict[str, Tensor]:
+        if kind == "audio":
+            return _blank_audio(MASK, self.config.audio_config.num_mel_bins, 2 * STEPS, STEPS)
+        blank = super().blank(kind)
+        return blank if kind == "image" else {**blank, "video_second_per_grid": torch.ones(1)}
+
+    def positions(self, base: PreTrainedModel, ids: Tensor, media: Mapping[Kind, Mapping[str, Tensor]]) -> Tensor:
+        if "image" not in media and "video" not in media:
+            return MediaFamily.positions(self, base, ids, media)
+        fields = {name: value for one in media.values() for name, value in one.items()}
+        any_base: Any = base
+        positions: Tensor = any_base.get_rope_index(
+            ids[None],
+            image_grid_thw=fields.get("image_grid_thw"),
+            video_grid_thw=fields.get("video_grid_thw"),
+            attention_mask=torch.ones_like(ids)[None],
+            audio_seqlens=fields[MASK].sum(-1) if "audio" in media else None,
+            second_per_grids=fields.get("video_second_per_grid"),
+        )[0]
+        return positions[:, 0]
+
+
+class QwenAudio(MediaFamily):
+    """Qwen2-Audio, whose model has no method that encodes by itself."""
+
+    modalities = {"audio": Modality(values="input_features", items=(MASK,), token="audio_token_id", method="")}
+    takes_outputs = False
+    steps: ClassVar[int] = STEPS
+    """The steps of the encoder for each feature."""
+
+    def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
+        return _audio_problem(media, self._mask, self.config.audio_config.num_mel_bins, self._frames, self.steps)
+
+    @property
+    def _mask(self) -> str:
+        return self.modalities["audio"].items[0]
+
+    @property
+    def _frames(self) -> int:
+        # The encoder takes one length alone.
+        audio = self.config.audio_config
+        return 2 * int(getattr(audio, "max_source_positions", None) or audio.max_position_embeddings)
+
+    def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        return [1] * len(media["input_features"])
+
+    def features_of(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        features: list[int] = _audio_features(media[self._mask], self.steps)[1].tolist()
+        return features
+
+    def patches(self, kind: Kind) -> float:
+        return float(self.steps)
+
+    def padded(self, kind: Kind) -> int | None:
+        return self._frames // 2 // self.steps
+
+    def attention(self, kind: Kind) -> tuple[tuple[int, int | None], ...]:
+        audio = self.config.audio_config
+        width = getattr(audio, "d_model", None) or audio.hidden_size
+        return ((2 * width, None),) * (getattr(audio, "encoder_layers", None) or audio.num_hidden_layers)
+
+    def blank(self, kind: Kind) -> dict[str, Tensor]:
+        return _blank_audio(self._mask, self.config.audio_config.num_mel_bins, self._frames, self.steps)
+
+    def encode(self, base: PreTrainedModel, kind: Kind, media: Mapping[str, Tensor]) -> Tensor:
+        model: Any = base
+        inputs = media["input_features"]
+        convolved, counts = _audio_features(media[self._mask], self.steps)
+        steps = torch.arange((inputs.shape[-1] - 2) // 2 + 1, device=inputs.device)
+        mask = create_bidirectional_mask(
+            config=model.audio_tower.config,
+            inputs_embeds=inputs.new_zeros(len(inputs), len(steps), 1, dtype=model.dtype),
+            attention_mask=(steps < convolved[:, None]).long(),
+        )
+        hidden = model.audio_tower(inputs, attention_mask=mask).last_hidden_state
+        features: Tensor = model.multi_modal_projector(hidden)
+        return features[torch.arange(features.shape[1], device=features.device) < counts[:, None]]
+
+
+class GlmAsr(QwenAudio):
+    """GLM-ASR, whose model has a method that encodes, and joins four steps to a feature. Padding takes part in its encoder's attention."""
+
+    modalities = {
+        "audio": Modality(
+            values="input_features", items=("input_features_mask",), token="audio_token_id", method="get_audio_features"
+        )
+    }
+    steps = 4
+    encode = MediaFamily.encode
+
+
+def _audio_features(mask: Tensor, joined: int) -> tuple[Tensor, Tensor]:
+    """Return for each audio the number of steps behind the convolutions, and that of its features, of `joined` steps each."""
+    steps = (mask.sum(-1) - 1) // 2 + 1
+    return steps, (steps - joined) // joined + 1
+
+
+def _audio_problem(
+    media: Mapping[str, Tensor], name: str, bins: int, most: int | None, joined: int
+) -> tuple[int | None, str] | None:
+    """See `MediaFamily.problem`; `most` is the number of frames that the encoder takes, if it takes one alone."""
+    values, mask = media["input_features"], media[name]
+    frames = values.shape[-1] if most is None else most
+    if wrong := wrong_shape("input_features", values, bins, frames) or wrong_shape(name, mask, frames):
+        return None, wrong
+    for item, count in enumerate(mask.sum(-1).tolist()):
+        if count < 2 * joined:
+            return item, f"{name} with {count} frames; an audio has at least {2 * joined}"
+    return None
+
+
+def _blank_audio(name: str, bins: int, frames: int, joined: int) -> dict[str, Tensor]:
+    mask = (torch.arange(frames) < 2 * joined).long()[None]
+    return {"input_features": torch.zeros(1, bins, frames), name: mask}
+
+
+class Tiles(MediaFamily):
+    """Families whose images are tiles of one size, each with the same number of features: InternVL."""
+
+    modalities = {"image": Modality(values="pixel_values")}
+
+    def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
+        wrong = wrong_shape("pixel_values", media["pixel_values"], *self._tile)
+        return None if wrong is None else (None, wrong)
+
+    @property
+    def _tile(self) -> tuple[int, ...]:
+        vision = self.config.vision_config
+        # One side of a square, or both sides.
+        sides = (vision.image_size,) * 2 if isinstance(vision.image_size, int) else vision.image_size
+        return (vision.num_channels, *sides)
+
+    def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        return [1] * len(media[self.modalities[kind].values])
+
+    def features_of(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        return [self._tile_features] * len(media[self.modalities[kind].values])
+
+    def patches(self, kind: Kind) -> float:
+        vision = self.config.vision_config
+        sizes = (vision.image_size, vision.patch_size)
+        image, patch = (size if isinstance(size, int) else size[0] for size in sizes)
+        return (image // patch) ** 2 / self._tile_features
+
+    @property
+    def _tile_features(self) -> int:
+        vision = self.config.vision_config
+        patches = (vision.image_size[0] // vision.patch_size[0]) * (vision.image_size[1] // vision.patch_size[1])
+        return int(patches * self.config.downsample_ratio**2)
+
+    def blank(self, kind: Kind) -> dict[str, Tensor]:
+        return {"pixel_values": torch.zeros(1, *self._tile)}
+
+
+class Gemma3(Tiles):
+    """Gemma 3: images of one size."""
+
+    block_kinds = ("image",)
+
+    @property
+    def _tile_features(self) -> int:
+        features: int = self.config.mm_tokens_per_image
+        return features
+
+
+class MaskedTiles(Tiles):
+    """Families whose tiles may be padded, with a mask: Idefics 3, SmolVLM."""
+
+    modalities = {"image": Modality(values="pixel_values", items=("pixel_attention_mask",))}
+
+    def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
+        values = media["pixel_values"]
+        if wrong := super().problem(kind, media):
+            return wrong
+        if shape := wrong_shape("pixel_attention_mask", media["pixel_attention_mask"], *self._tile[1:]):
+            return None, shape
+        blank = [item for item, tile in enumerate(values) if not tile.any()]
+        return (
+            (blank[0], "pixel_values that are all zero, which the model takes for padding; leave the tile out")
+            if blank
+            else None
+        )
+
+    @property
+    def _tile_features(self) -> int:
+        vision = self.config.vision_config
+        return int((vision.image_size // vision.patch_size) ** 2 / self.config.scale_factor**2)
+
+    def blank(self, kind: Kind) -> dict[str, Tensor]:
+        # Not zeros, which the family takes for padding and leaves out.
+        return {"pixel_values": torch.ones(1, *self._tile), "pixel_attention_mask": torch.ones(1, *self._tile[1:]).long()}
+
+    def arguments(self, kind: Kind, media: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # As one row of a batch, whose images these are.
+        return {name: value[None] for name, value in super().arguments(kind, media).items()}
+
+
+class Gemma4(MediaFamily):
+    """Gemma 4: images, and the frames of videos, as patches with their places, and audio. Some sizes have no encoder of audio.
+
+    Images have patches of padding at their end, whose place is -1. An item of a video is a frame.
+    """
+
+    modalities = {
+        "image": Modality(values="pixel_values", items=("image_position_ids",)),
+        "video": Modality(
+            values="pixel_values_videos",
+            items=("video_position_ids",),
+            token="video_token_id",
+            method="get_video_features",
+        ),
+        "audio": Modality(
+            values="input_features", items=("input_features_mask",), token="audio_token_id", method="get_audio_features"
+        ),
+    }
+    # Of those of audio it takes none.
+    takes_outputs = False
+    blocks_in_windows = True
+    # The model takes such a token for padding.
+    takes_stray_tokens = False
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        encoders = {
+            "image": config.vision_config,
+            "video": config.vision_config,
+            "audio": config.audio_config,
+        }
+        self.modalities = {kind: m for kind, m in self.modalities.items() if encoders[kind] is not None}
+        super().__init__(config)
+        if self.config.get_text_config().use_bidirectional_attention == "vision":
+            self.block_kinds = tuple(kind for kind in self.modalities if kind != "audio")
+
+    def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
+        modality = self.modalities[kind]
+        name, (places_name,) = modality.values, modality.items
+        values, places = media[name], media[places_name]
+        if kind == "audio":
+            frames = values.shape[1] if values.dim() > 1 else 0
+            bins = self.config.audio_config.subsampling_conv_channels[0]
+            if wrong := wrong_shape(name, values, frames, bins) or wrong_shape(places_name, places, frames):
+                return None, wrong
+            counts = places.long().sum(-1)
+            bad = (counts == 0) | (places.bool() != (torch.arange(frames, device=places.device) < counts[:, None])).any(-1)
+            return (int(bad.nonzero()[0]), f"{places_name} that is not some frames and then padding") if bad.any() else None
+        vision = self.config.vision_config
+        side, patches = vision.pooling_kernel_size, values.shape[1] if values.dim() > 1 else 0
+        if wrong := wrong_shape(name, values, patches, 3 * vision.patch_size**2) or wrong_shape(places_name, places, patches, 2):
+            return None, wrong
+        if places.is_floating_point():
+            return None, f"{places_name} is {places.dtype}; it must be of integers"
+        if patches % side**2:
+            return None, f"{name} has {patches} patches for each image; they must be a multiple of {side**2}"
+        counts = _patches(places)
+        wide, high = ((places[..., axis].max(-1).values + 1) for axis in (0, 1))
+        number = torch.arange(patches, device=places.device)
+        inside = number < counts[:, None]
+        expected = torch.stack([number % wide.clamp_min(1)[:, None], number // wide.clamp_min(1)[:, None]], -1)
+        expected = torch.where(inside[..., None], expected, -1)
+        bad = (places != expected).flatten(1).any(-1) | (counts != wide * high)
+        bad |= (wide < side) | (high < side) | (wide % side != 0) | (high % side != 0)
+        if bad.any():
+            item = int(bad.nonzero()[0])
+            return item, f"{places_name} that are not a grid row by row, with sides that are multiples of {side}, and then padding of -1"
+        most = vision.position_embedding_size
+        beyond = torch.maximum(wide, high) > most
+        return (int(beyond.nonzero()[0]), f"{places_name} beyond the {most} places of the encoder") if beyond.any() else None
+
+    def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        return [1] * len(media[self.modalities[kind].values])
+
+    def features_of(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        beside = media[self.modalities[kind].items[0]]
+        if kind == "audio":
+            # Two convolutions, each of which takes every other frame.
+            counts = beside[:, ::2][:, ::2].long().sum(-1)
+        else:
+            counts = _patches(beside) // self.config.vision_config.pooling_kernel_size**2
+        features: list[int] = counts.tolist()
+        return features
+
+    def trimmed(self, kind: Kind, media: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        beside = media[self.modalities[kind].items[0]]
+        longest = int((beside.long().sum(-1) if kind == "audio" else _patches(beside)).max())
+        return {name: value[:, :longest] for name, value in media.items()}
+
+    def patches(self, kind: Kind) -> float:
+        return 1.0 if kind == "audio" else float(self.config.vision_config.pooling_kernel_size**2)
+
+    def attention(self, kind: Kind) -> tuple[tuple[int, int | None], ...]:
+        if kind != "audio":
+            vision = self.config.vision_config
+            return ((2 * vision.num_attention_heads * vision.head_dim, None),) * vision.num_hidden_layers
+        audio = self.config.audio_config
+        # Each chunk attends to itself and to its surroundings.
+        window = audio.attention_chunk_size + audio.attention_context_left - 1 + audio.attention_context_right
+        return ((2 * audio.hidden_size, window),) * audio.num_hidden_layers
+
+    def blank(self, kind: Kind) -> dict[str, Tensor]:
+        values, (beside,) = self.modalities[kind].values, self.modalities[kind].items
+        if kind == "audio":
+            bins = self.config.audio_config.subsampling_conv_channels[0]
+            return {values: torch.zeros(1, 4, bins), beside: torch.ones(1, 4, dtype=torch.long)}
+        vision = self.config.vision_config
+        side = torch.arange(vision.pooling_kernel_size)
+        places = torch.stack(torch.meshgrid(side, side, indexing="xy"), -1).reshape(1, -1, 2)
+        return {values: torch.zeros(1, places.shape[1], 3 * vision.patch_size**2), beside: places}
+
+    def arguments(self, kind: Kind, media: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        arguments = super().arguments(kind, media)
+        if kind == "video":
+            # Only for dividing the result, which is joined again.
+            arguments["num_frames_per_video"] = torch.ones(len(media["pixel_values_videos"]), dtype=torch.long)
+        return arguments
+
+    def encode(self, base: PreTrainedModel, kind: Kind, media: Mapping[str, Tensor]) -> Tensor:
+        if kind != "audio":
+            return super().encode(base, kind, media)
+        model: Any = base
+        output = model.get_audio_features(media["input_features"], media["input_features_mask"].bool(), return_dict=True)
+        features: Tensor = output.pooler_output
+        return features[output.attention_mask]
+
+    def decoder_arguments(self, base: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
+        text: Any = self.config.get_text_config()
+        if not text.hidden_size_per_layer_input:
+            return {}
+        is_media = torch.stack([ids == token for token in self.tokens.values()]).any(0)
+        decoder: Any = base.get_decoder()
+        return {"per_layer_inputs": decoder.get_per_layer_inputs(ids.masked_fill(is_media, text.pad_token_id)[None], None)}
+
+
+def _patches(places: Tensor) -> Tensor:
+    """Return the number of patches of each image that are not padding, given their places `[M, P, 2]`."""
+    return (places != -1).all(-1).sum(-1)

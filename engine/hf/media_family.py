@@ -1,0 +1,170 @@
+"""A family of transformers that takes images, video or audio in: what its encoders read, and how many tokens an item takes.
+
+An item is what an encoder takes by itself: an image, a video, or a tile of an image. Its features stand in the place of as many tokens,
+all of one id. The encoders run by the model's own methods, and what they return goes back to the model as `mm_encoder_outputs`, or among the
+embeddings of its decoder.
+
+Axes: T tokens of a document, M rows of a media field, F features, H hidden size, A position axes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from ..packing.batch import Kind
+
+@dataclass(frozen=True, kw_only=True)
+class Modality:
+    """A kind of media as a family takes it. The fields of a batch have the names of the encoder's arguments.
+
+    Args:
+        values: The field of the encoder's input, with one row or several for each item.
+        items: The fields with one row for each item; without any, each row of `values` is an item.
+        token: The name of the id, in the config, of the tokens in whose place features stand.
+        method: The name of the method that encodes.
+        optional: The fields with one row for each item that may be missing, and that positions alone depend on.
+    """
+
+    values: str
+    items: tuple[str, ...] = ()
+    token: str = "image_token_id"
+    method: str = "get_image_features"
+    optional: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields that a batch must have."""
+        return (self.values, *self.items)
+
+
+class MediaFamily(ABC):
+    """A family that takes media in.
+
+    Args:
+        config: The model's config, with those of its encoders.
+    """
+
+    modalities: Mapping[Kind, Modality]
+    """The kinds that it takes."""
+    axes: ClassVar[int] = 1
+    """The number of position axes, A."""
+    block_kinds: tuple[Kind, ...] = ()
+    """The kinds whose tokens attend to each other in both directions, those of each item."""
+    blocks_in_windows: ClassVar[bool] = False
+    """Whether they do so in layers with a window alone."""
+    takes_stray_tokens: ClassVar[bool] = True
+    """Whether a token in whose place features stand is text like others where there is no item."""
+    takes_outputs: ClassVar[bool] = True
+    """Whether the model takes `mm_encoder_outputs`; otherwise features are put among the embeddings that its decoder takes."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config: Any = config
+        self.tokens: dict[Kind, int] = {kind: getattr(config, m.token) for kind, m in self.modalities.items()}
+        """The id of the tokens in whose place the features of each kind stand."""
+
+    @abstractmethod
+    def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        """Return the number of rows of `Modality.values` of each item, given the fields of the kind."""
+
+    @abstractmethod
+    def features_of(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        """Return the number of features of each item, given the fields of the kind."""
+
+    @abstractmethod
+    def blank(self, kind: Kind) -> dict[str, Tensor]:
+        """Return the fields of the smallest item, for a rank that has none while others have."""
+
+    @abstractmethod
+    def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
+        """Return what is wrong with the fields of a kind, and with which item, or with all of them; None if nothing is."""
+
+    def arguments(self, kind: Kind, media: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the arguments of the encoder."""
+        return {name: media[name] for name in self.modalities[kind].fields}
+
+    def trimmed(self, kind: Kind, media: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the fields of a kind without the padding that none of their items needs."""
+        return media
+
+    def encode(self, base: PreTrainedModel, kind: Kind, media: Mapping[str, Tensor]) -> Tensor:
+        """Run an encoder.
+
+        Args:
+            base: The model without its head.
+            kind: The kind of media.
+            media: The fields of the kind.
+
+        Returns:
+            `[F, (1 + L) H]`: the features, and beside each those that go to L further layers.
+        """
+        output = getattr(base, self.modalities[kind].method)(**self.arguments(kind, media), return_dict=True)
+        layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        return torch.cat([_flat(layer) for layer in layers], -1)
+
+    def encoded(self, features: Tensor) -> Any:
+        """Return what the model takes as the output of an encoder, given rows of what `encode` returned."""
+        first, *deeper = features.split(self.config.get_text_config().hidden_size, -1)
+        output: Any = BaseModelOutputWithPooling(pooler_output=first)
+        if deeper:
+            output.deepstack_features = [[layer] for layer in deeper]
+        return output
+
+    def decoder_arguments(self, base: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
+        """Return what a decoder that takes embeddings needs beside them.
+
+        Args:
+            base: The model without its head.
+            ids: `[T]` int64, the token ids.
+        """
+        return {}
+
+    @abstractmethod
+    def patches(self, kind: Kind) -> float:
+        """Return the number of patches, or of steps of audio, that an encoder's layers have for each feature."""
+
+    def parts(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
+        """Return the number of parts of each item whose patches alone attend to each other, such as the frames of a video."""
+        return [1] * len(self.features_of(kind, media))
+
+    def padded(self, kind: Kind) -> int | None:
+        """Return the number of features to which every item is padded for its encoder; None if none is."""
+        return None
+
+    def attention(self, kind: Kind) -> tuple[tuple[int, int | None], ...]:
+        """Return the (width, window) of each layer of an encoder; see `EncoderShape`."""
+        vision = self.config.vision_config
+        width = getattr(vision, "embed_dim", None) or vision.hidden_size
+        layers = getattr(vision, "depth", None) or vision.num_hidden_layers
+        return ((2 * width, None),) * layers
+
+    def positions(self, base: PreTrainedModel, ids: Tensor, media: Mapping[Kind, Mapping[str, Tensor]]) -> Tensor:
+        """Return the positions of a document with media.
+
+        Args:
+            base: The model without its head.
+            ids: `[T]` int64 on the host, the token ids.
+            media: The fields of each kind with one row for each item, of this document alone.
+
+        Returns:
+            `[A, T]`.
+        """
+        return torch.arange(len(ids)).expand(self.axes, -1)
+
+
+def wrong_shape(name: str, value: Tensor, *sizes: int) -> str | None:
+    """Return what is wrong with the shape `[M, *sizes]` of a field; None if nothing is."""
+    if tuple(value.shape[1:]) == sizes and value.dim():
+        return None
+    return f"{name} has the shape {list(value.shape)}; it must be {['M', *sizes]}".replace("'", "")
+
+
+def _flat(features: Any) -> Tensor:
+    """Return features `[F, H]`, which a family may have in a list with one tensor for each item, or `[M, F / M, H]`."""
+    joined = features if isinstance(features, Tensor) else torch.cat(list(features))
+    return joined.flatten(0, -2)
