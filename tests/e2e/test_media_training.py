@@ -17,11 +17,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForMultimodalLM, AutoTokenizer
 
 from drivetrain.cli import main as drivetrain
+from drivetrain.engine.config import ModelConfig, OptimConfig
+from drivetrain.engine.conformance.reference import PlainReference
+from drivetrain.engine.hf.tokenizer import load_tokenizer
 from drivetrain.engine.tiny_media import IMAGE
+from drivetrain.trainers.config.data import DataConfig
+from drivetrain.trainers.data.encode import encode_row
+from drivetrain.trainers.data.media import MediaReader, fields_of
 from drivetrain.trainers.dpo import main as dpo
 from drivetrain.trainers.rm import main as rm
 from drivetrain.trainers.sft import main as sft
-from helpers.media import picture, png, save_media_model
+from helpers.media import movie, picture, png, save_media_model, wav
 from helpers.runs import records
 
 FAMILY = "qwen2_5_vl"
@@ -276,3 +282,40 @@ def test_a_reward_model_on_pictures_equals_plain_transformers(task: Path, scored
     assert rm(words(task, tmp_path / "run", "dpo", f"model.path={scored}")) == 0
     check(tmp_path / "run", rm_steps(task))
     assert (tmp_path / "run" / "hf" / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_omni_thinker", "gemma4"])
+def test_sft_on_images_videos_and_audio_equals_plain_transformers(family: str, tmp_path: Path) -> None:
+    """Of the fields and tokens whose equality with the families' own processors has tests of its own."""
+    folder = save_media_model(tmp_path / "model", family)
+    for i in range(2):
+        (tmp_path / f"{i}.png").write_bytes(png(16 + 8 * i, 16, i))
+        (tmp_path / f"{i}.mp4").write_bytes(movie(20 + 10 * i))
+        (tmp_path / f"{i}.wav").write_bytes(wav(0.5 + 0.3 * i))
+    endings = {"image": "png", "video": "mp4", "audio": "wav"}
+    kinds = [["image"], ["video"], ["audio"], [], ["audio", "image"], ["video"], ["image", "audio"], []]
+    rows = []
+    for i, kinds_of_row in enumerate(kinds):
+        parts = [{"type": kind, kind: f"{i % 2}.{endings[kind]}"} for kind in kinds_of_row]
+        content = [*parts, {"type": "text", "text": f"what is {i}?"}]
+        rows.append({"messages": [{"role": "user", "content": content}, *answer(f"{i} of them")]})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [f"model.path={folder}", f"data.train=[{tmp_path / 'rows.jsonl'}]", "engine.micro_batch.max_tokens=1024"]
+    settings += ["data.max_frames=4", "data.batch_size=4"]
+    assert sft(words(tmp_path, tmp_path / "run", "rows", *settings)) == 0
+    model = ModelConfig(path=str(folder))
+    data = DataConfig(cache_dir=str(tmp_path / "other"), max_frames=4)
+    reader = MediaReader.of(model, data, load_tokenizer(model), tmp_path / "other")
+    assert reader is not None
+    plain, steps = PlainReference(folder, OptimConfig(lr=1e-4, weight_decay=0, betas=(0.9, 0.95), clip_grad_norm=1.0)), []
+    at = str(tmp_path / "rows.jsonl")
+    samples = [
+        encode_row(reader.tokenizer, row, f"{at}:{i + 1}", data, "completions", None, reader)[0] for i, row in enumerate(rows)
+    ]
+    assert [len(sample.media) for sample in samples] == [len(one) for one in kinds]
+    for first in (0, 4):
+        some = samples[first : first + 4]
+        fields = [{name: field.values for name, field in fields_of([one], reader.store).items()} for one in some]
+        step = plain.step([one.ids for one in some], [one.supervised for one in some], fields)
+        steps.append((step.loss, step.grad_norm))
+    check(tmp_path / "run", steps)
