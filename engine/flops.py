@@ -75,6 +75,8 @@ class ModelShape:
         hidden: The size of a hidden state.
         experts: The number of the parameters that belong to experts.
         encoders: The encoder of each kind of media that the model takes.
+        media_costs: The cost of encoding one element of each field that an encoder reads, in units of one token's matrix products. Of
+            attention inside of an item, which grows with its size, it has what the smallest item needs.
     """
 
     weights: float
@@ -89,6 +91,7 @@ class ModelShape:
     hidden: int = 1
     experts: int = 0
     encoders: Mapping[str, EncoderShape] = field(default_factory=dict)
+    media_costs: Mapping[str, float] = field(default_factory=dict)
 
     def media_cost(self, kind: str, features: int, parts: int) -> float:
         """Return the cost of encoding an item, in units of one token's matrix products; see `microbatch.cost`.

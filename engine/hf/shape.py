@@ -1,5 +1,6 @@
 """The cost per token of a transformers decoder, read from its parameters and its config."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -32,6 +33,7 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
         of_experts += parameter.numel() * is_expert
         weights += active
         trained += active * parameter.requires_grad
+    encoders = encoder_shapes(lm)
     return ModelShape(
         weights=weights,
         trained=trained,
@@ -44,7 +46,8 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
         vocabulary=len(lm.get_input_embeddings().weight),
         hidden=config.hidden_size,
         experts=of_experts,
-        encoders=encoder_shapes(lm),
+        encoders=encoders,
+        media_costs=field_costs(lm, encoders, weights),
     )
 
 
@@ -79,6 +82,27 @@ def encoder_shapes(lm: Any) -> dict[str, EncoderShape]:
             **counts, attention=family.attention(kind), patches=family.patches(kind), padded=family.padded(kind)
         )
     return shapes
+
+
+def field_costs(lm: Any, encoders: Mapping[str, EncoderShape], weights: float) -> dict[str, float]:
+    """Return the cost of an element of each field that an encoder reads; see `ModelShape.media_costs`.
+
+    Args:
+        lm: The model.
+        encoders: The shapes of its encoders.
+        weights: The number of elements in the matrices that multiply every token.
+    """
+    if not encoders:
+        return {}
+    config = getattr(lm, lm.base_model_prefix).config
+    family = FAMILIES[config.model_type](config)
+    costs: dict[str, float] = {}
+    for kind, modality in family.modalities.items():
+        smallest = family.blank(kind)
+        (features,) = family.features_of(kind, smallest)
+        flops = encoders[kind].flops(features, 1, training=False)
+        costs[modality.values] = flops / (2 * weights) / smallest[modality.values].numel()
+    return costs
 
 
 def context_of(config: PreTrainedConfig) -> int | None:

@@ -4,6 +4,7 @@ Axes: T tokens, N sequences (documents), A position axes of multi-axis RoPE, M r
 """
 
 import difflib
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
@@ -401,6 +402,21 @@ def media_fields(items: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, M
                 rows.setdefault(name, []).append(value)
                 counts.setdefault(name, [0] * len(items))[number] += len(value)
     return {name: MediaField(values=joined_rows(name, rows[name]), counts=torch.tensor(counts[name])) for name in rows}
+
+
+def media_costs(batch: PackedBatch, costs: Mapping[str, float]) -> list[float] | None:
+    """Return the cost of encoding the media of each sequence; None if the batch has none.
+
+    Args:
+        batch: The batch.
+        costs: The cost of one element of each field of media; see `ModelShape.media_costs`.
+    """
+    present = {name: media for name, media in batch.media.items() if name in costs}
+    if not present:
+        return None
+    each = [media.counts.double() * (costs[name] * math.prod(media.values.shape[1:])) for name, media in present.items()]
+    result: list[float] = torch.stack(each).sum(0).tolist()
+    return result
 
 
 def joined_rows(name: str, parts: Sequence[Tensor]) -> Tensor:

@@ -481,6 +481,9 @@ def test_workers_read_images_from_a_batch_and_from_their_stores(tmp_path: Path) 
         ),
     )
     with ProcessWorkerGroup({"actor": role}, pools={"main": 2}) as group:
+        costs = group.rank_infos("actor")[0].media_costs
+        assert costs.keys() == {"pixel_values", "pixel_values_videos"}
+        assert min(costs.values()) > 0
         direct = group["actor"].compute_log_probs(batch)["log_probs"]
         ref = group["actor"].compute_log_probs(group.data.put(batch))
         stored = group.data.get(ref, ["log_probs"])["log_probs"]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain.engine.errors import BatchError, ConfigError, DataError, DataMissingError
-from drivetrain.engine.packing.batch import MediaField, PackedBatch
+from drivetrain.engine.packing.batch import MediaField, PackedBatch, media_costs
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.workers.data_plane import store as store_module
 from drivetrain.workers.data_plane.data_ref import DataRef
@@ -26,6 +26,7 @@ from drivetrain.workers.protocol import data_messages as d
 from drivetrain.workers.protocol.compute_messages import Call
 from drivetrain.workers.protocol.hooks import Offload
 from drivetrain.workers.protocol.manifest import digest_of
+from drivetrain.workers.roles.dispatch import MiniBatches, assign_mini_batches, assign_rows
 
 IDS = Column("input_ids", "int64", "token")
 
@@ -299,6 +300,20 @@ def rich_batch() -> PackedBatch:
     positions = torch.stack([batch.position_ids, batch.position_ids + 100])
     rich = PackedBatch(**{**{f: getattr(batch, f) for f in FIELDS}, "position_ids": positions})
     return rich.with_sequence_fields(rewards=torch.tensor([float("nan"), 1.0, 2.0], dtype=torch.bfloat16))
+
+
+def test_media_cost_as_much_in_a_batch_as_in_the_stores() -> None:
+    batch, buffer, ids = rich_batch(), SequenceBuffer(), ["a", "b", "c"]
+    buffer.add(ids, batch.lengths, [column for column, _ in columns_of(batch)], ["main/0"])
+    ref = DataRef.of(buffer, ids)
+    for costs, expected in (({"pixels": 0.5, "frames": 9.0}, [2.0, 0.0, 4.0]), ({"frames": 9.0}, None), ({}, None)):
+        assert media_costs(batch, costs) == expected
+        assert ref.media_costs(costs) == expected
+    # The rank that has the images gets nothing else.
+    shares = assign_rows([4, 4, 4, 4], None, 2, 0.0, media=[8.0, 0.0, 0.0, 0.0])
+    assert sorted(shares.rows) == [[0], [1, 2, 3]]
+    steps = assign_mini_batches([4, 4, 4, 4], None, 2, 0.0, MiniBatches(), media=[0.0, 8.0, 0.0, 0.0])
+    assert sorted(steps.rows) == [[0, 2, 3], [1]]
 
 
 FIELDS = ("input_ids", "cu_seqlens", "labels", "token_fields", "sequence_fields", "media", "group_ids", "names")

@@ -11,7 +11,7 @@ from transformers import AutoModelForMultimodalLM
 from drivetrain.engine.errors import BatchError
 from drivetrain.engine.hf.media import FAMILIES
 from drivetrain.engine.hf.media_family import MediaFamily
-from drivetrain.engine.hf.shape import encoder_shapes
+from drivetrain.engine.hf.shape import encoder_shapes, field_costs
 from drivetrain.engine.media import (
     Items,
     MediaSummary,
@@ -310,6 +310,10 @@ def test_flops_of_encoders_are_those_that_torch_counts(family: str) -> None:
                 forward = counter.get_total_flops()
                 encoded.sum().backward()
             counts = [sum(shapes[kind].flops(*item, training=training) for item in items) for training in (False, True)]
+            read = ours.trimmed(kind, fields)[ours.modalities[kind].values]
+            by_elements = field_costs(model, shapes, 0.5)[ours.modalities[kind].values] * read.numel()
+            # But for attention inside of an item.
+            assert 0.7 * counts[0] <= by_elements <= 1.01 * counts[0], (kind, size)
             # InternVL has one more patch, a class token; the first layer of none gives a gradient to its pixels.
             assert counts[0] == pytest.approx(forward, rel=0.06), (kind, size)
             assert counts[1] == pytest.approx(counter.get_total_flops(), rel=0.1), (kind, size)

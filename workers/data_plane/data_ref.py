@@ -6,6 +6,7 @@ from typing import Self
 
 from ...engine.errors import BatchError
 from ...engine.packing.prefixes import Prefixes
+from .plan import MEDIA
 from .sequence_buffer import SequenceBuffer
 
 
@@ -74,6 +75,22 @@ class DataRef:
         key = self.key_of(name)
         self.buffer.check(self.ids, [key])
         return [tuple(sorted(self.buffer.record(sample).columns[key].holders)) for sample in self.ids]
+
+    def media_costs(self, costs: Mapping[str, float]) -> list[float] | None:
+        """Return the cost of encoding the media of each sample; None if they have none.
+
+        Args:
+            costs: The cost of one element of each field of media.
+
+        Raises:
+            DataMissingError: The samples were dropped.
+        """
+        keys = {self.keys[MEDIA + name]: cost for name, cost in costs.items() if MEDIA + name in self.keys}
+        if not keys:
+            return None
+        self.buffer.check(self.ids, list(keys))
+        every = [self.buffer.record(sample).columns for sample in self.ids]
+        return [sum(cost * columns[key].elements for key, cost in keys.items()) for columns in every]
 
     def select(self, rows: Sequence[int]) -> Self:
         """Return some samples, in the given order.

@@ -17,6 +17,8 @@ ITEM_SIZES = {
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool"), 1),
 }
 """The data types of stored samples, with their sizes in bytes."""
+MEDIA = "media:"
+"""What the name of a media field begins with, as a column."""
 ALIGNMENT = 16
 """Every column of a load begins at a multiple of this many bytes, so that it can be viewed as any data type."""
 

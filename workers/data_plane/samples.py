@@ -12,12 +12,10 @@ from torch import Tensor
 
 from ...engine.errors import BatchError
 from ...engine.packing.batch import MediaField, PackedBatch
-from .plan import Column
+from .plan import MEDIA, Column
 from .sequence_buffer import check_dtype
 from .store import DTYPE_NAMES, DTYPES, DataStore
 
-MEDIA = "media:"
-"""What the name of a media field begins with, as a column."""
 STRUCTURE = ("input_ids", "position_ids", "labels")
 
 Columns = list[tuple[Column, Tensor]]

@@ -1,5 +1,6 @@
 """What a controller knows of the samples: their lengths, their columns, and where these are. Imports no torch."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,11 @@ class StoredColumn:
     rows: int
     origin: str
     holders: frozenset[str]
+
+    @property
+    def elements(self) -> int:
+        """The number of its elements."""
+        return self.rows * math.prod(self.column.tail)
 
 
 @dataclass(slots=True)

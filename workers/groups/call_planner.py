@@ -7,7 +7,7 @@ from typing import Any, get_args
 from msgspec.structs import replace
 
 from ...engine.errors import ConfigError
-from ...engine.packing.batch import PackedBatch
+from ...engine.packing.batch import PackedBatch, media_costs
 from ...engine.packing.convert import from_lists
 from ...engine.packing.prefixes import Prefixes
 from ...engine.packing.sharing import find_prefixes
@@ -233,7 +233,8 @@ class CallPlanner:
         mini_batches: MiniBatches | None,
     ) -> Shards:
         prefixes = ref.prefixes if infos[0].shares_prefixes else None
-        assignment = _assign(ref.lengths, ref.group_ids, ref.prefixes, prefixes, dispatch, infos[0], mini_batches)
+        media = ref.media_costs(infos[0].media_costs)
+        assignment = _assign(ref.lengths, ref.group_ids, ref.prefixes, prefixes, media, dispatch, infos[0], mini_batches)
         return Shards(workers=self._group.workers(role), infos=infos, assignment=assignment)
 
     def _shards_of_batch(
@@ -246,7 +247,8 @@ class CallPlanner:
     ) -> Shards:
         groups = None if batch.group_ids is None else batch.groups()
         prefixes = find_prefixes(batch) if infos[0].dp_size > 1 and infos[0].shares_prefixes else None
-        assignment = _assign(batch.lengths, groups, None, prefixes, dispatch, infos[0], mini_batches)
+        media = media_costs(batch, infos[0].media_costs)
+        assignment = _assign(batch.lengths, groups, None, prefixes, media, dispatch, infos[0], mini_batches)
         return Shards(workers=self._group.workers(role), infos=infos, assignment=assignment)
 
     def _declared(self) -> set[str]:
@@ -309,15 +311,16 @@ def _assign(
     groups: Sequence[int] | None,
     families: Prefixes | None,
     prefixes: Prefixes | None,
+    media: Sequence[float] | None,
     dispatch: Dispatch,
     info: RankInfo,
     mini_batches: MiniBatches | None,
 ) -> Assignment:
     dp_size, ratio = info.dp_size, info.attention_ratio
     if dispatch.split == "dp":
-        return assign_rows(lengths, groups, dp_size, ratio, prefixes=prefixes)
+        return assign_rows(lengths, groups, dp_size, ratio, prefixes=prefixes, media=media)
     steps = mini_batches or MiniBatches()
-    return assign_mini_batches(lengths, groups, dp_size, ratio, steps, families=families, prefixes=prefixes)
+    return assign_mini_batches(lengths, groups, dp_size, ratio, steps, families=families, prefixes=prefixes, media=media)
 
 
 def _message(

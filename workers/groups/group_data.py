@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...engine.errors import BatchError, ConfigError
-from ...engine.packing.batch import PackedBatch
+from ...engine.packing.batch import PackedBatch, media_costs
 from ...engine.packing.convert import from_lists
 from ...generation.options import check_prompts
 from ..data_plane.data_ref import DataRef
@@ -128,7 +128,8 @@ class GroupData:
             batch = from_lists(check_prompts(batch)) if prompts else adapt_batch(batch, every=True).batch
             extra_fields = frozenset()
         groups = None if batch.group_ids is None else batch.groups()
-        assignment = assign_rows(batch.lengths, groups, infos[0].dp_size, infos[0].attention_ratio)
+        media = media_costs(batch, infos[0].media_costs)
+        assignment = assign_rows(batch.lengths, groups, infos[0].dp_size, infos[0].attention_ratio, media=media)
         shards = Shards(workers=self._group.workers(role), infos=infos, assignment=assignment)
         return self.put_batch(batch, shards, extra_fields)
 

@@ -363,6 +363,7 @@ def _info_of(worker: Any, ranks: Sequence[int], rank: int) -> RankInfo:
         dp_size=topology.dp_size,
         is_output_rank=topology.is_output_rank,
         attention_ratio=engine.model_shape.attention_ratio,
+        media_costs=dict(engine.model_shape.media_costs),
         shares_prefixes=engine.shares_prefixes,
     )
 

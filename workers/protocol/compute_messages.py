@@ -71,6 +71,7 @@ class RankInfo(ComputeReply, kw_only=True, tag="initialize_ok"):
         dp_size: The number of data-parallel shards.
         is_output_rank: Whether the rank is the output rank of its shard.
         attention_ratio: The relative cost of attention, for balancing the shards.
+        media_costs: The cost of encoding one element of each field of media, in units of one token's matrix products.
         shares_prefixes: Whether documents that begin alike share their prefix, so that they had better be on one shard.
         weight_dtype: The data type that all weights of the role have, in which new ones can be sent to it; empty if they are sent as they
             are.
@@ -82,6 +83,7 @@ class RankInfo(ComputeReply, kw_only=True, tag="initialize_ok"):
     attention_ratio: float = msgspec.field(name="ratio")
     shares_prefixes: bool = msgspec.field(name="shares", default=False)
     weight_dtype: str = ""
+    media_costs: dict[str, float] = {}
 
 
 class Call(ComputeRequest, kw_only=True):

@@ -155,6 +155,7 @@ def assign_rows(
     ratio: float,
     *,
     prefixes: Prefixes | None = None,
+    media: Sequence[float] | None = None,
 ) -> Assignment:
     """Assign the sequences of a batch to ranks, balanced by cost.
 
@@ -164,8 +165,9 @@ def assign_rows(
         dp_size: The number of data-parallel ranks.
         ratio: The relative cost of attention.
         prefixes: The prefixes that each rank computes once.
+        media: The cost of encoding the media of each sequence, in units of one token's matrix products.
     """
-    return Assignment(rows=balance(lengths, dp_size, groups=groups, ratio=ratio, prefixes=prefixes))
+    return Assignment(rows=balance(lengths, dp_size, groups=groups, ratio=ratio, prefixes=prefixes, media=media))
 
 
 def assign_mini_batches(
@@ -177,6 +179,7 @@ def assign_mini_batches(
     *,
     families: Prefixes | None = None,
     prefixes: Prefixes | None = None,
+    media: Sequence[float] | None = None,
 ) -> Assignment:
     """Assign each optimizer step of an update separately, so that every step is balanced.
 
@@ -191,6 +194,7 @@ def assign_mini_batches(
         mini_batches: The optimizer steps.
         families: Which sequences begin alike, and so follow each other in the steps.
         prefixes: The prefixes that each rank computes once.
+        media: The cost of encoding the media of each sequence, in units of one token's matrix products.
     """
     rank_steps: list[list[list[int]]] = [[] for _ in range(dp_size)]
     for step in mini_batches.steps(range(len(lengths)) if groups is None else groups, families):
@@ -200,6 +204,7 @@ def assign_mini_batches(
             groups=None if groups is None else [groups[i] for i in step],
             ratio=ratio,
             prefixes=None if prefixes is None else prefixes.select(step),
+            media=None if media is None else [media[i] for i in step],
         )
         for rank, part in enumerate(assigned):
             rank_steps[rank].append([step[i] for i in part])
