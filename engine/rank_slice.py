@@ -180,8 +180,8 @@ def _encoder_inputs(micro_batch: MicroBatch, family: MediaFamily, topology: Topo
         if topology.cp is not None:
             share = share_items(items, topology.cp_rank, topology.parallel.cp, tokens).to(device)
             chosen = share.items
-        media = select_items(items, family.modalities[kind], chosen) if chosen else family.blank(kind)
-        media = family.trimmed(kind, media)
+        selected = select_items(items, family.modalities[kind], chosen) if chosen else family.blank(kind)
+        media = family.trimmed(kind, selected)
         on_device = {name: value.to(device, non_blocking=True) for name, value in media.items()}
         index = None if share is not None or items.index is None else items.index.to(device, non_blocking=True)
         inputs[kind] = EncoderInput(fields=on_device, is_blank=not chosen, share=share, index=index)

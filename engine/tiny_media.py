@@ -211,8 +211,8 @@ def random_item(family: str, kind: str, size: int, seed: int) -> tuple[list[int]
         # Two by two patches to a feature, and padding behind them.
         wide, high = 4 * size, 2 * frames
         places = torch.full((frames, 32, 2), -1)
-        grid = torch.meshgrid(torch.arange(wide), torch.arange(high), indexing="xy")
-        places[:, : wide * high] = torch.stack(grid, -1).reshape(-1, 2)
+        along = torch.meshgrid(torch.arange(wide), torch.arange(high), indexing="xy")
+        places[:, : wide * high] = torch.stack(along, -1).reshape(-1, 2)
         pixels = torch.rand(*places.shape[:2], 3 * 4 * 4, generator=g) * (places >= 0).all(-1, keepdim=True)
         video = kind == "video"
         fields = {"pixel_values_videos" if video else "pixel_values": pixels, f"{kind}_position_ids": places}

@@ -405,7 +405,9 @@ class Gemma4(MediaFamily):
             return (int(bad.nonzero()[0]), f"{places_name} that is not some frames and then padding") if bad.any() else None
         vision = self.config.vision_config
         side, patches = vision.pooling_kernel_size, values.shape[1] if values.dim() > 1 else 0
-        if wrong := wrong_shape(name, values, patches, 3 * vision.patch_size**2) or wrong_shape(places_name, places, patches, 2):
+        if wrong := wrong_shape(name, values, patches, 3 * vision.patch_size**2) or wrong_shape(
+            places_name, places, patches, 2
+        ):
             return None, wrong
         if places.is_floating_point():
             return None, f"{places_name} is {places.dtype}; it must be of integers"
@@ -421,7 +423,10 @@ class Gemma4(MediaFamily):
         bad |= (wide < side) | (high < side) | (wide % side != 0) | (high % side != 0)
         if bad.any():
             item = int(bad.nonzero()[0])
-            return item, f"{places_name} that are not a grid row by row, with sides that are multiples of {side}, and then padding of -1"
+            return (
+                item,
+                f"{places_name} that are not a grid row by row, with sides that are multiples of {side}, and then padding of -1",
+            )
         most = vision.position_embedding_size
         beyond = torch.maximum(wide, high) > most
         return (int(beyond.nonzero()[0]), f"{places_name} beyond the {most} places of the encoder") if beyond.any() else None

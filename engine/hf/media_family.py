@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from ..packing.batch import Kind
 
+
 @dataclass(frozen=True, kw_only=True)
 class Modality:
     """A kind of media as a family takes it. The fields of a batch have the names of the encoder's arguments.

@@ -140,9 +140,18 @@ def check_ranks(folder: Path, ranks: int, parallel: dict[str, Any], families: li
     assert not wrong
 
 
+TWO_RANKS = ["qwen2_5_vl", "qwen3_vl", "smolvlm"]
+
+
 @pytest.mark.parametrize("parallel", [{}, {"cp": 2}], ids=str)
 def test_media_on_two_ranks(parallel: dict[str, int], tmp_path: Path) -> None:
-    check_ranks(tmp_path, 2, parallel, ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+    check_ranks(tmp_path, 2, parallel, TWO_RANKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{}, {"cp": 2}], ids=str)
+def test_the_other_families_on_two_ranks(parallel: dict[str, int], tmp_path: Path) -> None:
+    check_ranks(tmp_path, 2, parallel, [family for family in MEDIA_FAMILIES if family not in TWO_RANKS])
 
 
 @pytest.mark.slow
@@ -439,9 +448,7 @@ def rank_export(folder: str, family: str, out: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "gemma4"])
-def test_a_trained_model_is_exported_and_resumed_with_its_encoders(
-    family: str, tmp_path: Path, process_group: None
-) -> None:
+def test_a_trained_model_is_exported_and_resumed_with_its_encoders(family: str, tmp_path: Path, process_group: None) -> None:
     folder = save(tmp_path / "model", family)
     loss, norm = run_ranks(rank_export, 2, str(folder), family, str(tmp_path))[0]
     plain = Plain(folder)

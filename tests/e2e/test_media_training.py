@@ -230,7 +230,8 @@ def on_two_processes(trainer: str, settings: Sequence[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("trainer", "layout"), [("sft", "cp=2"), ("sft", "dp_shard=2"), ("dpo", "dp_shard=2"), ("rm", "cp=2"), ("rm", "dp_shard=2")]
+    ("trainer", "layout"),
+    [("sft", "cp=2"), ("sft", "dp_shard=2"), ("dpo", "dp_shard=2"), ("rm", "cp=2"), ("rm", "dp_shard=2")],
 )
 def test_two_processes_give_the_numbers_of_plain_transformers(
     task: Path, scored: Path, tmp_path: Path, trainer: str, layout: str

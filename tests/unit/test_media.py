@@ -343,7 +343,11 @@ def test_padding_of_gemma4_takes_no_part() -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        ("image", {"pixel_values": torch.ones(1, 32, 47)}, r"pixel_values has the shape \[1, 32, 47\]; it must be \[M, 32, 48\]"),
+        (
+            "image",
+            {"pixel_values": torch.ones(1, 32, 47)},
+            r"pixel_values has the shape \[1, 32, 47\]; it must be \[M, 32, 48\]",
+        ),
         ("image", {"pixel_values": torch.ones(48)}, "pixel_values has the shape"),
         ("image", {"image_position_ids": places(4, 2, 24)}, r"image_position_ids has the shape \[1, 24, 2\]"),
         ("image", {"image_position_ids": places(4, 2, 32).float()}, "it must be of integers"),
@@ -352,8 +356,16 @@ def test_padding_of_gemma4_takes_no_part() -> None:
         ("image", {"image_position_ids": torch.full((1, 32, 2), -1)}, "sides that are multiples of 2"),
         ("image", {"image_position_ids": places(4, 2, 32).flip(1)}, "row by row"),
         ("image", {"image_position_ids": places(4, 2, 32).flip(2)}, "row by row"),
-        ("image", {"pixel_values": torch.ones(1, 516, 48), "image_position_ids": places(258, 2, 516)}, "beyond the 256 places"),
-        ("video", {"pixel_values_videos": torch.ones(1, 32, 47), "video_position_ids": places(4, 2, 32)}, "pixel_values_videos"),
+        (
+            "image",
+            {"pixel_values": torch.ones(1, 516, 48), "image_position_ids": places(258, 2, 516)},
+            "beyond the 256 places",
+        ),
+        (
+            "video",
+            {"pixel_values_videos": torch.ones(1, 32, 47), "video_position_ids": places(4, 2, 32)},
+            "pixel_values_videos",
+        ),
         ("audio", {"input_features": torch.ones(1, 16, 40)}, r"\[1, 16, 40\]; it must be \[M, 16, 16\]"),
         ("audio", {"input_features_mask": torch.ones(1, 39)}, r"\[1, 39\]; it must be \[M, 40\]"),
         ("audio", {"input_features_mask": torch.zeros(1, 40)}, "not some frames and then padding"),

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import socket
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -989,3 +990,28 @@ def test_pictures_of_one_size_are_not_taken_for_equal(tmp_path: Path) -> None:
     assert others.shard(0, 1, 0.0).batch.media["image_grid_thw"].counts.tolist() == [1, 1, 1]
     same = GlobalBatch(lengths=batch.lengths[::2], read=lambda i: documents[2 * i], store=reader.store)
     assert len(mismatched(same, 100)) == 0
+
+
+def test_a_video_is_turned_as_its_camera_noted() -> None:
+    import av
+
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream: Any = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        right = np.zeros((32, 48, 3), np.uint8)
+        right[:, 24:] = 255
+        for _ in range(4):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(right)))
+        container.mux(stream.encode())
+    plain = buffer.getvalue()
+    # The matrix of the track's header (ISO 14496-12): to the right becomes down, which is a quarter turn clockwise.
+    at = plain.index(b"tkhd") + 4 + 40
+    turned = plain[:at] + struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30) + plain[at + 36 :]
+    for content, size, bright in ((plain, (48, 32), (40, 16)), (turned, (32, 48), (16, 40))):
+        frame = decode_video(MediaSource(kind="video", name="x", content=content), MediaLimits(), 1).frames[0]
+        assert frame.size == size
+        pixels: Any = frame.getpixel(bright)
+        other: Any = frame.getpixel((size[0] - 1 - bright[0], size[1] - 1 - bright[1]))
+        assert min(pixels) > 200
+        assert max(other) < 50
