@@ -32,7 +32,8 @@ from drivetrain.workers.process.role_host import RoleSpec
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from helpers.harness import run_ranks
 
-OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
+# With a smaller eps, AdamW would take full steps where gradients are as small as rounding errors, which Gemma 4 at random weights amplifies.
+OPTIM = OptimConfig(lr=3e-5, betas=(0.9, 0.999), weight_decay=0.1, eps=1e-6)
 Document = tuple[list[int], list[dict[str, Tensor]]]
 
 
