@@ -61,15 +61,19 @@ mutants: $(SETUP)
 	$(PY) tests/mutants.py $(if $(ALL),--all)
 
 # Of product code, by the fast tests, then by all of them; every process that they start is counted. About an hour.
+coverage: OTHER_ENVIRONMENT = */generation/vllm/*
 coverage: $(SETUP)
 	$(PY) -m coverage erase
 	-$(PY) -m coverage run -m pytest $(PYTEST_OPTIONS) -m "not slow"
 	$(PY) -m coverage combine --quiet
 	$(PY) -m coverage report > .coverage-fast.txt
+	$(PY) -m coverage report --omit="$(OTHER_ENVIRONMENT)" | grep TOTAL > .coverage-fast-here.txt
 	-$(PY) -m coverage run -m pytest $(PYTEST_OPTIONS) -m slow
 	$(PY) -m coverage combine --quiet --append
 	$(PY) -m coverage report
 	@echo "the fast tests alone: $$(tail -n 3 .coverage-fast.txt | grep TOTAL)"
+	@echo "without the code that make test-vllm runs: $$($(PY) -m coverage report --omit="$(OTHER_ENVIRONMENT)" | grep TOTAL)"
+	@echo "and the fast tests alone: $$(cat .coverage-fast-here.txt)"
 
 # Which modules each slow test executes, for the choice of test-share: an hour or more. Of some files: make slow-map FILES=tests/e2e/test_rl.py
 slow-map: $(SETUP)
