@@ -76,7 +76,8 @@ class ModelShape:
         experts: The number of the parameters that belong to experts.
         encoders: The encoder of each kind of media that the model takes.
         media_costs: The cost of encoding one element of each field that an encoder reads, in units of one token's matrix products. Of
-            attention inside of an item, which grows with its size, it has what the smallest item needs.
+            attention inside of an item, which grows with its size, it has what the smallest item needs. Padding costs as much as what is
+            encoded.
     """
 
     weights: float

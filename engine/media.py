@@ -147,7 +147,7 @@ def check_media(batch: PackedBatch, family: MediaFamily | None, model: str) -> M
                 f"{batch.name_of(i)} has {has} {kind} tokens (id {token}), but {counts[i]} {kind}s, which take {needs}; let the model's "
                 f"own processor write the tokens, and cut no {kind} off"
             )
-            if kind in kinds or not family.takes_stray_tokens:
+            if kind in kinds:
                 raise BatchError(message)
             stray.setdefault(kind, message)
     sizes: dict[str, Sequence[tuple[int, int]]] = {}
@@ -239,7 +239,7 @@ def comparable_ids(batch: PackedBatch, family: MediaFamily, kinds: Sequence[Kind
 
 
 def share_items(items: Items, rank: int, ranks: int, tokens: int) -> Share:
-    """Divide the items among the ranks that share a sequence, so that each has about as many rows to encode.
+    """Divide the items among the ranks that share a sequence, so that each has about as many features to compute.
 
     Args:
         items: The items.
@@ -248,10 +248,10 @@ def share_items(items: Items, rank: int, ranks: int, tokens: int) -> Share:
         tokens: The number of tokens in the slice of each rank.
     """
     loads = [0] * ranks
-    owners = [0] * len(items.rows)
-    for item in sorted(range(len(owners)), key=lambda i: -items.rows[i]):
+    owners = [0] * len(items.features)
+    for item in sorted(range(len(owners)), key=lambda i: -items.features[i]):
         owners[item] = loads.index(min(loads))
-        loads[owners[item]] += items.rows[item]
+        loads[owners[item]] += items.features[item]
     encoder = torch.repeat_interleave(torch.tensor(owners, dtype=torch.long), torch.tensor(items.features, dtype=torch.long))
     feature = torch.arange(len(encoder)) if items.index is None else items.index
     owner = encoder[feature]

@@ -174,9 +174,16 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 """The kinds of media that a family takes, if not images alone."""
 
 
-def tiny_media_config(family: str) -> PreTrainedConfig:
-    """Return the config of a tiny model of a family, with its encoders."""
+def tiny_media_config(family: str, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """Return the config of a tiny model of a family, with its encoders.
+
+    Args:
+        family: The family.
+        changes: Other settings; those of a part, such as `text_config`, are added to its own.
+    """
     settings = {"tie_word_embeddings": False, **MEDIA_FAMILIES[family]}
+    for name, value in (changes or {}).items():
+        settings[name] = {**settings[name], **value} if isinstance(value, Mapping) else value
     if "vision_config" in settings:
         settings["image_token_id"] = IMAGE
     config: PreTrainedConfig = AutoConfig.for_model(family, **settings)
@@ -208,7 +215,7 @@ def random_item(family: str, kind: str, size: int, seed: int) -> tuple[list[int]
         return [246, *[AUDIO] * features, 247], fields
     if family == "gemma4":
         frames = 2 if kind == "video" else 1
-        # Two by two patches to a feature, and padding behind them.
+        # Two by two patches to a feature, and padding after them.
         wide, high = 4 * size, 2 * frames
         places = torch.full((frames, 32, 2), -1)
         along = torch.meshgrid(torch.arange(wide), torch.arange(high), indexing="xy")

@@ -139,7 +139,7 @@ class MediaProcessor:
         try:
             if source.kind == "image":
                 image = decode_image(source, limits)
-                outputs = {**self._image(image), "size": f"{image.width} x {image.height} pixels"}
+                outputs = {**self._image(image, limits), "size": f"{image.width} x {image.height} pixels"}
             elif source.kind == "video":
                 outputs = self._video(source, limits)
             else:
@@ -159,7 +159,7 @@ class MediaProcessor:
         parts = sum(self.family.parts(source.kind, fields))
         return ProcessedMedia(kind=source.kind, fields=fields, text=text, tokens=tokens, parts=parts, size=outputs["size"])
 
-    def _image(self, image: Any) -> dict[str, Any]:
+    def _image(self, image: Any, limits: MediaLimits) -> dict[str, Any]:
         return dict(self._images(images=image, return_tensors="pt"))
 
     def _video(self, source: MediaSource, limits: MediaLimits) -> dict[str, Any]:
@@ -402,7 +402,7 @@ class AudioProcessor(MediaProcessor):
 class InternVLProcessor(MediaProcessor):
     """InternVL: images in tiles."""
 
-    def _image(self, image: Any) -> dict[str, Any]:
+    def _image(self, image: Any, limits: MediaLimits) -> dict[str, Any]:
         return dict(self._images(images=image, crop_to_patches=True, return_tensors="pt"))
 
     def expansion(self, kind: Kind, tokens: int, outputs: Mapping[str, Any]) -> str:
@@ -438,8 +438,21 @@ class Gemma4Processor(MediaProcessor):
 
     video_tokens: ClassVar[int] = 70
     """The most features of a frame, where the folder names none."""
+    budgets: ClassVar[tuple[int, ...]] = (70, 140, 280, 560, 1120)
+    """What its processors may have as the most features of an image."""
     audio_samples: ClassVar[int] = 480_000
-    """The samples of audio behind which its feature extractor cuts."""
+    """The samples of audio after which its feature extractor cuts."""
+
+    def _budget(self, processor: Any, limits: MediaLimits) -> int:
+        """Return the most features of an image: images are scaled up to it, so that a limit on pixels is one on features."""
+        most = int(processor.max_soft_tokens)
+        if limits.max_pixels is None:
+            return most
+        fitting = limits.max_pixels // (processor.patch_size * processor.pooling_kernel_size) ** 2
+        return max((budget for budget in self.budgets if budget <= min(most, fitting)), default=self.budgets[0])
+
+    def _image(self, image: Any, limits: MediaLimits) -> dict[str, Any]:
+        return dict(self._images(images=image, max_soft_tokens=self._budget(self._images, limits), return_tensors="pt"))
 
     def _borders(self, kind: Kind) -> tuple[str, str]:
         names = ("boa_token_id", "eoa_token_index") if kind == "audio" else ("boi_token_id", "eoi_token_id")
@@ -466,15 +479,16 @@ class Gemma4Processor(MediaProcessor):
 
     def _video(self, source: MediaSource, limits: MediaLimits) -> dict[str, Any]:
         processor = self._videos
+        budget = self._budget(processor, limits)
 
         def fit(count: int, width: int, height: int) -> tuple[int, int]:
             side = processor.pooling_kernel_size
-            patches = processor.max_soft_tokens * side**2
+            patches = budget * side**2
             high, wide = get_aspect_ratio_preserving_size(height, width, processor.patch_size, patches, side)
             return wide, high
 
         video = decode_video(source, limits, 1, fit, processor.resample)
-        outputs = processor(images=video.frames, do_resize=False, return_tensors="pt")
+        outputs = processor(images=video.frames, do_resize=False, max_soft_tokens=budget, return_tensors="pt")
         return {
             "pixel_values_videos": outputs["pixel_values"],
             "video_position_ids": outputs["image_position_ids"],
@@ -497,7 +511,7 @@ class Gemma4Processor(MediaProcessor):
 class IdeficsProcessor(MediaProcessor):
     """Idefics 3 and SmolVLM: an image in tiles, with the row and the column of each, and then as a whole."""
 
-    def _image(self, image: Any) -> dict[str, Any]:
+    def _image(self, image: Any, limits: MediaLimits) -> dict[str, Any]:
         outputs = dict(self._images(images=image, return_row_col_info=True, return_tensors="pt"))
         return {
             **outputs,

@@ -60,15 +60,16 @@ class PackedModel(HFModel):
         """
         router = {} if self.router is None else {"output_router_logits": True}
         backbone: Any = self.lm.get_decoder()
-        inputs: dict[str, Any] = {"input_ids": part.input_ids.unsqueeze(0)}
+        ids = part.input_ids if self.media is None else self.media.text_ids(part.input_ids)
+        inputs: dict[str, Any] = {"input_ids": ids.unsqueeze(0)}
         if self.media is not None and part.media:
             features = {kind: self._encode(kind, one, part) for kind, one in part.media.items()}
             if self.media.takes_outputs:
                 backbone = self.base
                 inputs["mm_encoder_outputs"] = {kind: self.media.encoded(one) for kind, one in features.items()}
             else:
-                embeddings = self._embed(part, features).unsqueeze(0)
-                inputs = {"inputs_embeds": embeddings, **self.media.decoder_arguments(self.base, part.input_ids)}
+                embeddings = self._embed(part, ids, features).unsqueeze(0)
+                inputs = {"inputs_embeds": embeddings, **self.media.decoder_arguments(self.base, ids)}
         result = backbone(
             **inputs,
             position_ids=part.position_ids.unsqueeze(-2),
@@ -86,10 +87,10 @@ class PackedModel(HFModel):
             outputs["router_aux"] = balancing_loss(result.router_logits, self.router, part.real_tokens, part.context.cp_group)
         return outputs
 
-    def _embed(self, part: RankSlice, features: Mapping[Kind, Tensor]) -> Tensor:
-        """Return the embeddings `[T, H]` with features in the place of their tokens."""
+    def _embed(self, part: RankSlice, ids: Tensor, features: Mapping[Kind, Tensor]) -> Tensor:
+        """Return the embeddings `[T, H]` of ids with features in the place of their tokens."""
         assert self.media is not None
-        embeddings: Tensor = self.lm.get_input_embeddings()(part.input_ids)
+        embeddings: Tensor = self.lm.get_input_embeddings()(ids)
         for kind, one in features.items():
             mask = (part.input_ids == self.media.tokens[kind]).unsqueeze(-1)
             embeddings = embeddings.masked_scatter(mask, one.to(embeddings.dtype))

@@ -68,7 +68,7 @@ def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
                 f"on packed sequences; set model.overrides.{name}=0"
             )
     bidirectional = getattr(config, "use_bidirectional_attention", None)
-    # Gemma 4's "vision" concerns the tokens of images alone, which a text model has none of.
+    # Gemma 4's "vision" concerns the tokens of images alone: a text model has none, and packed attention has blocks for them.
     if bidirectional not in (None, False, "vision"):
         raise ModelError(
             f"use_bidirectional_attention={bidirectional} in the config of {model.path}: packed attention is causal; set it to false, or "

@@ -51,19 +51,23 @@ def decoder_key(config: PreTrainedConfig) -> str:
 
 
 def check_media_support(lm: PreTrainedModel) -> None:
-    """Check that a model takes the output of its encoders.
+    """Check that a model takes the output of its encoders, and its encoders what they are given.
 
     Raises:
-        ModelError: It does not, in an older release of transformers.
+        ModelError: They do not, in an older release of transformers.
     """
     base: Any = getattr(lm, lm.base_model_prefix)
-    if (
-        FAMILIES[base.config.model_type].takes_outputs
-        and "mm_encoder_outputs" not in inspect.signature(type(base).forward).parameters
-    ):
-        import transformers
+    family = FAMILIES[base.config.model_type](base.config)
+    needed = {"forward": ["mm_encoder_outputs"]} if family.takes_outputs else {}
+    for kind, modality in family.modalities.items():
+        if modality.method:
+            needed[modality.method] = list(family.arguments(kind, family.blank(kind)))
+    for method, arguments in needed.items():
+        known = inspect.signature(getattr(type(base), method)).parameters
+        if lacking := [name for name in arguments if name not in known]:
+            import transformers
 
-        raise ModelError(
-            f"{type(lm).__name__} of transformers {transformers.__version__} does not take the outputs of its encoders; "
-            "install transformers 5.23 or later"
-        )
+            raise ModelError(
+                f"{type(base).__name__}.{method} of transformers {transformers.__version__} does not take {lacking[0]}; install "
+                "transformers 5.23 or later"
+            )

@@ -1,6 +1,6 @@
 """The families that take media in, by what their encoders read.
 
-Axes: M rows of a media field, T frames of audio, P patches of an image.
+Axes: M rows of a media field, P patches of an image.
 """
 
 from collections.abc import Mapping
@@ -357,9 +357,9 @@ class MaskedTiles(Tiles):
 
 
 class Gemma4(MediaFamily):
-    """Gemma 4: images, and the frames of videos, as patches with their places, and audio. Some sizes have no encoder of audio.
+    """Gemma 4: images and frames of videos as patches with their positions, and audio. Some sizes have no audio encoder.
 
-    Images have patches of padding at their end, whose place is -1. An item of a video is a frame.
+    Patches of padding follow those of an image; their position is -1. An item of a video is one of its frames.
     """
 
     modalities = {
@@ -374,11 +374,9 @@ class Gemma4(MediaFamily):
             values="input_features", items=("input_features_mask",), token="audio_token_id", method="get_audio_features"
         ),
     }
-    # Of those of audio it takes none.
+    # Not those of audio.
     takes_outputs = False
     blocks_in_windows = True
-    # The model takes such a token for padding.
-    takes_stray_tokens = False
 
     def __init__(self, config: PreTrainedConfig) -> None:
         encoders = {
@@ -392,44 +390,56 @@ class Gemma4(MediaFamily):
             self.block_kinds = tuple(kind for kind in self.modalities if kind != "audio")
 
     def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
+        return (
+            self._audio_problem(media)
+            if kind == "audio"
+            else self._image_problem(*(media[n] for n in self._names(kind)), kind)
+        )
+
+    def _names(self, kind: Kind) -> tuple[str, str]:
+        """Return the names of the encoder's input, and of the positions or the mask beside it."""
         modality = self.modalities[kind]
-        name, (places_name,) = modality.values, modality.items
-        values, places = media[name], media[places_name]
-        if kind == "audio":
-            frames = values.shape[1] if values.dim() > 1 else 0
-            bins = self.config.audio_config.subsampling_conv_channels[0]
-            if wrong := wrong_shape(name, values, frames, bins) or wrong_shape(places_name, places, frames):
-                return None, wrong
-            counts = places.long().sum(-1)
-            bad = (counts == 0) | (places.bool() != (torch.arange(frames, device=places.device) < counts[:, None])).any(-1)
-            return (int(bad.nonzero()[0]), f"{places_name} that is not some frames and then padding") if bad.any() else None
+        return modality.values, modality.items[0]
+
+    def _audio_problem(self, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
+        name, mask_name = self._names("audio")
+        values, mask = media[name], media[mask_name]
+        frames = values.shape[1] if values.dim() > 1 else 0
+        # The convolutions reduce as many bins as the first of them has channels.
+        bins = self.config.audio_config.subsampling_conv_channels[0]
+        if wrong := wrong_shape(name, values, frames, bins) or wrong_shape(mask_name, mask, frames):
+            return None, wrong
+        counts = mask.long().sum(-1)
+        if (short := (counts == 0).nonzero()).numel():
+            return int(short[0]), f"{mask_name} without a frame; the audio is too short"
+        mixed = (mask.bool() != (torch.arange(frames, device=mask.device) < counts[:, None])).any(-1).nonzero()
+        return (int(mixed[0]), f"{mask_name} with padding before frames") if mixed.numel() else None
+
+    def _image_problem(self, values: Tensor, positions: Tensor, kind: Kind) -> tuple[int | None, str] | None:
+        name, positions_name = self._names(kind)
         vision = self.config.vision_config
         side, patches = vision.pooling_kernel_size, values.shape[1] if values.dim() > 1 else 0
-        if wrong := wrong_shape(name, values, patches, 3 * vision.patch_size**2) or wrong_shape(
-            places_name, places, patches, 2
-        ):
+        sizes = (patches, 3 * vision.patch_size**2)
+        if wrong := wrong_shape(name, values, *sizes) or wrong_shape(positions_name, positions, patches, 2):
             return None, wrong
-        if places.is_floating_point():
-            return None, f"{places_name} is {places.dtype}; it must be of integers"
-        if patches % side**2:
+        if positions.is_floating_point() or not positions.dtype.is_signed:
+            return None, f"{positions_name} is {positions.dtype}; it must be of integers with a sign"
+        if not patches or patches % side**2:
             return None, f"{name} has {patches} patches for each image; they must be a multiple of {side**2}"
-        counts = _patches(places)
-        wide, high = ((places[..., axis].max(-1).values + 1) for axis in (0, 1))
-        number = torch.arange(patches, device=places.device)
-        inside = number < counts[:, None]
-        expected = torch.stack([number % wide.clamp_min(1)[:, None], number // wide.clamp_min(1)[:, None]], -1)
-        expected = torch.where(inside[..., None], expected, -1)
-        bad = (places != expected).flatten(1).any(-1) | (counts != wide * high)
-        bad |= (wide < side) | (high < side) | (wide % side != 0) | (high % side != 0)
+        counts = _patches(positions)
+        wide, high = ((positions[..., axis].max(-1).values.long() + 1).clamp_min(1) for axis in (0, 1))
+        number = torch.arange(patches, device=positions.device)
+        grid = torch.stack([number % wide[:, None], number // wide[:, None]], -1)
+        expected = torch.where((number < counts[:, None])[..., None], grid, -1)
+        bad = (positions != expected).flatten(1).any(-1) | (counts != wide * high) | (wide % side != 0) | (high % side != 0)
         if bad.any():
-            item = int(bad.nonzero()[0])
             return (
-                item,
-                f"{places_name} that are not a grid row by row, with sides that are multiples of {side}, and then padding of -1",
+                int(bad.nonzero()[0]),
+                f"{positions_name} that are not those of a grid row by row, with sides that are multiples of {side}, and then -1",
             )
         most = vision.position_embedding_size
-        beyond = torch.maximum(wide, high) > most
-        return (int(beyond.nonzero()[0]), f"{places_name} beyond the {most} places of the encoder") if beyond.any() else None
+        beyond = (torch.maximum(wide, high) > most).nonzero()
+        return (int(beyond[0]), f"{positions_name} beyond the {most} that the encoder has") if beyond.numel() else None
 
     def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
         return [1] * len(media[self.modalities[kind].values])
@@ -462,20 +472,22 @@ class Gemma4(MediaFamily):
         return ((2 * audio.hidden_size, window),) * audio.num_hidden_layers
 
     def blank(self, kind: Kind) -> dict[str, Tensor]:
-        values, (beside,) = self.modalities[kind].values, self.modalities[kind].items
+        values, beside = self._names(kind)
         if kind == "audio":
             bins = self.config.audio_config.subsampling_conv_channels[0]
             return {values: torch.zeros(1, 4, bins), beside: torch.ones(1, 4, dtype=torch.long)}
         vision = self.config.vision_config
         side = torch.arange(vision.pooling_kernel_size)
-        places = torch.stack(torch.meshgrid(side, side, indexing="xy"), -1).reshape(1, -1, 2)
-        return {values: torch.zeros(1, places.shape[1], 3 * vision.patch_size**2), beside: places}
+        positions = torch.stack(torch.meshgrid(side, side, indexing="xy"), -1).reshape(1, -1, 2)
+        return {values: torch.zeros(1, positions.shape[1], 3 * vision.patch_size**2), beside: positions}
 
     def arguments(self, kind: Kind, media: Mapping[str, Tensor]) -> dict[str, Tensor]:
         arguments = super().arguments(kind, media)
+        if kind != "audio":
+            arguments[self._names(kind)[1]] = arguments[self._names(kind)[1]].long()
         if kind == "video":
-            # Only for dividing the result, which is joined again.
-            arguments["num_frames_per_video"] = torch.ones(len(media["pixel_values_videos"]), dtype=torch.long)
+            # As one video: the result is divided by it, and joined again.
+            arguments["num_frames_per_video"] = torch.tensor([len(media["pixel_values_videos"])])
         return arguments
 
     def encode(self, base: PreTrainedModel, kind: Kind, media: Mapping[str, Tensor]) -> Tensor:
@@ -486,15 +498,18 @@ class Gemma4(MediaFamily):
         features: Tensor = output.pooler_output
         return features[output.attention_mask]
 
+    def text_ids(self, ids: Tensor) -> Tensor:
+        # The model takes these for padding, whatever encoders it has.
+        special = (self.config.image_token_id, self.config.video_token_id, self.config.audio_token_id)
+        is_media = torch.stack([ids == token for token in special if token is not None]).any(0)
+        return ids.masked_fill(is_media, self.config.get_text_config().pad_token_id)
+
     def decoder_arguments(self, base: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
         text: Any = self.config.get_text_config()
-        if not text.hidden_size_per_layer_input:
-            return {}
-        is_media = torch.stack([ids == token for token in self.tokens.values()]).any(0)
         decoder: Any = base.get_decoder()
-        return {"per_layer_inputs": decoder.get_per_layer_inputs(ids.masked_fill(is_media, text.pad_token_id)[None], None)}
+        return {"per_layer_inputs": decoder.get_per_layer_inputs(ids[None], None)} if text.hidden_size_per_layer_input else {}
 
 
-def _patches(places: Tensor) -> Tensor:
-    """Return the number of patches of each image that are not padding, given their places `[M, P, 2]`."""
-    return (places != -1).all(-1).sum(-1)
+def _patches(positions: Tensor) -> Tensor:
+    """Return the number of patches of each image that are not padding, given their positions `[M, P, 2]`."""
+    return (positions != -1).all(-1).sum(-1)

@@ -59,8 +59,6 @@ class MediaFamily(ABC):
     """The kinds whose tokens attend to each other in both directions, those of each item."""
     blocks_in_windows: ClassVar[bool] = False
     """Whether they do so in layers with a window alone."""
-    takes_stray_tokens: ClassVar[bool] = True
-    """Whether a token in whose place features stand is text like others where there is no item."""
     takes_outputs: ClassVar[bool] = True
     """Whether the model takes `mm_encoder_outputs`; otherwise features are put among the embeddings that its decoder takes."""
 
@@ -116,12 +114,16 @@ class MediaFamily(ABC):
             output.deepstack_features = [[layer] for layer in deeper]
         return output
 
+    def text_ids(self, ids: Tensor) -> Tensor:
+        """Return the ids `[T]` whose embeddings the decoder reads where no features stand, given the ids of all tokens."""
+        return ids
+
     def decoder_arguments(self, base: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
         """Return what a decoder that takes embeddings needs beside them.
 
         Args:
             base: The model without its head.
-            ids: `[T]` int64, the token ids.
+            ids: `[T]` int64, what `text_ids` returned.
         """
         return {}
 

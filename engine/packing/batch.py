@@ -375,13 +375,14 @@ def _distinct_groups(groups: Iterable[Tensor | None]) -> Tensor:
 
 
 def _concat_media(batches: Sequence[PackedBatch]) -> dict[str, MediaField]:
+    names = list(dict.fromkeys(name for b in batches for name in b.media))
+    rows = joined_rows({name: [b.media[name].values for b in batches if name in b.media] for name in names})
     media = {}
-    for name in dict.fromkeys(name for b in batches for name in b.media):
-        values = [b.media[name].values for b in batches if name in b.media]
+    for name in names:
         counts = [
             b.media[name].counts if name in b.media else torch.zeros(b.num_sequences, dtype=torch.int64) for b in batches
         ]
-        media[name] = MediaField(values=joined_rows(name, values), counts=torch.cat(counts))
+        media[name] = MediaField(values=rows[name], counts=torch.cat(counts))
     return media
 
 
@@ -401,7 +402,7 @@ def media_fields(items: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, M
             for name, value in item.items():
                 rows.setdefault(name, []).append(value)
                 counts.setdefault(name, [0] * len(items))[number] += len(value)
-    return {name: MediaField(values=joined_rows(name, rows[name]), counts=torch.tensor(counts[name])) for name in rows}
+    return {name: MediaField(values=values, counts=torch.tensor(counts[name])) for name, values in joined_rows(rows).items()}
 
 
 def media_costs(batch: PackedBatch, costs: Mapping[str, float]) -> list[float] | None:
@@ -419,25 +420,38 @@ def media_costs(batch: PackedBatch, costs: Mapping[str, float]) -> list[float] |
     return result
 
 
-def joined_rows(name: str, parts: Sequence[Tensor]) -> Tensor:
-    """Return the rows of several parts `[M, ...]` of a media field as one.
+def joined_rows(parts: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+    """Return the rows of several parts of each media field as one.
 
-    Shorter audio is filled up with zeros at the end of its axis of time, where the mask beside it has zeros too.
+    Shorter audio is filled up with zeros at the end, where the mask beside it has zeros too. Its axis of time, which depends on the
+    family, is the one that is as long as the mask.
+
+    Args:
+        parts: Name -> `[M, ...]` of each part that has the field.
 
     Raises:
-        BatchError: The parts have different shapes.
+        BatchError: The parts of a field have different shapes.
     """
-    if "feature" in name and len({part.dim() for part in parts}) == 1:
-        sizes = zip(*(part.shape[1:] for part in parts), strict=True)
-        # Families differ in which axis is time: it is the one in which lengths differ.
-        unequal = [axis for axis, lengths in enumerate(sizes, 1) if len(set(lengths)) > 1]
-        if len(unequal) == 1:
-            longest = max(part.shape[unequal[0]] for part in parts)
-            parts = [_lengthened(part, unequal[0], longest) for part in parts]
+    masks = [
+        values for name, values in parts.items() if "feature" in name and "mask" in name and all(v.dim() == 2 for v in values)
+    ]
+    frames = [part.shape[1] for part in masks[0]] if masks else []
+    return {name: _joined(name, values, frames if "feature" in name else []) for name, values in parts.items()}
+
+
+def _joined(name: str, parts: Sequence[Tensor], frames: Sequence[int]) -> Tensor:
+    if len(frames) == len(parts) and len(set(frames)) > 1:
+        axis = next((axis for axis in range(1, parts[0].dim()) if [_size(part, axis) for part in parts] == frames), None)
+        if axis is not None:
+            parts = [_lengthened(part, axis, max(frames)) for part in parts]
     if len({part.shape[1:] for part in parts}) > 1:
         shapes = ", ".join(str(list(part.shape)) for part in parts[:4])
         raise BatchError(f"rows of {name} have the shapes {shapes}; they are not of one processor, and cannot be joined")
     return torch.cat(list(parts))
+
+
+def _size(part: Tensor, axis: int) -> int | None:
+    return part.shape[axis] if axis < part.dim() else None
 
 
 def _lengthened(part: Tensor, axis: int, length: int) -> Tensor:

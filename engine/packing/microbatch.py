@@ -63,9 +63,21 @@ def _units(
         sets = [part for indices in sets for part in cut(indices)]
     units = [_unit(indices, lengths, ratio, prefixes) for indices in sets]
     if media is not None:
-        units = [replace(unit, cost=unit.cost + sum(media[i] for i in unit.members)) for unit in units]
+        units = [replace(unit, cost=unit.cost + _media_cost(unit.members, media, prefixes)) for unit in units]
     # Most expensive first; ties are broken by members, so that the order does not depend on how groups are numbered.
     return sorted(units, key=lambda u: (-u.cost, u.members))
+
+
+def _media_cost(members: tuple[int, ...], media: Sequence[float], prefixes: Prefixes | None) -> float:
+    """Return the cost of encoding the media of some documents; those of a common prefix are encoded once."""
+    if prefixes is None:
+        return sum(media[i] for i in members)
+    families: dict[int, float] = {}
+    for i in members:
+        # Of documents that begin alike, media are taken to be in what they have in common.
+        family = prefixes.families[i] if prefixes.families[i] >= 0 else -1 - i
+        families[family] = max(families.get(family, 0.0), media[i])
+    return sum(families.values())
 
 
 def _unit(members: tuple[int, ...], lengths: Sequence[int], ratio: float, prefixes: Prefixes | None) -> _Unit:

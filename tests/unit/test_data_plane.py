@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from drivetrain.engine.errors import BatchError, ConfigError, DataError, DataMissingError
 from drivetrain.engine.packing.batch import MediaField, PackedBatch, media_costs
 from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.packing.prefixes import Prefixes
 from drivetrain.workers.data_plane import store as store_module
 from drivetrain.workers.data_plane.data_ref import DataRef
 from drivetrain.workers.data_plane.dataset import DatasetSpec, ShardedDataset
@@ -312,6 +313,10 @@ def test_media_cost_as_much_in_a_batch_as_in_the_stores() -> None:
     # The rank that has the images gets nothing else.
     shares = assign_rows([4, 4, 4, 4], None, 2, 0.0, media=[8.0, 0.0, 0.0, 0.0])
     assert sorted(shares.rows) == [[0], [1, 2, 3]]
+    # Four answers to each of four prompts, one of which has an image: it is encoded once.
+    prefixes = Prefixes(families=tuple(i // 4 for i in range(16)), parents=(40,) * 4)
+    shares = assign_rows([60] * 16, None, 2, 0.0, prefixes=prefixes, media=[100.0] * 4 + [0.0] * 12)
+    assert sorted(len(rows) for rows in shares.rows) == [8, 8]
     steps = assign_mini_batches([4, 4, 4, 4], None, 2, 0.0, MiniBatches(), media=[0.0, 8.0, 0.0, 0.0])
     assert sorted(steps.rows) == [[0, 2, 3], [1]]
 

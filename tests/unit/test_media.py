@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForMultimodalLM
 
-from drivetrain.engine.errors import BatchError
-from drivetrain.engine.hf.media import FAMILIES
+from drivetrain.engine.errors import BatchError, ModelError
+from drivetrain.engine.hf.media import FAMILIES, check_media_support
 from drivetrain.engine.hf.media_family import MediaFamily
 from drivetrain.engine.hf.shape import encoder_shapes, field_costs
 from drivetrain.engine.media import (
@@ -150,8 +150,8 @@ def test_every_feature_arrives_at_its_token(ranks: int, rows: list[int], feature
         received = torch.cat([parts[rank] for parts in sent])
         assert [len(parts[rank]) for parts in sent] == share.receive
         assert received[share.order].tolist() == [t for t in tokens if rank * size <= t < (rank + 1) * size]
-    loads = [sum(rows[i] for i in share.items) for share in shares]
-    assert max(loads) - min(loads) <= max(rows, default=0)
+    loads = [sum(features[i] for i in share.items) for share in shares]
+    assert max(loads) - min(loads) <= max(features, default=0)
 
 
 def test_fields_of_some_items() -> None:
@@ -322,15 +322,15 @@ def test_flops_of_encoders_are_those_that_torch_counts(family: str) -> None:
 GEMMA4 = FAMILIES["gemma4"](tiny_media_config("gemma4"))
 
 
-def places(wide: int, high: int, padded: int) -> Tensor:
-    """`[1, padded, 2]`, the places of the patches of an image."""
+def grid_positions(wide: int, high: int, padded: int) -> Tensor:
+    """`[1, padded, 2]`, the positions of the patches of an image."""
     grid = torch.stack(torch.meshgrid(torch.arange(wide), torch.arange(high), indexing="xy"), -1).reshape(-1, 2)
     return torch.cat([grid, torch.full((padded - len(grid), 2), -1)])[None]
 
 
 def test_padding_of_gemma4_takes_no_part() -> None:
     pixels = torch.rand(2, 32, 48)
-    both = {"pixel_values": pixels, "image_position_ids": torch.cat([places(4, 2, 32), places(6, 4, 32)])}
+    both = {"pixel_values": pixels, "image_position_ids": torch.cat([grid_positions(4, 2, 32), grid_positions(6, 4, 32)])}
     assert GEMMA4.problem("image", both) is None
     assert GEMMA4.features_of("image", both) == [2, 6]
     assert {name: value.shape[1] for name, value in GEMMA4.trimmed("image", both).items()} == dict.fromkeys(both, 24)
@@ -349,43 +349,39 @@ def test_padding_of_gemma4_takes_no_part() -> None:
             r"pixel_values has the shape \[1, 32, 47\]; it must be \[M, 32, 48\]",
         ),
         ("image", {"pixel_values": torch.ones(48)}, "pixel_values has the shape"),
-        ("image", {"image_position_ids": places(4, 2, 24)}, r"image_position_ids has the shape \[1, 24, 2\]"),
-        ("image", {"image_position_ids": places(4, 2, 32).float()}, "it must be of integers"),
-        ("image", {"pixel_values": torch.ones(1, 30, 48), "image_position_ids": places(4, 2, 30)}, "a multiple of 4"),
-        ("image", {"image_position_ids": places(3, 2, 32)}, "sides that are multiples of 2"),
+        ("image", {"image_position_ids": grid_positions(4, 2, 24)}, r"image_position_ids has the shape \[1, 24, 2\]"),
+        ("image", {"image_position_ids": grid_positions(4, 2, 32).float()}, "it must be of integers"),
+        ("image", {"image_position_ids": grid_positions(4, 2, 32).byte()}, "integers with a sign"),
+        ("image", {"pixel_values": torch.ones(1, 0, 48), "image_position_ids": torch.ones(1, 0, 2).long()}, "has 0 patches"),
+        ("image", {"pixel_values": torch.ones(1, 30, 48), "image_position_ids": grid_positions(4, 2, 30)}, "a multiple of 4"),
+        ("image", {"image_position_ids": grid_positions(3, 2, 32)}, "sides that are multiples of 2"),
         ("image", {"image_position_ids": torch.full((1, 32, 2), -1)}, "sides that are multiples of 2"),
-        ("image", {"image_position_ids": places(4, 2, 32).flip(1)}, "row by row"),
-        ("image", {"image_position_ids": places(4, 2, 32).flip(2)}, "row by row"),
+        ("image", {"image_position_ids": grid_positions(4, 2, 32).flip(1)}, "row by row"),
+        ("image", {"image_position_ids": grid_positions(4, 2, 32).flip(2)}, "row by row"),
         (
             "image",
-            {"pixel_values": torch.ones(1, 516, 48), "image_position_ids": places(258, 2, 516)},
-            "beyond the 256 places",
+            {"pixel_values": torch.ones(1, 516, 48), "image_position_ids": grid_positions(258, 2, 516)},
+            "beyond the 256 that",
         ),
         (
             "video",
-            {"pixel_values_videos": torch.ones(1, 32, 47), "video_position_ids": places(4, 2, 32)},
+            {"pixel_values_videos": torch.ones(1, 32, 47), "video_position_ids": grid_positions(4, 2, 32)},
             "pixel_values_videos",
         ),
         ("audio", {"input_features": torch.ones(1, 16, 40)}, r"\[1, 16, 40\]; it must be \[M, 16, 16\]"),
         ("audio", {"input_features_mask": torch.ones(1, 39)}, r"\[1, 39\]; it must be \[M, 40\]"),
-        ("audio", {"input_features_mask": torch.zeros(1, 40)}, "not some frames and then padding"),
-        ("audio", {"input_features_mask": torch.arange(40)[None] > 3}, "not some frames and then padding"),
+        ("audio", {"input_features_mask": torch.zeros(1, 40)}, "the audio is too short"),
+        ("audio", {"input_features_mask": torch.arange(40)[None] > 3}, "padding before frames"),
     ],
 )
 def test_fields_that_gemma4_cannot_take_are_refused(kind: Any, fields: dict[str, Tensor], message: str) -> None:
     right = {
-        "image": {"pixel_values": torch.ones(1, 32, 48), "image_position_ids": places(4, 2, 32)},
+        "image": {"pixel_values": torch.ones(1, 32, 48), "image_position_ids": grid_positions(4, 2, 32)},
         "audio": {"input_features": torch.ones(1, 40, 16), "input_features_mask": torch.ones(1, 40)},
     }
     problem = GEMMA4.problem(kind, {**right.get(kind, {}), **fields})
     assert problem is not None
     assert re.search(message, problem[1])
-
-
-def test_a_token_of_gemma4_without_an_image_is_refused() -> None:
-    """The model computes it as padding, and not as the token that it is."""
-    with pytest.raises(BatchError, match=r"b:1 has 1 video tokens \(id 251\), but 0 videos"):
-        check_media(from_lists([[5, VIDEO, 6]], names=["b:1"]), GEMMA4, "tiny")
 
 
 def test_a_gemma4_without_audio_takes_none() -> None:
@@ -403,3 +399,28 @@ def test_images_of_gemma4_are_blocks_where_the_config_says_so() -> None:
     assert GEMMA4.block_kinds == ("image", "video")
     config.get_text_config().use_bidirectional_attention = None
     assert FAMILIES["gemma4"](config).block_kinds == ()
+
+
+def test_encoders_of_another_release_are_refused() -> None:
+    """As transformers 5.17 has them, whose encoder of Gemma 4's videos does not take the number of frames."""
+    with torch.device("meta"):
+        model: Any = AutoModelForMultimodalLM.from_config(tiny_media_config("gemma4"))
+        other: Any = AutoModelForMultimodalLM.from_config(tiny_media_config("internvl"))
+    check_media_support(model)
+    check_media_support(other)
+
+    class Older(type(model.model)):  # type: ignore[misc]
+        def get_video_features(self, pixel_values_videos: Tensor, video_position_ids: Tensor) -> None: ...
+
+    class OlderInternVL(type(other.model)):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor) -> None: ...
+
+    model.model.__class__, other.model.__class__ = Older, OlderInternVL
+    with pytest.raises(
+        ModelError, match=r"Older.get_video_features of transformers .* does not take num_frames_per_video; install"
+    ):
+        check_media_support(model)
+    with pytest.raises(
+        ModelError, match=r"OlderInternVL.forward of transformers .* does not take mm_encoder_outputs; install"
+    ):
+        check_media_support(other)

@@ -198,6 +198,18 @@ def test_gemma4_is_what_its_processor_makes_of_it(kind: Kind, tmp_path: Path) ->
             assert not one[field][:, tensor.shape[1] :].any()
 
 
+def test_a_limit_on_pixels_is_one_on_features_of_gemma4(tmp_path: Path) -> None:
+    """Its processor scales images up to its budget."""
+    reader = reader_of(tmp_path, "gemma4")
+    reader.processor._images.max_soft_tokens = 280
+    source = MediaSource(kind="image", name="x", content=png(400, 400))
+    # A feature is of 8 x 8 pixels.
+    for most, budget in ((None, 280), (64 * 1000, 280), (64 * 280, 280), (64 * 279, 140), (64, 70)):
+        media = reader.processor.process(source, MediaLimits(max_pixels=most))
+        assert media.fields["pixel_values"].shape[1] == budget * 4
+        assert 0.8 * budget < media.tokens <= budget
+
+
 @pytest.mark.parametrize(
     ("family", "name"),
     [
@@ -880,15 +892,23 @@ def test_batches_carry_the_fields_of_their_documents(tmp_path: Path) -> None:
     for name, field in batch.media.items():
         assert torch.equal(whole.media[name].values, field.values)
         assert whole.media[name].counts.tolist() == field.counts.tolist()
-    assert joined_rows("input_features", [torch.ones(1, 2, 3), torch.ones(2, 2, 5)])[0, :, 3:].tolist() == [[0.0, 0.0]] * 2
-    # Patches of two processors are not filled up.
-    unlike: dict[str, list[torch.Tensor]] = {
-        "pixel_values": [torch.zeros(1, 2), torch.zeros(1, 3)],
-        "input_features": [torch.zeros(1, 2, 3), torch.zeros(1, 4, 3)],
+    masks = [torch.ones(1, 3), torch.ones(2, 5)]
+    for shape in ((2, -1), (-1, 2)):
+        # Time is the last axis, or the one before.
+        parts = [torch.ones(len(mask), *(size if size > 0 else mask.shape[1] for size in shape)) for mask in masks]
+        rows = joined_rows({"input_features": parts, "input_features_mask": masks})
+        assert rows["input_features_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5, [1] * 5]
+        assert rows["input_features"].sum((1, 2)).tolist() == [6, 10, 10]
+    # Patches and bins of two processors are not filled up.
+    unlike: dict[str, dict[str, list[torch.Tensor]]] = {
+        "pixel_values": {"pixel_values": [torch.zeros(1, 2), torch.zeros(1, 3)]},
+        "input_features": {"input_features": [torch.zeros(1, 2, 3), torch.zeros(2, 4, 5)], "input_features_mask": masks},
     }
     for name, tensors in unlike.items():
         with pytest.raises(BatchError, match=f"rows of {name} have the shapes .* cannot be joined"):
-            joined_rows(name, tensors)
+            joined_rows(tensors)
+    with pytest.raises(BatchError, match="rows of input_features have the shapes .* cannot be joined"):
+        joined_rows({"input_features": [torch.zeros(1, 80, 3), torch.zeros(1, 128, 3)], "input_features_mask": [masks[0]] * 2})
 
 
 @pytest.mark.usefixtures("process_group")
