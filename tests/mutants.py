@@ -18,6 +18,8 @@ from queue import Queue
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 600
+SOUND = "tests/unit/test_microbatch.py"
+"""Tests that must pass before there is a defect: where a copy cannot be imported, every defect would seem to be caught."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,23 @@ def copy_tree(target: Path) -> None:
     (target / ".types" / "drivetrain").symlink_to("..")
 
 
+def run_tests(tree: Path, marker: str, tests: list[str]) -> int:
+    """Run tests of a copy; return pytest's exit code.
+
+    Raises:
+        subprocess.TimeoutExpired: They take too long.
+    """
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", marker, *tests],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree / ".types"), "PYTHONDONTWRITEBYTECODE": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=TIMEOUT_S,
+        check=False,
+    ).returncode
+
+
 def is_caught(mutant: Mutant, tree: Path, marker: str) -> bool:
     """Run a defect's tests on a copy that has it. A run that takes too long counts as caught.
 
@@ -78,18 +97,8 @@ def is_caught(mutant: Mutant, tree: Path, marker: str) -> bool:
     file = tree / mutant.file
     original = file.read_text()
     file.write_text(original.replace(mutant.old, mutant.new))
-    words = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", marker, *mutant.tests]
-    environment = {**os.environ, "PYTHONPATH": str(tree / ".types"), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        code = subprocess.run(
-            words,
-            cwd=tree,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=TIMEOUT_S,
-            check=False,
-        ).returncode
+        code = run_tests(tree, marker, mutant.tests)
     except subprocess.TimeoutExpired:
         return True
     finally:
@@ -112,8 +121,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="drivetrain-mutants-") as folder:
         trees: Queue[Path] = Queue()
         for job in range(args.jobs):
-            copy_tree(Path(folder, str(job)))
-            trees.put(Path(folder, str(job)))
+            # A name that Python allows for a package, which the copy is.
+            tree = Path(folder, f"tree_{job}")
+            copy_tree(tree)
+            if run_tests(tree, "not slow and not gpu", [SOUND]) != 0:
+                raise RuntimeError(f"{SOUND} fails without a defect; run it in the checkout, and see why")
+            trees.put(tree)
 
         def run(mutant: Mutant) -> str:
             tree, began = trees.get(), time.monotonic()

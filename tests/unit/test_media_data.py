@@ -907,7 +907,7 @@ def test_batches_carry_the_fields_of_their_documents(tmp_path: Path) -> None:
     for name, tensors in unlike.items():
         with pytest.raises(BatchError, match=f"rows of {name} have the shapes .* cannot be joined"):
             joined_rows(tensors)
-    with pytest.raises(BatchError, match="rows of input_features have the shapes .* cannot be joined"):
+    with pytest.raises(BatchError, match=r"rows of input_features have the shapes .* cannot be joined"):
         joined_rows({"input_features": [torch.zeros(1, 80, 3), torch.zeros(1, 128, 3)], "input_features_mask": [masks[0]] * 2})
 
 
