@@ -390,11 +390,7 @@ class Gemma4(MediaFamily):
             self.block_kinds = tuple(kind for kind in self.modalities if kind != "audio")
 
     def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
-        return (
-            self._audio_problem(media)
-            if kind == "audio"
-            else self._image_problem(*(media[n] for n in self._names(kind)), kind)
-        )
+        return self._audio_problem(media) if kind == "audio" else self._image_problem(kind, media)
 
     def _names(self, kind: Kind) -> tuple[str, str]:
         """Return the names of the encoder's input, and of the positions or the mask beside it."""
@@ -415,8 +411,9 @@ class Gemma4(MediaFamily):
         mixed = (mask.bool() != (torch.arange(frames, device=mask.device) < counts[:, None])).any(-1).nonzero()
         return (int(mixed[0]), f"{mask_name} with padding before frames") if mixed.numel() else None
 
-    def _image_problem(self, values: Tensor, positions: Tensor, kind: Kind) -> tuple[int | None, str] | None:
+    def _image_problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
         name, positions_name = self._names(kind)
+        values, positions = media[name], media[positions_name]
         vision = self.config.vision_config
         side, patches = vision.pooling_kernel_size, values.shape[1] if values.dim() > 1 else 0
         sizes = (patches, 3 * vision.patch_size**2)
