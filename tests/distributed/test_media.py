@@ -25,7 +25,15 @@ from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.packing.batch import IGNORE, MediaField, PackedBatch, media_fields
 from drivetrain.engine.packing.convert import from_lists, to_padded
 from drivetrain.engine.registry import engine_class
-from drivetrain.engine.tiny_media import IMAGE, MEDIA_FAMILIES, PLAIN, random_item, tiny_media_config, tiny_media_document
+from drivetrain.engine.tiny_media import (
+    AUDIO,
+    IMAGE,
+    MEDIA_FAMILIES,
+    PLAIN,
+    random_item,
+    tiny_media_config,
+    tiny_media_document,
+)
 from drivetrain.losses.sft import SFTLoss
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.process.role_host import RoleSpec
@@ -167,7 +175,7 @@ def test_sizes_of_gemma4_equal_plain_transformers(size: str, tmp_path: Path, pro
     plain = Plain(tmp_path, optim)
     kinds = [kind for kind in ("image", "video", "audio") if kind in engine._root.media.modalities]  # type: ignore[attr-defined]
     # The id of audio among text: transformers takes it for padding, whether there is an encoder of audio or not.
-    stray = ([5, 6, 252, 7, 8], [])
+    stray: Document = ([5, 6, AUDIO, 7, 8], [])
     for step in range(2):
         documents = [document("gemma4", 50 * step + i, 1, 2, kind=kind) for i, kind in enumerate(kinds)]
         documents += [document("gemma4", 50 * step + 9), *([] if "audio" in kinds else [stray])]

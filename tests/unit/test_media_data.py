@@ -895,8 +895,8 @@ def test_batches_carry_the_fields_of_their_documents(tmp_path: Path) -> None:
     masks = [torch.ones(1, 3), torch.ones(2, 5)]
     for shape in ((2, -1), (-1, 2)):
         # Time is the last axis, or the one before.
-        parts = [torch.ones(len(mask), *(size if size > 0 else mask.shape[1] for size in shape)) for mask in masks]
-        rows = joined_rows({"input_features": parts, "input_features_mask": masks})
+        audio = [torch.ones(len(mask), *(size if size > 0 else mask.shape[1] for size in shape)) for mask in masks]
+        rows = joined_rows({"input_features": audio, "input_features_mask": masks})
         assert rows["input_features_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5, [1] * 5]
         assert rows["input_features"].sum((1, 2)).tolist() == [6, 10, 10]
     # Patches and bins of two processors are not filled up.
