@@ -72,7 +72,7 @@ class BareMegatron:
                 first=True,
                 last=True,
                 stage=None,
-                value_head=False,
+                head=None,
                 transform=PLAIN,
             )
             model.load_state_dict(weights, strict=False)

@@ -10,6 +10,7 @@ from ..engine.checkpoint.hf_folder import ADAPTER_STEM, CONFIGS, Entry
 from ..engine.checkpoint.tensor_slices import TensorSlice
 from ..engine.errors import CheckpointError
 from ..engine.hf.names import PEFT_PREFIX, tied_copies
+from ..engine.model_types import HEAD_PREFIX
 from .plan import DTYPES, FLOATS
 from .sources import CheckpointSource, FolderSource
 from .streaming import BlockBuffer
@@ -29,7 +30,7 @@ class AdapterBlocks:
         self._names = {
             name if name.startswith(PEFT_PREFIX) else PEFT_PREFIX + name: name
             for name in adapters.entries
-            if not name.startswith("score.")
+            if not name.startswith(HEAD_PREFIX)
         }
         settings = json.loads(files.get(CONFIGS[ADAPTER_STEM], b"{}"))
         self._names |= {copy: self._names[name] for copy, name in tied_copies(self._names, settings).items()}

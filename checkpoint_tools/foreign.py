@@ -16,9 +16,11 @@ from ..engine.checkpoint.hf_folder import Entry
 from ..engine.checkpoint.tensor_slices import StoredSlice, TensorSlice, covers, intersect, whole
 from ..engine.config import ModelConfig
 from ..engine.errors import CheckpointError
+from ..engine.heads import ValueHead
 from ..engine.hf.config import read_config
 from ..engine.hf.model import HFModel, empty_lm
 from ..engine.hf.names import hf_name
+from ..engine.model_types import HEAD_PREFIX
 from .sources import TensorSource
 
 
@@ -108,10 +110,10 @@ def parameters_of(
 ) -> tuple[dict[str, list[StoredSlice]], dict[str, tuple[int, ...]]]:
     """List the parameters of a plain transformers model: the stored slices that each consists of on disk, and its shape."""
     lm, layout, _ = empty_lm(read_config(model), model, torch.float32)
-    root = HFModel(lm, value_head=value_head)
+    root = HFModel(lm, head=ValueHead() if value_head else None)
     shapes = {hf_name(name).name: tuple(p.shape) for name, p in root.named_parameters()}
     return {
-        name: [StoredSlice(name, shape, whole(shape))] if name.startswith("score.") else layout.stored_slices(name, shape)
+        name: [StoredSlice(name, shape, whole(shape))] if name.startswith(HEAD_PREFIX) else layout.stored_slices(name, shape)
         for name, shape in shapes.items()
     }, shapes
 

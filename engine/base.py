@@ -28,6 +28,7 @@ from .checkpoint.save import HostCopies, Snapshot, take_snapshot, write_snapshot
 from .checkpoint.storage import open_store
 from .config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig, SharePrefixes
 from .errors import BatchError, ConfigError, NonFiniteError
+from .heads import head_of
 from .hf.config import read_config
 from .hf.model_path import fingerprint
 from .hf.shape import router_aux_coef
@@ -358,13 +359,13 @@ class BaseEngine(Backend):
             batch: This rank's data-parallel shard of the global batch.
             outputs: The outputs to compute.
             tokens: `[T]` bool, the tokens for which to compute them. By default the tokens with a label, or all tokens if only
-                values are requested.
+                the head of another type is asked.
             as_in_training: Whether to split the batch into the same micro-batches as `train_batch` instead of those of
                 `infer_max_tokens`. With the same model weights and layout, the outputs are then bitwise equal to those in
                 training, or equal up to rounding where layers are compiled: the compiler fuses a graph without gradients differently.
 
         Returns:
-            Output name -> `[T]`, in the order of `batch` and on its device; zero for tokens that were not selected.
+            Output name -> `[T, ...]`, in the order of `batch` and on its device; zero for tokens that were not selected.
 
         Raises:
             BatchError: `tokens` has the wrong shape.
@@ -372,7 +373,8 @@ class BaseEngine(Backend):
         if tokens is not None and tokens.shape != (batch.num_tokens,):
             raise BatchError(f"tokens is {tuple(tokens.shape)}; it must be [{batch.num_tokens}], one entry per token")
         plan = self._planner.plan(batch, None, training=as_in_training, outputs=outputs)
-        collector = OutputCollector(batch, outputs, tokens, plan)
+        head = head_of(self.model_config)
+        collector = OutputCollector(batch, outputs, tokens, plan, None if head is None else head.outputs)
         with self.eval_mode():
             self.run_micro_batches(plan.micro_batches(batch, self.topology.device), collector, backward=False)
         return collector.result(self.topology)

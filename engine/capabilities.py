@@ -12,7 +12,7 @@ class Capabilities:
 
     Args:
         axes: The names of the axes in `engine.parallel` that may be greater than 1 (or true).
-        heads: The supported values of `model.head`.
+        heads: The supported values of `model.head`; None for every type of `engine.model_types`, also those of third parties.
         lora: Whether adapters are supported.
         recompute: The supported values of `engine.recompute`.
         compile: Whether `engine.compile` is supported.
@@ -26,7 +26,7 @@ class Capabilities:
     """
 
     axes: frozenset[str]
-    heads: frozenset[str]
+    heads: frozenset[str] | None
     lora: bool
     recompute: frozenset[str]
     compile: bool
@@ -68,7 +68,8 @@ class Capabilities:
                     f"engine.parallel.{axis}={getattr(p, axis)}: backend {engine.backend!r} supports the axes {supported}; "
                     "use one of those, or another engine.backend"
                 )
-        self._one_of(engine, "model.head", model.head, self.heads)
+        if self.heads is not None:
+            self._one_of(engine, "model.head", model.head, self.heads)
         self._one_of(engine, "engine.recompute", engine.recompute, self.recompute | {"auto"})
         self._one_of(engine, "engine.offload.params", engine.offload.params, self.offload_params)
         self._one_of(engine, "engine.offload.optimizer", engine.offload.optimizer, self.offload_optimizer)

@@ -15,6 +15,7 @@ from types import UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from .errors import ConfigError
+from .model_types import LM, head_names
 
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 OffloadTarget = Literal["none", "host", "disk"]
@@ -253,7 +254,12 @@ class ModelConfig(Settings):
     init: Literal["weights", "random"] = setting(
         "weights", "weights: load the weights; random: initialize them from the config and engine.seed"
     )
-    head: Literal["lm", "value"] = setting("lm", "lm: a distribution over tokens; value: one number per token")
+    head: str = setting(
+        LM, "lm: a distribution over tokens; value: one number per token; actions: a chunk of continuous actions per token"
+    )
+    head_shape: tuple[int, ...] = setting(
+        (), "the shape of what the head gives for each token, where it has one: [4,7] are 4 actions with 7 numbers each"
+    )
     lora: LoraConfig = setting(factory=LoraConfig, help="low-rank adapters")
     router_aux_loss_coef: float | None = setting(
         None,
@@ -278,6 +284,12 @@ class ModelConfig(Settings):
         help="settings of the model's config.json to change, as in model.overrides.attn_pdrop=0; exports have them too",
     )
     trust_remote_code: bool = setting(False, "run Python code from the model folder")
+
+    def _check_values(self) -> None:
+        if self.head not in (names := head_names()):
+            raise ConfigError(f"model.head={self.head}; it must be one of {', '.join(names)}")
+        for size in self.head_shape:
+            check_least("model.head_shape", size, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ class OutputRequest:
         greedy: Whether to return the most likely next token.
         sum_squared_probs: Whether to return the sum of the squares of all next tokens' probabilities.
         temperature: The number by which the logits are divided first.
+        others: The names of outputs of a head of another type; see `engine.heads`.
     """
 
     log_probs: bool = False
@@ -35,11 +36,12 @@ class OutputRequest:
     greedy: bool = False
     sum_squared_probs: bool = False
     temperature: float = 1.0
+    others: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the requested outputs, in the order of `TokenOutputs`."""
-        return tuple(n for n in OUTPUTS if getattr(self, n))
+        return (*(n for n in OUTPUTS if getattr(self, n)), *self.others)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,6 +55,7 @@ class TokenOutputs:
         values: `[T]` float, the outputs of the value head.
         greedy: `[T]` int64, the most likely next tokens' ids; they carry no gradient.
         sum_squared_probs: `[T]` float, the sums of the squares of the next tokens' probabilities; they carry no gradient.
+        others: Output name -> `[T, ...]` float, the outputs of a head of another type.
     """
 
     mask: Tensor
@@ -61,10 +64,22 @@ class TokenOutputs:
     values: Tensor | None = None
     greedy: Tensor | None = None
     sum_squared_probs: Tensor | None = None
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, mask: Tensor, outputs: Mapping[str, Tensor]) -> "TokenOutputs":
+        """Return outputs by their names.
+
+        Args:
+            mask: `[T]` bool, the selected tokens.
+            outputs: Output name -> `[T, ...]`.
+        """
+        others = {name: value for name, value in outputs.items() if name not in OUTPUTS}
+        return cls(mask=mask, **{name: value for name, value in outputs.items() if name in OUTPUTS}, others=others)
 
     def present(self) -> dict[str, Tensor]:
         """Return the requested outputs by name."""
-        return {name: value for name in OUTPUTS if (value := getattr(self, name)) is not None}
+        return {**{name: value for name in OUTPUTS if (value := getattr(self, name)) is not None}, **self.others}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -180,12 +195,12 @@ def expected_gradient(loss: Loss, batch: PackedBatch, mask: Tensor, weights: Map
 
     A linear loss has the same gradient everywhere, so the loss is differentiated at outputs of zero.
     """
-    if not loss.linear:
+    if not loss.linear or loss.request.others:
         return None
     names = [name for name in loss.request.names if name in ("log_probs", "entropy", "values")]
     zeros = {name: torch.zeros(batch.num_tokens, device=batch.device, requires_grad=True) for name in names}
     with torch.enable_grad():
-        total = combine(loss(TokenOutputs(mask=mask, **zeros), batch), weights)
+        total = combine(loss(TokenOutputs.of(mask, zeros), batch), weights)
     if not total.requires_grad:
         return None
     gradients = torch.autograd.grad(total, list(zeros.values()), allow_unused=True)

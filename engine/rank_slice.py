@@ -161,14 +161,15 @@ class RankSlice:
     def gather_outputs(self, outputs: Mapping[str, Tensor]) -> TokenOutputs:
         """Convert outputs `[S]` of the selected tokens to outputs of complete documents. Collective over `Topology.cp`."""
         gathered = {name: self._of_documents(value) for name, value in outputs.items()}
-        return TokenOutputs(mask=self.mask, **gathered)
+        return TokenOutputs.of(self.mask, gathered)
 
     def _of_documents(self, value: Tensor) -> Tensor:
-        full = gather_tokens(value.new_zeros(len(self.input_ids)).index_put((self.selected,), value), self.context.cp_group)
+        slots = value.new_zeros(len(self.input_ids), *value.shape[1:])
+        full = gather_tokens(slots.index_put((self.selected,), value), self.context.cp_group)
         if self.origin is None:
             return full[: len(self.mask)]
         # Of a token that stands for several, not all need have been selected.
-        return full[self.origin].masked_fill(~self.mask, 0)
+        return full[self.origin].masked_fill(~self.mask.view(-1, *[1] * (full.dim() - 1)), 0)
 
 
 def _encoder_inputs(micro_batch: MicroBatch, family: MediaFamily, topology: Topology, tokens: int) -> dict[Kind, EncoderInput]:

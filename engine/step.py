@@ -4,7 +4,7 @@ Axes: T tokens of a micro-batch.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -180,14 +180,21 @@ class OutputCollector:
         request: The outputs to collect.
         tokens: `[T]` bool, the selected tokens of the batch; see `BaseEngine.infer_batch`.
         plan: The plan of the inference pass.
+        shapes: Output name -> the shape of what one token has, of the outputs of the model's head; None for a language-model head.
     """
 
-    def __init__(self, batch: PackedBatch, request: OutputRequest, tokens: Tensor | None, plan: StepPlan) -> None:
-        self._batch, self._request, self._parts = batch, request, plan.parts
-        # Every token has a value, but only tokens with a label have a log-probability.
+    def __init__(
+        self,
+        batch: PackedBatch,
+        request: OutputRequest,
+        tokens: Tensor | None,
+        plan: StepPlan,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        self._batch, self._request, self._parts, self._shapes = batch, request, plan.parts, shapes or {}
+        # Every token has the outputs of another head, but only tokens with a label have a log-probability.
         everywhere = torch.ones(batch.num_tokens, dtype=torch.bool, device=batch.device)
-        only_values = request.names == ("values",)
-        self._mask = tokens if tokens is not None else everywhere if only_values else loss_mask(batch)
+        self._mask = tokens if tokens is not None else loss_mask(batch) if shapes is None else everywhere
         self._found: list[tuple[int, dict[str, Tensor]]] = []
 
     def request(self, micro_batch: MicroBatch) -> HeadRequest:
@@ -209,11 +216,15 @@ class OutputCollector:
     def _filled(self) -> dict[str, Tensor]:
         tokens, device = self._batch.num_tokens, self._batch.device
         dtypes = {name: torch.int64 if name == "greedy" else torch.float32 for name in self._request.names}
-        filled = {name: torch.zeros(tokens, dtype=dtype, device=device) for name, dtype in dtypes.items()}
+        # Of the same shape on every stage of a pipeline, of which the last one alone has outputs.
+        filled = {
+            name: torch.zeros(tokens, *self._shapes.get(name, ()), dtype=dtype, device=device)
+            for name, dtype in dtypes.items()
+        }
         if self._found:
             index = torch.cat([self._batch.token_index(self._parts[part]) for part, _ in self._found])
             for name in self._request.names:
                 # One transfer from the device for all micro-batches, after they are all on their way.
                 value = torch.cat([outputs[name] for _, outputs in self._found]).to(device)
-                filled[name] = value.new_zeros(tokens).index_put_((index.to(device),), value)
+                filled[name] = value.new_zeros(tokens, *value.shape[1:]).index_put_((index.to(device),), value)
         return filled

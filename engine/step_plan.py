@@ -11,8 +11,9 @@ from torch import Tensor
 from .config import MicroBatchConfig, ModelConfig, SharePrefixes
 from .errors import BatchError, BudgetError, ConfigError
 from .flops import ModelShape
+from .heads import head_of
 from .hf.media_family import MediaFamily
-from .loss import Loss, OutputRequest
+from .loss import OUTPUTS, Loss, OutputRequest
 from .media import Items, MediaSummary, check_media, comparable_ids, items_of, positions_of
 from .packing.batch import Kind, PackedBatch, check_read
 from .packing.convert import unsupervised
@@ -200,7 +201,7 @@ class StepPlanner:
         media: MediaModel | None = None,
     ) -> None:
         self._topology, self._sizes, self._model, self._shape, self._share = topology, sizes, model, shape, share
-        self._media, self._warned = media, False
+        self._media, self._warned, self._head = media, False, head_of(model)
 
     def plan(
         self,
@@ -225,10 +226,11 @@ class StepPlanner:
             BatchError: The batch cannot be run; see `plan_step`.
         """
         outputs = outputs or (OutputRequest() if loss is None else loss.request)
-        if outputs.values != (self._model.head == "value") or (len(outputs.names) > 1 and outputs.values):
+        has = [name for name in OUTPUTS if name != "values"] if self._head is None else list(self._head.outputs)
+        if not set(outputs.names) <= set(has) or (self._head is not None and not outputs.names):
             raise ConfigError(
-                f"{', '.join(outputs.names) or 'nothing'} requested from a model with model.head={self._model.head}; a value "
-                "head returns values, a language-model head returns log_probs, entropy, greedy and sum_squared_probs"
+                f"{', '.join(outputs.names) or 'nothing'} requested from a model with model.head={self._model.head}, which returns "
+                f"{', '.join(has)}"
             )
         plan = plan_step(
             self._topology,

@@ -8,14 +8,19 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..base import BaseEngine
-from ..errors import BatchError, BudgetError, ConfigError, NonFiniteError, RemoteError
+from ..config import ModelConfig
+from ..errors import BatchError, BudgetError, CapabilityError, ConfigError, NonFiniteError, RemoteError
+from ..heads import HeadType, head_of
 from ..loss import Loss, LossSums, OutputRequest, StepResult, TokenOutputs, loss_mask
+from ..model_types import HEAD_PREFIX
 from ..packing.batch import PackedBatch, media_fields
 from ..packing.convert import from_lists
 from ..registry import engine_class
@@ -112,6 +117,66 @@ def check_media(engine_factory: EngineFactory) -> None:
             assert_close(
                 f"gradient norm of step {step} with media", result.grad_norm or math.nan, expected.grad_norm, NORM_BOUND
             )
+
+
+class MeanSquares:
+    """The mean square of all outputs of a head, over all tokens."""
+
+    linear = False
+
+    def __init__(self, head: HeadType) -> None:
+        self._names = tuple(head.outputs)
+        values = self._names == ("values",)
+        self.request = OutputRequest(values=values, others=() if values else self._names)
+
+    def tokens(self, batch: PackedBatch) -> Tensor:
+        """Return the mask of all tokens."""
+        return torch.ones(batch.num_tokens, dtype=torch.bool, device=batch.device)
+
+    def weights(self, batch: PackedBatch) -> dict[str, float]:
+        """Return the number of tokens."""
+        return {"squares": float(batch.num_tokens)}
+
+    def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
+        """Return the sum over the micro-batch."""
+        return LossSums(terms={"squares": torch.stack([x.square().sum() for x in outputs.present().values()]).sum()})
+
+
+def check_model_types(engine_factory: EngineFactory) -> None:
+    """Check a step of models with other heads, and their outputs, against the same head behind plain Hugging Face's decoder.
+
+    An engine must refuse those that `Capabilities.heads` lacks.
+    """
+    supported = engine_class(engine_factory.backend).capabilities.heads
+    settings: dict[str, tuple[int, ...]] = {"value": (), "actions": (2, 3)}
+    for name, shape in settings.items():
+        model: dict[str, Any] = {"head": name, "head_shape": shape}
+        if supported is not None and name not in supported:
+            with engine_factory.engine() as engine:
+                check = partial(engine.capabilities.check, engine.config, ModelConfig(path="m", **model), None)
+                assert_raises(CapabilityError, check, f"model.head={name}")
+            continue
+        with engine_factory.engine(model=model) as engine:
+            head_type = head_of(engine.model_config)
+            assert head_type is not None
+            documents = tiny_documents(7, seed=11)
+            stored = {n: value for n, value in weights_of(engine).items() if n.startswith(HEAD_PREFIX)}
+            result = engine.train_batch(engine_factory.share(engine, documents), MeanSquares(head_type))
+            reference = PlainReference(engine_factory.folder, OPTIM)
+            decoder = reference.model.get_decoder()
+            head = head_type.module(decoder.config.hidden_size, torch.float32)
+            head.load_state_dict({n.removeprefix(HEAD_PREFIX): value for n, value in stored.items()})
+            loss = 0.0
+            for document in documents:
+                hidden = decoder(input_ids=torch.tensor([document]), use_cache=False).last_hidden_state[0]
+                squares = torch.stack([x.square().sum() for x in head_type.compute(head, hidden).values()]).sum()
+                one = squares / sum(map(len, documents))
+                one.backward()
+                loss += one.item()
+            grads = [p.grad for p in [*decoder.parameters(), *head.parameters()] if p.grad is not None]
+            norm = float(torch.stack([g.double().norm() for g in grads]).norm())
+            assert_close(f"loss with model.head={name}", result.loss, loss, LOSS_BOUND)
+            assert_close(f"gradient norm with model.head={name}", result.grad_norm or math.nan, norm, NORM_BOUND)
 
 
 def _check_steps(
@@ -400,6 +465,7 @@ CHECKS: dict[str, Callable[[EngineFactory], None]] = {
     "reference": check_reference,
     "shared_prefixes": check_shared_prefixes,
     "media": check_media,
+    "model_types": check_model_types,
     "partition": check_partition,
     "shares": check_shares,
     "zero_weight": check_zero_weight,

@@ -1,7 +1,7 @@
 """Utilities of the conformance checks: a factory of engines of the backend under test, and assertions with clear errors."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,12 +45,20 @@ class EngineFactory:
     folder: Path
 
     @contextmanager
-    def engine(self, *, max_tokens: int = 96, optim: OptimConfig | None = OPTIM, **settings: Any) -> Iterator[BaseEngine]:
+    def engine(
+        self,
+        *,
+        max_tokens: int = 96,
+        optim: OptimConfig | None = OPTIM,
+        model: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> Iterator[BaseEngine]:
         """Yield an initialized engine, which is closed at the end of the `with` block.
 
         Args:
             max_tokens: The token budget of a micro-batch.
             optim: The optimizer settings; None for an engine that only runs inference.
+            model: More fields of `ModelConfig`.
             **settings: More fields of `EngineConfig`.
         """
         config = EngineConfig(
@@ -60,7 +68,10 @@ class EngineFactory:
             options=self.options,
             **settings,
         )
-        engine = engine_class(self.backend)(model=ModelConfig(path=str(self.folder)), engine=config, optim=optim).initialize()
+        built = engine_class(self.backend)(
+            model=ModelConfig(path=str(self.folder), **(model or {})), engine=config, optim=optim
+        )
+        engine = built.initialize()
         try:
             yield engine
         finally:

@@ -14,6 +14,7 @@ from ..checkpoint.local_shards import LocalShard
 from ..config import EngineConfig, ModelConfig, ParallelConfig
 from ..errors import ModelError, TopologyError
 from ..flops import ModelShape
+from ..heads import head_of
 from ..hf.config import check_model, logit_transform
 from ..hf.layout import DiskLayout
 from ..hf.media import FAMILIES, check_media_support
@@ -22,6 +23,7 @@ from ..hf.model_path import resolve_folder
 from ..hf.names import hf_name
 from ..hf.shape import model_shape, router_settings
 from ..hf.weights import WeightFolder, check_head, init_random, load_weights
+from ..model_types import HEAD_PREFIX
 from ..parallel.topology import Topology
 from ..rope import length_dependent_rope, rope_by_kind
 from ..torch_private import replace_tensor, saved_operators
@@ -150,7 +152,7 @@ def describe(
         check_media_support(lm)
     root = PackedModel(
         lm,
-        value_head=model.head == "value",
+        head=head_of(model),
         transform=logit_transform(config),
         router=router_settings(config, aux_coef),
         media=None if media is None else FAMILIES[media.model_type](media),
@@ -253,7 +255,7 @@ def fill(
             local_shards,
             weights,
             meta_model.lm.base_model_prefix,
-            optional=lambda name: name.startswith("score."),
+            optional=lambda name: name.startswith(HEAD_PREFIX),
             grown=vocabulary_names(meta_model.lm, layout) if model.added_tokens else frozenset(),
         )
     # Only the ranks that hold a part of a tensor notice that it is missing, but a new head must be drawn alike on all ranks.

@@ -26,6 +26,7 @@ from ..hf.files import save_model_files
 from ..hf.lora import adapters_disabled
 from ..hf.media import media_config
 from ..hf.weights import seed_ranks
+from ..model_types import HEAD_PREFIX
 from ..offload import StatePart, host_cores, host_threads
 from ..ops.norm import sum_of_squares
 from ..rank_slice import RankSlice
@@ -54,7 +55,7 @@ class FSDPEngine(BaseEngine):
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         axes=frozenset({"dp_replicate", "dp_shard", "cp", "ep"}),
-        heads=frozenset({"lm", "value"}),
+        heads=None,
         lora=True,
         recompute=frozenset({"none", "full", "selective"}),
         compile=True,
@@ -278,7 +279,7 @@ class FSDPEngine(BaseEngine):
         trained = {disk_name for name in trainable for disk_name in self._disk_names(name)}
         for local_shard in parameter_shards(self._root, self._built.layout, self._built.experts, self.topology):
             # The base weights under adapters are frozen, and are restored from model.path or the seed.
-            if not adapters or local_shard.name in trained or local_shard.name.startswith("score."):
+            if not adapters or local_shard.name in trained or local_shard.name.startswith(HEAD_PREFIX):
                 yield local_shard
         if self._optimizer is None:
             return

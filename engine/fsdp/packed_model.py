@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import ModelError
+from ..heads import HeadType
 from ..hf.media_family import MediaFamily
 from ..hf.model import HFModel
 from ..ops.head_regions import HeadRegions
@@ -27,7 +28,7 @@ class PackedModel(HFModel):
 
     Args:
         lm: The causal language model on the meta device, with its adapters, if any, already inside.
-        value_head: Whether to replace the language-model head by one number per token.
+        head: The type of the head that replaces the language-model head; None keeps that.
         transform: The transform of the logits.
         router: The settings of the router's balancing loss; None if the loss is off.
         media: How the model takes media; None if it takes none.
@@ -37,12 +38,12 @@ class PackedModel(HFModel):
         self,
         lm: PreTrainedModel,
         *,
-        value_head: bool,
+        head: HeadType | None,
         transform: LogitTransform,
         router: RouterSettings | None,
         media: MediaFamily | None = None,
     ) -> None:
-        super().__init__(lm, value_head=value_head)
+        super().__init__(lm, head=head)
         self.transform = transform
         self.router = router
         self.media = media
@@ -112,10 +113,10 @@ class PackedModel(HFModel):
         return features
 
     def _head(self, hidden_sh: Tensor, part: RankSlice) -> dict[str, Tensor]:
-        if self.score is not None:
-            # This is a copy, because FSDP would warn about a view that its hooks may modify.
-            values = self.score(hidden_sh)[:, 0].clone()
-            return {"values": values.to(torch.promote_types(values.dtype, torch.float32))}
+        if self.head is not None and self.score is not None:
+            # Copies, because FSDP would warn about views that its hooks may modify.
+            found = {name: value.clone() for name, value in self.head.compute(self.score, hidden_sh).items()}
+            return {name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in found.items()}
         head = self.lm.get_output_embeddings()
         head_outputs = linear_head(
             hidden_sh,

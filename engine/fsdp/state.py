@@ -12,6 +12,7 @@ from ..checkpoint.tensor_slices import StoredSlice, whole
 from ..hf.layout import DiskLayout
 from ..hf.lora import adapted_layers, merged
 from ..hf.names import PEFT_PREFIX, hf_name
+from ..model_types import HEAD_PREFIX
 from ..parallel.topology import Topology
 from ..torch_private import persistent_buffers as own_buffers
 from .experts import ExpertShards
@@ -32,7 +33,7 @@ def stored_slices_of(layout: DiskLayout, experts: ExpertShards | None, name: str
     """
     disk_name = hf_name(name)
     shape = tuple(tensor.shape) if experts is None else experts.shape(name, tensor.shape)
-    if disk_name.adapter or disk_name.name.startswith("score."):
+    if disk_name.adapter or disk_name.name.startswith(HEAD_PREFIX):
         return [StoredSlice(disk_name.name, shape, whole(shape))]
     return layout.stored_slices(disk_name.name, shape)
 
@@ -132,7 +133,7 @@ def _is_exported(name: str, tensor: Tensor, *, only_adapters: bool) -> bool:
     exported_name = hf_name(name)
     if not only_adapters:
         return not exported_name.adapter
-    return exported_name.adapter or (tensor.requires_grad and not exported_name.name.startswith("score."))
+    return exported_name.adapter or (tensor.requires_grad and not exported_name.name.startswith(HEAD_PREFIX))
 
 
 def _export_name(name: str, *, only_adapters: bool) -> str:

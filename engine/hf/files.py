@@ -10,6 +10,7 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from ..config import ModelConfig
+from ..model_types import LM
 from .generation import FILE, end_tokens, read_generation_settings, token_ids
 from .media import FAMILIES
 from .model import HFModel
@@ -45,8 +46,11 @@ def save_model_files(root: HFModel, model: ModelConfig, adapters: Any, folder: P
             # Its `score` is our value head: one number per sequence, or per token through AutoModelForTokenClassification.
             config.architectures, config.num_labels = [classifier], 1
         _set_padding(config, tokenizer, model)
+    elif root.head is not None:
+        config = copy.deepcopy(config)
+        root.head.describe(config)
     config.save_pretrained(folder)
-    if lm.can_generate() and model.head == "lm":
+    if lm.can_generate() and model.head == LM:
         settings = read_generation_settings(model)
         if settings is None:
             lm.generation_config.save_pretrained(folder)

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrai
 
 from ..config import ModelConfig
 from ..errors import ModelError
+from ..heads import HeadType
+from ..model_types import LM
 from .config import wants_adapters
 from .layout import DiskLayout
 from .lora import add_adapters, modules_to_save, peft_config
@@ -31,17 +33,18 @@ class HFModel(nn.Module):
 
     Args:
         lm: The language model on the meta device, already with its adapters, if any.
-        value_head: Whether to replace the language-model head with one number per token.
+        head: The type of the head that replaces the language-model head; None keeps that.
     """
 
-    def __init__(self, lm: PreTrainedModel, *, value_head: bool) -> None:
+    def __init__(self, lm: PreTrainedModel, *, head: HeadType | None) -> None:
         super().__init__()
         self.lm = lm
-        self.score: nn.Linear | None = None
-        if value_head:
+        self.head = head
+        self.score: nn.Module | None = None
+        if head is not None:
             lm.set_output_embeddings(nn.Identity())
-            hidden = lm.config.get_text_config().hidden_size
-            self.score = nn.Linear(hidden, 1, bias=False, device="meta", dtype=lm.dtype)
+            with torch.device("meta"):
+                self.score = head.module(lm.config.get_text_config().hidden_size, lm.dtype)
 
     @property
     def base(self) -> Any:
@@ -78,9 +81,9 @@ def empty_lm(
         adapters = peft_config(model.lora, lm, model.path)
         _check_saved_names(model, lm, layout)
         add_adapters(lm, adapters, model.lora)
-        if model.head == "value" and any(m is lm.get_output_embeddings() for m in modules_to_save(model.lora, lm)):
+        if model.head != LM and any(m is lm.get_output_embeddings() for m in modules_to_save(model.lora, lm)):
             raise ModelError(
-                f"model.lora.modules_to_save={list(model.lora.modules_to_save)} with model.head=value, which replaces the language-model head "
+                f"model.lora.modules_to_save={list(model.lora.modules_to_save)} with model.head={model.head}, which replaces the language-model head "
                 "and is trained anyway; remove the head"
             )
         rows = [lm.get_input_embeddings(), lm.get_output_embeddings()]

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from ..model_types import HEAD_PREFIX
+
 PEFT_PREFIX = "base_model.model."
 
 
@@ -44,7 +46,7 @@ def tied_copies(names: Collection[str], settings: Mapping[str, Any]) -> dict[str
 
 def hf_name(name: str) -> HFName:
     """Return the Hugging Face name of a parameter or buffer of `PackedModel`."""
-    if name.startswith("score."):
+    if name.startswith(HEAD_PREFIX):
         return HFName(name, adapter=False)
     inner = name.removeprefix("lm.")
     if ".lora_" in inner:

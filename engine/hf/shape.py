@@ -19,13 +19,14 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
     """Count the parameters in the matrices of a model, which may be on any device, sharded or not."""
     lm: Any = root.lm
     head: Any = root.score if root.score is not None else lm.get_output_embeddings()
+    of_head = [p for p in head.parameters() if p.dim() > 1]
     embeddings = {id(p) for m in root.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     experts = experts_of(config) or 1
     routed = experts_per_token(config) if experts > 1 else 1
     weights = trained = 0.0
     of_experts = 0
     for parameter in lm.get_decoder().parameters():
-        if parameter.dim() < 2 or id(parameter) in embeddings or parameter is head.weight:
+        if parameter.dim() < 2 or id(parameter) in embeddings or any(parameter is other for other in of_head):
             continue
         # A mixture's experts are one parameter `[E, ...]`, of which each token uses only some.
         is_expert = parameter.dim() == 3 and len(parameter) == experts
@@ -37,8 +38,8 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
     return ModelShape(
         weights=weights,
         trained=trained,
-        head=head.weight.numel(),
-        head_trained=head.weight.numel() * head.weight.requires_grad,
+        head=sum(p.numel() for p in of_head),
+        head_trained=sum(p.numel() for p in of_head if p.requires_grad),
         attention=_attention(config),
         parameters=sum(p.numel() for p in root.parameters()),
         parameters_trained=sum(p.numel() for p in root.parameters() if p.requires_grad),

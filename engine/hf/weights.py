@@ -20,6 +20,7 @@ from ..checkpoint.storage import LocalStore
 from ..checkpoint.tensor_slices import TensorSlice
 from ..config import ModelConfig
 from ..errors import CheckpointError, ModelError
+from ..model_types import LM
 from ..torch_private import persistent_buffers, replace_tensor
 from .lora import init_adapter
 from .model import HFModel
@@ -218,7 +219,7 @@ def check_head(names: Collection[str], model: ModelConfig) -> None:
     Raises:
         ModelError: It is a reward model or another classifier, and the settings ask for a language model.
     """
-    if model.head == "lm" and (lost := sorted(name for name in names if name.startswith(OTHER_HEADS))):
+    if model.head == LM and (lost := sorted(name for name in names if name.startswith(OTHER_HEADS))):
         raise ModelError(
             f"model.path={model.path} is a reward model or another classifier (it has {lost[0]}); as a language model "
             "(model.head=lm) it would lose that head. Use a language model here; reward models and critics (model.head=value) "

@@ -14,6 +14,7 @@ from ..bridge.decoder import Decoder
 from ..bridge.family import Family
 from ..config import EngineConfig, ModelConfig
 from ..errors import ModelError
+from ..heads import head_of
 from ..hf.config import logit_transform
 from ..ops.router import RouterSettings
 from ..parallel.topology import Topology
@@ -117,7 +118,7 @@ def _chunks(
         architecture.decoder,
         architecture.hf_config,
         state.groups,
-        value_head=model.head == "value",
+        head=head_of(model),
         transform=logit_transform(architecture.hf_config),
     )
     chunks = [chunk.to(topology.device) for chunk in chunks]

@@ -53,7 +53,7 @@ class MCoreEngine(BaseEngine):
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         axes=frozenset({"dp_shard", "cp", "tp", "tp_sequence", "pp", "vpp", "ep", "etp"}),
-        heads=frozenset({"lm", "value"}),
+        heads=None,
         lora=True,
         recompute=frozenset({"none", "full", "selective"}),
         compile=False,

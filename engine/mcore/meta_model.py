@@ -11,11 +11,13 @@ from ..checkpoint.tensor_slices import StoredSlice, whole
 from ..config import ModelConfig
 from ..errors import ModelError
 from ..flops import ModelShape
+from ..heads import head_of
 from ..hf.model import HFModel, choose_trainable, empty_lm, vocabulary_names
 from ..hf.model_path import resolve_folder
 from ..hf.names import PEFT_PREFIX, hf_name
 from ..hf.shape import model_shape
 from ..hf.weights import WeightFolder, check_head, init_random, load_weights
+from ..model_types import HEAD_PREFIX
 from ..parallel.topology import Topology
 from .param_shards import ParamShard
 
@@ -32,7 +34,7 @@ class MetaModel:
     def __init__(self, config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype) -> None:
         self._config, self._model = config, model
         lm, self._layout, self.adapters = empty_lm(config, model, dtype)
-        self.root = HFModel(lm, value_head=model.head == "value")
+        self.root = HFModel(lm, head=head_of(model))
         choose_trainable(self.root, model)
         self.shape: ModelShape = model_shape(self.root, config)
 
@@ -45,7 +47,7 @@ class MetaModel:
     def stored_slices(self, name: str, tensor: Tensor) -> list[StoredSlice]:
         """Return the stored slices behind a parameter; an adapter or a new head is stored as one tensor under its own name."""
         disk_name = hf_name(name)
-        if disk_name.adapter or disk_name.name.startswith("score."):
+        if disk_name.adapter or disk_name.name.startswith(HEAD_PREFIX):
             return [StoredSlice(disk_name.name, tuple(tensor.shape), whole(tensor.shape))]
         return self._layout.stored_slices(disk_name.name, tensor.shape)
 
@@ -109,7 +111,7 @@ class MetaModel:
                     [local_shard for local_shard in local_shards if not local_shard.name.startswith(PEFT_PREFIX)],
                     weights,
                     self.root.lm.base_model_prefix,
-                    optional=lambda name: name.startswith("score."),
+                    optional=lambda name: name.startswith(HEAD_PREFIX),
                     grown=vocabulary_names(self.root.lm, self._layout) if self._model.added_tokens else frozenset(),
                 )
             random_names = set().union(*topology.all_gather_object(missing))

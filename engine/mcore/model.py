@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
 from ..bridge.decoder import Decoder
+from ..heads import HeadType
 from ..ops.linear_head import LogitTransform, VocabularyShard, linear_head
 from .config import DecoderConfig
 from .experts import ClampedExperts, GroupedExperts
@@ -61,7 +62,7 @@ class PackedGPTModel(GPTModel):
         first: Whether the chunk has the embeddings.
         last: Whether the chunk has the head.
         stage: The chunk's virtual stage in an interleaved pipeline, or None.
-        value_head: Whether the head returns one number per token instead of a distribution.
+        head: The type of the head that replaces the language-model head; None keeps that.
         transform: The transform of the logits.
     """
 
@@ -76,7 +77,7 @@ class PackedGPTModel(GPTModel):
         first: bool,
         last: bool,
         stage: int | None,
-        value_head: bool,
+        head: HeadType | None,
         transform: LogitTransform,
     ) -> None:
         tp = groups.tp.size()
@@ -87,7 +88,7 @@ class PackedGPTModel(GPTModel):
             decoder.positions,
             pre_process=first,
             post_process=last,
-            share_embeddings_and_output_weights=decoder.tied and not value_head,
+            share_embeddings_and_output_weights=decoder.tied and head is None,
             position_embedding_type="rope",
             pg_collection=groups,
             vp_stage=stage,
@@ -95,10 +96,11 @@ class PackedGPTModel(GPTModel):
         self.rotary_pos_emb = Rotary(hf_config, decoder)
         self.decoder_sizes, self.transform = decoder, transform
         self.padding_id = padding_id(hf_config)
-        self.score: nn.Linear | None = None
-        if value_head and last:
+        self.head = head
+        self.score: nn.Module | None = None
+        if head is not None and last:
             self.output_layer = None
-            self.score = nn.Linear(decoder.hidden, 1, bias=False, dtype=config.params_dtype)
+            self.score = head.module(decoder.hidden, config.params_dtype)
 
     def _preprocess(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         inputs = super()._preprocess(input_ids, *args, **kwargs)
@@ -126,21 +128,21 @@ class PackedGPTModel(GPTModel):
         part = slice_of(packed_seq_params)
         outputs, split = part.outputs, self.config.sequence_parallel
         tp = self.pg_collection.tp
-        if self.score is not None:
+        if self.head is not None and self.score is not None:
             if split:
-                # Every rank computes the same values, so each takes its part of the gradient and nothing is summed.
+                # Every rank computes the same outputs, so each takes its part of the gradient and nothing is summed.
                 hidden_states = gather_from_sequence_parallel_region(
                     hidden_states, tensor_parallel_output_grad=False, group=tp
                 )
-            values = self.score(hidden_states[:, 0].index_select(0, part.selected))[:, 0]
-            return {"values": values.to(torch.promote_types(values.dtype, torch.float32))}
+            found = self.head.compute(self.score, hidden_states[:, 0].index_select(0, part.selected))
+            return {name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in found.items()}
         # Each rank multiplies by its rows of the vocabulary, so the hidden states' gradient is the sum over ranks.
         if split:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=tp)
         else:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=tp)
-        head: Any = self.output_layer
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else head.weight
+        layer: Any = self.output_layer
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else layer.weight
         first_row = tp.rank() * len(weight)
         real_rows = max(0, min(len(weight), self.decoder_sizes.vocabulary - first_row))
         head_outputs = linear_head(
@@ -268,7 +270,7 @@ def build_chunks(
     hf_config: PreTrainedConfig,
     groups: ProcessGroupCollection,
     *,
-    value_head: bool,
+    head: HeadType | None,
     transform: LogitTransform,
 ) -> list[PackedGPTModel]:
     """Build this rank's chunks of the model with zeros as weights: one, or as many as an interleaved pipeline has."""
@@ -287,7 +289,7 @@ def build_chunks(
             first=rank == 0 and stage == 0,
             last=rank == stages - 1 and stage == (interleaved or 1) - 1,
             stage=stage if interleaved else None,
-            value_head=value_head,
+            head=head,
             transform=transform,
         )
         with torch.no_grad():

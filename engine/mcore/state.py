@@ -13,6 +13,7 @@ from torch import Tensor
 from ..checkpoint.local_shards import LocalShard, cut_local_shards
 from ..checkpoint.tensor_slices import StoredSlice, TensorSlice, whole
 from ..hf.names import PEFT_PREFIX
+from ..model_types import HEAD_PREFIX
 from ..parallel.topology import Topology
 from .optimizer import MOMENTS, OptimizerShard, ShardedOptimizer
 from .param_shards import ParamShard
@@ -31,7 +32,7 @@ def _of_adapters(param_shard: ParamShard) -> list[StoredSlice]:
     """Return what a parameter is in peft's files: an adapter's factor, or a module that is trained beside the adapters."""
     if param_shard.adapter:
         return list(param_shard.stored_slices)
-    if not param_shard.parameter.requires_grad or param_shard.name == "score.weight":
+    if not param_shard.parameter.requires_grad or param_shard.name.startswith(HEAD_PREFIX):
         return []
     return [replace(stored_slice, name=PEFT_PREFIX + stored_slice.name) for stored_slice in param_shard.stored_slices]
 
@@ -108,7 +109,12 @@ class ModelState:
             saved: Whether to yield only the values that a checkpoint contains.
         """
         for param_shard in self._param_shards:
-            if saved and self._adapted and not param_shard.parameter.requires_grad and param_shard.name != "score.weight":
+            if (
+                saved
+                and self._adapted
+                and not param_shard.parameter.requires_grad
+                and not param_shard.name.startswith(HEAD_PREFIX)
+            ):
                 continue
             shard = self._shards.get(param_shard.parameter)
             if shard is not None:

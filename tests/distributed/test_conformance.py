@@ -194,10 +194,27 @@ class SeesBlackImages(FSDPEngine):
         return super().forward_backward(replace(batch, media={**batch.media, **media}), loss, **options)
 
 
+class _FirstActionAlone:
+    def __init__(self, consumer: MicroBatchConsumer) -> None:
+        self._consumer, self.request = consumer, consumer.request
+
+    def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
+        repeated = {name: value[:, :1].expand_as(value) for name, value in outputs.others.items()}
+        return self._consumer(micro_batch, replace(outputs, others=repeated), aux)
+
+
+class RepeatsTheFirstAction(FSDPEngine):
+    """Returns the first action of each chunk in the place of all."""
+
+    def run_micro_batches(self, micro_batches: Any, consumer: Any, *, backward: bool) -> None:
+        super().run_micro_batches(micro_batches, _FirstActionAlone(consumer), backward=backward)
+
+
 BROKEN: dict[str, list[type[FSDPEngine]]] = {
     "reference": [NoGlobalWeight, OverstatesNorm, TrainsPaddingRow, DoublesRate, KeepsGradients],
     "shared_prefixes": [ForgetsParents],
     "media": [SeesBlackImages],
+    "model_types": [RepeatsTheFirstAction],
     "partition": [NoGlobalWeight],
     "shares": [NoGlobalWeight],
     "zero_weight": [IgnoresEmptyBatch],

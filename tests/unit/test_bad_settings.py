@@ -109,7 +109,7 @@ sft trainer.peak_tflops=0  =>  trainer.peak_tflops=0.0; it must be more than 0
 sft trainer.checkpoint_dir=s3x://a/b  =>  trainer.checkpoint_dir: s3x://a/b cannot be opened: Protocol not known: s3x
 sft trainer.log_every=0  =>  trainer.log_every=0; it must be at least 1
 sft model.path=  =>  model.path has no value; it must be a text
-sft model.head=lm_head  =>  model.head=lm_head; it must be one of lm, value
+sft model.head=lm_head  =>  model.head=lm_head; it must be one of actions, lm, value
 sft model.head=value  =>  model.head=value: SFT trains a language-model head; set model.head=lm
 sft model.init=scratch  =>  model.init=scratch; it must be one of weights, random
 sft model.lora.rank=-1  =>  model.lora.rank=-1; it must be a positive rank, or 0 for no adapters

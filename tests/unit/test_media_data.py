@@ -892,6 +892,12 @@ def test_batches_carry_the_fields_of_their_documents(tmp_path: Path) -> None:
     for name, field in batch.media.items():
         assert torch.equal(whole.media[name].values, field.values)
         assert whole.media[name].counts.tolist() == field.counts.tolist()
+    # Documents 2 and 3 have images, whose encoder costs more than all tokens.
+    sides = [
+        loader.batch(range(4)).shard(rank, 2, 0.0, lambda kind, features, parts: 1e4 if kind == "image" else 0.0).positions
+        for rank in range(2)
+    ]
+    assert sorted(sides) == [[0, 1, 3], [2]]
     masks = [torch.ones(1, 3), torch.ones(2, 5)]
     for shape in ((2, -1), (-1, 2)):
         # Time is the last axis, or the one before.

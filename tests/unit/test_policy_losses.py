@@ -409,7 +409,7 @@ def run(loss: Any, b: PackedBatch, entropy: float = 0.0) -> tuple[LossSums, Tens
     name = "values" if isinstance(loss, ValueLoss) else "log_probs"
     extra = {"entropy": torch.full_like(values, entropy)} if loss.request.entropy else {}
     masked = values * mask
-    return loss(TokenOutputs(mask=mask, **{name: masked}, **extra), b), values
+    return loss(TokenOutputs.of(mask, {name: masked, **extra}), b), values
 
 
 def clip(r: float, a: float) -> float:

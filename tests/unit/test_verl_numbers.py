@@ -110,7 +110,7 @@ def computed(loss: Any, values: Tensor) -> tuple[float, Tensor]:
             selected = select_between(values, mask & ~clipped, selection.bounds, selection.fraction, keys)
         batch = batch.with_fields(high_covariance=selected.float())
     mask = loss.tokens(batch)
-    outputs = TokenOutputs(mask=mask, **{"values" if isinstance(loss, ValueLoss) else "log_probs": flat})
+    outputs = TokenOutputs.of(mask, {"values" if isinstance(loss, ValueLoss) else "log_probs": flat})
     total = sum(value / loss.weights(batch)[name] for name, value in loss(outputs, batch).terms.items())
     (gradient,) = torch.autograd.grad(total, leaf)
     return float(total.detach()), gradient
