@@ -81,6 +81,19 @@ def test_only_a_whole_set_of_weights_is_generated_with(group: WorkerGroup, monke
         answers(group)
 
 
+def test_digests_of_weights_that_stay_and_that_leave_are_of_one_kind(folder: Path) -> None:
+    """The second process hands weights on a device to itself, and the third one gets them in host memory."""
+    config = RolloutConfig(model=ModelConfig(path=str(folder)), dtype="bfloat16")
+    roles = {
+        "source": RoleSpec(worker=FolderSource, config=Folder(path=str(folder)), ranks=(0, 1)),
+        "rollout": RoleSpec(worker=RolloutWorker, config=config, ranks=(1, 2)),
+    }
+    with ProcessWorkerGroup(roles, pools={"main": 3}, grace_s=2.0) as group:
+        group["source"].set_damage("device")
+        assert group.sync_weights("source", "rollout", version=1).tensors == 24
+        assert {version for some in answers(group, 1) for g in some for version in g.versions} == {1}
+
+
 @pytest.mark.parametrize("sources", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_weights_on_a_device_go_to_another_pool(folder: Path, sources: int) -> None:
     # The digest of what is sent and of what arrives is of one kind, however many processes gather the weights.

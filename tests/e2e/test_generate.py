@@ -75,7 +75,7 @@ def test_samples_are_rows_of_their_own_and_the_seed_decides(model: Path, tmp_pat
         return [row["answer"] for row in rows]
 
     first = sampled("a.jsonl")
-    assert len(set(first)) > 1
+    assert len(set(first[:3])) > 1
     assert sampled("b.jsonl", "--max-batch-size", "1") == first
     assert sampled("c.jsonl", "--seed", "1") != first
 

@@ -310,7 +310,7 @@ class OnDevice(torch.Tensor):
 class FolderSource:
     """A role that gives the weights of a folder, not always as it should."""
 
-    def __init__(self, config: Folder) -> None:
+    def __init__(self, config: Folder, ranks: Any = None) -> None:
         self.config, self.damage = config, ""
 
     @register("all")
