@@ -74,9 +74,9 @@ class MergedAdapters:
         if unknown:
             raise CheckpointError(f"{adapters.label}: merging is not supported with {unknown[0]}={settings[unknown[0]]}")
         own_entries = {n: e for n, e in adapters.entries.items() if not n.startswith(PEFT_PREFIX)}
-        # A value head is trained alongside the adapters and replaces the base model's own head.
-        heads = {"lm_head.weight", "score.weight"} if "score.weight" in own_entries else set()
-        base_entries = {n: e for n, e in base.entries.items() if n not in heads}
+        # A head of another type is trained alongside the adapters and replaces the base model's own head.
+        replaced = ("lm_head.", HEAD_PREFIX) if any(n.startswith(HEAD_PREFIX) for n in own_entries) else ()
+        base_entries = {n: e for n, e in base.entries.items() if not n.startswith(replaced)}
         self._own_names = set(own_entries)
         self.entries: dict[str, Entry] = {
             **{n: (self._dtype if dtype in FLOATS else dtype, shape) for n, (dtype, shape) in base_entries.items()},

@@ -126,6 +126,7 @@ class BaseEngine(Backend):
             ConfigError, ModelError, TopologyError: The engine cannot be built; the message names the setting and the way out.
         """
         self.capabilities.check(self.config, self.model_config, None if self.optim_config is None else self.optim_config.name)
+        head_of(self.model_config)
         self._sharing()
         self.check_model(self._resolved())
 
@@ -359,7 +360,7 @@ class BaseEngine(Backend):
             batch: This rank's data-parallel shard of the global batch.
             outputs: The outputs to compute.
             tokens: `[T]` bool, the tokens for which to compute them. By default the tokens with a label, or all tokens if only
-                the head of another type is asked.
+                the model has a head of another type.
             as_in_training: Whether to split the batch into the same micro-batches as `train_batch` instead of those of
                 `infer_max_tokens`. With the same model weights and layout, the outputs are then bitwise equal to those in
                 training, or equal up to rounding where layers are compiled: the compiler fuses a graph without gradients differently.

@@ -288,8 +288,8 @@ class ModelConfig(Settings):
     def _check_values(self) -> None:
         if self.head not in (names := head_names()):
             raise ConfigError(f"model.head={self.head}; it must be one of {', '.join(names)}")
-        for size in self.head_shape:
-            check_least("model.head_shape", size, 1)
+        if any(size < 1 for size in self.head_shape):
+            raise ConfigError(f"model.head_shape={list(self.head_shape)}; every number must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,30 +1,34 @@
-"""What stands behind a decoder in place of its language-model head, and the outputs that it computes for each token.
+"""Heads that replace a language-model head, and the outputs that they compute for each token.
 
 Axes: S selected tokens, H hidden size.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
-from .errors import ConfigError
+from .errors import ConfigError, ModelError
+from .loss import OUTPUTS
 from .model_types import LM, head_class
 
 
 class HeadType(ABC):
     """A type of models by its head.
 
-    Engines build the head once for each rank that has the end of the decoder. It is computed alike on all ranks that share a token's hidden
+    Engines build the head on each rank that has the end of the decoder. It is computed alike on all ranks that share a token's hidden
     state, and its parameters are those of `module`, sharded or copied like others.
 
     Args:
         shape: `model.head_shape`.
     """
+
+    name = ""
+    """The value of `model.head`."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
@@ -36,25 +40,30 @@ class HeadType(ABC):
 
     @abstractmethod
     def module(self, hidden: int, dtype: torch.dtype) -> nn.Module:
-        """Return the head.
+        """Return the head with its initial values. Linear layers and embeddings get those of the model's family instead.
 
         Args:
             hidden: The size of a hidden state.
-            dtype: The dtype of the parameters.
+            dtype: The dtype of the parameters, which have one axis or two.
         """
 
     @abstractmethod
     def compute(self, head: nn.Module, hidden_sh: Tensor) -> dict[str, Tensor]:
-        """Compute the outputs of tokens: `[S, H]` -> output name -> `[S, *shape]`.
+        """Compute the outputs of tokens: `[S, H]` -> output name -> `[S, *shape]`, of a floating-point type.
 
         Args:
             head: What `module` returned.
-            hidden_sh: The hidden states behind the decoder's last norm.
+            hidden_sh: The hidden states after the decoder's last norm.
         """
 
     def describe(self, config: Any) -> None:
-        """Change the config that is exported beside the weights, so that who loads them knows what the head is."""
-        config.head_type = {"name": type(self).__name__, "shape": list(self.shape)}
+        """Change the config that is exported beside the weights: it names the head, and loading it as another one is an error."""
+        config.head_type = self.description
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the config of an export says of the head."""
+        return {"name": self.name, "shape": list(self.shape)}
 
 
 class ValueHead(HeadType):
@@ -81,7 +90,7 @@ class ValueHead(HeadType):
         return {"values": head(hidden_sh)[:, 0]}
 
     def describe(self, config: Any) -> None:
-        """Leave it to what exports sequence classifiers, which transformers has a class for."""
+        """Change nothing: `save_model_files` exports a sequence classifier of transformers."""
 
 
 class ActionHead(HeadType):
@@ -112,17 +121,78 @@ class ActionHead(HeadType):
         return {"actions": head(hidden_sh).unflatten(-1, self.shape)}
 
 
+RESERVED = frozenset({*OUTPUTS, "router_aux"})
+"""Names of outputs that only the built-in heads may use."""
+
+
 def head_of(model: ModelConfig) -> HeadType | None:
     """Return the type of a model; None if it has its own language-model head.
 
     Raises:
-        ConfigError: The settings do not fit the type.
+        ConfigError: The settings do not fit the type, or the type cannot be used.
     """
-    if model.head != LM:
-        head: HeadType = head_class(model.head)(model.head_shape)
-        return head
-    if model.head_shape:
+    if model.head == LM:
+        if model.head_shape:
+            raise ConfigError(
+                f"model.head_shape={list(model.head_shape)} with model.head=lm, whose outputs have no shape; unset it"
+            )
+        return None
+    kind = head_class(model.head)
+    if not (isinstance(kind, type) and issubclass(kind, HeadType)):
         raise ConfigError(
-            f"model.head_shape={list(model.head_shape)} with model.head=lm, whose outputs have no shape; unset it"
+            f"model.head={model.head} is registered as {kind!r}; it must be a subclass of drivetrain.engine.heads.HeadType"
         )
-    return None
+    try:
+        head = kind(model.head_shape)
+    except TypeError as e:  # of an abstract class
+        raise ConfigError(f"model.head={model.head}: {kind.__name__} cannot be created: {e}") from e
+    head.name = model.head
+    if taken := sorted(RESERVED & set(head.outputs)) if kind is not ValueHead else []:
+        raise ConfigError(
+            f"model.head={model.head}: {kind.__name__} has an output {taken[0]!r}, a name of the engine's own; rename it"
+        )
+    return head
+
+
+def check_module(head: HeadType, module: nn.Module) -> None:
+    """Check that engines can store and shard the parameters of a head.
+
+    Raises:
+        ModelError: One is a single number, or has more than two axes.
+    """
+    for name, parameter in module.named_parameters():
+        if not 1 <= parameter.dim() <= 2:
+            raise ModelError(
+                f"model.head={head.name}: the parameter {name} of {type(head).__name__} is {list(parameter.shape)}; give it one axis or "
+                "two, and reshape it in compute"
+            )
+
+
+def compute_outputs(head: HeadType, module: nn.Module, hidden_sh: Tensor, names: Collection[str]) -> dict[str, Tensor]:
+    """Compute outputs of a head, and check them.
+
+    Args:
+        head: The type of the head.
+        module: The head.
+        hidden_sh: `[S, H]`, the hidden states of the selected tokens.
+        names: The outputs to return.
+
+    Returns:
+        Output name -> `[S, *shape]`, in float32 at least.
+
+    Raises:
+        ModelError: The head has not returned what `HeadType.outputs` says.
+    """
+    found = head.compute(module, hidden_sh)
+    what = f"{type(head).__name__}.compute (model.head={head.name})"
+    if not isinstance(found, Mapping) or set(found) != set(head.outputs):
+        returned = sorted(found) if isinstance(found, Mapping) else type(found).__name__
+        raise ModelError(f"{what} returned {returned}; it must return a dict with {', '.join(sorted(head.outputs))}")
+    for name, shape in head.outputs.items():
+        value, expected = found[name], [len(hidden_sh), *shape]
+        if list(value.shape) != expected or not value.is_floating_point():
+            raise ModelError(
+                f"{what} returned {name} {list(value.shape)} of {value.dtype}; it must be {expected} of floating point"
+            )
+    # Copies, because FSDP would warn about views that its hooks may modify.
+    return {name: found[name].clone().to(torch.promote_types(found[name].dtype, torch.float32)) for name in names}

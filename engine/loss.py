@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .errors import ConfigError
 from .packing.batch import IGNORE, PackedBatch
 
 OUTPUTS = ("log_probs", "entropy", "values", "greedy", "sum_squared_probs")
@@ -37,6 +38,10 @@ class OutputRequest:
     sum_squared_probs: bool = False
     temperature: float = 1.0
     others: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.others, str):
+            raise ConfigError(f"OutputRequest(others={self.others!r}); give a tuple: ({self.others!r},)")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -4,8 +4,9 @@ A third party adds its own with `register_head`, or through the entry-point grou
 package installed knows it: the entry point's name is the name of the type, and its object is a subclass of `engine.heads.HeadType`.
 """
 
+from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from .errors import ConfigError
@@ -16,7 +17,8 @@ LM = "lm"
 HEAD_PREFIX = "score."
 """What the names of the parameters of any other head begin with, in memory and on disk."""
 _PACKAGE = __name__.rpartition(".")[0]
-_HEADS = {"value": f"{_PACKAGE}.heads:ValueHead", "actions": f"{_PACKAGE}.heads:ActionHead"}
+_BUILT_IN = {"value": f"{_PACKAGE}.heads:ValueHead", "actions": f"{_PACKAGE}.heads:ActionHead"}
+_HEADS = dict(_BUILT_IN)
 
 
 def register_head(name: str, location: str) -> None:
@@ -27,26 +29,51 @@ def register_head(name: str, location: str) -> None:
         location: The location of the subclass of `HeadType`, as `module:attribute`.
 
     Raises:
-        ConfigError: The name is already taken.
+        ConfigError: The name is already taken, or the location is not one.
     """
     if name in head_names():
         raise ConfigError(f"model.head={name} is already taken; choose another name")
+    if not isinstance(location, str) or not all(location.partition(":")):
+        raise ConfigError(f"model.head={name}: {location!r} is not a location; give 'module:attribute'")
     _HEADS[name] = location
 
 
 def unregister_head(name: str) -> None:
-    """Remove a type that `register_head` added."""
+    """Remove a type that `register_head` added.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    if name in _BUILT_IN or name not in _HEADS:
+        raise ConfigError(f"model.head={name} was not added by register_head")
     del _HEADS[name]
+
+
+@cache
+def _installed() -> dict[str, EntryPoint]:
+    """The types of installed packages."""
+    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if taken := sorted({LM, *_BUILT_IN} & set(points)):
+        raise ConfigError(
+            f"the entry point {points[taken[0]].value} of {ENTRY_POINT_GROUP} is called {taken[0]!r}, a built-in head; rename it"
+        )
+    return points
 
 
 def head_names() -> list[str]:
     """Return all names that `model.head` accepts."""
-    return sorted({LM, *_HEADS, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+    return sorted({LM, *_HEADS, *_installed()})
 
 
 def head_class(name: str) -> Any:
-    """Return the subclass of `HeadType` of a name, which is imported."""
-    if name in _HEADS:
-        module, _, attribute = _HEADS[name].partition(":")
+    """Return what is registered under a name, which is imported.
+
+    Raises:
+        ConfigError: It cannot be imported.
+    """
+    location = _HEADS[name] if name in _HEADS else _installed()[name].value
+    module, _, attribute = location.partition(":")
+    try:
         return getattr(import_module(module), attribute)
-    return next(point.load() for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == name)
+    except (ImportError, AttributeError) as e:
+        raise ConfigError(f"model.head={name}: {location} cannot be imported: {e}") from e

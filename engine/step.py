@@ -75,6 +75,8 @@ class LossAccumulator:
         if not micro_batch.is_dummy and self._error is None:
             try:
                 part = self._evaluate(micro_batch, outputs)
+                # Of a head that consists of several parts, each gets a gradient on every rank, also where the loss does not use it.
+                part = part + _Unused.apply(*outputs.others.values()) if outputs.others else part
                 total = part if part.requires_grad else total + part
             except Exception as e:
                 # The other ranks are in this step's collectives, so this rank continues with a zero gradient; finish then
@@ -170,6 +172,21 @@ def _totals(sums: Sequence[Sequence[Tensor | float]]) -> list[float]:
     return [
         sum(next(numbers) if isinstance(v, Tensor) and v.device.type != "cpu" else float(v) for v in values) for values in sums
     ]
+
+
+class _Unused(torch.autograd.Function):
+    """A zero that depends on tensors, whose gradient is zero whatever they are; multiplied by zero, an infinity would be a NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, *values: Tensor) -> Tensor:
+        """Return the zero."""
+        ctx.like = [(value.shape, value.dtype, value.device) for value in values]
+        return values[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Return zeros."""
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
 class OutputCollector:

@@ -8,8 +8,9 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import ModelError
+from ..model_types import HEAD_PREFIX
 from .decoder import Decoder
-from .rules import Rule
+from .rules import Replicated, Rule
 
 FAMILIES = (
     "deepseek_v3",
@@ -61,6 +62,9 @@ class Family:
         Raises:
             ModelError: The family has no rule for the parameter.
         """
+        if parameter.startswith(HEAD_PREFIX):
+            # Whatever modules a head of another type consists of.
+            return Replicated(parameter.rpartition(".")[0]), (parameter,)
         numbered = _LAYER.match(parameter)
         rules, stem = (self.outer, "") if numbered is None else (self.layer, f"{self.prefix}.{numbered[1]}.")
         inner = parameter if numbered is None else numbered[2]

@@ -8,7 +8,6 @@ OUTER: dict[str, Rule] = {
     "embedding.word_embeddings": VocabParallel("model.embed_tokens"),
     "decoder.final_layernorm": Replicated("model.norm"),
     "output_layer": VocabParallel("lm_head"),
-    "score": Replicated("score"),
 }
 
 ATTENTION: dict[str, Rule] = {

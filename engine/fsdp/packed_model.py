@@ -7,12 +7,11 @@ H hidden size.
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import ModelError
-from ..heads import HeadType
+from ..heads import HeadType, compute_outputs
 from ..hf.media_family import MediaFamily
 from ..hf.model import HFModel
 from ..ops.head_regions import HeadRegions
@@ -114,9 +113,7 @@ class PackedModel(HFModel):
 
     def _head(self, hidden_sh: Tensor, part: RankSlice) -> dict[str, Tensor]:
         if self.head is not None and self.score is not None:
-            # Copies, because FSDP would warn about views that its hooks may modify.
-            found = {name: value.clone() for name, value in self.head.compute(self.score, hidden_sh).items()}
-            return {name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in found.items()}
+            return compute_outputs(self.head, self.score, hidden_sh, part.outputs.names)
         head = self.lm.get_output_embeddings()
         head_outputs = linear_head(
             hidden_sh,

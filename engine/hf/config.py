@@ -9,6 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ..config import LoraConfig, ModelConfig
 from ..errors import ModelError
+from ..heads import head_of
 from ..ops.linear_head import LogitTransform
 from .model_path import check_model_path, quiet_hub, reason
 from .overrides import override
@@ -67,6 +68,12 @@ def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
                 f"{name}={getattr(config, name)} in the config of {model.path}: dropout on attention weights is not supported "
                 f"on packed sequences; set model.overrides.{name}=0"
             )
+    head, stored = head_of(model), getattr(config, "head_type", None)
+    if head is not None and stored is not None and model.init == "weights" and stored != head.description:
+        raise ModelError(
+            f"the config of {model.path} says head_type={stored}, but model.head={model.head} and model.head_shape="
+            f"{list(model.head_shape)}; set them to what it was trained with"
+        )
     bidirectional = getattr(config, "use_bidirectional_attention", None)
     # Gemma 4's "vision" concerns the tokens of images alone: a text model has none, and packed attention has blocks for them.
     if bidirectional not in (None, False, "vision"):

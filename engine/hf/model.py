@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrai
 
 from ..config import ModelConfig
 from ..errors import ModelError
-from ..heads import HeadType
+from ..heads import HeadType, check_module
 from ..model_types import LM
 from .config import wants_adapters
 from .layout import DiskLayout
@@ -43,8 +43,10 @@ class HFModel(nn.Module):
         self.score: nn.Module | None = None
         if head is not None:
             lm.set_output_embeddings(nn.Identity())
-            with torch.device("meta"):
+            # Its buffers are real, as those of the decoder. Its initial values are drawn later.
+            with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
                 self.score = head.module(lm.config.get_text_config().hidden_size, lm.dtype)
+            check_module(head, self.score)
 
     @property
     def base(self) -> Any:

@@ -20,7 +20,7 @@ from ..checkpoint.storage import LocalStore
 from ..checkpoint.tensor_slices import TensorSlice
 from ..config import ModelConfig
 from ..errors import CheckpointError, ModelError
-from ..model_types import LM
+from ..model_types import HEAD_PREFIX, LM
 from ..torch_private import persistent_buffers, replace_tensor
 from .lora import init_adapter
 from .model import HFModel
@@ -135,7 +135,7 @@ class WeightFolder:
         elif shape != piece.shape:
             raise ModelError(
                 f"{key} is {list(shape)} in {self.folder / file}, but {list(piece.shape)} according to "
-                "config.json; they do not belong together"
+                f"{'model.head' if piece.name.startswith(HEAD_PREFIX) else 'config.json'}; they do not belong together"
             )
         with torch.no_grad():
             target = piece.data[:rows] if piece.data.dim() else piece.data
@@ -222,8 +222,8 @@ def check_head(names: Collection[str], model: ModelConfig) -> None:
     if model.head == LM and (lost := sorted(name for name in names if name.startswith(OTHER_HEADS))):
         raise ModelError(
             f"model.path={model.path} is a reward model or another classifier (it has {lost[0]}); as a language model "
-            "(model.head=lm) it would lose that head. Use a language model here; reward models and critics (model.head=value) "
-            "accept this one"
+            "(model.head=lm) it would lose that head. Use a language model here; this one needs the model.head that it was trained with, "
+            "which is value for reward models and critics"
         )
 
 
@@ -281,6 +281,12 @@ def load_weights(
             fresh.add(shard.name)
         else:
             missing.append(shard.name)
+    heads = sorted(name for name in weights.names if name.startswith(HEAD_PREFIX))
+    if heads and (new := sorted(name for name in fresh if name.startswith(HEAD_PREFIX))):
+        raise ModelError(
+            f"model.path={weights.folder} has another head than model.head says: it has {', '.join(heads[:3])}, and not {new[0]}; set "
+            "model.head and model.head_shape to what it was trained with"
+        )
     if missing:
         raise ModelError(
             f"model.path={weights.folder} lacks {len(missing)} tensors that config.json requires, including "
@@ -314,6 +320,7 @@ def init_random(meta_model: HFModel, seed: int, is_needed: Callable[[str], bool]
     Yields:
         The name in `meta_model` and the tensor.
     """
+    initial = _initial_head(meta_model, seed)
     for module_name, module in meta_model.named_modules():
         tensors = [*module.named_parameters(recurse=False), *persistent_buffers(module)]
         names = {n: f"{module_name}.{n}" if module_name else n for n, _ in tensors}
@@ -323,7 +330,7 @@ def init_random(meta_model: HFModel, seed: int, is_needed: Callable[[str], bool]
         meta = {n: t for n, t in tensors if t.is_meta}
         with torch.random.fork_rng(devices=[]):
             for n, t in meta.items():
-                real = torch.zeros(t.shape, dtype=t.dtype)
+                real = initial.get(names[n], torch.zeros(t.shape, dtype=t.dtype))
                 replace_tensor(module, n, nn.Parameter(real, requires_grad=False) if isinstance(t, nn.Parameter) else real)
             digest = hashlib.sha256(hf_name(f"{module_name}.").name.encode()).digest()
             seed_torch(seed, digest)
@@ -336,6 +343,16 @@ def init_random(meta_model: HFModel, seed: int, is_needed: Callable[[str], bool]
             yield names[n], getattr(module, n).detach()
         for n, t in meta.items():
             replace_tensor(module, n, t)
+
+
+def _initial_head(meta_model: HFModel, seed: int) -> dict[str, Tensor]:
+    """Return the values that a head of another type gives its parameters, by their names in the model."""
+    if meta_model.head is None:
+        return {}
+    with torch.random.fork_rng(devices=[]):
+        seed_torch(seed, hashlib.sha256(HEAD_PREFIX.encode()).digest())
+        module = meta_model.head.module(meta_model.lm.config.get_text_config().hidden_size, meta_model.lm.dtype)
+    return {f"{HEAD_PREFIX}{name}": parameter.detach() for name, parameter in module.named_parameters()}
 
 
 def seed_torch(seed: int, digest: bytes) -> None:

@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
 from ..bridge.decoder import Decoder
-from ..heads import HeadType
+from ..heads import HeadType, compute_outputs
 from ..ops.linear_head import LogitTransform, VocabularyShard, linear_head
 from .config import DecoderConfig
 from .experts import ClampedExperts, GroupedExperts
@@ -134,8 +134,7 @@ class PackedGPTModel(GPTModel):
                 hidden_states = gather_from_sequence_parallel_region(
                     hidden_states, tensor_parallel_output_grad=False, group=tp
                 )
-            found = self.head.compute(self.score, hidden_states[:, 0].index_select(0, part.selected))
-            return {name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in found.items()}
+            return compute_outputs(self.head, self.score, hidden_states[:, 0].index_select(0, part.selected), outputs.names)
         # Each rank multiplies by its rows of the vocabulary, so the hidden states' gradient is the sum over ranks.
         if split:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=tp)

@@ -14,14 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from drivetrain.engine.config import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
-from drivetrain.engine.errors import BatchError, ConfigError
+from drivetrain.engine.errors import BatchError, ConfigError, ModelError
 from drivetrain.engine.export import export_hf
-from drivetrain.engine.heads import HeadType
+from drivetrain.engine.heads import HeadType, head_of
 from drivetrain.engine.loss import LossSums, OutputRequest, TokenOutputs
 from drivetrain.engine.model_types import register_head, unregister_head
 from drivetrain.engine.packing.batch import PackedBatch
@@ -231,7 +232,7 @@ def test_a_type_of_a_third_party(backend: str, tmp_path: Path, process_group: No
         ({"head": "action"}, "model.head=action; it must be one of actions, lm, value"),
         ({"head_shape": ()}, r"model.head_shape=\[\] with model.head=actions; give two numbers"),
         ({"head_shape": (4,)}, r"model.head_shape=\[4\] with model.head=actions; give two numbers"),
-        ({"head_shape": (4, 0)}, "model.head_shape=0; it must be at least 1"),
+        ({"head_shape": (4, 0)}, r"model.head_shape=\[4, 0\]; every number must be at least 1"),
         ({"head": "value"}, r"model.head_shape=\[4, 3\] with model.head=value, which gives one number per token; unset it"),
         ({"head": "lm"}, r"model.head_shape=\[4, 3\] with model.head=lm, whose outputs have no shape; unset it"),
     ],
@@ -303,6 +304,180 @@ def test_a_policy_is_exported_loaded_and_moved_to_the_other_engine(tmp_path: Pat
     assert {name for name in trained if ".lora_" not in name} == {"score.weight", "score.bias"}
     assert adapted.train_batch(pack(0), ActionLoss()).grad_norm > 0
     adapted.close()
+
+
+class Gaussian(HeadType):
+    """The mean and the spread of an action, by several modules, with a parameter and a buffer of its own."""
+
+    @property
+    def outputs(self) -> dict[str, tuple[int, ...]]:
+        return {"mean": (2,), "spread": (2,)}
+
+    def module(self, hidden: int, dtype: torch.dtype) -> nn.Module:
+        head = nn.Module()
+        head.inner = nn.Sequential(nn.Linear(hidden, 16, dtype=dtype), nn.Tanh())
+        head.mean = nn.Linear(16, 2, dtype=dtype)
+        head.queries = nn.Parameter(torch.randn(2, 16, dtype=dtype))
+        head.log_std = nn.Parameter(torch.full((2,), -0.5, dtype=dtype))
+        head.register_buffer("scale", torch.tensor([3.0, 5.0], dtype=dtype))
+        return head
+
+    def compute(self, head: Any, hidden_sh: Tensor) -> dict[str, Tensor]:
+        inner = head.inner(hidden_sh)
+        return {"mean": head.mean(inner) * head.scale, "spread": (inner @ head.queries.T + head.log_std).exp()}
+
+
+class SquaresLoss(SumLoss):
+    """The mean square of some outputs; in documents of less than three tokens, of the first one alone."""
+
+    def __init__(self, *names: str) -> None:
+        self.request = OutputRequest(others=names)
+
+    def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
+        first, *others = outputs.others.values()
+        lengths = torch.tensor(batch.lengths)
+        is_long = (lengths >= 3).repeat_interleave(lengths)
+        # A micro-batch without a longer document does not use the others at all.
+        used = [first.square().sum(), *(x[is_long].square().sum() for x in others if is_long.any())]
+        return LossSums(terms={"sum": torch.stack(used).sum()})
+
+
+def rank_gaussian(folder: str, backend: str, axes: dict[str, Any], saved: str = "") -> dict[str, Any]:
+    """Steps with both outputs, and with one where the other ranks have more, and what the head began with."""
+    register_head("gaussian", f"{__name__}:Gaussian")
+    try:
+        engine = built(folder, backend, ParallelConfig(**axes), head="gaussian", head_shape=())
+        with engine.named_weights() as stream:
+            weights = {n: value.clone() for n, value in stream if n.startswith("score.")}
+        size, rank = engine.topology.dp_size, engine.topology.dp_rank
+        documents = [[5, 6], *tiny_documents(6, seed=2, longest=40)[1:]]
+        # The first rank has a document of two tokens, the others all the rest.
+        part = documents if size == 1 else documents[:1] if rank == 0 else documents[1:]
+        results = [engine.train_batch(from_lists(part), SquaresLoss(*names)) for names in (("mean", "spread"), ("mean",))]
+        if saved:
+            engine.save_checkpoint(Path(saved), 2)
+            export_hf(engine, Path(saved) / "hf")
+            results.append(engine.train_batch(from_lists(part), SquaresLoss("mean", "spread")))
+        engine.close()
+        return {"weights": weights, "steps": [(r.loss, r.grad_norm) for r in results]}
+    finally:
+        unregister_head("gaussian")
+
+
+def test_a_head_of_several_modules_on_every_layout(tmp_path: Path, process_group: None) -> None:
+    folder = str(save_tiny_model(tmp_path / "model", "qwen3"))
+    alone = rank_gaussian(folder, "fsdp", {}, str(tmp_path / "saved"))
+    first = alone["weights"]
+    assert first["score.log_std"].tolist() == [-0.5, -0.5]
+    assert first["score.scale"].tolist() == [3.0, 5.0]
+    assert first["score.queries"].std() > 0.5
+    assert 0 < first["score.mean.weight"].std() < 0.1
+    others = [rank_gaussian(folder, "mcore", {})]
+    for backend, axes in (("fsdp", {}), ("fsdp", {"cp": 2}), ("mcore", {"tp": 2, "tp_sequence": True}), ("mcore", {"pp": 2})):
+        others += run_ranks(rank_gaussian, 2, folder, backend, axes)
+    for other in others:
+        for name, value in other["weights"].items():
+            assert torch.equal(value, first[name]), name
+        for (loss, norm), (want, of_norm) in zip(other["steps"], alone["steps"], strict=False):
+            assert loss == pytest.approx(want, rel=2e-6)
+            assert norm == pytest.approx(of_norm, rel=2e-5)
+    # Resumed on the other engine, and loaded from an export, without one of its tensors too.
+    register_head("gaussian", f"{__name__}:Gaussian")
+    try:
+        moved = built(folder, "mcore", head="gaussian", head_shape=())
+        moved.load_checkpoint(next((tmp_path / "saved").glob("step-*")))
+        documents = [[5, 6], *tiny_documents(6, seed=2, longest=40)[1:]]
+        result = moved.train_batch(from_lists(documents), SquaresLoss("mean", "spread"))
+        assert (result.loss, result.grad_norm) == pytest.approx(alone["steps"][2], rel=1e-5)
+        moved.close()
+        export = tmp_path / "saved" / "hf"
+        built(export, "fsdp", head="gaussian", head_shape=()).close()
+        with pytest.raises(
+            ModelError, match=r"head_type=.*'gaussian'.*, but model.head=actions and model.head_shape=\[4, 3\]"
+        ):
+            built(export, "fsdp")
+        file = export / "model.safetensors"
+        tensors = load_file(file)
+        del tensors["score.queries"]
+        save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises(
+            ModelError, match=r"has another head than model.head says: it has score.inner.0.bias, .*, and not score.queries"
+        ):
+            built(export, "fsdp", head="gaussian", head_shape=())
+    finally:
+        unregister_head("gaussian")
+
+
+class Bad(Sum):
+    """What a head must not do, by the name that a test has given it."""
+
+    fault = ""
+
+    @property
+    def outputs(self) -> dict[str, tuple[int, ...]]:
+        return {"log_probs": ()} if self.fault == "name" else {"sums": ()}
+
+    def module(self, hidden: int, dtype: torch.dtype) -> Any:
+        head: Any = super().module(hidden, dtype)
+        if self.fault in ("scalar", "cube"):
+            head.extra = nn.Parameter(torch.ones(() if self.fault == "scalar" else (2, 2, 2)))
+        return head
+
+    def compute(self, head: nn.Module, hidden_sh: Tensor) -> Any:
+        sums = head(hidden_sh)[:, 0]
+        faulty = {"row": {"sums": sums[:1]}, "key": {"sum": sums}, "type": sums, "integers": {"sums": sums.long()}}
+        return faulty.get(self.fault, {"sums": sums})
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ("name", ConfigError, "Bad has an output 'log_probs', a name of the engine's own"),
+        ("scalar", ModelError, r"the parameter extra of Bad is \[\]; give it one axis or two"),
+        ("cube", ModelError, r"the parameter extra of Bad is \[2, 2, 2\]"),
+        ("row", ModelError, r"Bad.compute \(model.head=bad\) returned sums \[1\] of torch.float32; it must be \[5\]"),
+        ("key", ModelError, r"returned \['sum'\]; it must return a dict with sums"),
+        ("type", ModelError, "returned Tensor; it must return a dict with sums"),
+        ("integers", ModelError, r"returned sums \[5\] of torch.int64; it must be \[5\] of floating point"),
+    ],
+)
+def test_heads_with_faults(
+    fault: str, error: type[Exception], message: str, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register_head("bad", f"{__name__}:Bad")
+    monkeypatch.setattr(Bad, "fault", fault)
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    try:
+        with pytest.raises(error, match=message):
+            built(folder, "fsdp", head="bad", head_shape=()).infer_batch(
+                from_lists([[5, 6, 7], [8, 9]]), OutputRequest(others=("sums",))
+            )
+    finally:
+        unregister_head("bad")
+
+
+def test_registrations_that_cannot_be_used(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"path": str(tmp_path), "head": "mine"}
+    for location, message in (
+        ("nowhere.at_all:Head", "model.head=mine: nowhere.at_all:Head cannot be imported: No module named 'nowhere'"),
+        (f"{__name__}:Missing", "model.head=mine: .*Missing cannot be imported"),
+        (f"{__name__}:pack", "model.head=mine is registered as <function pack .* it must be a subclass of"),
+        ("drivetrain.engine.heads:HeadType", "model.head=mine: HeadType cannot be created: Can't instantiate abstract class"),
+    ):
+        register_head("mine", location)
+        try:
+            with pytest.raises(ConfigError, match=message):
+                head_of(ModelConfig(**settings))
+        finally:
+            unregister_head("mine")
+    for wrong in ("module_alone", ":Head", "module:", Sum):
+        with pytest.raises(ConfigError, match=r"is not a location; give 'module:attribute'"):
+            register_head("mine", wrong)  # type: ignore[arg-type]
+    for name in ("value", "never"):
+        with pytest.raises(ConfigError, match=f"model.head={name} was not added by register_head"):
+            unregister_head(name)
+    with pytest.raises(ConfigError, match=r"OutputRequest\(others='actions'\); give a tuple"):
+        OutputRequest(others="actions")  # type: ignore[arg-type]
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-model-type.md"
