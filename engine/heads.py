@@ -183,16 +183,16 @@ def compute_outputs(head: HeadType, module: nn.Module, hidden_sh: Tensor, names:
     Raises:
         ModelError: The head has not returned what `HeadType.outputs` says.
     """
-    found = head.compute(module, hidden_sh)
+    computed = head.compute(module, hidden_sh)
     what = f"{type(head).__name__}.compute (model.head={head.name})"
-    if not isinstance(found, Mapping) or set(found) != set(head.outputs):
-        returned = sorted(found) if isinstance(found, Mapping) else type(found).__name__
+    if not isinstance(computed, Mapping) or set(computed) != set(head.outputs):
+        returned = sorted(computed) if isinstance(computed, Mapping) else type(computed).__name__
         raise ModelError(f"{what} returned {returned}; it must return a dict with {', '.join(sorted(head.outputs))}")
     for name, shape in head.outputs.items():
-        value, expected = found[name], [len(hidden_sh), *shape]
+        value, expected = computed[name], [len(hidden_sh), *shape]
         if list(value.shape) != expected or not value.is_floating_point():
             raise ModelError(
                 f"{what} returned {name} {list(value.shape)} of {value.dtype}; it must be {expected} of floating point"
             )
     # Copies, because FSDP would warn about views that its hooks may modify.
-    return {name: found[name].clone().to(torch.promote_types(found[name].dtype, torch.float32)) for name in names}
+    return {name: computed[name].clone().to(torch.promote_types(computed[name].dtype, torch.float32)) for name in names}
