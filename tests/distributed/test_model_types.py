@@ -364,6 +364,7 @@ def rank_gaussian(folder: str, backend: str, axes: dict[str, Any], saved: str = 
         unregister_head("gaussian")
 
 
+@pytest.mark.slow
 def test_a_head_of_several_modules_on_every_layout(tmp_path: Path, process_group: None) -> None:
     folder = str(save_tiny_model(tmp_path / "model", "qwen3"))
     alone = rank_gaussian(folder, "fsdp", {}, str(tmp_path / "saved"))
