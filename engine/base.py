@@ -28,7 +28,6 @@ from .checkpoint.save import HostCopies, Snapshot, take_snapshot, write_snapshot
 from .checkpoint.storage import open_store
 from .config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig, SharePrefixes
 from .errors import BatchError, ConfigError, NonFiniteError
-from .heads import head_of
 from .hf.config import read_config
 from .hf.model_path import fingerprint
 from .hf.shape import router_aux_coef
@@ -126,7 +125,6 @@ class BaseEngine(Backend):
             ConfigError, ModelError, TopologyError: The engine cannot be built; the message names the setting and the way out.
         """
         self.capabilities.check(self.config, self.model_config, None if self.optim_config is None else self.optim_config.name)
-        head_of(self.model_config)
         self._sharing()
         self.check_model(self._resolved())
 
@@ -374,7 +372,7 @@ class BaseEngine(Backend):
         if tokens is not None and tokens.shape != (batch.num_tokens,):
             raise BatchError(f"tokens is {tuple(tokens.shape)}; it must be [{batch.num_tokens}], one entry per token")
         plan = self._planner.plan(batch, None, training=as_in_training, outputs=outputs)
-        head = head_of(self.model_config)
+        head = self._planner.head
         collector = OutputCollector(batch, outputs, tokens, plan, None if head is None else head.outputs)
         with self.eval_mode():
             self.run_micro_batches(plan.micro_batches(batch, self.topology.device), collector, backward=False)

@@ -56,13 +56,9 @@ class HeadType(ABC):
             hidden_sh: The hidden states after the decoder's last norm.
         """
 
-    def describe(self, config: Any) -> None:
-        """Change the config that is exported beside the weights: it names the head, and loading it as another one is an error."""
-        config.head_type = self.description
-
     @property
     def description(self) -> dict[str, Any]:
-        """What the config of an export says of the head."""
+        """What the config of an export says of the head as `head_type`, with which it must be loaded."""
         return {"name": self.name, "shape": list(self.shape)}
 
 
@@ -88,9 +84,6 @@ class ValueHead(HeadType):
     def compute(self, head: nn.Module, hidden_sh: Tensor) -> dict[str, Tensor]:
         """Return the numbers `[S]`."""
         return {"values": head(hidden_sh)[:, 0]}
-
-    def describe(self, config: Any) -> None:
-        """Change nothing: `save_model_files` exports a sequence classifier of transformers."""
 
 
 class ActionHead(HeadType):

@@ -201,7 +201,9 @@ class StepPlanner:
         media: MediaModel | None = None,
     ) -> None:
         self._topology, self._sizes, self._model, self._shape, self._share = topology, sizes, model, shape, share
-        self._media, self._warned, self._head = media, False, head_of(model)
+        self._media, self._warned = media, False
+        self.head = head_of(model)
+        """The type of the model's head; None for a language-model head."""
 
     def plan(
         self,
@@ -226,8 +228,8 @@ class StepPlanner:
             BatchError: The batch cannot be run; see `plan_step`.
         """
         outputs = outputs or (OutputRequest() if loss is None else loss.request)
-        has = [name for name in OUTPUTS if name != "values"] if self._head is None else list(self._head.outputs)
-        if not set(outputs.names) <= set(has) or (self._head is not None and not outputs.names):
+        has = [name for name in OUTPUTS if name != "values"] if self.head is None else list(self.head.outputs)
+        if not set(outputs.names) <= set(has) or (self.head is not None and not outputs.names):
             raise ConfigError(
                 f"{', '.join(outputs.names) or 'nothing'} requested from a model with model.head={self._model.head}, which returns "
                 f"{', '.join(has)}"

@@ -48,7 +48,7 @@ def save_model_files(root: HFModel, model: ModelConfig, adapters: Any, folder: P
         _set_padding(config, tokenizer, model)
     elif root.head is not None:
         config = copy.deepcopy(config)
-        root.head.describe(config)
+        config.head_type = root.head.description
     config.save_pretrained(folder)
     if lm.can_generate() and model.head == LM:
         settings = read_generation_settings(model)
