@@ -90,6 +90,7 @@ class RankSlice:
         *,
         padded_tokens: int | None = None,
         family: MediaFamily | None = None,
+        encodes: bool = True,
     ) -> "RankSlice":
         """Return this rank's slice.
 
@@ -99,6 +100,7 @@ class RankSlice:
             topology: The engine's topology.
             padded_tokens: The number of tokens to which unsupervised documents pad the micro-batch; `padded_size` if None.
             family: How the model takes media; None if it takes none.
+            encodes: Whether this rank has the encoders.
         """
         batch, group, layout = micro_batch.batch, topology.cp, micro_batch.layout
         # The entropy or the most likely next token exists for every token, a log-probability only for tokens with a label.
@@ -155,7 +157,7 @@ class RankSlice:
             real_tokens=0 if micro_batch.is_dummy else max(0, min(size, tokens - topology.cp_rank * size)),
             mask=mask,
             origin=None if layout is None else layout.origin,
-            media={} if family is None else _encoder_inputs(micro_batch, family, topology, size),
+            media={} if family is None or not encodes else _encoder_inputs(micro_batch, family, topology, size),
         )
 
     def gather_outputs(self, outputs: Mapping[str, Tensor]) -> TokenOutputs:

@@ -93,6 +93,7 @@ class Decoder:
         windows: For each layer, the number of tokens that a token attends to; None for all.
         rotary: For each layer, the kind of its rotary embedding, a key of the config's rope_parameters; "" if there is only
             one kind; None for a layer without.
+        rotary_axes: For each rotary frequency, the axis of the positions that it turns by; None for positions with one axis.
         embedding_scale: The factor on the embeddings.
         tied: Whether the head shares the matrix of the embeddings.
         experts: The settings of the mixture; None for a dense model.
@@ -120,6 +121,7 @@ class Decoder:
     sinks: bool = False
     windows: tuple[int | None, ...]
     rotary: tuple[str | None, ...]
+    rotary_axes: tuple[int, ...] | None = None
     embedding_scale: float = 1.0
     tied: bool = False
     experts: ExpertSettings | None = None
@@ -204,6 +206,7 @@ def read_decoder(config: Any, *, supported: Collection[str] = (), **different: A
         "proj_bias": bool(getattr(config, "attention_bias", False)),
         "windows": tuple(window if kind == "sliding_attention" else None for kind in kinds),
         "rotary": ("",) * layers if "" in rope else tuple(kinds),
-        "tied": bool(config.tie_word_embeddings),
+        # A decoder that is a part of a model may leave this to the config of the whole.
+        "tied": bool(getattr(config, "tie_word_embeddings", False)),
     }
     return Decoder(**{**fields, **different})

@@ -33,6 +33,16 @@ FAMILIES = (
 )
 """Each has a module with its name in this package."""
 
+PARTS = {
+    "qwen2_5_omni_text": "qwen2_vl_text",
+    "qwen2_5_vl_text": "qwen2_vl_text",
+    "qwen2_vl_text": "qwen2_vl_text",
+    "qwen3_vl_text": "qwen3_vl_text",
+}
+"""The families of decoders that are only a part of models with encoders, each with its module in this package."""
+
+DECODER = "model"
+"""The name of the decoder in a causal language model of transformers."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
@@ -46,15 +56,21 @@ class Family:
             name of a tensor -> rule.
         outer: The rules outside the layers: Megatron-core module -> rule.
         prefix: The prefix of the layers' names.
+        path: The decoder's name in the model, where it is a part of one; it stands in the place of the first `model` of the names.
+        stored: A function that returns the name on disk of a tensor, given its name in the model.
     """
 
     decoder: Callable[[Any], Decoder]
     layer: Mapping[str, Rule]
     outer: Mapping[str, Rule]
     prefix: str = "model.layers"
+    path: str = DECODER
+    stored: Callable[[str], str] = str
 
     def rule(self, parameter: str) -> tuple[Rule, tuple[str, ...]]:
-        """Return the rule of a Megatron-core parameter and its names on disk.
+        """Return the rule of a Megatron-core parameter and its names in the model.
+
+        In a model that is nothing but a decoder, these are the names on disk.
 
         Args:
             parameter: The name of the parameter in an unsharded model, with layers counted over all ranks.
@@ -73,7 +89,11 @@ class Family:
         rule, end = (rules[inner], "") if inner in rules else (rules.get(module), f".{leaf}")
         if rule is None:
             raise ModelError(f"the bridge of this family has no rule for {parameter}")
-        return rule, tuple(f"{stem}{name}{end}" for name in rule.modules)
+        return rule, tuple(self._in_model(f"{stem}{name}{end}") for name in rule.modules)
+
+    def _in_model(self, name: str) -> str:
+        first, _, rest = name.partition(".")
+        return f"{self.path}.{rest}" if first == DECODER else name
 
 
 @cache
@@ -83,10 +103,10 @@ def find_family(model_type: str) -> Family:
     Raises:
         ModelError: The family has no bridge.
     """
-    if model_type not in FAMILIES:
+    if model_type not in FAMILIES and model_type not in PARTS:
         raise ModelError(
             f"model family {model_type!r} has no bridge to Megatron-core; the supported families are "
             f"{', '.join(FAMILIES)}: use engine.backend=fsdp, or add a bridge (docs/add-a-model.md)"
         )
-    family: Family = import_module(f".{model_type}", __package__).FAMILY
+    family: Family = import_module(f".{PARTS.get(model_type, model_type)}", __package__).FAMILY
     return family

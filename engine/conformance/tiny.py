@@ -24,7 +24,7 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = tor
 
 def save_tiny_model(folder: Path, family: str, *, seed: int = 0, shard_size: str = "5GB", **overrides: Any) -> Path:
     """Write a tiny model in Hugging Face format and return its folder."""
-    config = tiny_media_config(family) if family in MEDIA_FAMILIES else tiny_model_config(family, **overrides)
+    config = tiny_media_config(family, overrides) if family in MEDIA_FAMILIES else tiny_model_config(family, **overrides)
     tiny_model(config, seed).save_pretrained(folder, max_shard_size=shard_size)
     return folder
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoint.local_shards import LocalShard
@@ -18,15 +17,15 @@ from ..heads import head_of
 from ..hf.config import check_model, logit_transform
 from ..hf.layout import DiskLayout
 from ..hf.media import FAMILIES, check_media_support
-from ..hf.model import choose_trainable, empty_lm, vocabulary_names
+from ..hf.model import allocate, choose_trainable, empty_lm, vocabulary_names
 from ..hf.model_path import resolve_folder
 from ..hf.names import hf_name
+from ..hf.recompute import recompute
 from ..hf.shape import model_shape, router_settings
 from ..hf.weights import WeightFolder, check_head, init_random, load_weights
 from ..model_types import HEAD_PREFIX
 from ..parallel.topology import Topology
 from ..rope import length_dependent_rope, rope_by_kind
-from ..torch_private import replace_tensor, saved_operators
 from .attention import IMPLEMENTATION
 from .compile import compile_model
 from .experts import ExpertShards, check_experts, cut_experts
@@ -177,7 +176,7 @@ def build(
     meta_model = described.meta_model
     root = copy.deepcopy(meta_model)
     experts = cut_experts(root, config, topology)
-    recompute(root, engine.recompute)
+    recompute(root.lm, engine.recompute)
     if engine.compile is True:
         compile_model(root)
     shard(root, build_mesh(topology), experts, engine, options)
@@ -186,41 +185,10 @@ def build(
     return FSDPBuild(root=root, layout=described.layout, adapters=described.adapters, shape=described.shape, experts=experts)
 
 
-def recompute(root: PackedModel, mode: str) -> None:
-    """Turn on activation checkpointing with transformers' own switch.
-
-    `full` keeps only a layer's input; `selective` also keeps the outputs of its matrix products and attention, so that only
-    cheap operations run twice.
-    """
-    if mode == "none":
-        return
-    settings: dict[str, Any] = {"use_reentrant": False}
-    if mode == "selective":
-        settings["context_fn"] = _selective
-    lm: Any = root.lm
-    if hasattr(lm, "activation_checkpointing_enable"):
-        lm.activation_checkpointing_enable(settings)
-    else:  # the name in transformers 5.17
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-
-
-def _selective() -> Any:
-    saved = saved_operators()
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
 def materialize(root: nn.Module, device: torch.device, *, on_host: bool) -> None:
     """Allocate memory for this rank's shards; buffers keep their values."""
-    buffers = {name: b for name, b in root.named_buffers() if not b.is_meta}
     # With offload, FSDP expects the shards on the host and moves them itself.
-    root.to_empty(device="cpu" if on_host else device)
-    for name, value in buffers.items():
-        owner, _, leaf = name.rpartition(".")
-        replace_tensor(root.get_submodule(owner), leaf, value.to(device))
+    allocate(root, torch.device("cpu") if on_host else device, buffers=device)
     # to_empty gave tied parameters separate memory.
     lm = root.lm
     assert isinstance(lm, PreTrainedModel)

@@ -54,16 +54,17 @@ class DiskLayout:
             target = converter.target_patterns[0]
             if name.endswith(target):
                 return self._fused(name, tuple(shape), converter, target)
-        return [StoredSlice(self._rename(name), tuple(shape), whole(shape))]
+        return [StoredSlice(self.renamed(name), tuple(shape), whole(shape))]
 
     def canonical(self, disk_name: str) -> str:
         """Return the name that `stored_slices` would give to a tensor called `disk_name` in a folder."""
         name = disk_name
         for renaming in self._forward:
             name, _ = renaming.rename_source_key(name)
-        return self._rename(name)
+        return self.renamed(name)
 
-    def _rename(self, name: str) -> str:
+    def renamed(self, name: str) -> str:
+        """Return the name on disk of a tensor that is stored as it is, given its name in a plain transformers model."""
         for renaming in self._back:
             name, _ = renaming.rename_source_key(name)
         return name
@@ -76,7 +77,7 @@ class DiskLayout:
             )
         # transformers tells by the shape whether a tensor has to be transposed, so it does not transpose one that is square.
         stored = shape if op.check_dims and shape[-1] == shape[-2] else (*shape[:-2], shape[-1], shape[-2])
-        return [StoredSlice(self._rename(name), stored, whole(shape), transposed=stored != shape or not op.check_dims)]
+        return [StoredSlice(self.renamed(name), stored, whole(shape), transposed=stored != shape or not op.check_dims)]
 
     def _fused(self, name: str, shape: tuple[int, ...], converter: WeightConverter, target: str) -> list[StoredSlice]:
         if [type(op) for op in converter.operations] == [Transpose]:
@@ -93,7 +94,7 @@ class DiskLayout:
         stem = name[: -len(target)]
         return [
             StoredSlice(
-                self._rename(stem + pattern.replace("*", str(expert))),
+                self.renamed(stem + pattern.replace("*", str(expert))),
                 (rows, *inner_shape),
                 TensorSlice((expert, part * rows, *(0,) * len(inner_shape)), (1, rows, *inner_shape)),
                 dropped=1,

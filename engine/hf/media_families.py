@@ -35,6 +35,10 @@ class QwenVL(MediaFamily):
     }
     axes = 3
 
+    @property
+    def deepstack_layers(self) -> int:
+        return len(getattr(self.config.vision_config, "deepstack_visual_indexes", None) or ())
+
     def encoded(self, features: Tensor) -> Any:
         output = super().encoded(features)
         # A list with a tensor for each item.

@@ -67,6 +67,11 @@ class MediaFamily(ABC):
         self.tokens: dict[Kind, int] = {kind: getattr(config, m.token) for kind, m in self.modalities.items()}
         """The id of the tokens in whose place the features of each kind stand."""
 
+    @property
+    def deepstack_layers(self) -> int:
+        """The number of the decoder's first layers to whose outputs features are added, L."""
+        return 0
+
     @abstractmethod
     def rows(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
         """Return the number of rows of `Modality.values` of each item, given the fields of the kind."""

@@ -15,6 +15,7 @@ from ..config import ModelConfig
 from ..errors import ModelError
 from ..heads import HeadType, check_module
 from ..model_types import LM
+from ..torch_private import replace_tensor
 from .config import wants_adapters
 from .layout import DiskLayout
 from .lora import add_adapters, modules_to_save, peft_config
@@ -139,6 +140,21 @@ def _built(
     return lm
 
 
+def allocate(module: nn.Module, device: torch.device, *, buffers: torch.device | None = None) -> None:
+    """Allocate memory for the parameters of a module on the meta device; its buffers, which are not there, keep their values.
+
+    Args:
+        module: The module.
+        device: The device of the parameters.
+        buffers: The device of the buffers, if it is another one.
+    """
+    kept = {name: b for name, b in module.named_buffers() if not b.is_meta}
+    module.to_empty(device=device)
+    for name, value in kept.items():
+        owner, _, leaf = name.rpartition(".")
+        replace_tensor(module.get_submodule(owner), leaf, value.to(buffers or device))
+
+
 def choose_trainable(root: HFModel, model: ModelConfig) -> None:
     """Make a new head next to adapters trainable, and freeze the parameters that match `model.freeze`."""
     if wants_adapters(model.lora) and root.score is not None:
@@ -157,7 +173,7 @@ def freeze(root: HFModel, patterns: Sequence[str]) -> None:
         ModelError: A pattern matches nothing, or the patterns together match everything.
     """
     names = {name: hf_name(name).name for name, _ in root.named_parameters()}
-    encoders = _encoder_parameters(root)
+    encoders = encoder_parameters(root)
     for pattern in patterns:
         if pattern == ENCODERS:
             if not encoders:
@@ -176,7 +192,7 @@ def freeze(root: HFModel, patterns: Sequence[str]) -> None:
         raise ModelError(f"model.freeze={list(patterns)} leaves nothing to train")
 
 
-def _encoder_parameters(root: HFModel) -> set[str]:
+def encoder_parameters(root: HFModel) -> set[str]:
     """Return the names of the parameters of what encodes media, with what projects the features."""
     lm: Any = root.lm
     others = [lm.get_decoder(), lm.get_input_embeddings(), lm.get_output_embeddings(), root.score]

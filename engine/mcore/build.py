@@ -95,16 +95,18 @@ def build_model(
     state = MegatronState(topology)
     # Each block ends on all ranks before the next begins: an error on one rank must not leave the others in a collective.
     with topology.collective_errors(), state.active():
-        chunks = _chunks(architecture, model, engine, options, topology, state)
+        chunks = _chunks(meta_model, architecture, model, engine, options, topology, state)
     with topology.collective_errors():
-        _add_adapters(architecture, model, chunks, meta_model, topology, state)
-        param_shards = param_shards_of(chunks, architecture.family, architecture.decoder, state.groups)
+        family = meta_model.bridge(architecture.family)
+        _add_adapters(family, architecture.decoder, model, chunks, meta_model, topology, state)
+        param_shards = param_shards_of(chunks, family, architecture.decoder, state.groups, meta_model.encoder_slices)
     meta_model.compare(param_shards, topology)
     meta_model.choose_trainable(param_shards)
     return MCoreBuild(state=state, meta_model=meta_model, chunks=chunks, param_shards=param_shards)
 
 
 def _chunks(
+    meta_model: MetaModel,
     architecture: Architecture,
     model: ModelConfig,
     engine: EngineConfig,
@@ -120,6 +122,8 @@ def _chunks(
         state.groups,
         head=head_of(model),
         transform=logit_transform(architecture.hf_config),
+        media=meta_model.media,
+        encoders=lambda: meta_model.encoders(getattr(torch, engine.precision.compute), topology.device, engine.recompute),
     )
     chunks = [chunk.to(topology.device) for chunk in chunks]
     keep_scores(chunks, architecture.router is not None)
@@ -127,7 +131,8 @@ def _chunks(
 
 
 def _add_adapters(
-    architecture: Architecture,
+    family: Family,
+    decoder: Decoder,
     model: ModelConfig,
     chunks: list[Any],
     meta_model: MetaModel,
@@ -140,9 +145,7 @@ def _add_adapters(
         ModelError: A target has no parallel layer in megatron.
     """
     lora, targets = model.lora, meta_model.targets
-    adapted = (
-        add_adapters(chunks, architecture.family, architecture.decoder, state.groups, targets, lora) if targets else set()
-    )
+    adapted = add_adapters(chunks, family, decoder, state.groups, targets, lora) if targets else set()
     missing = targets - set().union(*topology.all_gather_object(adapted))
     if missing:
         leaves = sorted({name.rpartition(".")[2] for name in missing})

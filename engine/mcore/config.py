@@ -12,6 +12,7 @@ from torch import Tensor
 from ..bridge.decoder import Decoder
 from ..config import EngineConfig, ParallelConfig
 from ..errors import ModelError, TopologyError
+from ..hf.media_family import MediaFamily
 from .options import MCoreOptions
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -72,6 +73,22 @@ def check_layout(decoder: Decoder, p: ParallelConfig, family: str) -> None:
             f"must be one of {_divisors(decoder.layers)}"
         )
     _check_experts(decoder, p, family)
+
+
+def check_media(media: MediaFamily, decoder: Decoder, p: ParallelConfig) -> None:
+    """Check that the first pipeline stage has the layers to whose outputs features of media are added.
+
+    Raises:
+        TopologyError: It does not.
+    """
+    first, chunks = media.deepstack_layers, p.pp * p.vpp
+    if decoder.layers // chunks < first:
+        layout = f"pp={p.pp}" if p.vpp == 1 else f"pp={p.pp} x vpp={p.vpp}"
+        raise TopologyError(
+            f"engine.parallel.{layout} leaves {decoder.layers // chunks} of the {decoder.layers} layers on the first stage of "
+            f"{media.config.model_type}, whose first {first} layers take features of its encoder (deepstack_visual_indexes) and have to be "
+            f"there; pp x vpp may be at most {decoder.layers // first}"
+        )
 
 
 def _check_experts(decoder: Decoder, p: ParallelConfig, family: str) -> None:

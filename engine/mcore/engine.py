@@ -11,6 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from .. import progress
 from ..backend import Adapters, check_adapters
@@ -23,6 +24,8 @@ from ..errors import CapabilityError, ConfigError
 from ..flops import ModelShape
 from ..hf.config import check_model
 from ..hf.files import save_model_files
+from ..hf.media import FAMILIES, media_config
+from ..hf.model import ENCODERS
 from ..hf.shape import router_settings
 from ..hf.weights import seed_ranks
 from ..loss import HeadRequest, OutputRequest
@@ -31,9 +34,9 @@ from ..ops.router import balancing_loss
 from ..rank_slice import RankSlice, computed_tokens, padded_size
 from ..resolve import ITEMSIZE, MemoryNeeds
 from ..step import MicroBatchConsumer
-from ..step_plan import MicroBatch
+from ..step_plan import MediaModel, MicroBatch
 from .build import Architecture, Loaded, MCoreBuild, build_model, load, wrap_chunks
-from .config import check_layout
+from .config import check_layout, check_media
 from .groups import MegatronState, in_megatron
 from .lora import adapters_disabled
 from .meta_model import MetaModel
@@ -62,6 +65,7 @@ class MCoreEngine(BaseEngine):
         precisions=frozenset({("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")}),
         optimizers=frozenset({"adamw"}),
         shared_prefixes=True,
+        media=True,
     )
 
     options_type = MCoreOptions
@@ -96,10 +100,13 @@ class MCoreEngine(BaseEngine):
     def _architecture(self) -> Architecture:
         check_model(self.hf_config, self.model_config)
         family = find_family(self.hf_config.model_type)
+        decoder = family.decoder(self.hf_config)
+        if self._media_config is not None:
+            decoder = replace(decoder, tied=bool(getattr(self._media_config, "tie_word_embeddings", False)))
         return Architecture(
             hf_config=self.hf_config,
             family=family,
-            decoder=family.decoder(self.hf_config),
+            decoder=decoder,
             router=router_settings(self.hf_config, self.router_aux_coef),
         )
 
@@ -112,14 +119,32 @@ class MCoreEngine(BaseEngine):
     def _meta_model(self) -> MetaModel:
         if self._meta is None:
             dtype = getattr(torch, self.config.precision.params)
-            self._meta = MetaModel(self.hf_config, self.model_config, dtype)
+            self._meta = MetaModel(self.hf_config, self.model_config, dtype, self._media_config)
         return self._meta
+
+    @cached_property
+    def _media_config(self) -> PreTrainedConfig | None:
+        """The config of the whole model, if it takes media."""
+        return media_config(self.model_config, self.hf_config)
+
+    @property
+    def media(self) -> MediaModel | None:
+        """See `Backend.media`."""
+        meta = self._meta_model
+        return None if meta.media is None else MediaModel(family=meta.media, base=meta.root.base)
 
     # ---- build ---------------------------------------------------------------------------------------------------
 
     def check_model(self, parallel: ParallelConfig) -> None:
         decoder, router = self._architecture.decoder, self._architecture.router
         check_layout(decoder, parallel, self.hf_config.model_type)
+        if self._media_config is not None:
+            check_media(FAMILIES[self._media_config.model_type](self._media_config), decoder, parallel)
+            if self.options.overlap_grad_reduce and self.optim_config is not None and ENCODERS not in self.model_config.freeze:
+                raise ConfigError(
+                    f"engine.options.overlap_grad_reduce=true with {self._media_config.model_type}, whose encoders have no gradients in "
+                    "steps without media, for which megatron's buckets would wait; set it to false, or model.freeze=[encoders]"
+                )
         if router is not None and decoder.experts is not None and decoder.experts.sigmoid:
             raise CapabilityError(
                 f"model.router_aux_loss_coef={self.router_aux_coef}: a balancing loss is defined only for "
@@ -142,7 +167,10 @@ class MCoreEngine(BaseEngine):
             trained = shape.parameters_trained / max(1, shape.parameters)
             bytes_each += trained * ITEMSIZE[self.config.precision.reduce]
             sharded = trained * 4 * (2 if self.config.precision.compute == "float32" else 3)
-        part = (shape.parameters - shape.experts) / (p.tp * p.pp) + shape.experts / (p.ep * p.etp * p.pp)
+        encoders = self._meta_model.encoder_parameters
+        dense = shape.parameters - shape.experts - encoders
+        # The first pipeline stage has the encoders.
+        part = encoders + dense / (p.tp * p.pp) + shape.experts / (p.ep * p.etp * p.pp)
         needs = super().memory_needs()
         # Of what a layer keeps, only the results of activation functions are computed again: a fifth of it.
         kept = {**needs.activations, "selective": 0.8 * needs.activations["none"]}
@@ -165,7 +193,8 @@ class MCoreEngine(BaseEngine):
         with built.state.active():
             built.chunks = wrap_chunks(built, self.config, self.options, self._finish_gradients)
             compute = getattr(torch, self.config.precision.compute)
-            self._optimizer = ShardedOptimizer(built.chunks, optim, built.state.groups, compute)
+            encoders = [p for chunk in built.chunks if (e := chunk.module.encoders) is not None for p in e.parameters()]
+            self._optimizer = ShardedOptimizer(built.chunks, optim, built.state.groups, compute, sometimes=encoders)
 
     @in_megatron
     def finish_build(self) -> None:
@@ -218,7 +247,14 @@ class MCoreEngine(BaseEngine):
         else:
             empty_mask = torch.zeros(micro_batch.batch.num_tokens, dtype=torch.bool, device=micro_batch.batch.device)
             request = HeadRequest(outputs=OutputRequest(), mask=empty_mask)
-        part = RankSlice.from_micro_batch(micro_batch, request, self.topology, padded_tokens=self._padded_tokens)
+        part = RankSlice.from_micro_batch(
+            micro_batch,
+            request,
+            self.topology,
+            padded_tokens=self._padded_tokens,
+            family=self._meta_model.media,
+            encodes=bare.encoders is not None,
+        )
         output = chunk(
             part.input_ids[None], part.position_ids[None], None, packed_seq_params=PackedParams(qkv_format="sbhd", part=part)
         )

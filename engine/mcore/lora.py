@@ -4,7 +4,7 @@ Axes: T tokens, R rank of the adapters, I input and O output features of this ra
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.tensor_slices import StoredSlice
 from ..config import LoraConfig
+from ..hf.lora import adapters_disabled as peft_disabled
 from ..ops.lora import adapter_product
 
 
@@ -160,7 +161,10 @@ def adapters_disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
     for layer in layers:
         layer.enabled = False
     try:
-        yield
+        with ExitStack() as of_encoders:
+            for chunk in chunks:
+                of_encoders.enter_context(peft_disabled(chunk))
+            yield
     finally:
         for layer in layers:
             layer.enabled = True

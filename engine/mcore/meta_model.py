@@ -1,20 +1,27 @@
 """The Hugging Face model behind a rank's megatron layers: its tensors, which of them are trained, and their weights."""
 
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..bridge.family import Family
 from ..checkpoint.local_shards import LocalShard
 from ..checkpoint.tensor_slices import StoredSlice, whole
 from ..config import ModelConfig
 from ..errors import ModelError
 from ..flops import ModelShape
 from ..heads import head_of
-from ..hf.model import HFModel, choose_trainable, empty_lm, vocabulary_names
+from ..hf.layout import DiskLayout
+from ..hf.media import FAMILIES, check_media_support
+from ..hf.media_family import MediaFamily
+from ..hf.model import HFModel, allocate, choose_trainable, empty_lm, encoder_parameters, vocabulary_names
 from ..hf.model_path import resolve_folder
 from ..hf.names import PEFT_PREFIX, hf_name
+from ..hf.recompute import recompute
 from ..hf.shape import model_shape
 from ..hf.weights import WeightFolder, check_head, init_random, load_weights
 from ..model_types import HEAD_PREFIX
@@ -29,20 +36,67 @@ class MetaModel:
         config: The model's Hugging Face config.
         model: The model's settings.
         dtype: The dtype that parameters are stored in.
+        media: The config of the whole model, if it takes media.
     """
 
-    def __init__(self, config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype) -> None:
+    _layout: DiskLayout
+
+    def __init__(
+        self, config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, media: PreTrainedConfig | None = None
+    ) -> None:
         self._config, self._model = config, model
-        lm, self._layout, self.adapters = empty_lm(config, model, dtype)
+        lm, self._layout, self.adapters = empty_lm(config, model, dtype, media=media)
+        self.media: MediaFamily | None = None
+        """How the model takes media; None if it takes none."""
+        if media is not None:
+            check_media_support(lm)
+            self.media = FAMILIES[media.model_type](media)
+        self._decoder = next(name for name, module in lm.named_modules() if module is lm.get_decoder())
         self.root = HFModel(lm, head=head_of(model))
         choose_trainable(self.root, model)
         self.shape: ModelShape = model_shape(self.root, config)
 
     @property
+    def encoder_parameters(self) -> int:
+        """The number of the parameters of encoders."""
+        return sum(self.root.get_parameter(name).numel() for name in encoder_parameters(self.root))
+
+    @property
     def targets(self) -> set[str]:
-        """The names of the modules that have adapters."""
+        """The names of the decoder's modules that have adapters."""
         names = [hf_name(name) for name, _ in self.root.named_parameters()]
-        return {n.name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for n in names if n.adapter}
+        adapted = {n.name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for n in names if n.adapter}
+        return {name for name in adapted if name.startswith(f"{self._decoder}.")}
+
+    def bridge(self, family: Family) -> Family:
+        """Return the bridge of the decoder's family with the names that tensors have in this model."""
+        if self.media is None:
+            return family
+        return replace(family, path=self._decoder, stored=self._layout.renamed)
+
+    def encoders(self, dtype: torch.dtype, device: torch.device, recomputation: str) -> PreTrainedModel:
+        """Return the model without its head and its decoder, with memory for its parameters.
+
+        Args:
+            dtype: The dtype of the parameters, not of the buffers.
+            device: The device.
+            recomputation: What is recomputed; see `EngineConfig.recompute`.
+        """
+        base: PreTrainedModel = copy.deepcopy(self.root.base)
+        setattr(base, next(name for name, module in base.named_children() if module is base.get_decoder()), None)
+        recompute(base, recomputation)
+        for parameter in base.parameters():
+            parameter.data = parameter.data.to(dtype)
+        allocate(base, device)
+        return base
+
+    def encoder_slices(self, name: str, parameter: Tensor) -> list[StoredSlice]:
+        """Return the stored slices behind a tensor of an encoder, given its name in what `encoders` returned."""
+        return self.stored_slices(self.encoder_name(name), parameter)
+
+    def encoder_name(self, name: str) -> str:
+        """Return the name in `root` of a tensor of what `encoders` returned."""
+        return f"lm.{self.root.lm.base_model_prefix}.{name}"
 
     def stored_slices(self, name: str, tensor: Tensor) -> list[StoredSlice]:
         """Return the stored slices behind a parameter; an adapter or a new head is stored as one tensor under its own name."""

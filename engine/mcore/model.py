@@ -1,6 +1,6 @@
 """A GPTModel that takes packed documents and returns per-token outputs, and the chunks of it that a rank holds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +26,14 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..bridge.decoder import Decoder
 from ..heads import HeadType, compute_outputs
+from ..hf.media_family import MediaFamily
 from ..ops.linear_head import LogitTransform, VocabularyShard, linear_head
 from .config import DecoderConfig
+from .encoders import DeepstackLayer, Encoders
 from .experts import ClampedExperts, GroupedExperts
 from .lora import AdaptedColumnParallelLinear, AdaptedRowParallelLinear
 from .mla import MLASelfAttention, MLASettings
@@ -64,6 +66,7 @@ class PackedGPTModel(GPTModel):
         stage: The chunk's virtual stage in an interleaved pipeline, or None.
         head: The type of the head that replaces the language-model head; None keeps that.
         transform: The transform of the logits.
+        encoders: The encoders of media; None if the chunk has none.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class PackedGPTModel(GPTModel):
         stage: int | None,
         head: HeadType | None,
         transform: LogitTransform,
+        encoders: Encoders | None = None,
     ) -> None:
         tp = groups.tp.size()
         super().__init__(
@@ -96,14 +100,15 @@ class PackedGPTModel(GPTModel):
         self.rotary_pos_emb = Rotary(hf_config, decoder)
         self.decoder_sizes, self.transform = decoder, transform
         self.padding_id = padding_id(hf_config)
+        self.encoders = encoders
         self.head = head
         self.score: nn.Module | None = None
         if head is not None and last:
             self.output_layer = None
             self.score = head.module(decoder.hidden, config.params_dtype)
 
-    def _preprocess(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        inputs = super()._preprocess(input_ids, *args, **kwargs)
+    def _preprocess(self, input_ids: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        inputs = super()._preprocess(input_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
         if self.pre_process and self.padding_id is not None and inputs[0].requires_grad:
             padding_s = input_ids[0] == self.padding_id
             if self.config.sequence_parallel:
@@ -119,6 +124,8 @@ class PackedGPTModel(GPTModel):
         if self.pre_process and self.decoder_sizes.embedding_scale != 1.0:
             embedded = inputs[0]
             inputs = (embedded * torch.tensor(self.decoder_sizes.embedding_scale, dtype=embedded.dtype), *inputs[1:])
+        if self.encoders is not None:
+            inputs = (self.encoders(inputs[0], packed_seq_params), *inputs[1:])
         return inputs
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
@@ -188,7 +195,9 @@ def head_norm(decoder: Decoder, heads: int, group: ProcessGroup) -> Any:
     return Norm if decoder.qk_norm == "head" else IdentityOp
 
 
-def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, groups: ProcessGroupCollection) -> ModuleSpec:
+def layer_spec(
+    decoder: Decoder, hf_config: PreTrainedConfig, number: int, groups: ProcessGroupCollection, *, deepstack: bool = False
+) -> ModuleSpec:
     """Return the module spec of one layer.
 
     Args:
@@ -196,6 +205,7 @@ def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, group
         hf_config: The Hugging Face config, for the rotary embeddings.
         number: The layer's index in the model, from 0.
         groups: The process groups.
+        deepstack: Whether features of media are added to the layer's output.
     """
     kind_name = decoder.rotary[number]
     kind = None if kind_name is None else decoder.rotary_kinds.index(kind_name)
@@ -251,7 +261,7 @@ def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, group
             ),
         )
     return ModuleSpec(
-        module=TransformerLayer,
+        module=DeepstackLayer if deepstack else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm if decoder.pre_norm else IdentityOp,
             self_attention=attention,
@@ -271,25 +281,41 @@ def build_chunks(
     *,
     head: HeadType | None,
     transform: LogitTransform,
+    media: MediaFamily | None,
+    encoders: Callable[[], PreTrainedModel],
 ) -> list[PackedGPTModel]:
-    """Build this rank's chunks of the model with zeros as weights: one, or as many as an interleaved pipeline has."""
+    """Build this rank's chunks of the model with zeros as weights: one, or as many as an interleaved pipeline has.
+
+    Args:
+        config: Megatron's configuration.
+        decoder: The decoder's sizes.
+        hf_config: The Hugging Face config of the decoder.
+        groups: The process groups.
+        head: The type of the head that replaces the language-model head; None keeps that.
+        transform: The transform of the logits.
+        media: How the model takes media; None if it takes none.
+        encoders: A function that returns the model's encoders, for the first chunk.
+    """
     stages, rank = groups.pp.size(), groups.pp.rank()
     interleaved = config.virtual_pipeline_model_parallel_size
     per_chunk = decoder.layers // (stages * (interleaved or 1))
     chunks = []
     for stage in range(interleaved or 1):
         offset = get_transformer_layer_offset(config, vp_stage=stage if interleaved else None, pp_rank=rank)
+        first = rank == 0 and stage == 0
+        deepstack = 0 if media is None else media.deepstack_layers
         chunk = PackedGPTModel(
             config,
             decoder,
             hf_config,
-            [layer_spec(decoder, hf_config, offset + i, groups) for i in range(per_chunk)],
+            [layer_spec(decoder, hf_config, offset + i, groups, deepstack=offset + i < deepstack) for i in range(per_chunk)],
             groups,
-            first=rank == 0 and stage == 0,
+            first=first,
             last=rank == stages - 1 and stage == (interleaved or 1) - 1,
             stage=stage if interleaved else None,
             head=head,
             transform=transform,
+            encoders=Encoders(encoders(), media, config, groups) if first and media is not None else None,
         )
         with torch.no_grad():
             for parameter in chunk.parameters():

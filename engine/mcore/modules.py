@@ -4,6 +4,7 @@ Axes: T tokens of this rank's slice, H query heads, K key/value heads, D head si
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -38,9 +39,11 @@ class PackedParams(PackedSeqParams):
 
     Args:
         part: This rank's slice of the micro-batch.
+        deepstack: What is added to the outputs of the first layers, `[r, 1, H]` for each; see `encoders.py`.
     """
 
     part: RankSlice | None = None
+    deepstack: Sequence[Tensor] = ()
 
 
 def slice_of(params: PackedSeqParams | None) -> RankSlice:
@@ -194,7 +197,7 @@ class PackedSelfAttention(SelfAttention):
 
 
 class Rotary(nn.Module):
-    """Angles of rotary embeddings (Su et al. 2021, arXiv:2104.09864), from each token's position in its document.
+    """Angles of rotary embeddings (Su et al. 2021, arXiv:2104.09864), from each token's position or positions in its document.
 
     The frequencies are those of transformers. Where they depend on the length of the input, the length of each document is
     used, so that a document is rotated identically whether it is packed or alone.
@@ -212,6 +215,9 @@ class Rotary(nn.Module):
     def __init__(self, config: PreTrainedConfig, decoder: Decoder) -> None:
         super().__init__()
         self.config, self.kinds = config, decoder.rotary_kinds
+        axes = decoder.rotary_axes
+        # Not a buffer of integers, which megatron would convert with the model.
+        self.axes_f = None if axes is None else torch.tensor(axes)
         self.by_length = any(rotary_settings(config, kind).get("rope_type") in BY_LENGTH for kind in self.kinds)
         self.register_buffer("inv_freq_kf", self._frequencies(None), persistent=False)
 
@@ -230,7 +236,13 @@ class Rotary(nn.Module):
     def forward(self, part: RankSlice, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
         """Return the angles `[kinds, T, 1, 1, 2 F]` of the slice's tokens in float32."""
         inv_freq_ktf = self._of_documents(part) if self.by_length else self.inv_freq_kf[:, None, :]
-        angles_ktf = part.position_ids.to(inv_freq_ktf.dtype)[None, :, None] * inv_freq_ktf
+        positions = part.position_ids.to(inv_freq_ktf.dtype)
+        if positions.dim() == 1 or self.axes_f is None:
+            positions_tf = positions.view(-1, len(part.input_ids))[0, :, None]
+        else:
+            self.axes_f = self.axes_f.to(positions.device)
+            positions_tf = positions.index_select(0, self.axes_f).T
+        angles_ktf = positions_tf * inv_freq_ktf
         return torch.cat((angles_ktf, angles_ktf), -1)[:, :, None, None, :]
 
     def _of_documents(self, part: RankSlice) -> Tensor:

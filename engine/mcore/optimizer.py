@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -28,12 +29,14 @@ class OptimizerShard:
         start: The index of the first element in the flattened parameter.
         end: The index after the last element in the flattened parameter.
         state: The state of torch's optimizer, by name.
+        updated: The parameter that torch's optimizer updates, of which `main` is a view; None for numbers that are not trained.
     """
 
     main: Tensor
     start: int
     end: int
     state: dict[str, Tensor]
+    updated: nn.Parameter | None = None
 
 
 class ShardedOptimizer:
@@ -44,6 +47,8 @@ class ShardedOptimizer:
         optim: The optimizer's settings; the learning rate is passed with every step.
         groups: The process groups.
         compute: The dtype of the model's parameters.
+        sometimes: The parameters that have gradients in some steps alone, such as those of encoders in steps with media. Others, like torch's
+            optimizers, are updated in each step.
     """
 
     def __init__(
@@ -52,8 +57,13 @@ class ShardedOptimizer:
         optim: OptimConfig,
         groups: ProcessGroupCollection,
         compute: torch.dtype,
+        sometimes: Sequence[nn.Parameter] = (),
     ) -> None:
         self._chunks, self._groups = chunks, groups
+        self._sometimes = [parameter for parameter in sometimes if parameter.requires_grad]
+        self._reached: set[nn.Parameter] = set()
+        for parameter in self._sometimes:
+            parameter.register_hook(partial(self._note, parameter))
         config = OptimizerConfig(
             optimizer="adam",
             lr=optim.lr,
@@ -107,11 +117,28 @@ class ShardedOptimizer:
         optimizer.tp_group = self._groups.tp
         return optimizer
 
+    def _note(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        self._reached.add(parameter)
+
+    def _leave_out(self, device: torch.device) -> None:
+        """Drop the gradients of parameters that no micro-batch of any rank has reached: they are zeros, and no gradients."""
+        if not self._sometimes:
+            return
+        reached = torch.tensor([float(p in self._reached) for p in self._sometimes]).to(device, non_blocking=True)
+        # The ranks of a tensor-parallel group have run the same documents.
+        torch.distributed.all_reduce(reached, group=self._groups.dp_cp)
+        for parameter, is_reached in zip(self._sometimes, reached.tolist(), strict=True):
+            shard = self.shards.get(parameter)
+            if not is_reached and shard is not None and shard.updated is not None:
+                shard.updated.grad = None
+
     def reduce_and_clip(self, max_norm: float | None, device: torch.device) -> float:
         """Return the norm of the full gradient, and clip the gradients of the next step."""
         total = torch.zeros((), dtype=torch.float64, device=device)
         for part in self._parts:
             part.prepare_grads()
+        self._leave_out(device)
+        for part in self._parts:
             # The copies of tensor-parallel peers and of tied embeddings are left out.
             total += sum_of_squares(part.get_main_grads_for_grad_norm(), device)
         torch.distributed.all_reduce(total, group=self._groups.intra_dist_opt)
@@ -133,6 +160,7 @@ class ShardedOptimizer:
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
+        self._reached.clear()
         for part in self._parts:
             part.zero_grad()
 
@@ -158,4 +186,4 @@ def _shards(part: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Optimize
                 state["step"] = torch.zeros((), dtype=torch.float32, device=main.device)
                 for kind in MOMENTS:
                     state[kind] = torch.zeros_like(main, requires_grad=False)
-                yield parameter, OptimizerShard(main.detach().view(-1), index_range.start, index_range.end, state)
+                yield parameter, OptimizerShard(main.detach().view(-1), index_range.start, index_range.end, state, main)

@@ -1,7 +1,7 @@
 """This rank's parameters, and the stored slices under Hugging Face names that they consist of."""
 
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,17 @@ from ..bridge.family import Family
 from ..bridge.rules import ColumnParallel, FusedColumnParallel, FusedQKVParallel, Replicated, RowParallel, Rule, TensorPart
 from ..checkpoint.tensor_slices import StoredSlice
 from ..config import LoraConfig
+from ..hf.lora import adapted_layers as peft_layers
 from ..hf.names import PEFT_PREFIX
+from .encoders import AdaptedByPeft, Encoders
 from .lora import Adapted, adapted_layers, mark_factors
 from .model import PackedGPTModel
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _FACTOR = re.compile(r"^(.*)\.adapters\.(\w+)\.(lora_[AB])$")
 _EXPERT = ".mlp.experts."
+ENCODERS = "encoders.base."
+"""The prefix of the names of encoders' tensors in a chunk."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,16 +51,31 @@ class ParamShard:
 
 
 def param_shards_of(
-    chunks: Sequence[PackedGPTModel], family: Family, decoder: Decoder, groups: ProcessGroupCollection
+    chunks: Sequence[PackedGPTModel],
+    family: Family,
+    decoder: Decoder,
+    groups: ProcessGroupCollection,
+    encoder_slices: Callable[[str, Tensor], Sequence[StoredSlice]],
 ) -> list[ParamShard]:
     """Return every parameter of a rank's chunks, and mark the ones that are split over tensor-parallel ranks.
 
     Megatron needs the marks to compute the gradient norm.
+
+    Args:
+        chunks: This rank's chunks.
+        family: The bridge of the decoder's family.
+        decoder: The decoder's sizes.
+        groups: The process groups.
+        encoder_slices: A function that returns the stored slices behind a tensor of an encoder, given its name there.
     """
-    param_shards = []
+    param_shards: list[ParamShard] = []
     for chunk in chunks:
+        if chunk.encoders is not None:
+            param_shards += _of_encoders(chunk.encoders, encoder_slices, groups)
         layers = {f"{name}.weight": layer for name, layer in adapted_layers([chunk])}
         for local_name, parameter in [*chunk.named_parameters(), *_buffers(chunk)]:
+            if local_name.startswith(ENCODERS):
+                continue
             name = _global_name(chunk, local_name)
             expert = _EXPERT in name
             part = TensorPart(groups.tp.size(), groups.tp.rank())
@@ -71,6 +90,7 @@ def param_shards_of(
                 rule, names = adapter_rule(family, *factor_match.groups())
             else:
                 rule, names = family.rule(name)
+                names = tuple(family.stored(stored_name) for stored_name in names)
             split = rule.is_split(parameter.dim())
             if not hasattr(parameter, "tensor_model_parallel"):
                 # Megatron counts a parameter without this mark on the first rank only. A split parameter would be missing
@@ -93,6 +113,26 @@ def param_shards_of(
                 )
             )
     return param_shards
+
+
+def _of_encoders(
+    encoders: Encoders, encoder_slices: Callable[[str, Tensor], Sequence[StoredSlice]], groups: ProcessGroupCollection
+) -> Iterator[ParamShard]:
+    """Yield the tensors of the encoders, of which every rank of a tensor-parallel group has a copy."""
+    layers = {f"{name}.base_layer.weight": AdaptedByPeft(layer) for name, layer in peft_layers(encoders.base).items()}
+    stored_names = encoders.base.state_dict(keep_vars=True).keys()
+    tensors = [*encoders.base.named_parameters(), *((n, b) for n, b in encoders.base.named_buffers() if n in stored_names)]
+    for name, tensor in tensors:
+        tensor.tensor_model_parallel = False  # type: ignore[attr-defined]
+        yield ParamShard(
+            name=f"{ENCODERS}{name}",
+            parameter=tensor,
+            stored_slices=encoder_slices(name, tensor),
+            expert=False,
+            unique=groups.tp.rank() == 0,
+            adapter=".lora_" in name,
+            layer=layers.get(name),
+        )
 
 
 def adapter_rule(family: Family, module: str, key: str, factor: str) -> tuple[Rule, tuple[str, ...]]:

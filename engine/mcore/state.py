@@ -1,9 +1,9 @@
 """The state of a rank's parameters as local shards under Hugging Face names, and the stream of full tensors for an export."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -273,34 +273,32 @@ def shapes_of(plan: Sequence[BroadcastItem]) -> dict[str, tuple[torch.dtype, tup
 
 
 def _flat_local_shards(kind: str, param_shard: ParamShard, flat: Tensor, start: int, end: int) -> Iterator[LocalShard]:
-    """Yield the local shards of a flat range of a parameter: at most three rectangles of its rows and columns."""
-    shape = tuple(param_shard.parameter.shape)
-    columns = shape[-1] if len(shape) > 1 else 1
-    for row, rows, column, width in rectangles(start, end, columns):
-        strides: Any = (columns, 1) if len(shape) > 1 else (1,)
-        tensor_slice = TensorSlice((row, column), (rows, width)) if len(shape) > 1 else TensorSlice((row,), (rows,))
-        view = flat.as_strided(tensor_slice.length, strides, flat.storage_offset() + row * columns + column - start)
-        yield from cut_local_shards(kind, param_shard.stored_slices, tensor_slice, view, owned=param_shard.unique)
+    """Yield the local shards of a flat range of a parameter."""
+    strides = torch.empty(param_shard.parameter.shape, device="meta").stride()
+    for box in boxes(start, end, tuple(param_shard.parameter.shape)):
+        first = sum(o * stride for o, stride in zip(box.offset, strides, strict=True))
+        view = flat.as_strided(box.length, strides, flat.storage_offset() + first - start)
+        yield from cut_local_shards(kind, param_shard.stored_slices, box, view, owned=param_shard.unique)
 
 
-def rectangles(start: int, end: int, columns: int) -> list[tuple[int, int, int, int]]:
-    """Split the range [start, end) of a row-major matrix into rectangles.
-
-    Returns:
-        A part of the first row, full rows, and a part of the last row, each as (row, rows, column, columns).
-    """
+def boxes(start: int, end: int, shape: tuple[int, ...]) -> list[TensorSlice]:
+    """Split the range [start, end) of a row-major tensor into boxes, in order: of a matrix at most three, parts of rows and full rows."""
     if start >= end:
         return []
-    first_row, start_column = divmod(start, columns)
-    last_row, end_column = divmod(end, columns)
-    if first_row == last_row:
-        return [(first_row, 1, start_column, end_column - start_column)]
-    parts = []
-    if start_column:
-        parts.append((first_row, 1, start_column, columns - start_column))
-        first_row += 1
-    if last_row > first_row:
-        parts.append((first_row, last_row - first_row, 0, columns))
-    if end_column:
-        parts.append((last_row, 1, 0, end_column))
-    return parts
+    if not shape:
+        return [TensorSlice((), ())]
+    inner_shape = shape[1:]
+    inner = math.prod(inner_shape)
+    (first, skipped), (last, rest) = divmod(start, inner), divmod(end, inner)
+
+    def within(row: int, row_start: int, row_end: int) -> list[TensorSlice]:
+        parts = boxes(row_start, row_end, inner_shape)
+        return [TensorSlice((row, *part.offset), (1, *part.length)) for part in parts]
+
+    if first == last:
+        return within(first, skipped, rest)
+    split = within(first, skipped, inner) if skipped else []
+    full = first + bool(skipped)
+    if last > full:
+        split.append(TensorSlice((full, *(0 for _ in inner_shape)), (last - full, *inner_shape)))
+    return split + (within(last, 0, rest) if rest else [])

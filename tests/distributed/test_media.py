@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from peft import PeftModel
 from safetensors import safe_open
@@ -15,114 +14,41 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from drivetrain.engine.config import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
-from drivetrain.engine.conformance.reference import PlainReference
+from drivetrain.engine.config import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_model
 from drivetrain.engine.errors import DrivetrainError, ModelError
 from drivetrain.engine.export import export_hf
 from drivetrain.engine.hf.media import FAMILIES
 from drivetrain.engine.loss import OutputRequest
-from drivetrain.engine.packing.batch import IGNORE, MediaField, PackedBatch, media_fields
+from drivetrain.engine.packing.batch import IGNORE, MediaField
 from drivetrain.engine.packing.convert import from_lists, to_padded
 from drivetrain.engine.registry import engine_class
 from drivetrain.engine.tiny_media import (
     AUDIO,
     IMAGE,
     MEDIA_FAMILIES,
-    PLAIN,
     random_item,
     tiny_media_config,
-    tiny_media_document,
 )
 from drivetrain.losses.sft import SFTLoss
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.process.role_host import RoleSpec
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from helpers.harness import run_ranks
-
-OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
-Document = tuple[list[int], list[dict[str, Tensor]]]
-
-
-save, document = save_tiny_model, tiny_media_document
-
-
-def supervised(ids: Sequence[int]) -> list[bool]:
-    return [token < PLAIN for token in ids]
-
-
-def pack(documents: Sequence[Document], names: Sequence[str] | None = None) -> PackedBatch:
-    ids = [document[0] for document in documents]
-    media = media_fields([items for _, items in documents])
-    return from_lists(ids, supervised=[supervised(i) for i in ids], media=media, names=names)
-
-
-def optim_of(family: str) -> OptimConfig:
-    """Of Gemma 4 at random weights, gradients amplify differences of weights, and AdamW takes full steps where they are near zero."""
-    return replace(OPTIM, lr=3e-5, eps=1e-6) if family == "gemma4" else OPTIM
-
-
-class Plain(PlainReference):
-    """Plain transformers, a document at a time."""
-
-    def __init__(self, folder: Path, optim: OptimConfig = OPTIM) -> None:
-        super().__init__(folder, optim)
-
-    def logits_of(self, ids: Sequence[int], items: Sequence[dict[str, Tensor]]) -> Tensor:
-        return self.logits(ids, fields_of(items))
-
-    def step_of(self, documents: Sequence[Document]) -> tuple[float, float]:
-        ids, items = [ids for ids, _ in documents], [items for _, items in documents]
-        result = self.step(ids, [supervised(one) for one in ids], [fields_of(one) for one in items])
-        return result.loss, result.grad_norm
-
-
-def fields_of(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: field.values for name, field in media_fields([items]).items()}
-
-
-def steps_of(family: str) -> list[list[Document]]:
-    """Five steps of mixed documents; the fourth has no images, and the last one has them in one document alone."""
-    mixed = [
-        [
-            document(family, 10 * step + 1, 1),
-            document(family, 10 * step + 2),
-            document(family, 10 * step + 3, 2, 1),
-            document(family, 10 * step + 4, 1, kind="video"),
-            document(family, 10 * step + 5, 1, 2, kind="audio"),
-            document(family, 10 * step + 6),
-        ]
-        for step in range(3)
-    ]
-    return [
-        *mixed,
-        [document(family, 90 + i) for i in range(4)],
-        [document(family, 80 + i, *([2] if i == 1 else [])) for i in range(4)],
-    ]
-
-
-def compare(folder: Path, family: str, parallel: ParallelConfig, tokens: int = 64) -> list[tuple[float, float]]:
-    """Relative differences (loss, gradient norm) to the reference, per step."""
-    config = EngineConfig(parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=tokens))
-    optim = optim_of(family)
-    engine = engine_class("fsdp")(model=ModelConfig(path=str(folder)), engine=config, optim=optim).initialize()
-    plain = Plain(folder, optim)
-    off = []
-    for documents in steps_of(family):
-        size, rank = engine.topology.dp_size, engine.topology.dp_rank
-        # In blocks, so that the last rank has no media in most of the steps.
-        each = -(-len(documents) // size)
-        batch = pack(documents[rank * each : (rank + 1) * each])
-        if not any(items for _, items in documents):
-            # As a part of a batch that has media, whose fields are then there without rows.
-            mixed = PackedBatch.concat([batch, pack([document(family, 70, 1)])])
-            batch = mixed.select(range(batch.num_sequences))
-        got = engine.train_batch(batch, SFTLoss())
-        loss, norm = plain.step_of(documents)
-        assert got.grad_norm is not None
-        off.append((abs(got.loss - loss) / loss, abs(got.grad_norm - norm) / norm))
-    engine.close()
-    return off
+from helpers.media_steps import (
+    OPTIM,
+    Document,
+    Plain,
+    are_equal,
+    check_ranks,
+    compare,
+    document,
+    optim_of,
+    pack,
+    save,
+    steps_of,
+    supervised,
+)
 
 
 def test_lists_agree() -> None:
@@ -182,24 +108,6 @@ def test_sizes_of_gemma4_equal_plain_transformers(size: str, tmp_path: Path, pro
         got = engine.train_batch(pack(documents), SFTLoss())
         assert are_equal((got.loss, got.grad_norm), plain.step_of(documents))
     engine.close()
-
-
-def rank_compare(root: str, families: list[str], parallel: ParallelConfig) -> dict[str, Any]:
-    found = {}
-    for family in families:
-        folder = Path(root) / family
-        if dist.get_rank() == 0:
-            save(folder, family)
-        dist.barrier()
-        found[family] = compare(folder, family, parallel)
-    return found
-
-
-def check_ranks(folder: Path, ranks: int, parallel: dict[str, Any], families: list[str]) -> None:
-    found = run_ranks(rank_compare, ranks, str(folder), families, ParallelConfig(**parallel), timeout_s=240)[0]
-    assert found.keys() == {*families}
-    wrong = {f: off for f, off in found.items() if any(a > 1e-6 or b > 1e-5 for a, b in off)}
-    assert not wrong
 
 
 TWO_RANKS = ["qwen2_5_vl", "qwen3_vl", "smolvlm"]
@@ -394,12 +302,6 @@ def rank_blank(folder: str) -> list[float]:
 def test_what_a_rank_without_images_encodes_has_no_gradient(tmp_path: Path) -> None:
     (before, spoiled), _ = run_ranks(rank_blank, 2, str(save(tmp_path / "model", "qwen2_5_vl")))
     assert before == spoiled > 0
-
-
-def are_equal(found: tuple[float, float | None], expected: tuple[float, float], times: float = 1) -> bool:
-    """Whether loss and gradient norm are equal up to the usual bounds."""
-    assert found[1] is not None
-    return abs(found[0] / expected[0] - 1) <= 1e-6 * times and abs(found[1] / expected[1] - 1) <= 1e-5 * times
 
 
 def one_step(
