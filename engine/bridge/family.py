@@ -37,6 +37,7 @@ PARTS = {
     "qwen2_5_omni_text": "qwen2_vl_text",
     "qwen2_5_vl_text": "qwen2_vl_text",
     "qwen2_vl_text": "qwen2_vl_text",
+    "qwen3_vl_moe_text": "qwen3_vl_moe_text",
     "qwen3_vl_text": "qwen3_vl_text",
 }
 """The families of decoders that are only a part of models with encoders, each with its module in this package."""

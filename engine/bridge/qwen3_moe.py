@@ -24,9 +24,8 @@ def read_experts(config: Any, **different: Any) -> ExpertSettings:
         count=config.num_experts,
         per_token=config.num_experts_per_tok,
         ffn=config.moe_intermediate_size,
-        normalized=config.norm_topk_prob,
         layers=sparse,
-        **different,
+        **(different if "normalized" in different else {"normalized": config.norm_topk_prob, **different}),
     )
 
 

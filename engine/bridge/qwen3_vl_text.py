@@ -8,9 +8,10 @@ from .decoder import Decoder
 from .rope_axes import interleaved
 
 
-def _decoder(config: Any) -> Decoder:
+def read_decoder_with_axes(config: Any) -> Decoder:
+    """Read a decoder of Qwen 3 with the axes of its rotary embeddings."""
     sections = config.rope_parameters.get("mrope_section", (24, 20, 20))
     return replace(qwen3.FAMILY.decoder(config), rotary_axes=interleaved(sections))
 
 
-FAMILY = replace(qwen3.FAMILY, decoder=_decoder)
+FAMILY = replace(qwen3.FAMILY, decoder=read_decoder_with_axes)

@@ -235,6 +235,49 @@ class StackedExperts(_SingleModule):
 
 
 @dataclass(frozen=True)
+class TransposedExperts(_SingleModule):
+    """A layer of a rank's experts, stacked by expert, whose matrices are one tensor `[experts, in, out]` on disk.
+
+    transformers tells by the shape whether they are transposed, so that square ones are not.
+
+    Args:
+        joined: The number of matrices that are joined along their outputs, which tensor-parallel ranks share: 2 for gate and up. Of
+            1, down, they share the inputs.
+    """
+
+    joined: int
+
+    def is_split(self, dimensions: int) -> bool:
+        """Return True: the module is always split."""
+        return True
+
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
+        """Return a stored slice for each joined matrix of each of the rank's experts."""
+        assert decoder.experts is not None
+        rows, columns = shape[0] // part.experts // self.joined, shape[1]
+        splits_rows = self.joined > 1
+        outputs = rows * self.joined * (part.size if splits_rows else 1)
+        inputs = columns * (1 if splits_rows else part.size)
+        transposed = inputs != outputs
+        slices = []
+        for local in range(part.experts):
+            for i in range(self.joined):
+                first_row = (i * part.size + part.rank) * rows if splits_rows else 0
+                offset = (first_row, 0 if splits_rows else part.rank * columns)
+                slices.append(
+                    StoredSlice(
+                        names[0],
+                        (decoder.experts.count, inputs, outputs),
+                        TensorSlice(((local * self.joined + i) * rows, 0), (rows, columns)),
+                        offset[::-1] if transposed else offset,
+                        index=(part.first_expert + local,),
+                        transposed=transposed,
+                    )
+                )
+        return slices
+
+
+@dataclass(frozen=True)
 class ExpertBiases(_SingleModule):
     """The biases of a rank's experts, one tensor `[experts, out]` on disk.
 

@@ -214,7 +214,7 @@ class ModelState:
                     if stored_slice.name not in full:
                         full[stored_slice.name] = torch.empty(stored_slice.shape, dtype=item.dtype, device=buffer.device)
                     target = full[stored_slice.name][stored_slice.on_disk.within((0,) * len(stored_slice.shape))]
-                    part = buffer[stored_slice.box.within((0,) * buffer.dim())]
+                    part = stored_slice.cut(buffer)
                     target.copy_(part.view(target.shape) if stored_slice.index else part)
             yield from full.items()
             start = end

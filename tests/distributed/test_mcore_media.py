@@ -1,5 +1,6 @@
 """Models that take media on Megatron-core, against plain transformers, document by document."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from drivetrain.engine.errors import ConfigError, ModelError, TopologyError
 from drivetrain.engine.export import export_hf
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.mcore.options import MCoreOptions
+from drivetrain.engine.mcore.state import boxes
 from drivetrain.engine.packing.batch import IGNORE
 from drivetrain.engine.registry import engine_class
 from drivetrain.engine.tiny_media import MEDIA_FAMILIES
@@ -21,10 +23,8 @@ from helpers.harness import run_ranks
 from helpers.media_steps import OPTIM, Plain, are_equal, check_ranks, compare, pack, save, steps_of
 
 MAIN = ["qwen2_5_vl", "qwen3_vl", "qwen2_audio"]
-WITHOUT_BRIDGE = {"qwen3_vl_moe", "gemma4"}
-OTHERS = [family for family in MEDIA_FAMILIES if family not in {*MAIN, *WITHOUT_BRIDGE}]
-FOUR_LAYERS: dict[str, Any] = {"text_config": {"num_hidden_layers": 4}}
-LAYER_TYPES = {"text_config": {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}}
+WITHOUT_BRIDGE = "gemma4"
+OTHERS = [family for family in MEDIA_FAMILIES if family not in {*MAIN, WITHOUT_BRIDGE}]
 SIZES = MicroBatchConfig(max_tokens=64)
 
 
@@ -49,8 +49,20 @@ def test_the_other_families_equal_plain_transformers(family: str, tmp_path: Path
         assert norm_off <= 1e-5
 
 
-def test_deepstack_on_two_stages(tmp_path: Path) -> None:
-    check_ranks(tmp_path, 2, {"pp": 2}, ["qwen3_vl"], "mcore", FOUR_LAYERS)
+def test_a_flat_range_is_split_into_boxes() -> None:
+    for shape in ((), (5,), (3, 4), (3, 2, 4), (2, 1, 3, 2)):
+        size = math.prod(shape)
+        flat = torch.arange(size)
+        for start in range(size + 1):
+            for end in range(start, size + 1):
+                split = boxes(start, end, shape)
+                joined = [flat.view(shape)[box.within((0,) * len(shape))].flatten() for box in split]
+                assert torch.equal(torch.cat(joined) if joined else flat[:0], flat[start:end])
+                assert len(split) <= max(1, 2 * len(shape) - 1)
+
+
+def test_features_of_a_split_sequence(tmp_path: Path) -> None:
+    check_ranks(tmp_path, 2, {"tp": 2, "tp_sequence": True}, ["qwen3_vl"], "mcore")
 
 
 LAYOUTS: list[dict[str, Any]] = [{}, {"cp": 2}, {"tp": 2}, {"tp": 2, "tp_sequence": True}, {"pp": 2}]
@@ -59,13 +71,13 @@ LAYOUTS: list[dict[str, Any]] = [{}, {"cp": 2}, {"tp": 2}, {"tp": 2, "tp_sequenc
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_media_on_two_ranks(parallel: dict[str, Any], tmp_path: Path) -> None:
-    check_ranks(tmp_path, 2, parallel, MAIN, "mcore", FOUR_LAYERS)
+    check_ranks(tmp_path, 2, parallel, MAIN, "mcore")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{"cp": 2}, {"tp": 2, "tp_sequence": True}, {"pp": 2}], ids=str)
 def test_the_other_families_on_two_ranks(parallel: dict[str, Any], tmp_path: Path) -> None:
-    check_ranks(tmp_path, 2, parallel, OTHERS, "mcore", LAYER_TYPES)
+    check_ranks(tmp_path, 2, parallel, OTHERS, "mcore")
 
 
 @pytest.mark.slow
@@ -73,7 +85,13 @@ def test_the_other_families_on_two_ranks(parallel: dict[str, Any], tmp_path: Pat
     "parallel", [{"tp": 2, "tp_sequence": True, "pp": 2}, {"cp": 2, "pp": 2}, {"cp": 2, "tp": 2, "tp_sequence": True}], ids=str
 )
 def test_media_on_four_ranks(parallel: dict[str, Any], tmp_path: Path) -> None:
-    check_ranks(tmp_path, 4, parallel, MAIN, "mcore", FOUR_LAYERS)
+    check_ranks(tmp_path, 4, parallel, MAIN, "mcore")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"ep": 2}, {"tp": 2, "tp_sequence": True, "etp": 2}], ids=str)
+def test_experts_beside_an_encoder_on_two_ranks(parallel: dict[str, Any], tmp_path: Path) -> None:
+    check_ranks(tmp_path, 2, parallel, ["qwen3_vl_moe"], "mcore")
 
 
 @pytest.mark.slow
@@ -184,7 +202,7 @@ def rank_hop(folder: str, family: str, out: str, backend: str, parallel: Paralle
 @pytest.mark.parametrize("family", MAIN)
 def test_a_run_moves_between_engines_with_its_encoders(family: str, tmp_path: Path) -> None:
     """The optimizer's state of encoders too; the fourth step has no media, and leaves it alone."""
-    folder, plain = save(tmp_path / "model", family, **FOUR_LAYERS), None
+    folder, plain = save(tmp_path / "model", family), None
     plain = Plain(folder)
     expected = [plain.step_of(documents) for documents in steps_of(family)[:4]]
     out = str(tmp_path / "checkpoints")
@@ -202,9 +220,8 @@ def test_what_cannot_run_is_refused(tmp_path: Path, process_group: None) -> None
     folder = save(tmp_path / "model", "qwen3_vl")
     with pytest.raises(ConfigError, match=r"overlap_grad_reduce=true with qwen3_vl, .* or model.freeze=\[encoders\]"):
         build(folder, options=MCoreOptions(overlap_grad_reduce=True))
-    for family in WITHOUT_BRIDGE:
-        with pytest.raises(ModelError, match=f"model family '{family}_text' has no bridge"):
-            build(save(tmp_path / family, family))
+    with pytest.raises(ModelError, match=f"model family '{WITHOUT_BRIDGE}_text' has no bridge"):
+        build(save(tmp_path / WITHOUT_BRIDGE, WITHOUT_BRIDGE))
     with pytest.raises(ModelError, match="Qwen3ForCausalLM has no encoders"):
         build(save(tmp_path / "text", "qwen3"), {"freeze": ("encoders",)})
 
@@ -219,6 +236,6 @@ def rank_stages(folder: str) -> str:
 
 @pytest.mark.slow
 def test_stages_that_end_before_the_last_deepstack_layer(tmp_path: Path) -> None:
-    for message in run_ranks(rank_stages, 4, str(save(tmp_path / "model", "qwen3_vl", **FOUR_LAYERS))):
+    for message in run_ranks(rank_stages, 4, str(save(tmp_path / "model", "qwen3_vl"))):
         assert "engine.parallel.pp=4 leaves 1 of the 4 layers on the first stage of qwen3_vl, whose first 2 layers" in message
         assert "pp x vpp may be at most 2" in message

@@ -11,7 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.bridge.decoder import Decoder, read_decoder
 from drivetrain.engine.bridge.family import FAMILIES, Family, find_family
-from drivetrain.engine.bridge.rules import ExpertBiases, ExpertColumns, ExpertRows, StackedExperts, TensorPart
+from drivetrain.engine.bridge.rules import (
+    ExpertBiases,
+    ExpertColumns,
+    ExpertRows,
+    StackedExperts,
+    TensorPart,
+    TransposedExperts,
+)
 from drivetrain.engine.checkpoint.tensor_slices import TensorSlice, covers
 from drivetrain.engine.errors import ModelError
 from drivetrain.engine.hf.layout import DiskLayout
@@ -150,6 +157,37 @@ def test_query_key_and_value_stand_group_by_group() -> None:
         for s in rule.stored_slices(names, tuple(local.shape), TensorPart(2, rank), decoder):
             local[s.box.within((0, 0))] = tensors[s.name][TensorSlice(s.offset, s.box.length).within((0, 0))]
         assert torch.equal(local, want.chunk(2)[rank])
+
+
+@pytest.mark.parametrize("hidden", [6, 8], ids=["transposed", "square, which is not"])
+def test_stacked_experts_are_transposed_in_memory(hidden: int) -> None:
+    """Matrices [experts, in, out] on disk; gate before up in memory, for each expert, split over tensor-parallel ranks."""
+    experts, inner = 4, 4
+    first, second = TransposedExperts("gate_up", joined=2), TransposedExperts("down", joined=1)
+    decoder: Any = SimpleNamespace(experts=SimpleNamespace(count=experts))
+    gate, up, down = (
+        torch.randn(experts, inner, hidden),
+        torch.randn(experts, inner, hidden),
+        torch.randn(experts, hidden, inner),
+    )
+    both = torch.cat([gate, up], 1)
+    stored = {
+        "gate_up": both if hidden == 2 * inner else both.transpose(1, 2),
+        "down": down.transpose(1, 2),
+    }
+    for rank in range(2):
+        for expert_rank in range(2):
+            part = TensorPart(2, rank, 2, 2 * expert_rank)
+            numbers = (2 * expert_rank, 2 * expert_rank + 1)
+            rows = [m[e].chunk(2)[rank] for e in numbers for m in (gate, up)]
+            columns = [down[e].chunk(2, 1)[rank] for e in numbers]
+            for rule, expected in ((first, torch.cat(rows)), (second, torch.cat(columns))):
+                local = torch.zeros_like(expected)
+                for s in rule.stored_slices(rule.modules, tuple(local.shape), part, decoder):
+                    assert s.shape == stored[s.name].shape
+                    piece = stored[s.name][s.on_disk.within((0, 0, 0))][0]
+                    local[s.box.within((0, 0))] = piece.T if s.transposed else piece
+                assert torch.equal(local, expected)
 
 
 def test_unknown_family_is_refused_by_name() -> None:
