@@ -18,6 +18,7 @@ from ..engine.config import ModelConfig
 from ..engine.errors import CheckpointError
 from ..engine.heads import ValueHead
 from ..engine.hf.config import read_config
+from ..engine.hf.media import media_config
 from ..engine.hf.model import HFModel, empty_lm
 from ..engine.hf.names import hf_name
 from ..engine.model_types import HEAD_PREFIX
@@ -109,7 +110,8 @@ def parameters_of(
     model: ModelConfig, *, value_head: bool = False
 ) -> tuple[dict[str, list[StoredSlice]], dict[str, tuple[int, ...]]]:
     """List the parameters of a plain transformers model: the stored slices that each consists of on disk, and its shape."""
-    lm, layout, _ = empty_lm(read_config(model), model, torch.float32)
+    config = read_config(model)
+    lm, layout, _ = empty_lm(config, model, torch.float32, media=media_config(model, config))
     root = HFModel(lm, head=ValueHead() if value_head else None)
     shapes = {hf_name(name).name: tuple(p.shape) for name, p in root.named_parameters()}
     return {

@@ -57,7 +57,7 @@ def kinds_of(
         and name.removeprefix(prefix) not in shapes
         and not name.endswith((*(f".{kind}" for kind in MOMENTS), ".step", "inv_freq"))
         # Tied embeddings may have been saved under both names.
-        and not (name == f"{prefix}lm_head.weight" and "model.embed_tokens.weight" in shapes)
+        and not (name == f"{prefix}lm_head.weight" and any(n.endswith(".embed_tokens.weight") for n in shapes))
     ]
     if unknown:
         raise CheckpointError(

@@ -13,6 +13,7 @@ from ..engine.bridge.rules import ExpertBiases, StackedExperts, TensorPart
 from ..engine.config import ModelConfig
 from ..engine.errors import CheckpointError, ModelError
 from ..engine.hf.config import read_config
+from ..engine.hf.media import media_config
 from .foreign import ForeignTensors, MappedSource, TensorPlacement, parameters_of
 
 KINDS = {"param": "main", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -45,6 +46,12 @@ def kinds_of(
         CheckpointError: The checkpoint has a tensor that the bridge of the family does not know.
     """
     config = read_config(model)
+    whole = media_config(model, config)
+    if whole is not None:
+        raise CheckpointError(
+            f"{tensors.label}: checkpoints of Megatron's own {whole.model_type} cannot be imported, because its encoders are not those of "
+            "transformers; export the model with megatron's own tools"
+        )
     try:
         family = find_family(config.model_type)
         decoder = family.decoder(config)

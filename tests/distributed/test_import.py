@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from drivetrain.checkpoint_tools import compare, import_checkpoint, inspect, verify
 from drivetrain.checkpoint_tools.commands import main
@@ -25,6 +25,11 @@ from helpers.harness import run_ranks
 from helpers.restarted import Restarted
 
 
+def auto_class(folder: Any) -> Any:
+    config = AutoConfig.from_pretrained(folder)
+    return AutoModelForMultimodalLM if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
 def sharded(folder: str, mesh_shape: tuple[int, ...]) -> tuple[Any, Any]:
     """A plain transformers model under torch's FSDP2, and its optimizer, after two steps. No code of ours in it."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -32,14 +37,16 @@ def sharded(folder: str, mesh_shape: tuple[int, ...]) -> tuple[Any, Any]:
 
     names = ("replicate", "shard")[-len(mesh_shape) :]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for layer in model.model.layers:
+    model: Any = auto_class(folder).from_pretrained(folder, dtype=torch.float32)
+    for layer in model.get_decoder().layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(2):
         ids = torch.tensor([tiny_documents(2, seed=step)[1]])
-        model(input_ids=ids, labels=ids).loss.backward()
+        loss = model(input_ids=ids, labels=ids).loss
+        # Without an image the parameters of an encoder would have no state.
+        (loss + sum(p.sum() * 0.0 for n, p in model.named_parameters() if "visual" in n)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer
@@ -60,7 +67,7 @@ def rank_dcp(folder: str, out: str, mesh_shape: tuple[int, ...]) -> dict[str, Te
 
 
 def in_transformers(folder: Path, want: dict[str, Tensor]) -> None:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    loaded: Any = auto_class(folder).from_pretrained(folder, output_loading_info=True)
     assert not loaded[1]["missing_keys"]
     assert not loaded[1]["unexpected_keys"]
     got = dict(loaded[0].named_parameters())
@@ -74,10 +81,12 @@ def in_transformers(folder: Path, want: dict[str, Tensor]) -> None:
         ("qwen2", (2,)),
         pytest.param("qwen3_moe", (2,), marks=pytest.mark.slow),
         pytest.param("llama", (2, 2), marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", (2,), marks=pytest.mark.slow),
     ],
 )
 def test_a_dcp_folder_of_an_fsdp_run(family: str, mesh: tuple[int, ...], tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path / "model", family, vocab_size=257, tie_word_embeddings=family == "qwen2")
+    sizes: dict[str, Any] = {"text_config": {"vocab_size": 257}} if family == "qwen3_vl" else {"vocab_size": 257}
+    folder = save_tiny_model(tmp_path / "model", family, **sizes, tie_word_embeddings=family == "qwen2")
     nproc = 4 if len(mesh) == 2 else 2
     want = run_ranks(rank_dcp, nproc, str(folder), str(tmp_path / "dcp"), mesh)[0]
     import_checkpoint(tmp_path / "dcp", tmp_path / "hf", model=str(folder))
