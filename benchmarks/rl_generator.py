@@ -1,7 +1,9 @@
 """Generators whose answers have the lengths of the list in `rl_case`, whatever the model says."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+from torch import Tensor
 
 from benchmarks import rl_case as case
 from drivetrain.generation.continuous import ContinuousGenerator
@@ -15,7 +17,11 @@ class _ByLength(BaseGenerator):
     """Ends each answer at its length, and at no token."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], options: SamplingOptions, rows: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: SamplingOptions,
+        rows: Sequence[int] | None = None,
+        media: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> list[list[Generation]]:
         """Generate; see `BaseGenerator.generate`."""
         streams = []

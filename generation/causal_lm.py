@@ -3,20 +3,23 @@
 import inspect
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, GenerationConfig
 
 from ..engine.errors import ConfigError, ModelError
 from ..engine.hf.config import read_config
 from ..engine.hf.layout import DiskLayout
+from ..engine.hf.media import FAMILIES, check_media_support, media_config
 from ..engine.hf.model_path import resolve_folder
 from ..engine.hf.shape import context_of
 from ..engine.hf.weights import check_head, quiet_loading
 from ..engine.offload import free_memory
+from .images import ImageReader
+from .media import MediaFeatures, PromptMedia
 from .options import RolloutConfig
 from .placement import GeneratorPlace
 from .token_stream import CompletionLimits
@@ -43,9 +46,12 @@ class CausalLM:
         self._config = config
         path, folder = config.model.path, resolve_folder(config.model.path)
         try:
-            changed = {"config": read_config(config.model)} if config.model.overrides else {}
+            text = read_config(config.model)
+            whole = media_config(config.model, text)
+            changed = {"config": whole or text} if config.model.overrides else {}
+            kind: Any = AutoModelForCausalLM if whole is None else AutoModelForMultimodalLM
             with quiet_loading():
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                loaded: Any = kind.from_pretrained(
                     folder,
                     dtype=getattr(torch, config.dtype),
                     trust_remote_code=config.model.trust_remote_code,
@@ -68,6 +74,13 @@ class CausalLM:
                 f"model.path={path}: {type(model).__name__} has no cache of keys and values (past_key_values), which generation needs"
             )
         self.model: Any = model.to(self.device).eval()
+        self.media: MediaFeatures | None = None
+        """What takes media in; None if the model takes none."""
+        self._whole = whole
+        self._images: ImageReader | None = None
+        if whole is not None:
+            check_media_support(model)
+            self.media = MediaFeatures(self.model, FAMILIES[whole.model_type](whole), path)
         self._absent: dict[str, torch.Size] = {}
         bad_names = _not_finite((name, parameter) for name, parameter in self.model.named_parameters())
         if bad_names:
@@ -91,12 +104,33 @@ class CausalLM:
                 ", ".join(f"{name}={value}" for name, value in ignored.items()),
             )
 
+    @property
+    def excluded(self) -> tuple[int, ...]:
+        """The tokens that are not sampled, because features would stand in their place."""
+        return () if self.media is None else self.media.tokens
+
+    def read_images(self, prompt: list[int], images: Sequence[str]) -> tuple[list[int], Mapping[str, Tensor]]:
+        """See `BaseGenerator.read_images`."""
+        if self.media is None or self._whole is None:
+            raise ConfigError(f"{self._config.model.path} takes no images")
+        if self._images is None:
+            self._images = ImageReader(self._config.model, self._whole)
+        return self._images.read(prompt, images)
+
+    def take_media(self, title: str, prompt: list[int], media: Mapping[str, Tensor]) -> PromptMedia:
+        """See `BaseGenerator.take_media`."""
+        if self.media is None:
+            raise ConfigError(f"{title} has media, but {self._config.model.path} takes none")
+        return self.media.add(prompt, media, title)
+
     def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy new weights into the model; see `BaseGenerator.load_weights`.
+        """Copy new weights into the model; see `BaseGenerator.load_weights`. Media are encoded anew.
 
         Raises:
             ModelError: A tensor matches no parameter, has the wrong shape or values that are not finite, or parameters are missing.
         """
+        if self.media is not None:
+            self.media.drop()
         layout = DiskLayout(self.model)
         targets_by_name: dict[str, list[tuple[Tensor, tuple[int, ...]]]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=True):
@@ -146,6 +180,7 @@ class CausalLM:
 
     def close(self) -> None:
         """Free the model."""
+        self.media = None
         del self.model
         free_memory(self.device)
 

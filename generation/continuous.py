@@ -6,27 +6,22 @@ top_k and seed, and keeps its tokens when it is cancelled.
 """
 
 import logging
-from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ..engine.errors import ConfigError, ModelError, is_out_of_memory
-from .causal_lm import CausalLM
-from .generator import BaseGenerator
+from .causal_lm_generator import CausalLMGenerator
 from .memory import PAGE_TOKENS_CUDA
 from .options import RolloutConfig, SamplingOptions
 from .paged_attention import IMPLEMENTATION, SUPPORTED, prepare_step
-from .placement import GeneratorPlacement
 from .sampling import Draw, sample_tokens
-from .token_stream import CompletionLimits, TokenStream
-from .weight_values import common_dtype
+from .token_stream import TokenStream
 
 # It reports the size of every cache that it makes.
 logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
@@ -38,7 +33,7 @@ _ANY = Draw(SamplingOptions(temperature=0.0), 0.0)
 """How a token is chosen for a request that nobody waits for any more."""
 
 
-class ContinuousGenerator(BaseGenerator):
+class ContinuousGenerator(CausalLMGenerator):
     """A generator with the continuous batching of transformers.
 
     A prompt that several waiting requests share is processed once, and prompts that begin alike share full pages of the cache.
@@ -54,7 +49,6 @@ class ContinuousGenerator(BaseGenerator):
 
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)
-        self._lm = CausalLM(config)
         self._page = PAGE_TOKENS_CUDA if self._lm.device.type == "cuda" else PAGE_TOKENS
         self._sampler = _Sampler(self)
         self._processor: Any = None
@@ -93,15 +87,6 @@ class ContinuousGenerator(BaseGenerator):
             f"generator=continuous cannot run {self.config.model.path}: {type(error).__name__}: {error}; use generator=static"
         )
 
-    def limits(self) -> CompletionLimits:
-        """Return what this generator can take."""
-        return self._lm.limits
-
-    @property
-    def weight_dtype(self) -> str:
-        """See `BaseGenerator.weight_dtype`."""
-        return common_dtype(self._lm.model.parameters())
-
     def run_step(self) -> None:
         """Begin requests, and run a forward pass over a token of each running request and the tokens of new prompts."""
         if self._processor is None:
@@ -114,7 +99,7 @@ class ContinuousGenerator(BaseGenerator):
             if not processor.prepare_next_batch():
                 raise RuntimeError("transformers' scheduler has requests, but selects none of them")
         is_paged = self._lm.model.config._attn_implementation == IMPLEMENTATION
-        processor._generation_step(_PagedModel(self._lm.model, self._sampler) if is_paged else self._lm.model)
+        processor._generation_step(_SteppedModel(self, is_paged=is_paged))
         processor.update_batch()
         sampler = self._sampler
         self.prefill_tokens += sampler.prefill_tokens
@@ -139,7 +124,7 @@ class ContinuousGenerator(BaseGenerator):
         while self.waiting and len(self.running) < self.config.max_batch_size:
             first = next(iter(self.waiting.values()))
             # Those that are behind it and have the same prompt come along, up to what fits.
-            same = [s for s in self.waiting.values() if s.prompt == first.prompt and s.tokens == first.tokens]
+            same = [s for s in self.waiting.values() if s.inputs == first.inputs and s.tokens == first.tokens]
             fits = min(len(same), self.config.max_batch_size - len(self.running), room // self._pages(first))
             if self.running and fits < 1:
                 return
@@ -246,14 +231,6 @@ class ContinuousGenerator(BaseGenerator):
         with torch.random.fork_rng(devices=[self._lm.device] if self._lm.device.type == "cuda" else []):
             return manager._create_batch_processor()
 
-    def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy new weights into the model."""
-        self._lm.copy_weights(weights)
-
-    def move(self, target: GeneratorPlacement) -> None:
-        """Move the model."""
-        self._lm.move(target.parameters)
-
     def close(self) -> None:
         """Free the model and the cache."""
         self.drop_caches()
@@ -268,7 +245,18 @@ class _Manager(ContinuousBatchingManager):
         self.logit_processor = sampler
 
     def switch_to_cb_friendly_attn(self, model: Any, *switches: bool) -> None:
-        """Give the model kernels that read pages, or our own attention where there are none."""
+        """Give the decoder kernels that read pages, or our own attention where there are none. Encoders keep theirs."""
+        config = model.config
+        encoders = {
+            key: part._attn_implementation
+            for key in config.sub_configs
+            if (part := getattr(config, key)) is not None and part is not config.get_text_config(decoder=True)
+        }
+        self._switch(model, *switches)
+        if encoders:
+            model.set_attn_implementation(encoders)
+
+    def _switch(self, model: Any, *switches: bool) -> None:
         if not SUPPORTED:
             if "paged|" not in model.config._attn_implementation and model.dtype == torch.float32:
                 # It would take flash attention, which has no float32.
@@ -286,19 +274,42 @@ class _Manager(ContinuousBatchingManager):
             super().switch_to_cb_friendly_attn(model, *switches)
 
 
-class _PagedModel:
-    """A model that is given what our attention needs in a step."""
+class _SteppedModel:
+    """A model that is given what our attention and media need in a step."""
 
-    def __init__(self, model: Any, sampler: "_Sampler") -> None:
-        self._model, self._sampler = model, sampler
+    def __init__(self, generator: ContinuousGenerator, *, is_paged: bool) -> None:
+        self._generator, self._model, self._sampler = generator, generator._lm.model, generator._sampler
+        self._is_paged = is_paged
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def __call__(self, **inputs: Any) -> Any:
         """Run the model."""
-        paged = prepare_step(inputs["cache"], inputs, self._sampler.queries, self._sampler.pasts, self._model)
-        return self._model(**inputs, paged=paged)
+        self._give_media(inputs)
+        if self._is_paged:
+            inputs["paged"] = prepare_step(inputs["cache"], inputs, self._sampler.queries, self._sampler.pasts, self._model)
+        return self._model(**inputs)
+
+    def _give_media(self, inputs: dict[str, Any]) -> None:
+        """Put features in the place of the numbers that stand for them, and the positions of all axes."""
+        media = self._generator._lm.media
+        streams = [self._generator._streams.get(name) for name in self._sampler.requests]
+        if media is None or not any(stream is not None and stream.media is not None for stream in streams):
+            return
+        parts = list(zip(streams, self._sampler.pasts, self._sampler.queries, strict=True))
+        if any(s is not None and s.media is not None and past < len(s.inputs) for s, past, _ in parts):
+            inputs |= media.inputs(inputs.pop("input_ids"))
+        if media.axes == 1:
+            return
+        positions = []
+        for stream, past, count in parts:
+            one = None if stream is None else stream.media
+            if one is None or one.positions is None:
+                positions.append(torch.arange(past, past + count).expand(media.axes, -1))
+            else:
+                positions.append(one.positions_of(past, count))
+        inputs["position_ids"] = torch.cat(positions, -1)[:, None].to(inputs["position_ids"].device)
 
 
 class _Sampler(ContinuousBatchingLogitsProcessorList):
@@ -313,6 +324,8 @@ class _Sampler(ContinuousBatchingLogitsProcessorList):
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.prefill_tokens = 0
+        self.requests: list[str] = []
+        """The manager's names of the requests in the step."""
         self.queries: list[int] = []
         """The number of tokens of each request in the step."""
         self.pasts: list[int] = []
@@ -321,6 +334,7 @@ class _Sampler(ContinuousBatchingLogitsProcessorList):
     def prepare_tensor_args(self, requests_in_batch: Any, arg_storage: Any) -> Any:
         """Note which requests get a token."""
         self.names = [request.state.request_id for request in requests_in_batch if request.has_new_token]
+        self.requests = [request.state.request_id for request in requests_in_batch]
         self.queries = [request.query_length for request in requests_in_batch]
         self.pasts = [request.state.position_offset - request.query_length for request in requests_in_batch]
         self.prefill_tokens = sum(r.query_length for r in requests_in_batch if not r.state.generated_tokens)
@@ -331,6 +345,7 @@ class _Sampler(ContinuousBatchingLogitsProcessorList):
         streams = self._generator._streams
         draws = [streams[name].draw() if name in streams else _ANY for name in self.names]
         # Further rows belong to requests of which only a part of the prompt was processed.
-        self.tokens, self.log_probs = sample_tokens(scores[: len(draws)], draws) if draws else ([], [])
+        excluded = self._generator._lm.excluded
+        self.tokens, self.log_probs = sample_tokens(scores[: len(draws)], draws, excluded) if draws else ([], [])
         chosen = torch.tensor(self.tokens, dtype=torch.int64, device=scores.device)[:, None]
         return torch.zeros_like(scores).scatter_(1, chosen, 1.0) if draws else scores

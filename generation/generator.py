@@ -7,9 +7,9 @@ import logging
 import math
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from .readiness import Readiness
 from .result import FinishReason, Generation
 from .sampling import seed_of
 from .token_stream import CompletionLimits, RequestId, TokenStream, check_prompt
+
+if TYPE_CHECKING:
+    from .media import PromptMedia
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,8 @@ class BaseGenerator(ABC):
 
     option_names: ClassVar[frozenset[str] | None] = frozenset()
     """The names in `RolloutConfig.options` that it knows; None if it checks them itself."""
+    takes_media: ClassVar[bool] = False
+    """Whether it takes the media of prompts; see `submit`."""
     joins_process_group: ClassVar[bool] = False
     """Whether it is built by all processes of the default process group together, if there is one."""
     ranks_per_model = 1
@@ -135,13 +140,25 @@ class BaseGenerator(ABC):
     def close(self) -> None:
         """Free the model."""
 
-    def expand_images(self, prompt: list[int], images: Sequence[str]) -> list[int]:
-        """Return a prompt with as many image tokens as its images have.
+    def read_images(self, prompt: list[int], images: Sequence[str]) -> tuple[list[int], Mapping[str, Tensor]]:
+        """Return a prompt with as many image tokens as its images have, and what the model's encoder reads of them.
+
+        A generator that reads the images of a request itself returns no fields.
 
         Raises:
             ConfigError: The generator takes no images, or these cannot be used.
         """
-        raise ConfigError(f"generator={self.config.generator} takes no images; use generator=tensor_parallel")
+        raise ConfigError(f"generator={self.config.generator} takes no images; use continuous, static or tensor_parallel")
+
+    def take_media(self, title: str, prompt: list[int], media: Mapping[str, Tensor]) -> "PromptMedia":
+        """Return a prompt with media as the model is given it.
+
+        Raises:
+            ConfigError: The generator takes no media, or these do not fit the prompt.
+        """
+        raise ConfigError(
+            f"{title} has media, which generator={self.config.generator} does not take; use generator=continuous or static"
+        )
 
     def admit(self, stream: TokenStream) -> None:
         """Note that a waiting request begins."""
@@ -184,6 +201,7 @@ class BaseGenerator(ABC):
         row: int | None = None,
         sample: int = 0,
         images: Sequence[str] = (),
+        media: Mapping[str, Tensor] | None = None,
     ) -> TokenStream:
         """Add a request.
 
@@ -194,13 +212,15 @@ class BaseGenerator(ABC):
             row: The number of the prompt in its batch, which seeds the response together with `options.seed` and `sample`.
             sample: The number of the response among those to the prompt.
             images: The images of the prompt as data URIs. The prompt has one image token for each; the model's own number of them takes
-                its place. Few generators take images.
+                its place.
+            media: What the model's encoders read of the media of a prompt that has as many tokens for each item as features: the fields of a
+                `PackedBatch`, with rows for each item in order.
 
         Raises:
             ConfigError: The prompt is empty, has a token outside the vocabulary or does not fit; or the id is in use.
             ModelError: The last weights were not loaded completely.
         """
-        return self._enqueue("the prompt", check_prompts([prompt])[0], options, request_id, row or 0, sample, images)
+        return self._enqueue("the prompt", check_prompts([prompt])[0], options, request_id, row or 0, sample, images, media)
 
     def _enqueue(
         self,
@@ -211,10 +231,13 @@ class BaseGenerator(ABC):
         row: int,
         sample: int,
         images: Sequence[str] = (),
+        media: Mapping[str, Tensor] | None = None,
     ) -> TokenStream:
         self._readiness.check()
         if images:
-            prompt = self.expand_images(prompt, images)
+            if media:
+                raise ConfigError(f"{title} has images and media; give one of them")
+            prompt, media = self.read_images(prompt, images)
         limits = self.limits()
         check_prompt(title, prompt, options, limits, self.config)
         self._warn_about_length(len(prompt), options.max_tokens, limits.context)
@@ -224,7 +247,9 @@ class BaseGenerator(ABC):
         if request_id in self.waiting or request_id in self.running:
             raise ConfigError(f"there is a request with the id {request_id!r} already; choose another one")
         stop_tokens = frozenset(options.stop_tokens) | (frozenset() if options.ignore_eos else limits.end_tokens)
-        stream = TokenStream(self.step, request_id, prompt, options, stop_tokens, seed_of(options.seed, row, sample), images)
+        taken = self.take_media(title, prompt, media) if media else None
+        seed = seed_of(options.seed, row, sample)
+        stream = TokenStream(self.step, request_id, prompt, options, stop_tokens, seed, images, taken)
         self.waiting[request_id] = stream
         return stream
 
@@ -261,7 +286,11 @@ class BaseGenerator(ABC):
         return True
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], options: SamplingOptions, rows: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: SamplingOptions,
+        rows: Sequence[int] | None = None,
+        media: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> list[list[Generation]]:
         """Generate `options.samples` responses to each prompt, in order.
 
@@ -270,6 +299,7 @@ class BaseGenerator(ABC):
             options: The sampling options.
             rows: The number of each prompt in the global batch. Seeds derived from it and `options.seed` give the same responses on
                 any process, and different responses for an equal prompt in another row. None numbers them from 0.
+            media: The media of each prompt; see `submit`.
 
         Raises:
             ConfigError: A prompt cannot be used, or the generator is paused.
@@ -280,8 +310,9 @@ class BaseGenerator(ABC):
             checked = check_prompts(prompts)
             for i, (prompt, row) in enumerate(zip(checked, range(len(checked)) if rows is None else rows, strict=True)):
                 streams.append([])
+                of_prompt = None if media is None else media[i]
                 for sample in range(options.samples):
-                    streams[-1].append(self._enqueue(f"prompt {i}", prompt, options, None, row, sample))
+                    streams[-1].append(self._enqueue(f"prompt {i}", prompt, options, None, row, sample, (), of_prompt))
             open_streams = [stream for samples in streams for stream in samples]
             while open_streams:
                 if not self.step():
@@ -414,6 +445,8 @@ class BaseGenerator(ABC):
     def _end(self, stream: TokenStream, reason: FinishReason | None) -> None:
         self.waiting.pop(stream.id, None)
         self.running.pop(stream.id, None)
+        if stream.media is not None:
+            stream.media.release()
         stream.finish_reason = reason
         self._ended += 1
 

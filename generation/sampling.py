@@ -57,23 +57,24 @@ class Draw:
     uniform: float
 
 
-def sample_tokens(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
+def sample_tokens(logits: Tensor, draws: Sequence[Draw], excluded: Sequence[int] = ()) -> tuple[list[int], list[float]]:
     """Sample a token for each row, by inverting the cumulative distribution at the row's random number. Waits for the device.
 
     Args:
         logits: The logits `[B, V]`.
         draws: How each row is sampled.
+        excluded: Tokens that are not sampled. They count in the log-probabilities of the others.
 
     Returns:
         The B tokens, and their log-probabilities at the row's temperature before top_p and top_k. The log-probability of a row whose
         logits include NaN or positive infinity is not finite.
     """
-    chosen, log_probs = choose(logits, draws)
+    chosen, log_probs = choose(logits, draws, excluded)
     pairs = torch.stack([chosen.double(), log_probs.double()]).tolist()
     return [int(token) for token in pairs[0]], pairs[1]
 
 
-def choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, draws: Sequence[Draw], excluded: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
     """Do what `sample_tokens` does, without waiting for the device.
 
     Returns:
@@ -85,6 +86,8 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
     if any(temperature != 1.0 for temperature in temperatures):
         scaled = scaled / torch.tensor(temperatures, device=device)[:, None]
     log_probs = scaled.log_softmax(-1)
+    if excluded:
+        scaled = scaled.index_fill(1, torch.tensor(list(excluded), device=device), -torch.inf)
     sampled = [row for row, draw in enumerate(draws) if draw.options.temperature]
     if len(sampled) == len(draws):
         chosen = _invert(_allowed(scaled, draws), draws)

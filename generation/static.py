@@ -3,7 +3,7 @@
 Axes: P different prompts, B rows of a batch, L tokens of the longest prompt and its response so far.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,18 +11,16 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from .causal_lm import CausalLM
-from .generator import BaseGenerator
+from .causal_lm_generator import CausalLMGenerator
 from .options import RolloutConfig
-from .placement import GeneratorPlacement
 from .sampling import sample_tokens
-from .token_stream import CompletionLimits, TokenStream
-from .weight_values import common_dtype
+from .token_stream import TokenStream
 
 DROP_SHARE = 0.25
 """Rows that have ended are dropped from a batch when they are this share of it. Dropping them copies the cache."""
 
 
-class StaticGenerator(BaseGenerator):
+class StaticGenerator(CausalLMGenerator):
     """A generator that pads prompts of similar length into a batch.
 
     Each different prompt of a batch is processed once, however many responses it gets.
@@ -36,17 +34,7 @@ class StaticGenerator(BaseGenerator):
 
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)
-        self._lm = CausalLM(config)
         self._batch: _Batch | None = None
-
-    def limits(self) -> CompletionLimits:
-        """Return what this generator can take."""
-        return self._lm.limits
-
-    @property
-    def weight_dtype(self) -> str:
-        """See `BaseGenerator.weight_dtype`."""
-        return common_dtype(self._lm.model.parameters())
 
     def run_step(self) -> None:
         """Begin a batch, or generate the next token of its rows."""
@@ -64,7 +52,7 @@ class StaticGenerator(BaseGenerator):
             logits = logits[torch.tensor(live, device=logits.device)]
         batch = self._batch
         streams = [batch.streams[row] for row in live]
-        tokens, log_probs = sample_tokens(logits, [stream.draw() for stream in streams])
+        tokens, log_probs = sample_tokens(logits, [stream.draw() for stream in streams], self._lm.excluded)
         batch.set_tokens(live, tokens)
         for stream, token, log_prob in zip(streams, tokens, log_probs, strict=True):
             self.add_token(stream, token, log_prob)
@@ -94,14 +82,6 @@ class StaticGenerator(BaseGenerator):
         """Forget the batch."""
         self._batch = None
 
-    def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy new weights into the model."""
-        self._lm.copy_weights(weights)
-
-    def move(self, target: GeneratorPlacement) -> None:
-        """Move the model."""
-        self._lm.move(target.parameters)
-
     def close(self) -> None:
         """Free the model."""
         self._batch = None
@@ -121,6 +101,7 @@ class _Batch:
         self._ended: set[int] = set()
         self._cache: Any = DynamicCache(config=lm.model.config.get_text_config(decoder=True))
         self.prefill_tokens = 0
+        self._axes = 1 if lm.media is None else lm.media.axes
 
     def live(self) -> list[int]:
         """Return the rows that have not ended."""
@@ -152,9 +133,19 @@ class _Batch:
             mask[i, width - len(prompt) :] = 1
         self.prefill_tokens = sum(map(len, prompts))
         self._selects = shared
-        self._mask, self._next = mask.to(device), mask.sum(1, keepdim=True).to(device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        following = mask.sum(1, keepdim=True)
+        firsts = [rows[0] for rows in rows_of.values()] if shared else range(len(prompts))
+        media = [self.streams[row].media for row in firsts]
+        if any(one is not None and one.positions is not None for one in media):
+            positions = positions.repeat(self._axes, 1, 1)
+            for i, one in enumerate(media):
+                if one is not None and one.positions is not None:
+                    positions[:, i, width - len(prompts[i]) :] = one.positions_of(0, len(prompts[i]))
+            following = positions.amax((0, 2))[:, None] + 1
+        self._mask, self._next = mask.to(device), following.to(device)
         self._padded = any(len(prompt) < width for prompt in prompts)
-        logits = self._forward(ids.to(device), (self._mask.cumsum(1) - 1).clamp(min=0))
+        logits = self._forward(ids.to(device), positions.to(device), prompt=True)
         if len(prompts) < len(self.streams):
             source = [0] * len(self.streams)
             for i, rows in enumerate(rows_of.values()):
@@ -170,7 +161,8 @@ class _Batch:
             self._last = self._last[live]
             self._select(live)
             self.streams, self._ended = [self.streams[row] for row in live], set()
-        positions = self._next
+        # The axes of a token that is no part of media are equal.
+        positions = self._next if self._axes == 1 else self._next.expand(self._axes, -1, -1)
         self._next = self._next + 1
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], 1)
         return self._forward(self._last.to(self._lm.device), positions)
@@ -181,8 +173,11 @@ class _Batch:
         self._mask, self._next = self._mask[index], self._next[index]
         return None if logits is None else logits[index]
 
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self._cache, "use_cache": True}
+    def _forward(self, ids: Tensor, positions: Tensor, *, prompt: bool = False) -> Tensor:
+        inputs: dict[str, Any] = {"input_ids": ids}
+        if prompt and self._lm.media is not None and any(stream.media is not None for stream in self.streams):
+            inputs = self._lm.media.inputs(ids)
+        inputs |= {"past_key_values": self._cache, "use_cache": True}
         # Without padding, attention needs no mask.
         inputs["attention_mask"] = self._mask if self._padded else None
         if "position_ids" in self._lm.parameters:

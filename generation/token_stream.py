@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..engine.errors import ConfigError
 from .options import RolloutConfig, SamplingOptions
@@ -9,6 +10,9 @@ from .result import FinishReason, Generation
 from .sampling import Draw, UniformNumbers
 from .scheduler import RequestId
 from .tokens import Token
+
+if TYPE_CHECKING:
+    from .media import PromptMedia
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,8 @@ class TokenStream:
         options: The sampling options.
         stop_tokens: The token ids that end the response.
         seed: The seed of its random numbers.
-        images: The images of the prompt as data URIs.
+        images: The images of the prompt as data URIs, for a generator that reads them itself.
+        media: The media of the prompt, for a generator that is given what encoders read.
     """
 
     def __init__(
@@ -50,9 +55,12 @@ class TokenStream:
         stop_tokens: frozenset[int],
         seed: int,
         images: Sequence[str] = (),
+        media: "PromptMedia | None" = None,
     ) -> None:
-        self.images = list(images)
+        self.images, self.media = list(images), media
         self.id, self.prompt, self.options, self.stop_tokens = request_id, prompt, options, stop_tokens
+        self.inputs = prompt if media is None else media.ids
+        """The prompt as the model is given it: with media, other numbers stand for their features; see `PromptMedia`."""
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.versions: list[int] = []
@@ -70,8 +78,8 @@ class TokenStream:
 
     @property
     def so_far(self) -> list[int]:
-        """The prompt and the tokens that have been generated."""
-        return self.prompt + self.tokens
+        """The prompt, as the model is given it, and the tokens that have been generated."""
+        return self.inputs + self.tokens
 
     @property
     def length(self) -> int:

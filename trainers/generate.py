@@ -37,7 +37,7 @@ from .config.data import PromptsConfig
 from .config.parse import parse
 from .config.rl import GRPOConfig
 from .data.media import MediaReader
-from .data.prompts import Prompt, encode_prompt, refuse_media
+from .data.prompts import Prompt, check_media, encode_prompt
 from .data.sources import open_source, with_our_columns
 from .data.tokenize import Bar, cache_folder
 
@@ -126,13 +126,10 @@ def _check_out(out: Path, *, overwrite: bool) -> None:
 def _generate(args: argparse.Namespace, data: PromptsConfig, options: SamplingOptions, folder: Path, out: Path) -> None:
     model = ModelConfig(path=str(folder), trust_remote_code=args.trust_remote_code)
     tokenizer = load_tokenizer(model)
-    prompts, rows = _read(
-        args.prompts,
-        tokenizer,
-        data,
-        {args.column, "finish_reason", *(["sample"] if options.samples > 1 else [])},
-        MediaReader.of(model, data, tokenizer, cache_folder(data)),
-    )
+    reader = MediaReader.of(model, data, tokenizer, cache_folder(data))
+    added = {args.column, "finish_reason", *(["sample"] if options.samples > 1 else [])}
+    prompts, rows = _read(args.prompts, tokenizer, data, added, reader)
+    check_media(prompts, ENGINES[args.engine], reader)
     unfinished = _unfinished(out, args, options, folder, prompts)
     total, start = len(prompts) * options.samples, time.monotonic()
     with _appended(unfinished) as file:
@@ -245,7 +242,6 @@ def _read(
                 ours = {**ours, "prompt": ours[column]} if column else ours
             prompts.append(encode_prompt(tokenizer, ours, place, data, media))
             rows.append(row)
-    refuse_media(prompts)
     return prompts, rows
 
 
@@ -260,7 +256,7 @@ def _unfinished(
     files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(place.iterdir())]
     digest.update(json.dumps([files, asdict(options), args.column, args.dtype, args.engine], default=str).encode())
     for prompt in prompts:
-        digest.update(json.dumps([prompt.ids, dict(prompt.columns)], default=str).encode())
+        digest.update(json.dumps(prompt.identity(), default=str).encode())
     return out.with_name(f"{out.name}{PARTIAL}{digest.hexdigest()}")
 
 
@@ -284,11 +280,16 @@ def _in_order(
     """Yield the finished responses in order, while up to `most` are requested."""
     total, following = len(prompts) * options.samples, first
     requested: deque[tuple[int, TokenStream]] = deque()
+    read, media = -1, dict[str, Any]()
     while requested or following < total:
         while following < total and len(requested) < most:
             row, sample = divmod(following, options.samples)
             # The seed depends on the row and the sample, so a run that goes on generates what an uninterrupted one does.
-            requested.append((following, generator.submit(prompts[row].ids, options, row=row, sample=sample)))
+            if row != read:
+                # Once for all responses to it.
+                read, media = row, prompts[row].fields()
+            stream = generator.submit(prompts[row].ids, options, row=row, sample=sample, media=media)
+            requested.append((following, stream))
             following += 1
         number, stream = requested[0]
         if not stream.ended:

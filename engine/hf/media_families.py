@@ -134,6 +134,11 @@ class QwenOmni(QwenVL):
     }
     takes_outputs = False
 
+    @property
+    def reserved_tokens(self) -> tuple[int, ...]:
+        # Positions are computed from what stands before an item.
+        return (*super().reserved_tokens, self.config.vision_start_token_id, self.config.audio_start_token_id)
+
     def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
         if kind == "audio":
             return _audio_problem(media, MASK, self.config.audio_config.num_mel_bins, None, STEPS)

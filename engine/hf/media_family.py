@@ -68,6 +68,11 @@ class MediaFamily(ABC):
         """The id of the tokens in whose place the features of each kind stand."""
 
     @property
+    def reserved_tokens(self) -> tuple[int, ...]:
+        """The ids of the tokens that a completion must not have, because media would be expected there."""
+        return tuple(self.tokens.values())
+
+    @property
     def deepstack_layers(self) -> int:
         """The number of the decoder's first layers to whose outputs features are added, L."""
         return 0

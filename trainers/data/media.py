@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast, get_args
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast, get_args
 
 import numpy as np
 
@@ -368,7 +368,16 @@ def for_template(messages: Sequence[Mapping[str, Any]], *, lists: bool) -> list[
     return [{**message, "content": content(message["content"])} for message in messages]
 
 
-def fields_of(samples: Sequence[Sample], store: MediaStore) -> dict[str, MediaField]:
+class HasMedia(Protocol):
+    """A document or a prompt."""
+
+    @property
+    def media(self) -> Sequence[MediaSpan]:
+        """Its media, in the order of their tokens."""
+        ...
+
+
+def fields_of(samples: Sequence[HasMedia], store: MediaStore) -> dict[str, MediaField]:
     """Return the media of documents as fields of a batch.
 
     Args:

@@ -11,14 +11,19 @@ from functools import cached_property
 from typing import Any
 
 import xxhash
+from torch import Tensor
 
 from ...engine.errors import DataError
+from ...engine.packing.batch import MediaField, PackedBatch
+from ...engine.packing.convert import from_lists
+from ...generation.registry import generator_class
 from ...media.decode import TooLargeError
+from ...media.store import MediaStore
 from ..config.data import MEDIA_COLUMNS, PromptsConfig
 from .chat import apply_template, json_kind, read_messages, template_variables
 from .dataset import Budget
 from .length_bound import LimitedTokenizer, TooManyTokens
-from .media import ChatMedia, MediaQueue, MediaReader, for_template, media_of
+from .media import ChatMedia, MediaQueue, MediaReader, fields_of, for_template, media_of
 from .sample import MediaSpan, Sample
 from .sources import DataSource, hidden_column, open_source, warn_about_repeated, with_our_columns
 
@@ -37,6 +42,7 @@ class Prompt:
         content: The text, or the messages of the chat, as a reward sees it.
         columns: The other columns of the row.
         media: Its images, videos and audios, in the order of their tokens.
+        store: Where these are kept; None without any.
     """
 
     name: str
@@ -44,6 +50,34 @@ class Prompt:
     content: str | list[dict[str, Any]]
     columns: Mapping[str, Any] = field(default_factory=dict)
     media: Sequence[MediaSpan] = ()
+    store: MediaStore | None = None
+
+    def fields(self) -> dict[str, Tensor]:
+        """Return what the model's encoders read of its media.
+
+        Raises:
+            DataError: They are not in the store any more.
+        """
+        return {name: field.values for name, field in _media_of([self]).items()}
+
+    def identity(self) -> list[Any]:
+        """Return what its completions depend on, as JSON can hold it."""
+        media = [[span.key.digest for span in self.media]] if self.media else []
+        return [self.ids, dict(self.columns), *media]
+
+
+def packed_prompts(prompts: Sequence[Prompt]) -> PackedBatch:
+    """Return prompts as a batch, with their media.
+
+    Raises:
+        DataError: Media are not in the store any more.
+    """
+    return from_lists([prompt.ids for prompt in prompts], media=_media_of(prompts), names=[prompt.name for prompt in prompts])
+
+
+def _media_of(prompts: Sequence[Prompt]) -> dict[str, MediaField]:
+    store = next((prompt.store for prompt in prompts if prompt.store is not None), None)
+    return {} if store is None else fields_of(prompts, store)
 
 
 class PromptSet:
@@ -69,16 +103,12 @@ class PromptSet:
         """A digest of all prompts and their columns."""
         hasher = xxhash.xxh3_128()
         for prompt in self._prompts:
-            hasher.update(json.dumps([prompt.ids, dict(prompt.columns)], sort_keys=True, default=str).encode())
+            hasher.update(json.dumps(prompt.identity(), sort_keys=True, default=str).encode())
         return hasher.hexdigest()
 
-    def refuse_media(self) -> None:
-        """Check that no prompt has media, which no generator takes yet.
-
-        Raises:
-            DataError: One has.
-        """
-        refuse_media(self._prompts)
+    def check_media(self, generator: str, reader: MediaReader | None) -> None:
+        """Check that a generator takes the media of the prompts; see `check_media`."""
+        check_media(self._prompts, generator, reader)
 
     @property
     def longest(self) -> int:
@@ -172,16 +202,31 @@ def _load_source(
     return prompts
 
 
-def refuse_media(prompts: Sequence[Prompt]) -> None:
-    """Check that no prompt has media, which no generator takes yet.
+def check_media(prompts: Sequence[Prompt], generator: str, reader: MediaReader | None) -> None:
+    """Check that a generator takes the media of prompts.
+
+    Args:
+        prompts: The prompts.
+        generator: The name of the generator.
+        reader: What has read the media; None if the model takes none.
 
     Raises:
-        DataError: One has.
+        DataError: It does not.
     """
-    if (first := next((prompt for prompt in prompts if prompt.media), None)) is not None:
-        raise DataError(
-            f"{first.name} has {first.media[0].key.kind}s, but generators take prompts of text alone so far; train on media with drivetrain sft, dpo or rm"
-        )
+    if reader is None:
+        return
+    for prompt in prompts:
+        for span in prompt.media:
+            kind = span.key.kind
+            if not generator_class(generator).takes_media:
+                raise DataError(
+                    f"{prompt.name} has {kind}s, which generator={generator} does not take; use continuous or static"
+                )
+            if kind in reader.processor.family.block_kinds:
+                raise DataError(
+                    f"{prompt.name} has {kind}s, whose tokens attend to each other in both directions in {reader.processor.name}; no generator "
+                    "does that yet, so train it with drivetrain sft, dpo or rm"
+                )
 
 
 def _too_long(place: str, tokens: str, limit: str) -> DataError:
@@ -242,7 +287,7 @@ def encode_prompt(
     if media is None:
         return prompt
     located = media.located(Sample(name, prompt.ids, [False] * len(ids)), items)
-    return replace(prompt, media=located.media)
+    return replace(prompt, media=located.media, store=media.store) if located.media else prompt
 
 
 def _text_ids(tokenizer: Any, text: str, name: str) -> list[int]:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from ...engine.checkpoint.retention import folder_name
 from ...engine.errors import CheckpointError, disk_error
-from ...engine.packing.batch import PackedBatch
+from ...engine.packing.batch import MediaField, PackedBatch
 from ..config.rl import RLConfig
 from ..data.prompts import Prompt
 from .completions import Completion, Completions
@@ -72,6 +72,8 @@ class Bundle:
         tensors = {name: getattr(batch, name) for name in _STRUCTURE}
         tensors |= {f"token/{name}": values for name, values in batch.token_fields.items()}
         tensors |= {f"sequence/{name}": values for name, values in batch.sequence_fields.items()}
+        tensors |= {f"media/{name}": field.values for name, field in batch.media.items()}
+        tensors |= {f"media_counts/{name}": field.counts for name, field in batch.media.items()}
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,6 +117,11 @@ class Bundle:
                 **{name: tensors.pop(name) for name in _STRUCTURE},
                 token_fields={n.removeprefix("token/"): t for n, t in tensors.items() if n.startswith("token/")},
                 sequence_fields={n.removeprefix("sequence/"): t for n, t in tensors.items() if n.startswith("sequence/")},
+                media={
+                    n.removeprefix("media/"): MediaField(values=t, counts=tensors[f"media_counts/{n.removeprefix('media/')}"])
+                    for n, t in tensors.items()
+                    if n.startswith("media/")
+                },
                 extra_fields=frozenset(about["passengers"]),
             )
             rows = tuple(_completion_of(record, batch, i) for i, record in enumerate(about["answers"]))

@@ -76,7 +76,7 @@ def load_data(config: RLConfig) -> Prompts:
         held_out=load_prompts(data.eval, tokenizer, data, budget, training=False, media=media) if data.eval else None,
     )
     for one in prompts.sets:
-        one.refuse_media()
+        one.check_media(config.rollout.generator, media)
     return prompts
 
 

@@ -71,7 +71,14 @@ def shown(completions: Sequence[Completion]) -> list[HeldOutCompletion]:
 def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(f"{message['role']}: {message['content']}" for message in content)
+    return "\n".join(f"{message['role']}: {_of_parts(message['content'])}" for message in content)
+
+
+def _of_parts(content: Any) -> str:
+    """Return the content of a message, in which `<image>` stands for an image."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
 
 
 LINE = ("reward_accuracy", "reward_margin", "pairs", "kl", "entropy", "critic/loss", "critic/value_error")

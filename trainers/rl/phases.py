@@ -14,7 +14,7 @@ from ...rewards.scorer import PendingScores
 from ...workers.data_plane.data_ref import DataRef
 from ...workers.groups.base import WorkerGroup
 from ..config.rl import RLConfig
-from ..data.prompts import Prompt
+from ..data.prompts import Prompt, packed_prompts
 from ..loop.ranks import TrainerRanks
 from .adaptive import Adaptive
 from .algorithms import Algorithm
@@ -165,7 +165,7 @@ class Phases:
             first: The number of the first prompt in the step.
         """
         with self.timed("rollout"):
-            prompt_ref = self.group.data.put([prompt.ids for prompt in prompts], role="rollout")
+            prompt_ref = self.group.data.put(packed_prompts(prompts), role="rollout")
             ref = self.group["rollout"].generate(prompt_ref, options, version=version)
             self.group.data.clear_data_cache(prompt_ref)
         rows = self._read(ref, prompts, options.samples, first)

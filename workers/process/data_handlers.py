@@ -1,6 +1,7 @@
 """The functions that serve the data plane: calls with samples, data sets, the data store, connections between pools."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ def generate(worker: ModelWorker, request: c.Generate) -> c.GenerateOk:
         return c.GenerateOk(result=result)
     prompts = dict(zip(request.rows, request.ids, strict=True))
     batch = _documents([g for _, _, g in answers])
+    given = batch_for(worker, request)
+    if given.media:
+        # What a prompt has belongs to each of its completions.
+        places = {row: i for i, row in enumerate(request.rows)}
+        batch = replace(batch, media=given.select([places[row] for row, _, _ in answers]).media)
     ids = [f"{prompts[row]}/{request.version}.{k}" for row, k, _ in answers]
     columns = columns_of(batch)
     fields = {column.key: (column, values) for column, values in columns}

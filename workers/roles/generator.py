@@ -98,7 +98,7 @@ class RolloutWorker:
         Args:
             prompts: The token ids of this process's shard of the prompts. A PackedBatch may have a field `row` `[N]` with the
                 number of each prompt in the global batch, which seeds its sampling together with `options.seed`; a group adds
-                this field. Without it, the prompts are numbered from 0.
+                this field. Without it, the prompts are numbered from 0. It may have media.
             options: The sampling options.
             version: The version that the weights must have; None accepts any.
 
@@ -113,7 +113,11 @@ class RolloutWorker:
         token_ids = to_lists(prompts) if isinstance(prompts, PackedBatch) else check_prompts(prompts)
         numbers = prompts.sequence_fields.get("row") if isinstance(prompts, PackedBatch) else None
         rows = range(len(token_ids)) if numbers is None else numbers.tolist()
-        return self.generator.generate([[int(token) for token in ids] for ids in token_ids], options, rows)
+        media = None
+        if isinstance(prompts, PackedBatch) and prompts.media:
+            media = [_media_of(prompts, i) for i in range(prompts.num_sequences)]
+        more = {} if media is None else {"media": media}
+        return self.generator.generate([[int(token) for token in ids] for ids in token_ids], options, rows, **more)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int | None = None) -> None:
         """Load an actor's weights, as streamed by its `weights()`; None as a version is one more than the present one."""
@@ -193,3 +197,9 @@ class RolloutWorker:
         if self._generator is not None:
             self._generator.close()
             self._generator = None
+
+
+def _media_of(prompts: PackedBatch, number: int) -> dict[str, Tensor]:
+    """Return the media of one prompt; none of the fields of which it has no rows."""
+    fields = prompts.select([number]).media
+    return {name: field.values for name, field in fields.items() if len(field.values)}

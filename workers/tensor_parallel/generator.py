@@ -6,7 +6,7 @@ Every step is a frame to each rank; rank 0 is this process, which has the logits
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +120,8 @@ class TensorParallelGenerator(BaseGenerator):
         """Return what this generator can take."""
         return self._limits
 
-    def expand_images(self, prompt: list[int], images: Sequence[str]) -> list[int]:
-        """Return a prompt with as many image tokens as its images have.
+    def read_images(self, prompt: list[int], images: Sequence[str]) -> tuple[list[int], Mapping[str, Tensor]]:
+        """Return a prompt with as many image tokens as its images have; each rank reads the images itself.
 
         Raises:
             ConfigError: The model takes no images, or these cannot be used.
@@ -129,7 +129,7 @@ class TensorParallelGenerator(BaseGenerator):
         model = self._stepped()
         if not model.lm.sees_images or self._image_token is None:
             raise ConfigError(f"{self.config.model.path} takes no images")
-        return model.reader.expand(prompt, self._image_token, model.reader.read(images).tokens)
+        return model.reader.expand(prompt, self._image_token, model.reader.read(images).tokens), {}
 
     def run_step(self) -> None:
         """Begin the next request, or go on with the one that is running: a part of its prompt, or a token."""

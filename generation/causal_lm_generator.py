@@ -1,0 +1,55 @@
+"""What the generators with a transformers model on one device have in common."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from .causal_lm import CausalLM
+from .generator import BaseGenerator
+from .media import PromptMedia
+from .options import RolloutConfig
+from .placement import GeneratorPlacement
+from .token_stream import CompletionLimits
+from .weight_values import common_dtype
+
+
+class CausalLMGenerator(BaseGenerator):
+    """A generator with a model of transformers, which may take media.
+
+    Args:
+        config: The configuration.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+    """
+
+    takes_media = True
+
+    def __init__(self, config: RolloutConfig) -> None:
+        super().__init__(config)
+        self._lm = CausalLM(config)
+
+    def limits(self) -> CompletionLimits:
+        """Return what this generator can take."""
+        return self._lm.limits
+
+    @property
+    def weight_dtype(self) -> str:
+        """See `BaseGenerator.weight_dtype`."""
+        return common_dtype(self._lm.model.parameters())
+
+    def read_images(self, prompt: list[int], images: Sequence[str]) -> tuple[list[int], Mapping[str, Tensor]]:
+        """See `BaseGenerator.read_images`."""
+        return self._lm.read_images(prompt, images)
+
+    def take_media(self, title: str, prompt: list[int], media: Mapping[str, Tensor]) -> PromptMedia:
+        """See `BaseGenerator.take_media`."""
+        return self._lm.take_media(title, prompt, media)
+
+    def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy new weights into the model."""
+        self._lm.copy_weights(weights)
+
+    def move(self, target: GeneratorPlacement) -> None:
+        """Move the model."""
+        self._lm.move(target.parameters)

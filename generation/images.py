@@ -1,0 +1,64 @@
+"""Images of requests, as data URIs: what a model's encoder reads of them, and what stands in their place in a prompt."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ..engine.config import ModelConfig
+from ..engine.errors import ConfigError, MediaError, ModelError
+from ..engine.hf.tokenizer import load_tokenizer
+from ..engine.packing.batch import media_fields
+from ..media.decode import MediaLimits
+from ..media.processors import PROCESSORS
+from ..media.sources import OVER_NETWORK, read_source
+
+
+class ImageReader:
+    """Reads the images of requests for one model.
+
+    Args:
+        model: The model settings.
+        config: The config of the whole model.
+    """
+
+    def __init__(self, model: ModelConfig, config: PreTrainedConfig) -> None:
+        self._tokenizer: Any = load_tokenizer(model)
+        self._processor = PROCESSORS[config.model_type](model, config, self._tokenizer)
+
+    def read(self, prompt: Sequence[int], uris: Sequence[str]) -> tuple[list[int], Mapping[str, Tensor]]:
+        """Return a prompt in which each image has as many tokens as features, and the fields that the encoder reads.
+
+        Args:
+            prompt: The token ids, with what the chat template writes for each image.
+            uris: The images as data URIs.
+
+        Raises:
+            ConfigError: An image cannot be used, or the prompt has more or fewer of them.
+        """
+        try:
+            self._processor.check("image")
+            placeholder = self._token(self._processor.placeholder("image"))
+            if (count := list(prompt).count(placeholder)) != len(uris):
+                raise ConfigError(f"the prompt has {count} image tokens (id {placeholder}) for {len(uris)} images")
+            processed = []
+            for i, uri in enumerate(uris):
+                try:
+                    processed.append(self._processor.process(read_source("image", uri, OVER_NETWORK), MediaLimits()))
+                except MediaError as e:
+                    raise ConfigError(f"image {i}: {e}") from e
+        except (MediaError, ModelError) as e:
+            raise ConfigError(str(e)) from e
+        texts = iter([self._tokenizer(media.text, add_special_tokens=False)["input_ids"] for media in processed])
+        ids = [one for token in prompt for one in (next(texts) if token == placeholder else [token])]
+        fields = media_fields([[media.fields for media in processed]])
+        return ids, {name: field.values for name, field in fields.items()}
+
+    def _token(self, text: str) -> int:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise ConfigError(
+                f"the placeholder {text!r} of an image is {len(ids)} tokens of the model's tokenizer; it must be one"
+            )
+        return ids[0]

@@ -1,0 +1,251 @@
+"""Media in prompts: what stands for their features among token ids, and how a model gets the features instead.
+
+A prompt with media is given to the model with numbers beyond the vocabulary in the place of the tokens that features stand for: one number for
+each feature of each different item. So prompts are equal to a cache or a batch only if their media are, and any part of a prompt tells
+which features it needs. Each different item is encoded once.
+
+Axes: T tokens of a prompt, F features of an item, A position axes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..engine.checkpoint.local_shards import host_bytes
+from ..engine.errors import BatchError, ConfigError
+from ..engine.hf.media_family import MediaFamily
+from ..engine.media import check_media, items_of, positions_of, select_items
+from ..engine.packing.batch import Kind, MediaField, joined_rows
+from ..engine.packing.convert import from_lists
+
+MOST_NUMBERS = 2**31 - 1
+"""transformers' continuous batching keeps token ids in 32 bits."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PromptMedia:
+    """A prompt with media as a model is given it.
+
+    Args:
+        ids: `[T]`, the token ids, with numbers beyond the vocabulary for features.
+        items: The first number of each item.
+        positions: `[A, T]` int64, the positions; None for one axis, which counts the tokens.
+        features: What has the features of its media.
+    """
+
+    ids: list[int]
+    items: tuple[int, ...]
+    positions: Tensor | None
+    features: "MediaFeatures"
+
+    def release(self) -> None:
+        """End a request's use of the media."""
+        self.features.release(self)
+
+    def positions_of(self, start: int, count: int) -> Tensor:
+        """Return the positions `[A, count]` of tokens, of those behind the prompt too."""
+        assert self.positions is not None
+        inside = self.positions[:, start : start + count]
+        # Behind the prompt all axes go on from the largest position.
+        first, last = (max(0, place - len(self.ids)) for place in (start, start + count))
+        behind = torch.arange(first, last) + int(self.positions.max()) + 1
+        return torch.cat([inside, behind.expand(len(self.positions), -1)], -1)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Item:
+    """An item of which a request has not ended.
+
+    Args:
+        kind: Its kind.
+        first: Its first number.
+        count: The number of its features, F.
+        fields: The fields that its encoder reads.
+        users: The number of requests that have it.
+        features: What its encoder returned; None if it has not run since the weights came.
+    """
+
+    kind: Kind
+    first: int
+    count: int
+    fields: Mapping[str, Tensor]
+    users: int = 0
+    features: Tensor | None = None
+
+
+class MediaFeatures:
+    """The features of the media of all requests.
+
+    Args:
+        model: The model, with its encoders.
+        family: How it takes media.
+        name: Its name, for messages.
+    """
+
+    def __init__(self, model: PreTrainedModel, family: MediaFamily, name: str) -> None:
+        self._model: Any = model
+        self._family, self._name = family, name
+        embeddings: Any = model.get_input_embeddings()
+        self._vocabulary: int = embeddings.num_embeddings
+        self._next = self._vocabulary
+        self._firsts: dict[str, int] = {}
+        self._items: dict[int, _Item] = {}
+        self._last: tuple[Mapping[str, Tensor], list[int], PromptMedia] | None = None
+        self.encoded = 0
+        """The number of items that encoders have run on."""
+        if family.block_kinds:
+            self._refusal: str | None = (
+                f"{name} takes {' and '.join(family.block_kinds)}s whose tokens attend to each other in both directions, which generators on "
+                "transformers do not"
+            )
+        else:
+            self._refusal = None
+
+    @property
+    def axes(self) -> int:
+        """The number of position axes, A."""
+        return self._family.axes
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The ids of the tokens that a completion must not have."""
+        return self._family.reserved_tokens
+
+    @property
+    def _base(self) -> Any:
+        return getattr(self._model, self._model.base_model_prefix)
+
+    def add(self, prompt: Sequence[int], fields: Mapping[str, Tensor], title: str = "the prompt") -> PromptMedia:
+        """Return a prompt with media as the model is given it. `PromptMedia.release` ends its use.
+
+        Args:
+            prompt: The token ids, with as many tokens for each item as it has features.
+            fields: The fields that the model's encoders read, with rows for each item in order.
+            title: What the prompt is called in messages.
+
+        Raises:
+            ConfigError: The fields are not what the model takes, or do not fit the prompt.
+        """
+        if self._refusal is not None:
+            raise ConfigError(self._refusal)
+        last = self._last
+        if last is not None and last[0] is fields and last[1] == list(prompt):
+            # Another completion to the same prompt.
+            for first in last[2].items:
+                self._items[first].users += 1
+            return last[2]
+        media = {name: MediaField(values=value, counts=torch.tensor([len(value)])) for name, value in fields.items()}
+        try:
+            batch = from_lists([prompt], media=media, names=[title])
+            kinds = check_media(batch, self._family, self._name).kinds
+            positions = positions_of(batch, self._family, self._base, kinds) if kinds and self._family.axes > 1 else None
+        except BatchError as e:
+            raise ConfigError(str(e)) from e
+        ids, items = list(prompt), []
+        for kind in kinds:
+            of_kind = items_of(batch, self._family, kind)
+            starts = [0, *accumulate(of_kind.features)]
+            places = of_kind.tokens.tolist()
+            for i, count in enumerate(of_kind.features):
+                item = self._item(kind, count, select_items(of_kind, self._family.modalities[kind], [i]))
+                item.users += 1
+                items.append(item.first)
+                for number, place in enumerate(places[starts[i] : starts[i + 1]]):
+                    ids[place] = item.first + number
+        taken = PromptMedia(ids=ids, items=tuple(items), positions=positions, features=self)
+        self._last = fields, list(prompt), taken
+        return taken
+
+    def _item(self, kind: Kind, count: int, fields: Mapping[str, Tensor]) -> _Item:
+        digest = xxhash.xxh3_128(kind.encode())
+        for name, value in sorted(fields.items()):
+            digest.update(f"{name} {list(value.shape)} {value.dtype}".encode())
+            digest.update(host_bytes(value))
+        # An item that comes again has the same numbers, by which a cache may have its keys and values still.
+        first = self._firsts.get(digest.hexdigest())
+        if first is None:
+            first = self._firsts[digest.hexdigest()] = self._next
+            self._next += count
+            if self._next > MOST_NUMBERS:
+                raise ConfigError(f"{self._name} has been given more media than can be numbered; start it again")
+        if first not in self._items:
+            self._items[first] = _Item(kind=kind, first=first, count=count, fields=fields)
+        return self._items[first]
+
+    def release(self, media: PromptMedia) -> None:
+        """End the use of a prompt's media."""
+        for first in media.items:
+            item = self._items[first]
+            item.users -= 1
+            if not item.users:
+                del self._items[first]
+                self._last = None
+
+    def drop(self) -> None:
+        """Forget all features, because the weights change."""
+        for item in self._items.values():
+            item.features = None
+
+    def inputs(self, ids: Tensor) -> dict[str, Any]:
+        """Return the arguments of the model in the place of `input_ids`.
+
+        Args:
+            ids: `[B, T]` on the model's device, with numbers beyond the vocabulary for features.
+        """
+        numbers = ids.cpu().numpy()
+        beyond = numbers >= self._vocabulary
+        if not beyond.any():
+            return {"input_ids": ids}
+        items = [self._items[first] for first in sorted(self._items)]
+        item_of = np.searchsorted([item.first for item in items], numbers[beyond], "right") - 1
+        used = [items[i] for i in np.unique(item_of)]
+        self._encode(used)
+        tokens = numbers.copy()
+        tokens[beyond] = np.array([self._family.tokens[item.kind] for item in items])[item_of]
+        plain = torch.from_numpy(tokens).to(ids.device)
+        rows: dict[Kind, Tensor] = {}
+        for kind in dict.fromkeys(item.kind for item in used):
+            of_kind = [item for item in used if item.kind == kind]
+            begins = dict(
+                zip((item.first for item in of_kind), accumulate((i.count for i in of_kind), initial=0), strict=False)
+            )
+            offsets = np.array([begins.get(item.first, 0) - item.first for item in items])
+            is_kind = np.array([item.kind == kind for item in items])[item_of]
+            index = torch.from_numpy((numbers[beyond] + offsets[item_of])[is_kind]).to(ids.device)
+            features: list[Any] = [item.features for item in of_kind]
+            rows[kind] = torch.cat(features).index_select(0, index)
+        if self._family.takes_outputs:
+            return {
+                "input_ids": plain,
+                "mm_encoder_outputs": {kind: self._family.encoded(value) for kind, value in rows.items()},
+            }
+        text_ids = self._family.text_ids(plain)
+        embeddings = self._model.get_input_embeddings()(text_ids)
+        for kind, value in rows.items():
+            mask = (plain == self._family.tokens[kind]) & (ids >= self._vocabulary)
+            embeddings = embeddings.masked_scatter(mask.unsqueeze(-1), value.to(embeddings.dtype))
+        return {"inputs_embeds": embeddings, **self._family.decoder_arguments(self._base, text_ids.flatten())}
+
+    def _encode(self, used: Sequence[_Item]) -> None:
+        """Run the encoders on items that have no features yet, on those of a kind together."""
+        by_kind: dict[Kind, list[_Item]] = {}
+        for item in used:
+            if item.features is None:
+                by_kind.setdefault(item.kind, []).append(item)
+        device, dtype = self._model.device, self._model.dtype
+        for kind, items in by_kind.items():
+            values = self._family.modalities[kind].values
+            joined = joined_rows({name: [item.fields[name] for item in items] for name in items[0].fields})
+            media = self._family.trimmed(kind, joined)
+            fields = {name: value.to(device, dtype if name == values else value.dtype) for name, value in media.items()}
+            features = self._family.encode(self._base, kind, fields)
+            for item, part in zip(items, features.split([item.count for item in items]), strict=True):
+                item.features = part
+            self.encoded += len(items)
