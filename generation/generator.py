@@ -8,7 +8,7 @@ import math
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -212,7 +212,7 @@ class BaseGenerator(ABC):
             row: The number of the prompt in its batch, which seeds the response together with `options.seed` and `sample`.
             sample: The number of the response among those to the prompt.
             images: The images of the prompt as data URIs. The prompt has one image token for each; the model's own number of them takes
-                its place.
+                its place, and a response has no more tokens than fit behind it.
             media: What the model's encoders read of the media of a prompt that has as many tokens for each item as features: the fields of a
                 `PackedBatch`, with rows for each item in order.
 
@@ -239,6 +239,10 @@ class BaseGenerator(ABC):
                 raise ConfigError(f"{title} has images and media; give one of them")
             prompt, media = self.read_images(prompt, images)
         limits = self.limits()
+        if images:
+            # Who asks does not know how many tokens the images have.
+            most = min(limits.tokens, limits.context or limits.tokens) - len(prompt)
+            options = replace(options, max_tokens=max(1, min(options.max_tokens, most)))
         check_prompt(title, prompt, options, limits, self.config)
         self._warn_about_length(len(prompt), options.max_tokens, limits.context)
         if request_id is None:

@@ -65,11 +65,13 @@ class Ended:
         id: The request.
         result: Its result.
         error: Why it failed.
+        prompt_tokens: The number of tokens of its prompt, with those of its images; 0 if it did not begin.
     """
 
     id: RequestId
     result: Any = None
     error: Exception | None = None
+    prompt_tokens: int = 0
 
 
 Event = RequestProgress | Ended

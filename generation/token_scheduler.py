@@ -114,5 +114,5 @@ class TokenGenerationScheduler(Scheduler[GenerationRequest]):
                 self._reported[request_id] = len(stream.tokens)
             if stream.ended:
                 del self._streams[request_id], self._reported[request_id]
-                events.append(Ended(request_id, stream.finish_reason, stream.error))
+                events.append(Ended(request_id, stream.finish_reason, stream.error, len(stream.prompt)))
         return events

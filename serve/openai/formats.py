@@ -94,8 +94,11 @@ class CompletionFormat:
 
 
 def usage_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response]) -> dict[str, int]:
-    """Return the numbers of tokens of a request: each prompt counts once."""
-    prompt, completion = sum(map(len, prompts)), sum(len(response.tokens) for response in responses)
+    """Return the numbers of tokens of a request: each prompt counts once, with its images."""
+    images = max(
+        (response.prompt_tokens - len(response.prompt) for response in responses if response.prompt_tokens), default=0
+    )
+    prompt, completion = sum(map(len, prompts)) + images, sum(len(response.tokens) for response in responses)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 

@@ -21,6 +21,7 @@ class Response:
         index: Its number in the answer.
         prompt: The token ids of its prompt.
         writer: Its text.
+        prompt_tokens: The number of tokens of its prompt, with those of its images, as far as it is known.
     """
 
     index: int
@@ -28,6 +29,7 @@ class Response:
     writer: TextStream
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str = ""
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class RequestCompletions:
                 queue.put_nowait(CompletionPiece(response, text, [token]))
             # A client knows nothing of requests that the service cancels.
             response.finish_reason = "stop" if stream.finish_reason == "stop" else "length"
+            response.prompt_tokens = stream.prompt_tokens
             queue.put_nowait(CompletionPiece(response, response.writer.end(), [], ended=True))
         except Exception as e:  # raised by whoever reads the pieces
             queue.put_nowait(e)

@@ -202,7 +202,7 @@ def test_stop_strings(models: Path, server: Server) -> None:
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": image_uri(1, 28, 28)}}]}]},
             400,
-            "generator=continuous takes no images; use generator=tensor_parallel",
+            "takes no images",
         ),
         ("completions", {"prompt": "\ud800"}, 400, "a text is not valid Unicode"),
         ("completions", {"prompt": "x" * 300_000}, 400, "the text has 300000 characters, which cannot fit into 512 tokens"),
@@ -549,7 +549,8 @@ def test_text_appears_only_when_it_is_certain(models: Path) -> None:
 
 
 @pytest.mark.slow
-def test_images_over_several_devices(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", [(), ("--engine", "tensor_parallel", "--tp", "2")], ids=["continuous", "tensor_parallel"])
+def test_images(engine: tuple[str, ...], tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     image = len(tokenizer) - 1
@@ -563,10 +564,18 @@ def test_images_over_several_devices(tmp_path: Path) -> None:
     stream = generator.submit(ids, SamplingOptions(max_tokens=9, temperature=0.0), images=[image_uri(1, 84, 56)])
     list(stream)
     generator.close()
-    with Server(tmp_path / "model", "--engine", "tensor_parallel", "--tp", "2") as server:
+    with Server(tmp_path / "model", *engine) as server:
         options: dict[str, Any] = {"model": "model", "messages": chat, "max_tokens": 9, "temperature": 0}
         answer: Any = server.client().chat.completions.create(**options, extra_body={"return_token_ids": True})
         assert answer.choices[0].token_ids == stream.tokens
+        assert answer.usage.prompt_tokens == len(stream.prompt) > len(ids)
         parts[0]["image_url"] = {"url": image_uri(2, 84, 56)}
         other: Any = server.client().chat.completions.create(**options, extra_body={"return_token_ids": True})
         assert other.choices[0].token_ids != stream.tokens
+        # As many as fit behind the image, whose tokens a client does not know.
+        del options["max_tokens"]
+        longest: Any = server.client().chat.completions.create(**options, extra_body={"ignore_eos": True})
+        assert longest.usage.total_tokens == 512
+        parts[0]["image_url"] = {"url": "data:image/png;base64,AAAA"}
+        with pytest.raises(openai.BadRequestError, match="image 0"):
+            server.client().chat.completions.create(**options)

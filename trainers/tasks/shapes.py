@@ -1,6 +1,6 @@
 """The embedded task with pictures: how many shapes of which color and form are in a picture of 32 x 32 pixels.
 
-A tiny vision-language model learns it from chats, of which some have no picture and ask for a sum. Everything is generated from a seed, and
+A tiny vision-language model learns it from chats, of which some have no picture and ask for a sum, or from rewards for right numbers. Everything is generated from a seed, and
 no picture of the evaluations or of the test is among those for training.
 """
 
@@ -53,7 +53,9 @@ def draw(rng: random.Random) -> tuple[Image.Image, str]:
 
 
 def write_shapes(folder: Path, seed: int, counts: Mapping[str, int] = COUNTS) -> None:
-    """Write a jsonl file with chats, and a folder of pictures, for each part of the data.
+    """Write two jsonl files, with chats and with prompts, and a folder of pictures, for each part of the data.
+
+    The answer to a prompt, `NAME-prompts.jsonl`, is a number alone: of the shapes, or the sum.
 
     Args:
         folder: The folder.
@@ -64,7 +66,7 @@ def write_shapes(folder: Path, seed: int, counts: Mapping[str, int] = COUNTS) ->
     known: set[bytes] = set()
     for name, count in counts.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
-        with open(folder / f"{name}.jsonl", "w") as file:
+        with open(folder / f"{name}.jsonl", "w") as file, open(folder / f"{name}-prompts.jsonl", "w") as prompts:
             number = 0
             while number < count:
                 image, answer = draw(rng)
@@ -74,15 +76,21 @@ def write_shapes(folder: Path, seed: int, counts: Mapping[str, int] = COUNTS) ->
                 image.save(folder / name / f"{number}.png")
                 parts = [{"type": "image", "image": f"{name}/{number}.png"}, {"type": "text", "text": QUESTION}]
                 file.write(_row(parts, answer))
+                prompts.write(_prompt(parts, answer.split()[0]))
                 number += 1
                 if number % SUMS == 0:
                     a, b = rng.randint(1, MOST), rng.randint(1, MOST)
                     file.write(_row(f"{a} and {b}", str(a + b)))
+                    prompts.write(_prompt(f"{a} and {b}", str(a + b)))
 
 
 def _row(question: Any, answer: str) -> str:
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return json.dumps({"messages": turns}) + "\n"
+
+
+def _prompt(question: Any, answer: str) -> str:
+    return json.dumps({"prompt": [{"role": "user", "content": question}], "answer": answer}) + "\n"
 
 
 def make_tokenizer() -> Any:

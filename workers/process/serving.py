@@ -133,7 +133,7 @@ class Serving:
             if event.error is not None:
                 self._end(event.id, error_of(self._worker.registry.of(request), event.error))
             elif isinstance(request, Stream):
-                self._end(event.id, StreamOk(finish_reason=event.result))
+                self._end(event.id, StreamOk(finish_reason=event.result, prompt_tokens=event.prompt_tokens))
             else:
                 self._end(event.id, EmbedOk(embedding=event.result))
 

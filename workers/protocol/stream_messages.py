@@ -34,9 +34,11 @@ class StreamOk(Reply, kw_only=True):
 
     Args:
         finish_reason: Why the response ended: `stop`, `length`, or `aborted` after a `cancel`.
+        prompt_tokens: The number of tokens of the prompt, with those of its images; 0 if it did not begin.
     """
 
     finish_reason: str
+    prompt_tokens: Count = 0
 
 
 class NewTokens(Struct, array_like=True):

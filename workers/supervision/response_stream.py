@@ -31,6 +31,8 @@ class ResponseStream:
         self._request, self._connect, self._name = request, connect, name
         self.finish_reason: str | None = None
         """Why the response ended: `stop`, `length`, or `aborted` if it was cancelled. None before its end."""
+        self.prompt_tokens = 0
+        """The number of tokens of the prompt, with those of its images; 0 before the end."""
         self._tokens: deque[Token] = deque()
         self._channel: Channel | None = None
         self._sent: ReplyFuture | None = None
@@ -123,6 +125,7 @@ class ResponseStream:
         if isinstance(reply, Error):
             raise_error(reply, f"a response of {self._name}")
         self.finish_reason = getattr(reply, "finish_reason", None)
+        self.prompt_tokens = getattr(reply, "prompt_tokens", 0)
 
     def _open(self) -> bool:
         """Send the request if the worker takes requests; return whether it was sent."""
