@@ -18,7 +18,7 @@ from ..engine.hf.model_path import resolve_folder
 from ..engine.hf.shape import context_of
 from ..engine.hf.weights import check_head, quiet_loading
 from ..engine.offload import free_memory
-from .images import ImageReader
+from .images import PromptImages
 from .media import MediaFeatures, PromptMedia
 from .options import RolloutConfig
 from .placement import GeneratorPlace
@@ -77,7 +77,7 @@ class CausalLM:
         self.media: MediaFeatures | None = None
         """What takes media in; None if the model takes none."""
         self._whole = whole
-        self._images: ImageReader | None = None
+        self._images: PromptImages | None = None
         if whole is not None:
             check_media_support(model)
             self.media = MediaFeatures(self.model, FAMILIES[whole.model_type](whole), path)
@@ -114,7 +114,7 @@ class CausalLM:
         if self.media is None or self._whole is None:
             raise ConfigError(f"{self._config.model.path} takes no images")
         if self._images is None:
-            self._images = ImageReader(self._config.model, self._whole)
+            self._images = PromptImages(self._config.model, self._whole)
         return self._images.read(prompt, images)
 
     def take_media(self, title: str, prompt: list[int], media: Mapping[str, Tensor]) -> PromptMedia:

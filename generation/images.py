@@ -15,7 +15,7 @@ from ..media.processors import PROCESSORS
 from ..media.sources import OVER_NETWORK, read_source
 
 
-class ImageReader:
+class PromptImages:
     """Reads the images of requests for one model.
 
     Args:

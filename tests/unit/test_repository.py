@@ -51,10 +51,11 @@ def test_every_deliberate_defect_fits_the_code() -> None:
 
 def test_the_page_of_families_says_what_the_code_does() -> None:
     from drivetrain.engine.bridge.family import FAMILIES as BRIDGED
-    from drivetrain.engine.bridge.family import find_family
+    from drivetrain.engine.bridge.family import PARTS, find_family
     from drivetrain.engine.fsdp.families import EXACT, UNSUPPORTED
     from drivetrain.engine.hf.media import FAMILIES as MEDIA_FAMILIES
     from drivetrain.engine.tiny_configs import MAIN_FAMILIES, tiny_model_config
+    from drivetrain.engine.tiny_media import tiny_media_config
 
     page = (ROOT / "docs" / "families.md").read_text()
     texts, media = page.split("## Images, video and audio")
@@ -64,8 +65,10 @@ def test_the_page_of_families_says_what_the_code_does() -> None:
     assert all(f"`{name}`" in page for name in UNSUPPORTED if name not in ("qwen3_5_text", "llama4_text"))
     listed = {name.strip("`"): row[2:] for row in _rows(media) for name in row[0].split(", ")}
     assert listed.keys() == MEDIA_FAMILIES.keys()
-    for name, (*kinds, fields) in listed.items():
+    for name, (*kinds, bridged, fields) in listed.items():
         modalities = MEDIA_FAMILIES[name].modalities
+        decoder = tiny_media_config(name).get_text_config().model_type
+        assert (bridged == "yes") == (decoder in {*BRIDGED, *PARTS})
         assert [kind == "yes" for kind in kinds] == [kind in modalities for kind in ("image", "video", "audio")]
         assert {f"`{field}`" for m in modalities.values() for field in (*m.fields, *m.optional)} <= {
             *re.split("[,;] ", fields)

@@ -55,11 +55,11 @@ def generate(worker: ModelWorker, request: c.Generate) -> c.GenerateOk:
         return c.GenerateOk(result=result)
     prompts = dict(zip(request.rows, request.ids, strict=True))
     batch = _documents([g for _, _, g in answers])
-    given = batch_for(worker, request)
-    if given.media:
+    with_prompts = batch_for(worker, request)
+    if with_prompts.media:
         # What a prompt has belongs to each of its completions.
         places = {row: i for i, row in enumerate(request.rows)}
-        batch = replace(batch, media=given.select([places[row] for row, _, _ in answers]).media)
+        batch = replace(batch, media=with_prompts.select([places[row] for row, _, _ in answers]).media)
     ids = [f"{prompts[row]}/{request.version}.{k}" for row, k, _ in answers]
     columns = columns_of(batch)
     fields = {column.key: (column, values) for column, values in columns}
