@@ -18,6 +18,7 @@ from ..engine.hf.model_path import resolve_folder
 from ..engine.hf.shape import context_of
 from ..engine.hf.weights import check_head, quiet_loading
 from ..engine.offload import free_memory
+from ..engine.torch_private import persistent_buffers
 from .images import PromptImages
 from .media import MediaFeatures, PromptMedia
 from .options import RolloutConfig
@@ -117,10 +118,14 @@ class CausalLM:
             self._images = PromptImages(self._config.model, self._whole)
         return self._images.read(prompt, images)
 
-    def take_media(self, title: str, prompt: list[int], media: Mapping[str, Tensor]) -> PromptMedia:
+    def take_media(self, title: str, prompt: list[int], media: Mapping[str, Tensor]) -> PromptMedia | None:
         """See `BaseGenerator.take_media`."""
         if self.media is None:
-            raise ConfigError(f"{title} has media, but {self._config.model.path} takes none")
+            if media:
+                raise ConfigError(f"{title} has media, but {self._config.model.path} takes none")
+            return None
+        if not media and not set(prompt) & set(self.media.tokens):
+            return None
         return self.media.add(prompt, media, title)
 
     def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -133,7 +138,10 @@ class CausalLM:
             self.media.drop()
         layout = DiskLayout(self.model)
         targets_by_name: dict[str, list[tuple[Tensor, tuple[int, ...]]]] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=True):
+        buffers = (
+            (f"{p}.{n}" if p else n, b) for p, module in self.model.named_modules() for n, b in persistent_buffers(module)
+        )
+        for name, parameter in [*self.model.named_parameters(remove_duplicate=True), *buffers]:
             for segment in layout.stored_slices(name, parameter.shape):
                 targets_by_name.setdefault(segment.name, []).append((segment.cut(parameter), tuple(segment.shape)))
         unknown, tied = [], set(self.model.all_tied_weights_keys)
@@ -166,6 +174,8 @@ class CausalLM:
         """Move the model to the `device` or the `host`, or free its parameters; from there they come back without values."""
         if place == "absent" and self._absent:
             return
+        if self.media is not None:
+            self.media.drop()
         parameters = dict(self.model.named_parameters())
         for name, shape in self._absent.items():
             parameters[name].data = torch.empty(shape, dtype=parameters[name].dtype, device=self.device)

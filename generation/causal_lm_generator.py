@@ -42,7 +42,7 @@ class CausalLMGenerator(BaseGenerator):
         """See `BaseGenerator.read_images`."""
         return self._lm.read_images(prompt, images)
 
-    def take_media(self, title: str, prompt: list[int], media: Mapping[str, Tensor]) -> PromptMedia:
+    def take_media(self, title: str, prompt: list[int], media: Mapping[str, Tensor]) -> PromptMedia | None:
         """See `BaseGenerator.take_media`."""
         return self._lm.take_media(title, prompt, media)
 

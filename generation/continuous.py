@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 from ..engine.errors import ConfigError, ModelError, is_out_of_memory
 from .causal_lm_generator import CausalLMGenerator
+from .media import PromptMedia
 from .memory import PAGE_TOKENS_CUDA
 from .options import RolloutConfig, SamplingOptions
 from .paged_attention import IMPLEMENTATION, SUPPORTED, prepare_step
@@ -55,6 +56,7 @@ class ContinuousGenerator(CausalLMGenerator):
         self._streams: dict[str, TokenStream] = {}
         self._names: dict[int | str, str] = {}
         self._unborn: set[str] = set()
+        self._media: dict[str, PromptMedia] = {}
         self._families = 0
         self._check_attention()
 
@@ -108,7 +110,7 @@ class ContinuousGenerator(CausalLMGenerator):
             if name in self._streams:
                 self.add_token(self._streams[name], token, log_prob)
             else:
-                processor.scheduler.set_request_cancellation(name)
+                self._remove(name)
 
     def _admit_waiting(self) -> None:
         """Pass waiting requests to the manager's scheduler, which begins with any that fits: it is given only what fits."""
@@ -164,6 +166,9 @@ class ContinuousGenerator(CausalLMGenerator):
             for i, stream in enumerate((parent, *children)):
                 request_name = f"{parent_name}{_CHILD}{i - 1}" if i else parent_name
                 self._streams[request_name], self._names[stream.id] = stream, request_name
+                if stream.media is not None:
+                    # The manager may go on with a request that nobody waits for any more: others come from its prompt.
+                    self._media[request_name] = stream.media.retained()
                 if children:
                     self._unborn.add(request_name)
             self._processor.scheduler.add_waiting_request(
@@ -182,12 +187,20 @@ class ContinuousGenerator(CausalLMGenerator):
         del self._streams[name]
         # Children come into being with the parent's first token, so until then neither can be removed alone.
         if name not in self._unborn:
-            self._processor.scheduler.set_request_cancellation(name)
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        self._processor.scheduler.set_request_cancellation(name)
+        media = self._media.pop(name, None)
+        if media is not None:
+            media.release()
 
     def drop_caches(self) -> None:
         """Forget all requests, and free the cache with all prefixes in it."""
         self._processor = None
-        self._streams, self._names, self._unborn = {}, {}, set()
+        for media in self._media.values():
+            media.release()
+        self._streams, self._names, self._unborn, self._media = {}, {}, set(), {}
 
     def invalidate_caches(self) -> None:
         """Forget all requests and all prefixes, and keep the memory of the cache, which new weights do not change."""
@@ -293,22 +306,21 @@ class _SteppedModel:
 
     def _give_media(self, inputs: dict[str, Any]) -> None:
         """Put features in the place of the numbers that stand for them, and the positions of all axes."""
-        media = self._generator._lm.media
-        streams = [self._generator._streams.get(name) for name in self._sampler.requests]
-        if media is None or not any(stream is not None and stream.media is not None for stream in streams):
+        features, known = self._generator._lm.media, self._generator._media
+        media = [known.get(name) for name in self._sampler.requests]
+        if features is None or not any(media):
             return
-        parts = list(zip(streams, self._sampler.pasts, self._sampler.queries, strict=True))
-        if any(s is not None and s.media is not None and past < len(s.inputs) for s, past, _ in parts):
-            inputs |= media.inputs(inputs.pop("input_ids"))
-        if media.axes == 1:
+        parts = list(zip(media, self._sampler.pasts, self._sampler.queries, strict=True))
+        if any(one is not None and past < len(one.ids) for one, past, _ in parts):
+            inputs |= features.inputs(inputs.pop("input_ids"))
+        if features.axes == 1:
             return
-        positions = []
-        for stream, past, count in parts:
-            one = None if stream is None else stream.media
-            if one is None or one.positions is None:
-                positions.append(torch.arange(past, past + count).expand(media.axes, -1))
-            else:
-                positions.append(one.positions_of(past, count))
+        positions = [
+            torch.arange(past, past + count).expand(features.axes, -1)
+            if one is None or one.positions is None
+            else one.positions_of(past, count)
+            for one, past, count in parts
+        ]
         inputs["position_ids"] = torch.cat(positions, -1)[:, None].to(inputs["position_ids"].device)
 
 

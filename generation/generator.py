@@ -150,12 +150,14 @@ class BaseGenerator(ABC):
         """
         raise ConfigError(f"generator={self.config.generator} takes no images; use continuous, static or tensor_parallel")
 
-    def take_media(self, title: str, prompt: list[int], media: Mapping[str, Tensor]) -> "PromptMedia":
-        """Return a prompt with media as the model is given it.
+    def take_media(self, title: str, prompt: list[int], media: Mapping[str, Tensor]) -> "PromptMedia | None":
+        """Return a prompt with media as the model is given it; None if it has none.
 
         Raises:
             ConfigError: The generator takes no media, or these do not fit the prompt.
         """
+        if not media:
+            return None
         raise ConfigError(
             f"{title} has media, which generator={self.config.generator} does not take; use generator=continuous or static"
         )
@@ -251,7 +253,7 @@ class BaseGenerator(ABC):
         if request_id in self.waiting or request_id in self.running:
             raise ConfigError(f"there is a request with the id {request_id!r} already; choose another one")
         stop_tokens = frozenset(options.stop_tokens) | (frozenset() if options.ignore_eos else limits.end_tokens)
-        taken = self.take_media(title, prompt, media) if media else None
+        taken = self.take_media(title, prompt, media or {})
         seed = seed_of(options.seed, row, sample)
         stream = TokenStream(self.step, request_id, prompt, options, stop_tokens, seed, images, taken)
         self.waiting[request_id] = stream
@@ -451,6 +453,7 @@ class BaseGenerator(ABC):
         self.running.pop(stream.id, None)
         if stream.media is not None:
             stream.media.release()
+            stream.media = None
         stream.finish_reason = reason
         self._ended += 1
 

@@ -7,12 +7,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..engine.config import ModelConfig
-from ..engine.errors import ConfigError, MediaError, ModelError
+from ..engine.errors import ConfigError, MediaError
 from ..engine.hf.tokenizer import load_tokenizer
 from ..engine.packing.batch import media_fields
 from ..media.decode import MediaLimits
 from ..media.processors import PROCESSORS
 from ..media.sources import OVER_NETWORK, read_source
+
+LIMITS = MediaLimits(max_pixels=2**24)
+"""Larger images are made smaller before the model's processor sees them."""
 
 
 class PromptImages:
@@ -26,6 +29,7 @@ class PromptImages:
     def __init__(self, model: ModelConfig, config: PreTrainedConfig) -> None:
         self._tokenizer: Any = load_tokenizer(model)
         self._processor = PROCESSORS[config.model_type](model, config, self._tokenizer)
+        self._last: tuple[Any, tuple[list[int], Mapping[str, Tensor]]] | None = None
 
     def read(self, prompt: Sequence[int], uris: Sequence[str]) -> tuple[list[int], Mapping[str, Tensor]]:
         """Return a prompt in which each image has as many tokens as features, and the fields that the encoder reads.
@@ -37,6 +41,14 @@ class PromptImages:
         Raises:
             ConfigError: An image cannot be used, or the prompt has more or fewer of them.
         """
+        key = (tuple(prompt), tuple(uris))
+        if self._last is None or self._last[0] != key:
+            # Several completions to a prompt follow each other.
+            self._last = key, self._read(prompt, uris)
+        ids, fields = self._last[1]
+        return list(ids), fields
+
+    def _read(self, prompt: Sequence[int], uris: Sequence[str]) -> tuple[list[int], Mapping[str, Tensor]]:
         try:
             self._processor.check("image")
             placeholder = self._token(self._processor.placeholder("image"))
@@ -45,10 +57,10 @@ class PromptImages:
             processed = []
             for i, uri in enumerate(uris):
                 try:
-                    processed.append(self._processor.process(read_source("image", uri, OVER_NETWORK), MediaLimits()))
+                    processed.append(self._processor.process(read_source("image", uri, OVER_NETWORK), LIMITS))
                 except MediaError as e:
                     raise ConfigError(f"image {i}: {e}") from e
-        except (MediaError, ModelError) as e:
+        except MediaError as e:
             raise ConfigError(str(e)) from e
         texts = iter([self._tokenizer(media.text, add_special_tokens=False)["input_ids"] for media in processed])
         ids = [one for token in prompt for one in (next(texts) if token == placeholder else [token])]

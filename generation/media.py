@@ -10,7 +10,7 @@ Axes: T tokens of a prompt, F features of an item, A position axes.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -38,24 +38,33 @@ class PromptMedia:
         items: The first number of each item.
         positions: `[A, T]` int64, the positions; None for one axis, which counts the tokens.
         features: What has the features of its media.
+        following: The position behind the prompt, with several axes.
     """
 
     ids: list[int]
     items: tuple[int, ...]
     positions: Tensor | None
     features: "MediaFeatures"
+    following: int = 0
+
+    def retained(self) -> Self:
+        """Return it after a further use has begun, which `release` ends."""
+        self.features.retain(self)
+        return self
 
     def release(self) -> None:
-        """End a request's use of the media."""
+        """End a use of the media."""
         self.features.release(self)
 
     def positions_of(self, start: int, count: int) -> Tensor:
         """Return the positions `[A, count]` of tokens, of those behind the prompt too."""
         assert self.positions is not None
+        if start >= len(self.ids):
+            # Behind the prompt all axes go on from the largest position.
+            behind = torch.arange(start, start + count) + (self.following - len(self.ids))
+            return behind.expand(len(self.positions), -1)
         inside = self.positions[:, start : start + count]
-        # Behind the prompt all axes go on from the largest position.
-        first, last = (max(0, place - len(self.ids)) for place in (start, start + count))
-        behind = torch.arange(first, last) + int(self.positions.max()) + 1
+        behind = torch.arange(max(0, start + count - len(self.ids))) + self.following
         return torch.cat([inside, behind.expand(len(self.positions), -1)], -1)
 
 
@@ -68,6 +77,7 @@ class _Item:
         first: Its first number.
         count: The number of its features, F.
         fields: The fields that its encoder reads.
+        digest: A digest of all of this.
         users: The number of requests that have it.
         features: What its encoder returned; None if it has not run since the weights came.
     """
@@ -76,6 +86,7 @@ class _Item:
     first: int
     count: int
     fields: Mapping[str, Tensor]
+    digest: str
     users: int = 0
     features: Tensor | None = None
 
@@ -100,13 +111,6 @@ class MediaFeatures:
         self._last: tuple[Mapping[str, Tensor], list[int], PromptMedia] | None = None
         self.encoded = 0
         """The number of items that encoders have run on."""
-        if family.block_kinds:
-            self._refusal: str | None = (
-                f"{name} takes {' and '.join(family.block_kinds)}s whose tokens attend to each other in both directions, which generators on "
-                "transformers do not"
-            )
-        else:
-            self._refusal = None
 
     @property
     def axes(self) -> int:
@@ -122,8 +126,8 @@ class MediaFeatures:
     def _base(self) -> Any:
         return getattr(self._model, self._model.base_model_prefix)
 
-    def add(self, prompt: Sequence[int], fields: Mapping[str, Tensor], title: str = "the prompt") -> PromptMedia:
-        """Return a prompt with media as the model is given it. `PromptMedia.release` ends its use.
+    def add(self, prompt: Sequence[int], fields: Mapping[str, Tensor], title: str = "the prompt") -> PromptMedia | None:
+        """Return a prompt with media as the model is given it; None if it has none. `PromptMedia.release` ends its use.
 
         Args:
             prompt: The token ids, with as many tokens for each item as it has features.
@@ -133,54 +137,66 @@ class MediaFeatures:
         Raises:
             ConfigError: The fields are not what the model takes, or do not fit the prompt.
         """
-        if self._refusal is not None:
-            raise ConfigError(self._refusal)
         last = self._last
         if last is not None and last[0] is fields and last[1] == list(prompt):
             # Another completion to the same prompt.
-            for first in last[2].items:
-                self._items[first].users += 1
-            return last[2]
+            return last[2].retained()
         media = {name: MediaField(values=value, counts=torch.tensor([len(value)])) for name, value in fields.items()}
         try:
             batch = from_lists([prompt], media=media, names=[title])
-            kinds = check_media(batch, self._family, self._name).kinds
+            summary = check_media(batch, self._family, self._name)
+            kinds = summary.kinds
+            for stray in summary.stray.values():
+                # Beside the features of another prompt the model would miss those of this token.
+                raise ConfigError(stray)
+            for kind in kinds:
+                if kind in self._family.block_kinds:
+                    raise ConfigError(
+                        f"{title} has media of the kind {kind}, whose tokens attend to each other in both directions in {self._name}; generators on "
+                        "transformers do not do that"
+                    )
             positions = positions_of(batch, self._family, self._base, kinds) if kinds and self._family.axes > 1 else None
         except BatchError as e:
             raise ConfigError(str(e)) from e
-        ids, items = list(prompt), []
+        if not kinds:
+            return None
+        ids, new = list(prompt), self._next
+        items: list[_Item] = []
         for kind in kinds:
             of_kind = items_of(batch, self._family, kind)
-            starts = [0, *accumulate(of_kind.features)]
-            places = of_kind.tokens.tolist()
+            starts, places = [0, *accumulate(of_kind.features)], of_kind.tokens.tolist()
             for i, count in enumerate(of_kind.features):
-                item = self._item(kind, count, select_items(of_kind, self._family.modalities[kind], [i]))
-                item.users += 1
-                items.append(item.first)
+                of_item = select_items(of_kind, self._family.modalities[kind], [i])
+                digest = _digest(kind, of_item)
+                # An item that comes again has the same numbers, by which a cache may have its keys and values still.
+                first = self._firsts.get(digest) or next((item.first for item in items if item.digest == digest), None)
+                if first is None:
+                    first, new = new, new + count
+                items.append(_Item(kind=kind, first=first, count=count, fields=of_item, digest=digest))
                 for number, place in enumerate(places[starts[i] : starts[i + 1]]):
-                    ids[place] = item.first + number
-        taken = PromptMedia(ids=ids, items=tuple(items), positions=positions, features=self)
+                    ids[place] = first + number
+        if new > MOST_NUMBERS:
+            raise ConfigError(
+                f"{self._name} has been given more different media since its last weights than can be numbered; load weights, or start it again"
+            )
+        self._next = new
+        for item in items:
+            self._firsts[item.digest] = item.first
+            self._items.setdefault(item.first, item).users += 1
+        following = 0 if positions is None else int(positions.max()) + 1
+        taken = PromptMedia(
+            ids=ids, items=tuple(item.first for item in items), positions=positions, features=self, following=following
+        )
         self._last = fields, list(prompt), taken
         return taken
 
-    def _item(self, kind: Kind, count: int, fields: Mapping[str, Tensor]) -> _Item:
-        digest = xxhash.xxh3_128(kind.encode())
-        for name, value in sorted(fields.items()):
-            digest.update(f"{name} {list(value.shape)} {value.dtype}".encode())
-            digest.update(host_bytes(value))
-        # An item that comes again has the same numbers, by which a cache may have its keys and values still.
-        first = self._firsts.get(digest.hexdigest())
-        if first is None:
-            first = self._firsts[digest.hexdigest()] = self._next
-            self._next += count
-            if self._next > MOST_NUMBERS:
-                raise ConfigError(f"{self._name} has been given more media than can be numbered; start it again")
-        if first not in self._items:
-            self._items[first] = _Item(kind=kind, first=first, count=count, fields=fields)
-        return self._items[first]
+    def retain(self, media: PromptMedia) -> None:
+        """Begin a further use of a prompt's media."""
+        for first in media.items:
+            self._items[first].users += 1
 
     def release(self, media: PromptMedia) -> None:
-        """End the use of a prompt's media."""
+        """End a use of a prompt's media."""
         for first in media.items:
             item = self._items[first]
             item.users -= 1
@@ -189,9 +205,12 @@ class MediaFeatures:
                 self._last = None
 
     def drop(self) -> None:
-        """Forget all features, because the weights change."""
+        """Forget all features, because the weights change or leave the device, and caches with them."""
         for item in self._items.values():
             item.features = None
+        self._firsts = {digest: first for digest, first in self._firsts.items() if first in self._items}
+        if not self._items:
+            self._next = self._vocabulary
 
     def inputs(self, ids: Tensor) -> dict[str, Any]:
         """Return the arguments of the model in the place of `input_ids`.
@@ -205,6 +224,9 @@ class MediaFeatures:
             return {"input_ids": ids}
         items = [self._items[first] for first in sorted(self._items)]
         item_of = np.searchsorted([item.first for item in items], numbers[beyond], "right") - 1
+        ends = np.array([item.first + item.count for item in items])
+        if not items or (item_of < 0).any() or (numbers[beyond] >= ends[item_of]).any():
+            raise RuntimeError("a request goes on with media that were released")
         used = [items[i] for i in np.unique(item_of)]
         self._encode(used)
         tokens = numbers.copy()
@@ -249,3 +271,11 @@ class MediaFeatures:
             for item, part in zip(items, features.split([item.count for item in items]), strict=True):
                 item.features = part
             self.encoded += len(items)
+
+
+def _digest(kind: Kind, fields: Mapping[str, Tensor]) -> str:
+    digest = xxhash.xxh3_128(kind.encode())
+    for name, value in sorted(fields.items()):
+        digest.update(f"{name} {list(value.shape)} {value.dtype}".encode())
+        digest.update(host_bytes(value))
+    return digest.hexdigest()

@@ -1,6 +1,7 @@
 """Between text and tokens: prompts, chats, and text that appears token by token."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
 from ...engine.errors import ConfigError, ModelError
+from ...trainers.data.media import for_template, lists_content
 
 
 class Texts:
@@ -52,6 +54,10 @@ class Texts:
         text: str = self.tokenizer.decode([token])
         return text
 
+    @cached_property
+    def _lists_content(self) -> bool:
+        return lists_content(self.tokenizer)
+
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Return the tokens of a conversation, up to where the answer begins.
 
@@ -62,7 +68,7 @@ class Texts:
             raise ConfigError("the model's tokenizer has no chat template; use /v1/completions, or train on chats")
         try:
             encoded = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+                for_template(messages, lists=self._lists_content), add_generation_prompt=True, tokenize=True, return_dict=True
             )
         except Exception as e:  # whatever a template raises
             raise ConfigError(f"the messages do not fit the model's chat template: {e}") from e

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from peft import PeftModel
 
-from drivetrain.engine.config import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, ParallelConfig
+from drivetrain.engine.config import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.errors import ConfigError, ModelError, TopologyError
 from drivetrain.engine.export import export_hf
 from drivetrain.engine.loss import OutputRequest
@@ -20,7 +20,18 @@ from drivetrain.engine.registry import engine_class
 from drivetrain.engine.tiny_media import MEDIA_FAMILIES
 from drivetrain.losses.sft import SFTLoss
 from helpers.harness import run_ranks
-from helpers.media_steps import OPTIM, Plain, are_equal, check_ranks, compare, pack, save, steps_of
+from helpers.media_steps import (
+    OPTIM,
+    Plain,
+    are_equal,
+    check_ranks,
+    check_shared,
+    compare,
+    pack,
+    rank_shared,
+    save,
+    steps_of,
+)
 
 MAIN = ["qwen2_5_vl", "qwen3_vl", "qwen2_audio"]
 WITHOUT_BRIDGE = "gemma4"
@@ -98,6 +109,34 @@ def test_experts_beside_an_encoder_on_two_ranks(parallel: dict[str, Any], tmp_pa
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recomputed_layers_take_features(recompute: str, tmp_path: Path) -> None:
     check_ranks(tmp_path, 2, {"tp": 2, "tp_sequence": True}, MAIN, "mcore", recompute=recompute)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"tp": 2, "tp_sequence": True}, {"cp": 2}], ids=str)
+def test_images_of_a_shared_prompt_are_encoded_once(parallel: dict[str, Any], tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "qwen3_vl")
+    found = run_ranks(rank_shared, 2, str(folder), "qwen3_vl", ParallelConfig(**parallel), "mcore")[0]
+    if "tp" in parallel:
+        # Both ranks encode all.
+        found = {share: (*numbers[:3], numbers[3] // 2) for share, numbers in found.items()}
+    check_shared(folder, "qwen3_vl", found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MAIN)
+def test_16_bits_are_close_to_the_other_engine(family: str, tmp_path: Path, process_group: None) -> None:
+    folder, precision = save(tmp_path / "model", family), PrecisionConfig(params="float32", compute="bfloat16")
+    models: list[dict[str, Any]] = [{}, {"lora": LoraConfig(rank=2)}]
+    for model in models:
+        steps: dict[str, list[float]] = {}
+        for backend in ("fsdp", "mcore"):
+            config = EngineConfig(backend=backend, micro_batch=SIZES, precision=precision)
+            model_config = ModelConfig(path=str(folder), **model)
+            engine = engine_class(backend)(model=model_config, engine=config, optim=OPTIM).initialize()
+            results = [engine.train_batch(pack(documents), SFTLoss()) for documents in steps_of(family)[:2]]
+            steps[backend] = [number for result in results for number in (result.loss, result.grad_norm or 0.0)]
+            engine.close()
+        assert steps["mcore"] == pytest.approx(steps["fsdp"], rel=0.01)
 
 
 def one_step(folder: Path, family: str, model: dict[str, Any], **settings: Any) -> tuple[float, float, list[str]]:

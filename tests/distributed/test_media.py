@@ -27,7 +27,6 @@ from drivetrain.engine.tiny_media import (
     AUDIO,
     IMAGE,
     MEDIA_FAMILIES,
-    random_item,
     tiny_media_config,
 )
 from drivetrain.losses.sft import SFTLoss
@@ -41,10 +40,12 @@ from helpers.media_steps import (
     Plain,
     are_equal,
     check_ranks,
+    check_shared,
     compare,
     document,
     optim_of,
     pack,
+    rank_shared,
     save,
     steps_of,
     supervised,
@@ -130,56 +131,6 @@ def test_the_other_families_on_two_ranks(parallel: dict[str, int], tmp_path: Pat
 )
 def test_all_families_on_four_ranks(parallel: dict[str, int], tmp_path: Path) -> None:
     check_ranks(tmp_path, 4, parallel, list(MEDIA_FAMILIES))
-
-
-def shared_documents(family: str) -> list[Document]:
-    """Answers to a prompt with images, to one that ends with an image, and to one that differs in its image alone."""
-    inside, at_end = document(family, 11, 1, 2), document(family, 12, 1)
-    cut = at_end[0][: len(at_end[0]) - at_end[0][::-1].index(IMAGE)]
-    other = document(family, 12, 1)[0], [random_item(family, "image", 1, 999)[1]]
-    answers = [[5, 6, 7], [5, 9], [8]]
-    return [
-        *((inside[0] + answer, inside[1]) for answer in answers),
-        *((cut + answer, at_end[1]) for answer in answers),
-        (other[0][: len(cut)] + answers[0], other[1]),
-        document(family, 13),
-    ]
-
-
-def rank_shared(folder: str, family: str, parallel: ParallelConfig) -> dict[str, tuple[float, float, int, int]]:
-    """Loss, gradient norm, shared tokens, and rows that all ranks have encoded, with and without sharing."""
-    found = {}
-    for share in ("off", "on"):
-        engine: Any = engine_class("fsdp")(
-            model=ModelConfig(path=folder),
-            engine=EngineConfig(parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=512), share_prefixes=share),
-            optim=OPTIM,
-        ).initialize()
-        rows: list[int] = []
-        encode = engine._root.media.encode
-
-        def counted(base: Any, kind: Any, media: Any, encode: Any = encode, rows: list[int] = rows) -> Tensor:
-            rows.append(len(media["pixel_values"]))
-            return encode(base, kind, media)
-
-        engine._root.media.encode = counted
-        result = engine.train_batch(pack(shared_documents(family)), SFTLoss())
-        encoded = sum(engine.topology.all_gather_object(sum(rows)))
-        found[share] = (result.loss, result.grad_norm, result.shared_tokens, encoded)
-        engine.close()
-    return found
-
-
-def check_shared(folder: Path, family: str, found: dict[str, tuple[float, float, int, int]]) -> None:
-    expected = Plain(folder).step_of(shared_documents(family))
-    for share in ("off", "on"):
-        assert are_equal(found[share][:2], expected)
-    assert found["off"][2] == 0 < found["on"][2]
-    # Three answers to each of two prompts.
-    items = [item for _, items in shared_documents(family) for item in items]
-    assert found["off"][3] == sum(len(item["pixel_values"]) for item in items)
-    inside, cut, other = shared_documents(family)[0][1], shared_documents(family)[3][1], shared_documents(family)[6][1]
-    assert found["on"][3] == sum(len(item["pixel_values"]) for item in [*inside, *cut, *other])
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm", "internvl"])

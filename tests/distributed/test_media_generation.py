@@ -12,6 +12,7 @@ from torch import Tensor
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError
+from drivetrain.engine.hf.layout import DiskLayout
 from drivetrain.engine.hf.tokenizer import load_tokenizer
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.packing.batch import media_fields
@@ -133,7 +134,49 @@ def test_new_weights_encode_media_anew(generator: str, tmp_path: Path, process_g
         assert not built._lm.media._items
 
 
-def test_media_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ended", [[0], [0, 1, 2], [1, 2]], ids=str)
+def test_completions_that_are_cancelled_in_the_middle_of_a_prompt(
+    ended: list[int], tmp_path: Path, process_group: None
+) -> None:
+    """The others of the prompt, and other requests, go on."""
+    family = "qwen2_5_vl"
+    folder = save(tmp_path / "model", family)
+    prompts = [document(family, 3, 2, 1), document(family, 2), document(family, 1, 1)]
+    media = media_of(prompts)
+    with generator_of(folder, "continuous", target_tokens_per_batch=8) as built:
+        streams = [built.submit(prompts[0][0], OPTIONS, row=0, sample=i, media=media[0]) for i in range(3)]
+        others = [built.submit(ids, OPTIONS, media=fields) for (ids, _), fields in zip(prompts[1:], media[1:], strict=True)]
+        built.step()
+        assert not any(stream.tokens for stream in streams)
+        for i in ended:
+            built.cancel(streams[i].id)
+        while built.step():
+            pass
+        left = [stream for i, stream in enumerate(streams) if i not in ended]
+        assert all(len(stream.tokens) == OPTIONS.max_tokens for stream in [*left, *others])
+        assert not built._lm.media._items
+    completions = [[stream.result() for stream in left], *([stream.result()] for stream in others)]
+    Actor(folder).check(prompts, completions)
+
+
+def test_numbers_begin_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With new weights, when no request is left."""
+    folder = save(tmp_path / "model", "qwen2_5_vl")
+    first, second = document("qwen2_5_vl", 1, 1), document("qwen2_5_vl", 3, 1)
+    monkeypatch.setattr("drivetrain.generation.media.MOST_NUMBERS", 256 + 6)
+    with generator_of(folder, "static") as built:
+        weights = list(built._lm.model.state_dict().items())
+        built.generate([first[0]], OPTIONS, media=media_of([first]))
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="more different media since its last weights than can be numbered"):
+                built.submit(second[0], OPTIONS, media=second[1][0])
+        built.generate([first[0]], OPTIONS, media=media_of([first]))
+        names = DiskLayout(built._lm.model)
+        built.load_weights([(names.renamed(name), value.clone()) for name, value in weights])
+        built.generate([second[0]], OPTIONS, media=media_of([second]))
+
+
+def test_media_that_do_not_fit_are_refused(tmp_path: Path, process_group: None) -> None:
     folder = save(tmp_path / "model", "qwen2_5_vl")
     ids, items = document("qwen2_5_vl", 1, 1)
     fields = items[0]
@@ -144,6 +187,8 @@ def test_media_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             (ids, {**fields, "audio": fields["pixel_values"]}, "the media field 'audio'"),
             ([*ids, IMAGE], fields, "5 image tokens"),
             ([], fields, "0 tokens"),
+            # Beside an image of another request.
+            ([5, IMAGE, 7], {}, "1 image tokens .* but 0 images"),
         ):
             with pytest.raises(ConfigError, match=message):
                 built.submit(prompt, OPTIONS, media=media)
@@ -157,6 +202,10 @@ def test_media_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             built.submit(ids, OPTIONS, media=fields)
         with pytest.raises(ConfigError, match="takes no images"):
             built.submit(ids, OPTIONS, images=["data:image/png;base64,"])
+    ids, items = document("gemma4", 1, 1, kind="audio")
+    with generator_of(save(tmp_path / "audio", "gemma4"), "static") as built:
+        audio = built.generate([ids], OPTIONS, media=items)
+    Actor(tmp_path / "audio").check([(ids, items)], audio)
     ids, items = document("gemma3", 1, 1)
     with (
         generator_of(save(tmp_path / "both", "gemma3"), "static") as built,

@@ -75,6 +75,15 @@ def test_a_step_can_be_repeated_from_its_bundle(more: list[str], task: Path, tmp
     _check_old_log_probs(Plain(task / "model"), Bundle.read(bundles[0]).batch)
 
 
+def test_calls_of_texts_alone_are_joined_with_those_of_pictures(task: Path, tmp_path: Path) -> None:
+    together = train(task, tmp_path / "one", "rl.group_size=2", "rl.mini_batch_size=4")
+    apart = train(task, tmp_path / "two", "rl.group_size=2", "rl.mini_batch_size=4", "rollout.prompts_per_call=1")
+    assert all(step["log_prob_gap_max"] < 1e-4 for step in [*together, *apart])
+    batch = Bundle.read(tmp_path / "two" / "bundles" / "step-00000001.safetensors").batch
+    images = batch.media["image_grid_thw"].counts
+    assert 0 < int(images.sum()) < batch.num_sequences
+
+
 def _check_old_log_probs(plain: Plain, batch: PackedBatch) -> None:
     """Those of the first step, by plain transformers, document by document."""
     for i in range(batch.num_sequences):
@@ -87,10 +96,14 @@ def _check_old_log_probs(plain: Plain, batch: PackedBatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("generator", ["static", "continuous"])
-def test_workers_of_several_processes(generator: str, task: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [["rollout.generator=static"], ["rollout.generator=continuous"], ["model.lora.rank=2"]],
+    ids=["static", "continuous", "adapters"],
+)
+def test_workers_of_several_processes(more: list[str], task: Path, tmp_path: Path) -> None:
     """The same run in processes, which keep the pictures of the completions, with a critic that sees them."""
-    more = (f"rollout.generator={generator}", "critic.optim.lr=1e-3")
+    more = [*more, "critic.optim.lr=1e-3"]
     expected = train(task, tmp_path / "one", *more, config_class=PPOConfig)
     steps = train(task, tmp_path / "two", *more, "group.kind=process", "group.nproc=2", config_class=PPOConfig)
     for step, alone in zip(steps, expected, strict=True):

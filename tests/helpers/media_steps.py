@@ -14,7 +14,7 @@ from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.packing.batch import PackedBatch, media_fields
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.registry import engine_class
-from drivetrain.engine.tiny_media import PLAIN, tiny_media_document
+from drivetrain.engine.tiny_media import IMAGE, PLAIN, random_item, tiny_media_document
 from drivetrain.losses.sft import SFTLoss
 from helpers.harness import run_ranks
 
@@ -146,3 +146,58 @@ def check_ranks(
     assert found.keys() == {*families}
     wrong = {f: off for f, off in found.items() if any(a > 1e-6 or b > 1e-5 for a, b in off)}
     assert not wrong
+
+
+def shared_documents(family: str) -> list[Document]:
+    """Answers to a prompt with images, to one that ends with an image, and to one that differs in its image alone."""
+    inside, at_end = document(family, 11, 1, 2), document(family, 12, 1)
+    cut = at_end[0][: len(at_end[0]) - at_end[0][::-1].index(IMAGE)]
+    other = document(family, 12, 1)[0], [random_item(family, "image", 1, 999)[1]]
+    answers = [[5, 6, 7], [5, 9], [8]]
+    return [
+        *((inside[0] + answer, inside[1]) for answer in answers),
+        *((cut + answer, at_end[1]) for answer in answers),
+        (other[0][: len(cut)] + answers[0], other[1]),
+        document(family, 13),
+    ]
+
+
+def rank_shared(
+    folder: str, family: str, parallel: ParallelConfig, backend: str = "fsdp"
+) -> dict[str, tuple[float, float, int, int]]:
+    """Loss, gradient norm, shared tokens, and rows that all ranks have encoded, with and without sharing."""
+    found = {}
+    for share in ("off", "on"):
+        engine: Any = engine_class(backend)(
+            model=ModelConfig(path=folder),
+            engine=EngineConfig(
+                backend=backend, parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=512), share_prefixes=share
+            ),
+            optim=OPTIM,
+        ).initialize()
+        rows: list[int] = []
+        encode = engine.media.family.encode
+
+        def counted(base: Any, kind: Any, media: Any, encode: Any = encode, rows: list[int] = rows) -> Tensor:
+            rows.append(len(media["pixel_values"]))
+            return encode(base, kind, media)
+
+        engine.media.family.encode = counted
+        result = engine.train_batch(pack(shared_documents(family)), SFTLoss())
+        encoded = sum(engine.topology.all_gather_object(sum(rows)))
+        found[share] = (result.loss, result.grad_norm, result.shared_tokens, encoded)
+        engine.close()
+    return found
+
+
+def check_shared(folder: Path, family: str, found: dict[str, tuple[float, float, int, int]]) -> None:
+    """Compare what `rank_shared` returned with plain transformers, and the number of rows that were encoded."""
+    expected = Plain(folder).step_of(shared_documents(family))
+    for share in ("off", "on"):
+        assert are_equal(found[share][:2], expected)
+    assert found["off"][2] == 0 < found["on"][2]
+    # Three answers to each of two prompts.
+    items = [item for _, items in shared_documents(family) for item in items]
+    assert found["off"][3] == sum(len(item["pixel_values"]) for item in items)
+    inside, cut, other = shared_documents(family)[0][1], shared_documents(family)[3][1], shared_documents(family)[6][1]
+    assert found["on"][3] == sum(len(item["pixel_values"]) for item in [*inside, *cut, *other])

@@ -152,11 +152,7 @@ class MediaReader:
     @cached_property
     def lists_content(self) -> bool:
         """Whether the chat template takes the content of messages as lists of parts alone."""
-        word = "drivetrain"
-        try:
-            return word not in self.tokenizer.apply_chat_template([{"role": "user", "content": word}], tokenize=False)
-        except Exception:  # a template may raise any exception
-            return True
+        return lists_content(self.tokenizer)
 
     @cached_property
     def placeholders(self) -> Mapping[str, Kind]:
@@ -366,6 +362,15 @@ def for_template(messages: Sequence[Mapping[str, Any]], *, lists: bool) -> list[
         return [{"type": "text", "text": value}] if lists else value
 
     return [{**message, "content": content(message["content"])} for message in messages]
+
+
+def lists_content(tokenizer: Any) -> bool:
+    """Return whether a chat template takes the content of messages as lists of parts alone."""
+    word = "drivetrain"
+    try:
+        return word not in tokenizer.apply_chat_template([{"role": "user", "content": word}], tokenize=False)
+    except Exception:  # a template may raise any exception
+        return True
 
 
 class HasMedia(Protocol):

@@ -5,11 +5,12 @@ They are few and short compared with texts to learn from, so they are read and t
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 import xxhash
 from torch import Tensor
 
@@ -43,6 +44,8 @@ class Prompt:
         columns: The other columns of the row.
         media: Its images, videos and audios, in the order of their tokens.
         store: Where these are kept; None without any.
+        empty: The fields that the media of other prompts of the run have, without rows. Every batch has all of them, because a field that
+            only some of the samples of a step had would be dropped.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     media: Sequence[MediaSpan] = ()
     store: MediaStore | None = None
+    empty: Mapping[str, Tensor] = field(default_factory=dict)
 
     def fields(self) -> dict[str, Tensor]:
         """Return what the model's encoders read of its media.
@@ -77,7 +81,23 @@ def packed_prompts(prompts: Sequence[Prompt]) -> PackedBatch:
 
 def _media_of(prompts: Sequence[Prompt]) -> dict[str, MediaField]:
     store = next((prompt.store for prompt in prompts if prompt.store is not None), None)
-    return {} if store is None else fields_of(prompts, store)
+    fields = {} if store is None else fields_of(prompts, store)
+    counts = torch.zeros(len(prompts), dtype=torch.long)
+    empty = {name: value for prompt in prompts[:1] for name, value in prompt.empty.items()}
+    return {**{name: MediaField(values=value, counts=counts) for name, value in empty.items()}, **fields}
+
+
+def empty_fields(sets: Sequence["PromptSet"]) -> dict[str, Tensor]:
+    """Return all fields that the media of prompts have, without rows."""
+    fields: dict[str, Tensor] = {}
+    kinds = set()
+    for prompts in sets:
+        for prompt in prompts:
+            for span in prompt.media:
+                if span.key.kind not in kinds and prompt.store is not None:
+                    kinds.add(span.key.kind)
+                    fields |= {name: value[:0].clone() for name, value in prompt.store.fields(span.key).items()}
+    return fields
 
 
 class PromptSet:
@@ -97,6 +117,13 @@ class PromptSet:
 
     def __getitem__(self, index: int) -> Prompt:
         return self._prompts[index]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self._prompts)
+
+    def set_media_fields(self, fields: Mapping[str, Tensor]) -> None:
+        """Set the fields that all prompts have in batches; see `Prompt.empty`."""
+        self._prompts = [replace(prompt, empty=fields) for prompt in self._prompts]
 
     @cached_property
     def digest(self) -> str:
@@ -220,7 +247,7 @@ def check_media(prompts: Sequence[Prompt], generator: str, reader: MediaReader |
             kind = span.key.kind
             if not generator_class(generator).takes_media:
                 raise DataError(
-                    f"{prompt.name} has {kind}s, which generator={generator} does not take; use continuous or static"
+                    f"{prompt.name} has {kind}s, which generator={generator} does not take; use continuous or static (of drivetrain generate: --engine transformers)"
                 )
             if kind in reader.processor.family.block_kinds:
                 raise DataError(

@@ -13,7 +13,7 @@ from ..config.rl import REWARD_MODEL, RLConfig
 from ..data.dataset import Budget, micro_batch_budget
 from ..data.media import MediaReader
 from ..data.order import BatchOrder, Cursor, Sampler
-from ..data.prompts import Prompt, PromptSet, load_prompts
+from ..data.prompts import Prompt, PromptSet, empty_fields, load_prompts
 from ..data.tokenize import cache_folder
 from ..data.vocabulary import check_same_vocabulary
 from .completions import Completions, equal_groups, join
@@ -75,8 +75,10 @@ def load_data(config: RLConfig) -> Prompts:
         order=BatchOrder(sampler, batch_size=data.batch_size, digest=lambda: train.digest),
         held_out=load_prompts(data.eval, tokenizer, data, budget, training=False, media=media) if data.eval else None,
     )
+    fields = empty_fields(prompts.sets)
     for one in prompts.sets:
         one.check_media(config.rollout.generator, media)
+        one.set_media_fields(fields)
     return prompts
 
 
