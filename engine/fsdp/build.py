@@ -176,6 +176,7 @@ def build(
     meta_model = described.meta_model
     root = copy.deepcopy(meta_model)
     experts = cut_experts(root, config, topology)
+    root.compute = getattr(torch, engine.precision.compute)
     recompute(root.lm, engine.recompute)
     if engine.compile is True:
         compile_model(root)

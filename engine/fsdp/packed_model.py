@@ -7,6 +7,7 @@ H hidden size.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -46,6 +47,8 @@ class PackedModel(HFModel):
         self.transform = transform
         self.router = router
         self.media = media
+        self.compute: torch.dtype | None = None
+        """The dtype that encoders compute in; None for that of their input."""
         self.head_regions: HeadRegions | None = None
         """The compiled work of the head on its logits; None if the model is not compiled."""
 
@@ -99,7 +102,12 @@ class PackedModel(HFModel):
     def _encode(self, kind: Kind, media: EncoderInput, part: RankSlice) -> Tensor:
         """Return the features in the place of this slice's tokens."""
         assert self.media is not None
-        features = self.media.encode(self.base, kind, media.fields)
+        values = self.media.modalities[kind].values
+        fields = media.fields
+        if self.compute is not None:
+            # Not all families convert what their encoder is given.
+            fields = {**fields, values: fields[values].to(self.compute)}
+        features = self.media.encode(self.base, kind, fields)
         if media.is_blank:
             # The encoder stays in the graph, so that its backward pass has the collectives of other ranks; its gradient is zero.
             features = features[:0]

@@ -24,6 +24,8 @@ def recompute(model: PreTrainedModel, mode: str) -> None:
         switch.activation_checkpointing_enable(settings)
     else:  # the name in transformers 5.17
         switch.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    # It makes all embeddings require a gradient, for reentrant checkpoints. Here frozen encoders would then run their backward pass.
+    switch.disable_input_require_grads()
 
 
 def _selective() -> Any:

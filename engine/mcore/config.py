@@ -87,7 +87,7 @@ def check_media(media: MediaFamily, decoder: Decoder, p: ParallelConfig) -> None
         raise TopologyError(
             f"engine.parallel.{layout} leaves {decoder.layers // chunks} of the {decoder.layers} layers on the first stage of "
             f"{media.config.model_type}, whose first {first} layers take features of its encoder (deepstack_visual_indexes) and have to be "
-            f"there; pp x vpp may be at most {decoder.layers // first}"
+            f"there; the largest possible pp x vpp is {_largest(decoder.layers // first, decoder.layers)}"
         )
 
 

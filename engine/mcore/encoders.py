@@ -101,7 +101,8 @@ class Encoders(nn.Module):
 
     def _of_this_rank(self, rows: Tensor) -> Tensor:
         if self._config.sequence_parallel:
-            rows = rows.chunk(self._groups.tp.size())[self._groups.tp.rank()]
+            # A copy, since a view would keep the rows of all ranks.
+            rows = rows.chunk(self._groups.tp.size())[self._groups.tp.rank()].clone()
         return rows.unsqueeze(1)
 
 

@@ -16,16 +16,15 @@ from transformers import PreTrainedConfig
 from .. import progress
 from ..backend import Adapters, check_adapters
 from ..base import BaseEngine
-from ..bridge.family import find_family
+from ..bridge.family import PARTS, find_family
 from ..capabilities import Capabilities
 from ..checkpoint.local_shards import LocalShard
 from ..config import OptimConfig, ParallelConfig
-from ..errors import CapabilityError, ConfigError
+from ..errors import CapabilityError, ConfigError, ModelError
 from ..flops import ModelShape
 from ..hf.config import check_model
 from ..hf.files import save_model_files
 from ..hf.media import FAMILIES, media_config
-from ..hf.model import ENCODERS
 from ..hf.shape import router_settings
 from ..hf.weights import seed_ranks
 from ..loss import HeadRequest, OutputRequest
@@ -42,7 +41,7 @@ from .lora import adapters_disabled
 from .meta_model import MetaModel
 from .modules import PackedParams
 from .moe import take_scores
-from .optimizer import MOMENTS, ShardedOptimizer
+from .optimizer import MOMENTS, ShardedOptimizer, average_over_tp
 from .options import MCoreOptions
 from .quiet import ignore_warnings
 from .state import shapes_of
@@ -100,6 +99,11 @@ class MCoreEngine(BaseEngine):
     def _architecture(self) -> Architecture:
         check_model(self.hf_config, self.model_config)
         family = find_family(self.hf_config.model_type)
+        if self._media_config is None and self.hf_config.model_type in PARTS:
+            raise ModelError(
+                f"model.path={self.model_config.path} is a model whose decoder is {self.hf_config.model_type}, but not of a family that takes media "
+                "here (docs/families.md); save the part that is, such as the thinker of an omni model, as a model of its own"
+            )
         decoder = family.decoder(self.hf_config)
         if self._media_config is not None:
             decoder = replace(decoder, tied=bool(getattr(self._media_config, "tie_word_embeddings", False)))
@@ -140,7 +144,7 @@ class MCoreEngine(BaseEngine):
         check_layout(decoder, parallel, self.hf_config.model_type)
         if self._media_config is not None:
             check_media(FAMILIES[self._media_config.model_type](self._media_config), decoder, parallel)
-            if self.options.overlap_grad_reduce and self.optim_config is not None and ENCODERS not in self.model_config.freeze:
+            if self.options.overlap_grad_reduce and self.optim_config is not None and self._meta_model.trains_encoders:
                 raise ConfigError(
                     f"engine.options.overlap_grad_reduce=true with {self._media_config.model_type}, whose encoders have no gradients in "
                     "steps without media, for which megatron's buckets would wait; set it to false, or model.freeze=[encoders]"
@@ -174,7 +178,9 @@ class MCoreEngine(BaseEngine):
         needs = super().memory_needs()
         # Of what a layer keeps, only the results of activation functions are computed again: a fifth of it.
         kept = {**needs.activations, "selective": 0.8 * needs.activations["none"]}
-        return replace(needs, state=part * bytes_each + shape.parameters * sharded / self.topology.size, activations=kept)
+        # The moments of encoders are spread over the ranks of the first stage that share no matrices.
+        moments = (shape.parameters - encoders) / self.topology.size + encoders * p.tp * p.pp / self.topology.size
+        return replace(needs, state=part * bytes_each + moments * sharded, activations=kept)
 
     def resolve_auto(self, memory: float) -> None:
         if self.config.recompute == "auto" and self._architecture.router is not None:
@@ -274,6 +280,11 @@ class MCoreEngine(BaseEngine):
 
     def _finish_gradients(self, model: Any, num_tokens: Any = None, **options: Any) -> None:
         finalize_model_grads(model, None, pg_collection=self._state.groups)
+        p = self.topology.parallel
+        if p.tp > 1 and not p.tp_sequence:
+            for chunk in self._chunks:
+                if chunk.module.encoders is not None:
+                    average_over_tp(chunk.module.encoders.parameters(), self._state.groups.tp)
 
     def _buffers(self) -> Iterator[Any]:
         for chunk in self._chunks:

@@ -62,6 +62,11 @@ class MetaModel:
         return sum(self.root.get_parameter(name).numel() for name in encoder_parameters(self.root))
 
     @property
+    def trains_encoders(self) -> bool:
+        """Whether any parameter of encoders is trained."""
+        return any(self.root.get_parameter(name).requires_grad for name in encoder_parameters(self.root))
+
+    @property
     def targets(self) -> set[str]:
         """The names of the decoder's modules that have adapters."""
         names = [hf_name(name) for name, _ in self.root.named_parameters()]
@@ -83,8 +88,9 @@ class MetaModel:
             recomputation: What is recomputed; see `EngineConfig.recompute`.
         """
         base: PreTrainedModel = copy.deepcopy(self.root.base)
-        setattr(base, next(name for name, module in base.named_children() if module is base.get_decoder()), None)
+        # Before the decoder goes, in whose embeddings the switch looks for the input.
         recompute(base, recomputation)
+        setattr(base, next(name for name, module in base.named_children() if module is base.get_decoder()), None)
         for parameter in base.parameters():
             parameter.data = parameter.data.to(dtype)
         allocate(base, device)
@@ -92,11 +98,7 @@ class MetaModel:
 
     def encoder_slices(self, name: str, parameter: Tensor) -> list[StoredSlice]:
         """Return the stored slices behind a tensor of an encoder, given its name in what `encoders` returned."""
-        return self.stored_slices(self.encoder_name(name), parameter)
-
-    def encoder_name(self, name: str) -> str:
-        """Return the name in `root` of a tensor of what `encoders` returned."""
-        return f"lm.{self.root.lm.base_model_prefix}.{name}"
+        return self.stored_slices(f"lm.{self.root.lm.base_model_prefix}.{name}", parameter)
 
     def stored_slices(self, name: str, tensor: Tensor) -> list[StoredSlice]:
         """Return the stored slices behind a parameter; an adapter or a new head is stored as one tensor under its own name."""

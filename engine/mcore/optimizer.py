@@ -1,6 +1,6 @@
 """Megatron's distributed optimizer over this rank's chunks, with its shards as plain tensors and our own norm and clipping."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -61,9 +61,10 @@ class ShardedOptimizer:
     ) -> None:
         self._chunks, self._groups = chunks, groups
         self._sometimes = [parameter for parameter in sometimes if parameter.requires_grad]
-        self._reached: set[nn.Parameter] = set()
-        for parameter in self._sometimes:
-            parameter.register_hook(partial(self._note, parameter))
+        self._reached: set[int] = set()
+        for number, parameter in enumerate(self._sometimes):
+            # Without a reference to this object or to the parameter, which the hook would keep alive.
+            parameter.register_hook(partial(_note, self._reached, number))
         config = OptimizerConfig(
             optimizer="adam",
             lr=optim.lr,
@@ -117,14 +118,13 @@ class ShardedOptimizer:
         optimizer.tp_group = self._groups.tp
         return optimizer
 
-    def _note(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        self._reached.add(parameter)
-
     def _leave_out(self, device: torch.device) -> None:
         """Drop the gradients of parameters that no micro-batch of any rank has reached: they are zeros, and no gradients."""
         if not self._sometimes:
             return
-        reached = torch.tensor([float(p in self._reached) for p in self._sometimes]).to(device, non_blocking=True)
+        reached = torch.tensor([float(number in self._reached) for number in range(len(self._sometimes))]).to(
+            device, non_blocking=True
+        )
         # The ranks of a tensor-parallel group have run the same documents.
         torch.distributed.all_reduce(reached, group=self._groups.dp_cp)
         for parameter, is_reached in zip(self._sometimes, reached.tolist(), strict=True):
@@ -170,6 +170,25 @@ class ShardedOptimizer:
             copy_main_params(part)
         for chunk in self._chunks:
             chunk.start_param_sync(force_sync=True)
+
+
+def _note(reached: set[int], number: int, gradient: Tensor) -> None:
+    reached.add(number)
+
+
+def average_over_tp(parameters: Iterable[nn.Parameter], group: torch.distributed.ProcessGroup) -> None:
+    """Average gradients that the ranks of a tensor-parallel group have computed alike, up to the order of sums in kernels on a GPU.
+
+    Their copies would otherwise drift apart. Megatron's own way takes an operation that gloo does not have.
+    """
+    grads = [parameter.main_grad for parameter in parameters if parameter.requires_grad]  # type: ignore[attr-defined]
+    if not grads:
+        return
+    joined = torch.cat([grad.flatten() for grad in grads])
+    torch.distributed.all_reduce(joined, group=group)
+    joined /= group.size()
+    for grad, mean in zip(grads, joined.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(mean.view_as(grad))
 
 
 def _shards(part: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, OptimizerShard]]:

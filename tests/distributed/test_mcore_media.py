@@ -1,6 +1,8 @@
 """Models that take media on Megatron-core, against plain transformers, document by document."""
 
+import gc
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from drivetrain.engine.mcore.options import MCoreOptions
 from drivetrain.engine.mcore.state import boxes
 from drivetrain.engine.packing.batch import IGNORE
 from drivetrain.engine.registry import engine_class
-from drivetrain.engine.tiny_media import MEDIA_FAMILIES
+from drivetrain.engine.tiny_media import MEDIA_FAMILIES, tiny_media_config
 from drivetrain.losses.sft import SFTLoss
 from helpers.harness import run_ranks
 from helpers.media_steps import (
@@ -106,6 +108,13 @@ def test_experts_beside_an_encoder_on_two_ranks(parallel: dict[str, Any], tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {"tp": 2, "tp_sequence": True}, {"pp": 2, "vpp": 2}], ids=str)
+def test_tied_embeddings_and_interleaved_stages(parallel: dict[str, Any], tmp_path: Path) -> None:
+    changes = {"tie_word_embeddings": "vpp" not in parallel}
+    check_ranks(tmp_path, 2, parallel, ["qwen2_5_vl"], "mcore", changes)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recomputed_layers_take_features(recompute: str, tmp_path: Path) -> None:
     check_ranks(tmp_path, 2, {"tp": 2, "tp_sequence": True}, MAIN, "mcore", recompute=recompute)
@@ -123,7 +132,7 @@ def test_images_of_a_shared_prompt_are_encoded_once(parallel: dict[str, Any], tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", MAIN)
+@pytest.mark.parametrize("family", [*MAIN, "glmasr"])
 def test_16_bits_are_close_to_the_other_engine(family: str, tmp_path: Path, process_group: None) -> None:
     folder, precision = save(tmp_path / "model", family), PrecisionConfig(params="float32", compute="bfloat16")
     models: list[dict[str, Any]] = [{}, {"lora": LoraConfig(rank=2)}]
@@ -155,8 +164,11 @@ def test_frozen_encoders_and_values(tmp_path: Path, process_group: None) -> None
     plain = Plain(folder)
     plain.model.model.visual.requires_grad_(False)
     expected = plain.step_of(steps_of(family)[0])
-    loss, norm, trained = one_step(folder, family, {"freeze": ("encoders",)}, options=MCoreOptions(overlap_grad_reduce=True))
-    assert are_equal((loss, norm), expected)
+    for pattern, recompute in (("encoders", "none"), ("*.visual.*", "full")):
+        loss, norm, trained = one_step(
+            folder, family, {"freeze": (pattern,)}, options=MCoreOptions(overlap_grad_reduce=True), recompute=recompute
+        )
+        assert are_equal((loss, norm), expected)
     assert trained
     assert not any(".visual." in name for name in trained)
     engine = build(folder, {"head": "value"})
@@ -255,12 +267,47 @@ def test_a_run_moves_between_engines_with_its_encoders(family: str, tmp_path: Pa
         assert are_equal(run_ranks(rank_hop, 2, str(folder), family, out, "mcore", layout, first)[0], expected[first + 1])
 
 
+@pytest.mark.parametrize("backend", ["fsdp", "mcore"])
+def test_frozen_encoders_are_out_of_the_graph_of_recomputed_layers(backend: str, tmp_path: Path, process_group: None) -> None:
+    folder = save(tmp_path / "model", "internvl")
+    config = EngineConfig(backend=backend, micro_batch=SIZES, recompute="full")
+    model = ModelConfig(path=str(folder), freeze=("encoders",))
+    engine = engine_class(backend)(model=model, engine=config, optim=OPTIM).initialize()
+    family = engine.media.family  # type: ignore[union-attr]
+    features: list[torch.Tensor] = []
+    encode = family.encode
+
+    def kept(*args: Any) -> torch.Tensor:
+        features.append(encode(*args))
+        return features[-1]
+
+    family.encode = kept  # type: ignore[method-assign]
+    engine.train_batch(pack(steps_of("internvl")[0]), SFTLoss())
+    engine.close()
+    assert features
+    assert not any(one.requires_grad for one in features)
+
+
+def test_a_closed_engine_leaves_nothing_in_memory(tmp_path: Path, process_group: None) -> None:
+    engine = build(save(tmp_path / "model", "qwen3_vl"))
+    engine.train_batch(pack(steps_of("qwen3_vl")[0]), SFTLoss())
+    parameters = [weakref.ref(shard.parameter) for shard in engine._built.param_shards]
+    engine.close()
+    del engine
+    gc.collect()
+    assert not [one for one in parameters if one() is not None]
+
+
 def test_what_cannot_run_is_refused(tmp_path: Path, process_group: None) -> None:
     folder = save(tmp_path / "model", "qwen3_vl")
     with pytest.raises(ConfigError, match=r"overlap_grad_reduce=true with qwen3_vl, .* or model.freeze=\[encoders\]"):
         build(folder, options=MCoreOptions(overlap_grad_reduce=True))
     with pytest.raises(ModelError, match=f"model family '{WITHOUT_BRIDGE}_text' has no bridge"):
         build(save(tmp_path / WITHOUT_BRIDGE, WITHOUT_BRIDGE))
+    omni = tiny_media_config("qwen2_5_omni_thinker").get_text_config()
+    omni.save_pretrained(tmp_path / "part")
+    with pytest.raises(ModelError, match="whose decoder is qwen2_5_omni_text, but not of a family that takes media here"):
+        build(tmp_path / "part", {"init": "random"})
     with pytest.raises(ModelError, match="Qwen3ForCausalLM has no encoders"):
         build(save(tmp_path / "text", "qwen3"), {"freeze": ("encoders",)})
 
@@ -277,4 +324,4 @@ def rank_stages(folder: str) -> str:
 def test_stages_that_end_before_the_last_deepstack_layer(tmp_path: Path) -> None:
     for message in run_ranks(rank_stages, 4, str(save(tmp_path / "model", "qwen3_vl"))):
         assert "engine.parallel.pp=4 leaves 1 of the 4 layers on the first stage of qwen3_vl, whose first 2 layers" in message
-        assert "pp x vpp may be at most 2" in message
+        assert "the largest possible pp x vpp is 2" in message

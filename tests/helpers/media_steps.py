@@ -111,13 +111,15 @@ def are_equal(found: tuple[float, float | None], expected: tuple[float, float], 
     return abs(found[0] / expected[0] - 1) <= 1e-6 * times and abs(found[1] / expected[1] - 1) <= 1e-5 * times
 
 
-def rank_compare(root: str, families: list[str], parallel: ParallelConfig, backend: str, settings: Any) -> dict[str, Any]:
+def rank_compare(
+    root: str, families: list[str], parallel: ParallelConfig, backend: str, changes: Any, settings: Any
+) -> dict[str, Any]:
     """Compare on several ranks; see `check_ranks`."""
     found = {}
     for family in families:
         folder = Path(root) / family
         if dist.get_rank() == 0:
-            save(folder, family)
+            save(folder, family, **changes)
         dist.barrier()
         found[family] = compare(folder, family, parallel, backend, **settings)
     return found
@@ -129,6 +131,7 @@ def check_ranks(
     parallel: dict[str, Any],
     families: list[str],
     backend: str = "fsdp",
+    changes: Any = None,
     **settings: Any,
 ) -> None:
     """Compare families in a layout.
@@ -139,10 +142,11 @@ def check_ranks(
         parallel: The layout.
         families: The families.
         backend: The engine.
+        changes: Settings of the models' configs.
         settings: Other settings of the engine.
     """
     layout = ParallelConfig(**parallel)
-    found = run_ranks(rank_compare, ranks, str(folder), families, layout, backend, settings, timeout_s=240)[0]
+    found = run_ranks(rank_compare, ranks, str(folder), families, layout, backend, changes or {}, settings, timeout_s=240)[0]
     assert found.keys() == {*families}
     wrong = {f: off for f, off in found.items() if any(a > 1e-6 or b > 1e-5 for a, b in off)}
     assert not wrong
