@@ -1,7 +1,9 @@
 """The engine against the contract, and the contract's checks against engines that are broken on purpose."""
 
 import contextlib
+import io
 import math
+import unittest.mock
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Self
@@ -11,8 +13,10 @@ import torch
 from torch import Tensor
 
 from drivetrain.engine.config import ParallelConfig
+from drivetrain.engine.conformance import __main__ as command
 from drivetrain.engine.conformance.checks import CHECKS
 from drivetrain.engine.conformance.engine_factory import ConformanceError, engine_factory
+from drivetrain.engine.errors import DrivetrainError
 from drivetrain.engine.fsdp.engine import FSDPEngine
 from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.loss import StepResult, TokenOutputs
@@ -242,3 +246,48 @@ def test_check_finds_a_broken_engine(check: str, engine: type[FSDPEngine], proce
             CHECKS[check](made)
     finally:
         unregister("broken")
+
+
+REFUSED = {
+    ("fsdp", "cpu=2"): "'cpu=2' is not an axis with a size",
+    ("fsdp", "tp_sequence=2"): "'tp_sequence=2' is not an axis with a size",
+    ("nothing",): "unknown",
+    # One error, and not that of every check.
+    ("fsdp", "tp=2"): "tp=2",
+}
+
+
+def rank_command(runs: list[tuple[str, ...]], broken: str | None) -> list[tuple[str, str]]:
+    """What the command prints, and the error that it ends with, where a check fails."""
+
+    def fails(_: Any) -> None:
+        raise ConformanceError("a tensor is missing")
+
+    told = []
+    for words in runs:
+        out, error = io.StringIO(), ""
+        with (
+            contextlib.redirect_stdout(out),
+            unittest.mock.patch("sys.argv", ["drivetrain conformance", *words]),
+            unittest.mock.patch.dict(command.CHECKS, {} if broken is None else {broken: fails}),
+        ):
+            try:
+                assert command.main() == 0
+            except DrivetrainError as e:
+                error = str(e)
+        told.append((out.getvalue(), error))
+    return told
+
+
+def test_the_command_tells_which_checks_failed() -> None:
+    runs = [("fsdp", "--only", "weights", "infer")]
+    *refused, passed = run_ranks(rank_command, 1, [*REFUSED, *runs], None)[0]
+    (failed,) = run_ranks(rank_command, 1, runs, "weights")[0]
+    for (told, error), expected in zip(refused, REFUSED.values(), strict=True):
+        assert expected in error
+        assert not told
+    assert passed[0].splitlines()[-1] == "2 checks passed, 0 failed, on 1 processes"
+    assert not passed[1]
+    assert "FAIL  weights        rank 0: a tensor is missing" in failed[0]
+    assert failed[0].splitlines()[-1] == "1 checks passed, 1 failed, on 1 processes"
+    assert failed[1] == "1 of 2 checks failed"
