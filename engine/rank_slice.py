@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from .hf.media_family import MediaFamily
 from .loss import HeadRequest, OutputRequest, TokenOutputs, loss_mask
 from .media import Share, select_items, share_items
 from .ops.packed_context import PackedContext, block_numbers
-from .ops.ulysses import gather_tokens, slice_tokens
+from .ops.ulysses import exchange_rows, gather_tokens, slice_tokens
 from .packing.batch import IGNORE, Kind
 from .parallel.topology import Topology
 from .step_plan import MicroBatch
@@ -48,6 +49,21 @@ class EncoderInput:
     is_blank: bool
     share: Share | None
     index: Tensor | None = None
+
+    def features_of_slice(self, encoded: Tensor, group: ProcessGroup | None) -> Tensor:
+        """Return the features in the place of this slice's tokens, given those of the items that this rank has encoded.
+
+        Args:
+            encoded: `[F, W]`.
+            group: The ranks that share the sequence.
+        """
+        if self.is_blank:
+            # The encoder stays in the graph, so that its backward pass has the collectives of other ranks; its gradient is zero.
+            encoded = encoded[:0]
+        if self.share is not None and group is not None:
+            sent = exchange_rows(encoded.index_select(0, self.share.sent), self.share.send, self.share.receive, group)
+            return sent.index_select(0, self.share.order)
+        return encoded if self.index is None else encoded.index_select(0, self.index)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,7 +18,6 @@ from ..hf.model import HFModel
 from ..ops.head_regions import HeadRegions
 from ..ops.linear_head import LogitTransform, linear_head
 from ..ops.router import RouterSettings, balancing_loss
-from ..ops.ulysses import exchange_rows
 from ..packing.batch import Kind
 from ..rank_slice import EncoderInput, RankSlice
 
@@ -107,17 +106,7 @@ class PackedModel(HFModel):
         if self.compute is not None:
             # Not all families convert what their encoder is given.
             fields = {**fields, values: fields[values].to(self.compute)}
-        features = self.media.encode(self.base, kind, fields)
-        if media.is_blank:
-            # The encoder stays in the graph, so that its backward pass has the collectives of other ranks; its gradient is zero.
-            features = features[:0]
-        if media.share is not None and part.context.cp_group is not None:
-            features = features.index_select(0, media.share.sent)
-            features = exchange_rows(features, media.share.send, media.share.receive, part.context.cp_group)
-            features = features.index_select(0, media.share.order)
-        elif media.index is not None:
-            features = features.index_select(0, media.index)
-        return features
+        return media.features_of_slice(self.media.encode(self.base, kind, fields), part.context.cp_group)
 
     def _head(self, hidden_sh: Tensor, part: RankSlice) -> dict[str, Tensor]:
         if self.head is not None and self.score is not None:

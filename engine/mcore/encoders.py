@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from ..hf.lora import merged
 from ..hf.media_family import MediaFamily
-from ..ops.ulysses import exchange_rows
 from ..packing.batch import Kind
 from ..rank_slice import EncoderInput, RankSlice
 from .config import DecoderConfig
@@ -73,17 +72,7 @@ class Encoders(nn.Module):
             return None
         values = self.family.modalities[kind].values
         fields = {**media.fields, values: media.fields[values].to(self._config.params_dtype)}
-        features = self.family.encode(self.base, kind, fields)
-        if media.is_blank:
-            # The encoder stays in the graph, so that its backward pass has the exchange of other ranks; its gradient is zero.
-            features = features[:0]
-        if media.share is not None and part.context.cp_group is not None:
-            features = features.index_select(0, media.share.sent)
-            features = exchange_rows(features, media.share.send, media.share.receive, part.context.cp_group)
-            features = features.index_select(0, media.share.order)
-        elif media.index is not None:
-            features = features.index_select(0, media.index)
-        return features
+        return media.features_of_slice(self.family.encode(self.base, kind, fields), part.context.cp_group)
 
     def _place(self, features: Mapping[Kind, Tensor], part: RankSlice, dtype: torch.dtype) -> Tensor:
         """Return features `[F, W]` in the place of this rank's tokens, `[r, 1, W]`, and zeros for other tokens."""
