@@ -31,7 +31,7 @@ OPTIONS = SamplingOptions(max_tokens=8, samples=3, seed=1, ignore_eos=True)
 GENERATORS = ["static", "continuous"]
 BOTH_DIRECTIONS = {"gemma3", "gemma4"}
 TILES = {"internvl", "idefics3", "smolvlm"}
-MAIN = ["qwen2_5_vl", "qwen3_vl", "qwen2_audio"]
+FAST = {("qwen2_5_vl", "static"), ("qwen3_vl", "continuous"), ("qwen2_audio", "static")}
 
 
 def documents(family: str) -> list[Document]:
@@ -75,13 +75,13 @@ class Actor:
                 torch.testing.assert_close(computed, expected[len(ids) - 1 : -1], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("generator", GENERATORS)
 @pytest.mark.parametrize(
-    "family",
+    ("family", "generator"),
     [
-        pytest.param(family, marks=[] if family in MAIN else pytest.mark.slow)
+        pytest.param(family, generator, marks=[] if (family, generator) in FAST else pytest.mark.slow)
         for family in MEDIA_FAMILIES
         if family not in BOTH_DIRECTIONS
+        for generator in GENERATORS
     ],
 )
 def test_log_probabilities_are_the_actors(family: str, generator: str, tmp_path: Path, process_group: None) -> None:
@@ -104,7 +104,7 @@ def responses(completions: Any) -> list[list[list[int]]]:
     return [[sample.response for sample in samples] for samples in completions]
 
 
-@pytest.mark.parametrize("generator", GENERATORS)
+@pytest.mark.parametrize("generator", [pytest.param("static", marks=pytest.mark.slow), "continuous"])
 def test_new_weights_encode_media_anew(generator: str, tmp_path: Path, process_group: None) -> None:
     family = "qwen3_vl"
     first, second = save(tmp_path / "first", family), save_tiny_model(tmp_path / "second", family, seed=1)
@@ -134,7 +134,7 @@ def test_new_weights_encode_media_anew(generator: str, tmp_path: Path, process_g
         assert not built._lm.media._items
 
 
-@pytest.mark.parametrize("ended", [[0], [0, 1, 2], [1, 2]], ids=str)
+@pytest.mark.parametrize("ended", [[0], *(pytest.param(e, marks=pytest.mark.slow) for e in ([0, 1, 2], [1, 2]))], ids=str)
 def test_completions_that_are_cancelled_in_the_middle_of_a_prompt(
     ended: list[int], tmp_path: Path, process_group: None
 ) -> None:
