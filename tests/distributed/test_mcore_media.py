@@ -267,7 +267,7 @@ def test_a_run_moves_between_engines_with_its_encoders(family: str, tmp_path: Pa
         assert are_equal(run_ranks(rank_hop, 2, str(folder), family, out, "mcore", layout, first)[0], expected[first + 1])
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "mcore"])
+@pytest.mark.parametrize("backend", [pytest.param("fsdp", marks=pytest.mark.slow), "mcore"])
 def test_frozen_encoders_are_out_of_the_graph_of_recomputed_layers(backend: str, tmp_path: Path, process_group: None) -> None:
     folder = save(tmp_path / "model", "internvl")
     config = EngineConfig(backend=backend, micro_batch=SIZES, recompute="full")

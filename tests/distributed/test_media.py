@@ -56,7 +56,10 @@ def test_lists_agree() -> None:
     assert set(FAMILIES) == set(MEDIA_FAMILIES)
 
 
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=pytest.mark.slow if f in ("qwen2_vl", "idefics3", "glmasr") else []) for f in MEDIA_FAMILIES],
+)
 def test_packed_media_equal_plain_transformers(family: str, tmp_path: Path, process_group: None) -> None:
     for loss_off, norm_off in compare(save(tmp_path / "model", family), family, ParallelConfig()):
         assert loss_off <= 1e-6
@@ -82,7 +85,9 @@ GEMMA4 = {
 """The changes to the tiny config that make it one like a published size: to the decoder, and to the whole."""
 
 
-@pytest.mark.parametrize("size", GEMMA4)
+@pytest.mark.parametrize(
+    "size", [pytest.param(size, marks=pytest.mark.slow if size in ("E4B", "31B") else []) for size in GEMMA4]
+)
 def test_sizes_of_gemma4_equal_plain_transformers(size: str, tmp_path: Path, process_group: None) -> None:
     decoder, whole = GEMMA4[size]
     config: Any = tiny_media_config("gemma4", {"text_config": decoder, **whole})
@@ -111,7 +116,7 @@ def test_sizes_of_gemma4_equal_plain_transformers(size: str, tmp_path: Path, pro
     engine.close()
 
 
-TWO_RANKS = ["qwen2_5_vl", "qwen3_vl", "smolvlm"]
+TWO_RANKS = ["qwen2_5_vl", "qwen3_vl"]
 
 
 @pytest.mark.parametrize("parallel", [{}, {"cp": 2}], ids=str)
@@ -133,12 +138,13 @@ def test_all_families_on_four_ranks(parallel: dict[str, int], tmp_path: Path) ->
     check_ranks(tmp_path, 4, parallel, list(MEDIA_FAMILIES))
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm", "internvl"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm", pytest.param("internvl", marks=pytest.mark.slow)])
 def test_images_of_a_shared_prompt_are_encoded_once(family: str, tmp_path: Path, process_group: None) -> None:
     folder = save(tmp_path / "model", family)
     check_shared(folder, family, rank_shared(str(folder), family, ParallelConfig()))
 
 
+@pytest.mark.slow
 def test_images_of_a_shared_prompt_on_two_ranks(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", "qwen2_5_vl")
     found = run_ranks(rank_shared, 2, str(folder), "qwen2_5_vl", ParallelConfig(cp=2))[0]
@@ -210,7 +216,7 @@ def rank_collectives(folder: str, family: str) -> dict[str, list[tuple[str, tupl
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_omni_thinker"])
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen2_5_omni_thinker", marks=pytest.mark.slow)])
 def test_collectives_are_equal_whatever_media_the_ranks_have(family: str, tmp_path: Path) -> None:
     """Images and videos, and images and audio."""
     folder = save(tmp_path / "model", family)
@@ -362,7 +368,7 @@ def rank_export(folder: str, family: str, out: str) -> tuple[float, float]:
     return after.loss, after.grad_norm
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", "gemma4"])
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", pytest.param("gemma4", marks=pytest.mark.slow)])
 def test_a_trained_model_is_exported_and_resumed_with_its_encoders(family: str, tmp_path: Path, process_group: None) -> None:
     folder = save(tmp_path / "model", family)
     loss, norm = run_ranks(rank_export, 2, str(folder), family, str(tmp_path))[0]
