@@ -51,6 +51,8 @@ from helpers.media_steps import (
     supervised,
 )
 
+SLOWLY = ("qwen2_vl", "qwen3_vl_moe", "idefics3", "internvl", "glmasr")
+
 
 def test_lists_agree() -> None:
     assert set(FAMILIES) == set(MEDIA_FAMILIES)
@@ -58,7 +60,7 @@ def test_lists_agree() -> None:
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(f, marks=pytest.mark.slow if f in ("qwen2_vl", "idefics3", "glmasr") else []) for f in MEDIA_FAMILIES],
+    [pytest.param(f, marks=pytest.mark.slow if f in SLOWLY else []) for f in MEDIA_FAMILIES],
 )
 def test_packed_media_equal_plain_transformers(family: str, tmp_path: Path, process_group: None) -> None:
     for loss_off, norm_off in compare(save(tmp_path / "model", family), family, ParallelConfig()):
@@ -119,7 +121,7 @@ def test_sizes_of_gemma4_equal_plain_transformers(size: str, tmp_path: Path, pro
 TWO_RANKS = ["qwen2_5_vl", "qwen3_vl"]
 
 
-@pytest.mark.parametrize("parallel", [{}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("parallel", [pytest.param({}, marks=pytest.mark.slow), {"cp": 2}], ids=str)
 def test_media_on_two_ranks(parallel: dict[str, int], tmp_path: Path) -> None:
     check_ranks(tmp_path, 2, parallel, TWO_RANKS)
 
@@ -138,7 +140,7 @@ def test_all_families_on_four_ranks(parallel: dict[str, int], tmp_path: Path) ->
     check_ranks(tmp_path, 4, parallel, list(MEDIA_FAMILIES))
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm", pytest.param("internvl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen3_vl", *(pytest.param(f, marks=pytest.mark.slow) for f in ("smolvlm", "internvl"))])
 def test_images_of_a_shared_prompt_are_encoded_once(family: str, tmp_path: Path, process_group: None) -> None:
     folder = save(tmp_path / "model", family)
     check_shared(folder, family, rank_shared(str(folder), family, ParallelConfig()))
@@ -304,7 +306,10 @@ def test_settings_of_models_that_take_media(tmp_path: Path, process_group: None)
         one_step(folder, {"lora": LoraConfig(rank=2, targets=("*.audio.*",))}, {}, documents)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2_audio", "smolvlm", "gemma4"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_vl", "qwen2_audio", "gemma4", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2_5_vl", "smolvlm"))],
+)
 def test_adapters_of_all_linear_layers_load_in_peft(family: str, tmp_path: Path, process_group: None) -> None:
     folder = save(tmp_path / "model", family)
     engine: Any = engine_class("fsdp")(
