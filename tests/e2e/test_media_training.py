@@ -285,7 +285,7 @@ def test_a_reward_model_on_pictures_equals_plain_transformers(task: Path, scored
     assert (tmp_path / "run" / "hf" / "preprocessor_config.json").is_file()
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_omni_thinker", "gemma4"])
+@pytest.mark.parametrize("family", ["qwen2_5_omni_thinker", pytest.param("gemma4", marks=pytest.mark.slow)])
 def test_sft_on_images_videos_and_audio_equals_plain_transformers(family: str, tmp_path: Path) -> None:
     """Of the fields and tokens whose equality with the families' own processors has tests of its own."""
     folder = save_media_model(tmp_path / "model", family)
