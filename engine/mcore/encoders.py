@@ -41,7 +41,7 @@ class Encoders(nn.Module):
         self.base, self.family, self._config, self._groups = base, family, config, groups
         for parameter in self.parameters():
             # Every rank of a tensor-parallel group has all features, of which its part of the sequence uses some; megatron sums
-            # gradients with this mark over the ranks. Without sequence parallelism they are equal there, and not summed.
+            # gradients with this mark over the ranks. Without sequence parallelism they are equal there, and averaged; see `average_over_tp`.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, embeddings: Tensor, packed: PackedParams) -> Tensor:

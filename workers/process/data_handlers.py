@@ -11,7 +11,7 @@ from ...engine.errors import BatchError
 from ...engine.packing.batch import PackedBatch
 from ...generation.result import Generation
 from ..data_plane.links import Links
-from ..data_plane.plan import Column
+from ..data_plane.plan import MEDIA, Column
 from ..data_plane.samples import batch_of, column_of, columns_of
 from ..data_plane.sequence_buffer import key_of
 from ..protocol import compute_messages as c
@@ -55,9 +55,9 @@ def generate(worker: ModelWorker, request: c.Generate) -> c.GenerateOk:
         return c.GenerateOk(result=result)
     prompts = dict(zip(request.rows, request.ids, strict=True))
     batch = _documents([g for _, _, g in answers])
-    with_prompts = batch_for(worker, request)
-    if with_prompts.media:
+    if any(key.startswith(MEDIA) for key in request.fields):
         # What a prompt has belongs to each of its completions.
+        with_prompts = batch_for(worker, request)
         places = {row: i for i, row in enumerate(request.rows)}
         batch = replace(batch, media=with_prompts.select([places[row] for row, _, _ in answers]).media)
     ids = [f"{prompts[row]}/{request.version}.{k}" for row, k, _ in answers]
