@@ -32,6 +32,26 @@ _MOE: dict[str, Any] = {
 }
 _WINDOW: dict[str, Any] = {"sliding_window": 8}
 _ALTERNATING: dict[str, Any] = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_LINEAR: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
+_DELTA: dict[str, Any] = {
+    **_LINEAR,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+_SHARED_EXPERT: dict[str, Any] = {**_MOE, "shared_expert_intermediate_size": 48}
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 32,
+    "head_dim": 8,
+}
 _NO_DROPOUT: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "residual_dropout": 0.0}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -97,6 +117,75 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "ernie4_5": {},
     "minimax_m2": _MOE,
+    "qwen3_next": {**_DELTA, **_SHARED_EXPERT},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_SHARED_EXPERT},
+    # transformers writes the convolutions of queries, keys and values in parts of equal size.
+    "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4, "head_dim": 8},
+    "kimi_linear": {
+        **_MOE,
+        **_LINEAR,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "nemotron_h": {
+        **_MOE,
+        "num_hidden_layers": 3,
+        "layers_block_type": ["mamba", "attention", "moe"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 32,
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 48,
+        "head_dim": 8,
+    },
+    "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
+    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 128},
+    "granitemoehybrid": {**_MAMBA2, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 48},
+    "zamba2": {
+        "n_mamba_heads": 8,
+        "mamba_headdim": 16,
+        "mamba_d_state": 16,
+        "mamba_ngroups": 2,
+        "chunk_size": 32,
+        "num_hidden_layers": 4,
+        "hybrid_layer_ids": [1, 3],
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "adapter_rank": 8,
+    },
+    "jamba": {
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "head_dim": 8},
+    "lfm2_moe": {**_MOE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "head_dim": 8},
+    "minimax": {**_MOE, **_LINEAR, "block_size": 32},
+    "llama4_text": {
+        **_MOE,
+        "attention_chunk_size": 16,
+        "intermediate_size_mlp": 96,
+        "no_rope_layers": [1, 0],
+        "moe_layers": [1],
+        "floor_scale": 8,
+    },
 }
 """Family -> config settings in addition to the common tiny sizes."""
 
@@ -127,8 +216,14 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 """Families with config settings whose switches differ from those of `FAMILIES`; the tests compare them too."""
 
+WITH_STATE = tuple(FAMILIES)[-15:-1]
+"""The families that have layers with state."""
+
 MAIN_FAMILIES = tuple(FAMILIES)[:10]
-"""The families that are also compared under context parallelism."""
+"""The families that most tests of layouts compare."""
+
+COMPARED_UNDER_CP = frozenset({*MAIN_FAMILIES, *WITH_STATE, "llama4_text"} - {"jamba"})
+"""The families that are also compared under context parallelism. Jamba's Mamba cannot be split."""
 
 
 def tiny_model_config(family: str, **overrides: Any) -> PreTrainedConfig:

@@ -19,6 +19,7 @@ from ..base import BaseEngine
 from ..config import ModelConfig
 from ..errors import BatchError, BudgetError, CapabilityError, ConfigError, NonFiniteError, RemoteError
 from ..heads import HeadType, head_of
+from ..hf.model import decoder_of
 from ..loss import Loss, LossSums, OutputRequest, StepResult, TokenOutputs, loss_mask
 from ..model_types import HEAD_PREFIX
 from ..packing.batch import PackedBatch, media_fields
@@ -163,7 +164,7 @@ def check_model_types(engine_factory: EngineFactory) -> None:
             stored = {n: value for n, value in weights_of(engine).items() if n.startswith(HEAD_PREFIX)}
             result = engine.train_batch(engine_factory.share(engine, documents), MeanSquares(head_type))
             reference = PlainReference(engine_factory.folder, OPTIM)
-            decoder = reference.model.get_decoder()
+            decoder = decoder_of(reference.model)
             head = head_type.module(decoder.config.hidden_size, torch.float32)
             head.load_state_dict({n.removeprefix(HEAD_PREFIX): value for n, value in stored.items()})
             loss = 0.0

@@ -34,6 +34,7 @@ from .options import FSDPOptions
 from .packed_model import PackedModel
 from .shard import build_mesh, local_slice, shard
 from .state import parameter_shards
+from .state_layers import carry_states_in_documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +148,7 @@ def describe(
         media: The config of the whole model, if it takes media.
     """
     lm, layout, adapters = empty_lm(config, model, dtype, IMPLEMENTATION, media=media)
+    carry_states_in_documents(lm)
     if media is not None:
         check_media_support(lm)
     root = PackedModel(

@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..hf.model import decoder_of
 from ..ops.head_regions import compile_regions
 from ..torch_private import compile_settings
 from .packed_model import PackedModel
@@ -24,6 +25,6 @@ def compile_model(root: PackedModel, backend: Any = "inductor") -> None:
         root: The model, whose layers recompute their activations already if they are to; one graph then covers both passes.
         backend: The backend of torch.compile.
     """
-    for layer in decoder_layers(root.lm.get_decoder()):
+    for layer in decoder_layers(decoder_of(root.lm)):
         layer.compile(backend=backend, dynamic=True, **compile_settings(GRAPHS))
     root.head_regions = compile_regions(backend)

@@ -44,6 +44,7 @@ from .packed_model import PackedModel
 from .replicas import sum_gradients
 from .shard import needs_fsdp
 from .state import parameter_shards, stored_slices_of, stream_weights, tensor_shards, weight_shapes
+from .state_layers import check_context_parallelism
 from .torch_private import clear_unsharded_gradients, take_unsharded_gradients, unsharded_gradients
 
 
@@ -122,6 +123,7 @@ class FSDPEngine(BaseEngine):
                 "compiled; set engine.compile to auto or false, or ep to 1"
             )
         check_config(self.hf_config, self.model_config, parallel, self.options, self._media_config)
+        check_context_parallelism(self._described.meta_model, self.hf_config.model_type, parallel.cp)
 
     def memory_needs(self) -> MemoryNeeds:
         p, root = self.topology.parallel, self._described.meta_model if self._model is None else self._root

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..errors import ModelError
 from ..heads import HeadType, compute_outputs
 from ..hf.media_family import MediaFamily
-from ..hf.model import HFModel
+from ..hf.model import HFModel, decoder_of
 from ..ops.head_regions import HeadRegions
 from ..ops.linear_head import LogitTransform, linear_head
 from ..ops.router import RouterSettings, balancing_loss
@@ -61,7 +61,7 @@ class PackedModel(HFModel):
             Output name -> `[S]`, and `router_aux` (a scalar) if the balancing loss is on.
         """
         router = {} if self.router is None else {"output_router_logits": True}
-        backbone: Any = self.lm.get_decoder()
+        backbone: Any = decoder_of(self.lm)
         ids = part.input_ids if self.media is None else self.media.text_ids(part.input_ids)
         inputs: dict[str, Any] = {"input_ids": ids.unsqueeze(0)}
         if self.media is not None and part.media:

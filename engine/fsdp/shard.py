@@ -1,5 +1,7 @@
 """FSDP2 applied to the root module, and the tensor slices that a rank then holds."""
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..checkpoint.tensor_slices import TensorSlice, whole
 from ..config import EngineConfig
 from ..errors import ModelError
+from ..hf.model import decoder_of
 from ..parallel.topology import Topology
 from .experts import ExpertShards, expert_modules
 from .options import FSDPOptions
@@ -37,7 +40,27 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     layers: list[nn.Module] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(f"{type(model).__name__} has no GradientCheckpointingLayer, so its layers cannot be identified")
-    return layers
+    inner = {id(m) for layer in layers for m in layer.modules() if m is not layer}
+    return [layer for layer in layers if id(layer) not in inner]
+
+
+def shared_blocks(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Return the modules of different layers that have the same parameters, such as the transformer block of Zamba 2."""
+    counts = Counter(id(p) for layer in layers for p in set(layer.parameters()))
+
+    def find(module: nn.Module) -> Iterator[nn.Module]:
+        parameters = list(module.parameters())
+        if parameters and all(counts[id(p)] > 1 for p in parameters):
+            yield module
+        else:
+            for child in module.children():
+                yield from find(child)
+
+    blocks: dict[frozenset[int], list[nn.Module]] = {}
+    for layer in layers:
+        for module in find(layer):
+            blocks.setdefault(frozenset(map(id, module.parameters())), []).append(module)
+    return list(blocks.values())
 
 
 def shard(root: Any, mesh: DeviceMesh, experts: ExpertShards | None, config: EngineConfig, options: FSDPOptions) -> None:
@@ -54,8 +77,10 @@ def shard(root: Any, mesh: DeviceMesh, experts: ExpertShards | None, config: Eng
         offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     # A single rank gathers nothing: its gathered parameters are copies in the format of computation, made once per step.
     reshard = mesh.size() > 1 if options.reshard_after_forward == "auto" else options.reshard_after_forward
-    inner = [] if experts is None else [(module, experts.mesh) for _, module in expert_modules(root)]
-    encoders = {id(layer) for layer in decoder_layers(root)} - {id(layer) for layer in decoder_layers(root.lm.get_decoder())}
+    inner: list[tuple[Any, DeviceMesh]] = [] if experts is None else [(m, experts.mesh) for _, m in expert_modules(root)]
+    # FSDP has a parameter in one group, which then serves all modules that use it.
+    inner += [(block, mesh) for block in shared_blocks(decoder_layers(root))]
+    encoders = {id(layer) for layer in decoder_layers(root)} - {id(layer) for layer in decoder_layers(decoder_of(root.lm))}
     # The angles of an encoder's positions are inputs of its layers, in float32 whatever the layers compute in.
     encoder_policy = replace(policy, cast_forward_inputs=False)
     for module, module_mesh in [*inner, *((layer, mesh) for layer in decoder_layers(root))]:

@@ -18,9 +18,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..errors import ModelError
 from ..hf.config import logit_transform
+from ..hf.model import decoder_of
 from ..ops.packed_context import PackedContext
 from ..packing.convert import from_lists
 from .attention import IMPLEMENTATION
+from .state_layers import carry_states_in_documents
 
 VOCABULARY = 128
 WINDOW = 8
@@ -314,6 +316,8 @@ def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
         if e.args != (IMPLEMENTATION,):
             raise
         raise ModelError("it takes attention from a list of its own, not from transformers' attention interface") from e
+    if attention == IMPLEMENTATION:
+        carry_states_in_documents(model)
     return model.eval()
 
 
@@ -324,7 +328,7 @@ def _check_interface(model: PreTrainedModel) -> None:
         ModelError: It does not: without our context, our attention would have refused to run.
     """
     try:
-        model.get_decoder()(input_ids=torch.tensor([[3, 4]]), position_ids=torch.tensor([[0, 1]]), use_cache=False)
+        decoder_of(model)(input_ids=torch.tensor([[3, 4]]), position_ids=torch.tensor([[0, 1]]), use_cache=False)
     except ModelError:
         return
     raise ModelError("it does not compute attention through transformers' attention interface")
@@ -337,7 +341,7 @@ def _alone(model: PreTrainedModel, documents: list[list[int]]) -> list[Tensor]:
 def _packed(model: PreTrainedModel, documents: list[list[int]]) -> list[Tensor]:
     batch = from_lists(documents)
     context = PackedContext(bounds=batch.bounds, cu_seqlens=batch.cu_seqlens)
-    hidden = model.get_decoder()(
+    hidden = decoder_of(model)(
         input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, packed=context
     ).last_hidden_state[0]
     transform = logit_transform(model.config)

@@ -6,6 +6,7 @@ read as data.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -39,6 +40,7 @@ class DiskLayout:
         self._forward: list[WeightTransform] = [
             t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)
         ]
+        self._rows = {name: len(parameter) for name, parameter in model.named_parameters() if name.endswith("_proj.weight")}
 
     def stored_slices(self, name: str, shape: Sequence[int]) -> list[StoredSlice]:
         """Return the stored slices that a parameter consists of.
@@ -51,7 +53,7 @@ class DiskLayout:
             ModelError: There is no rule for the way in which the family stores the parameter.
         """
         for converter in self._converters:
-            target = converter.target_patterns[0]
+            target = _literal(converter.target_patterns[0])
             if name.endswith(target):
                 return self._fused(name, tuple(shape), converter, target)
         return [StoredSlice(self.renamed(name), tuple(shape), whole(shape))]
@@ -79,11 +81,26 @@ class DiskLayout:
         stored = shape if op.check_dims and shape[-1] == shape[-2] else (*shape[:-2], shape[-1], shape[-2])
         return [StoredSlice(self.renamed(name), stored, whole(shape), transposed=stored != shape or not op.check_dims)]
 
+    def _joined(self, name: str, shape: tuple[int, ...], sources: Sequence[str], target: str) -> list[StoredSlice]:
+        """Return the stored convolutions of queries, keys and values, each with the rows of its projection."""
+        stem = name[: -len(target)]
+        rows = [self._rows.get(stem + source.replace("_conv1d.", "_proj."), 0) for source in sources]
+        if sum(rows) != shape[0]:
+            raise ModelError(f"{name} has {shape[0]} rows, and the projections that it convolves have {rows}")
+        return [
+            StoredSlice(
+                self.renamed(stem + source), (n, *shape[1:]), TensorSlice((end - n, *(0,) * len(shape[1:])), (n, *shape[1:]))
+            )
+            for source, n, end in zip(sources, rows, accumulate(rows), strict=True)
+        ]
+
     def _fused(self, name: str, shape: tuple[int, ...], converter: WeightConverter, target: str) -> list[StoredSlice]:
         if [type(op) for op in converter.operations] == [Transpose]:
             return self._transposed(name, shape, converter)
         operations = [(type(op), getattr(op, "dim", None)) for op in converter.operations]
-        sources = list(converter.source_patterns)
+        sources = [_literal(pattern) for pattern in converter.source_patterns]
+        if operations == [(Concatenate, 0)] and all("_conv1d." in source for source in sources):
+            return self._joined(name, shape, sources, target)
         supported = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
         if len(converter.target_patterns) != 1 or operations not in supported or (len(operations) == 1 and len(sources) != 1):
             steps = ", ".join(op.__name__ for op, _ in operations)
@@ -102,3 +119,8 @@ class DiskLayout:
             for expert in range(shape[0])
             for part, pattern in enumerate(sources)
         ]
+
+
+def _literal(pattern: str) -> str:
+    """Return the text that a pattern stands for; some families escape its dots."""
+    return pattern.replace("\\", "")

@@ -29,6 +29,13 @@ ENCODER_ATTENTION = "sdpa"
 """The attention of encoders of media, by transformers' name."""
 
 
+def decoder_of(lm: PreTrainedModel) -> Any:
+    """Return the decoder of a causal language model, without its head."""
+    decoder: Any = lm.get_decoder()
+    # Llama 4's text model names a prefix that it does not have, so that transformers does not find its decoder.
+    return decoder.model if decoder is lm else decoder
+
+
 class HFModel(nn.Module):
     """A causal language model with the head of `model.head`.
 
@@ -52,7 +59,7 @@ class HFModel(nn.Module):
     @property
     def base(self) -> Any:
         """The model without its head: of a model that takes media, its encoders and its decoder."""
-        return getattr(self.lm, self.lm.base_model_prefix)
+        return getattr(self.lm, self.lm.base_model_prefix, None) or decoder_of(self.lm)
 
 
 def empty_lm(
@@ -195,7 +202,7 @@ def freeze(root: HFModel, patterns: Sequence[str]) -> None:
 def encoder_parameters(root: HFModel) -> set[str]:
     """Return the names of the parameters of what encodes media, with what projects the features."""
     lm: Any = root.lm
-    others = [lm.get_decoder(), lm.get_input_embeddings(), lm.get_output_embeddings(), root.score]
+    others = [decoder_of(lm), lm.get_input_embeddings(), lm.get_output_embeddings(), root.score]
     known = {id(parameter) for module in others if module is not None for parameter in module.parameters()}
     return {name for name, parameter in root.named_parameters() if id(parameter) not in known}
 

@@ -12,7 +12,7 @@ from ..flops import EncoderShape, ModelShape
 from ..ops.router import RouterSettings
 from ..rope import rope_by_kind
 from .media import FAMILIES
-from .model import HFModel
+from .model import HFModel, decoder_of
 
 
 def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
@@ -25,7 +25,7 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
     routed = experts_per_token(config) if experts > 1 else 1
     weights = trained = 0.0
     of_experts = 0
-    for parameter in lm.get_decoder().parameters():
+    for parameter in decoder_of(lm).parameters():
         if parameter.dim() < 2 or id(parameter) in embeddings or any(parameter is other for other in of_head):
             continue
         # A mixture's experts are one parameter `[E, ...]`, of which each token uses only some.
@@ -58,11 +58,11 @@ CONNECTORS = ("merger", "projector", "connector", "embed_vision", "embed_audio")
 
 def encoder_shapes(lm: Any) -> dict[str, EncoderShape]:
     """Return the shapes of a model's encoders by the kind of media that they take, of which one encoder may take several."""
-    base = getattr(lm, lm.base_model_prefix)
+    base = getattr(lm, lm.base_model_prefix, lm)
     if base.config.model_type not in FAMILIES:
         return {}
     family = FAMILIES[base.config.model_type](base.config)
-    decoder = {id(p) for p in lm.get_decoder().parameters()}
+    decoder = {id(p) for p in decoder_of(lm).parameters()}
     embeddings = {id(p) for m in base.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     shapes: dict[str, EncoderShape] = {}
     for kind in family.modalities:

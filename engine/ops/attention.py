@@ -49,7 +49,7 @@ def packed_attention(
     group = context.cp_group
     if group is None:
         return _local(query_thd, key_tkd, value_tke, context, scale, window, softcap, sinks_h)
-    query_thd, key_tkd, value_tke = gather_seq_scatter_heads(query_thd, key_tkd, value_tke, group)
+    query_thd, key_tkd, value_tke = gather_seq_scatter_heads([query_thd, key_tkd, value_tke], group)
     if sinks_h is not None:
         sinks_h = sinks_h.tensor_split(group.size())[group.rank()]
     out_the = _local(query_thd, key_tkd, value_tke, context, scale, window, softcap, sinks_h)

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .scan.segments import Segments
+from .ulysses import slice_tokens
+
 _CONTEXTS: "WeakValueDictionary[int, PackedContext]" = WeakValueDictionary()
 _NUMBERS = count(1)
 
@@ -30,6 +33,21 @@ class SegmentKeys:
     index: Tensor
     cu_seqlens: Tensor
     longest: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CarriedSegments:
+    """Segments whose states can be computed together.
+
+    Args:
+        tokens: `[T']` int64, their tokens; None if these are all tokens.
+        segments: Where each of them begins, among their tokens.
+        parents: `[N']` int64, the row of each one's parent among the segments of the phase before; None for a state of zeros.
+    """
+
+    tokens: Tensor | None
+    segments: Segments
+    parents: Tensor | None
 
 
 class PackedContext:
@@ -60,6 +78,7 @@ class PackedContext:
     ) -> None:
         self.bounds, self.cu_seqlens, self.cp_group, self.parents = bounds, cu_seqlens, cp_group, parents
         self._blocks, self._blocks_in_windows = blocks, blocks_in_windows
+        self._in_chunks: dict[int, PackedContext] = {}
         self.masks: dict[int | None, Any] = {}
         """The block masks by window, created once for all layers."""
         number = next(_NUMBERS)
@@ -76,6 +95,67 @@ class PackedContext:
     def longest(self) -> int:
         """The number of tokens in the longest segment."""
         return max(end - start for start, end in pairwise(self.bounds))
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The position in its document of each token of this rank, `[t]` int64."""
+        parents = self.parents or (-1,) * (len(self.bounds) - 1)
+        lengths = [end - start for start, end in pairwise(self.bounds)]
+        before = [0 if parent < 0 else lengths[parent] for parent in parents]
+        spans = [torch.arange(first, first + n) for first, n in zip(before, lengths, strict=True)]
+        return slice_tokens(torch.cat(spans).to(self.cu_seqlens.device, non_blocking=True), self.cp_group)
+
+    def in_chunks(self, size: int) -> "PackedContext":
+        """Return the boundaries of attention that does not look beyond chunks of a document of `size` tokens."""
+        if size not in self._in_chunks:
+            self._in_chunks[size] = self._cut(size)
+        return self._in_chunks[size]
+
+    def _cut(self, size: int) -> "PackedContext":
+        bounds, parents = [0], []
+        last: list[int] = []
+        for segment, (start, end) in enumerate(pairwise(self.bounds)):
+            parent = -1 if self.parents is None else self.parents[segment]
+            before = 0 if parent < 0 else self.bounds[parent + 1] - self.bounds[parent]
+            # The first chunk begins in the parent, unless that ends with a chunk.
+            parents.append(last[parent] if before % size else -1)
+            bounds += [*range(start + size - before % size, end, size), end]
+            parents += [-1] * (len(bounds) - 1 - len(parents))
+            last.append(len(parents) - 1)
+        return PackedContext(
+            bounds=tuple(bounds),
+            cu_seqlens=torch.tensor(bounds, dtype=torch.int32).to(self.cu_seqlens.device, non_blocking=True),
+            cp_group=self.cp_group,
+            parents=None if self.parents is None else tuple(parents),
+        )
+
+    @cached_property
+    def phases(self) -> tuple[CarriedSegments, ...]:
+        """The segments along which a state is carried: those that begin with none, and those that begin with their parent's last one."""
+        device = self.cu_seqlens.device
+        if self.parents is None or max(self.parents) < 0:
+            return (CarriedSegments(tokens=None, segments=Segments(self.bounds, device), parents=None),)
+        first = [n for n, parent in enumerate(self.parents) if parent < 0]
+        then = [n for n, parent in enumerate(self.parents) if parent >= 0]
+        row = {segment: row for row, segment in enumerate(first)}
+        phases: list[CarriedSegments] = []
+        for numbers in (first, then):
+            spans = [torch.arange(self.bounds[n], self.bounds[n + 1]) for n in numbers]
+            phases.append(
+                CarriedSegments(
+                    tokens=torch.cat(spans).to(device, non_blocking=True),
+                    segments=Segments([0, *accumulate(map(len, spans))], device),
+                    parents=torch.tensor([row[self.parents[n]] for n in then]).to(device, non_blocking=True)
+                    if phases
+                    else None,
+                )
+            )
+        return tuple(phases)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """The place of each token among those of all phases, `[T]` int64; there are two phases."""
+        return torch.cat([phase.tokens for phase in self.phases if phase.tokens is not None]).argsort()
 
     @cached_property
     def keys(self) -> SegmentKeys:

@@ -63,24 +63,29 @@ def _all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
     return result
 
 
-def gather_seq_scatter_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert query, key and value from `[T/C, H, D]` to `[T, H/C, D]`, in one exchange. The results are views of one buffer.
+def gather_seq_scatter_heads(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """Convert tensors from `[T/C, H, D]` to `[T, H/C, D]`, in one exchange. The results are views of one buffer.
 
-    Key/value heads are repeated if C does not divide their number; query head j keeps its key/value head, since both are split
-    in order.
+    The heads of a tensor are repeated if C does not divide their number, such as key/value heads; a query head keeps its key/value
+    head, since both are split in order.
     """
-    size, heads = group.size(), k.shape[1]
-    if heads % size:
-        repeats = math.lcm(heads, size) // heads
-        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    size = group.size()
+    whole = [_repeated(x, size, 1) for x in tensors]
     # Each `[C, T/C, heads of a rank x D]`; the only copy on either side of the exchange is their concatenation.
-    parts = [x.reshape(len(x), size, -1).transpose(0, 1) for x in (q, k, v)]
+    parts = [x.reshape(len(x), size, -1).transpose(0, 1) for x in whole]
     received = _all_to_all(torch.cat(parts, -1), group).flatten(0, 1)
     split = received.split([part.shape[-1] for part in parts], -1)
-    q_thd, k_thd, v_thd = (
-        x.unflatten(-1, (whole.shape[1] // size, whole.shape[2])) for x, whole in zip(split, (q, k, v), strict=True)
-    )
-    return q_thd, k_thd, v_thd
+    return [x.unflatten(-1, (w.shape[1] // size, w.shape[2])) for x, w in zip(split, whole, strict=True)]
+
+
+def heads_of_rank(parameter: Tensor, group: ProcessGroup) -> Tensor:
+    """Return, of a parameter `[H, ...]`, the heads of this rank after `gather_seq_scatter_heads`."""
+    return _repeated(parameter, group.size(), 0).chunk(group.size())[group.rank()]
+
+
+def _repeated(x: Tensor, size: int, axis: int) -> Tensor:
+    heads = x.shape[axis]
+    return x if heads % size == 0 else x.repeat_interleave(math.lcm(heads, size) // heads, axis)
 
 
 def gather_heads_scatter_seq(out: Tensor, group: ProcessGroup) -> Tensor:

@@ -25,7 +25,7 @@ from drivetrain.engine.ops.packed_context import PackedContext
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
 from drivetrain.engine.registry import engine_class
-from drivetrain.engine.tiny_configs import FAMILIES, MAIN_FAMILIES, VARIANTS, tiny_model_config
+from drivetrain.engine.tiny_configs import COMPARED_UNDER_CP, FAMILIES, MAIN_FAMILIES, VARIANTS, tiny_model_config
 from drivetrain.losses.sft import SFTLoss
 from helpers.harness import run_ranks
 
@@ -83,9 +83,19 @@ def rank_families(root: str, cp: int, families: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_main_families_under_context_parallelism(cp: int) -> None:
+    compare_under_context_parallelism(cp, [*MAIN_FAMILIES, "qwen3_next", "nemotron_h", "lfm2"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cp", [2, 4])
+def test_families_with_state_under_context_parallelism(cp: int) -> None:
+    compare_under_context_parallelism(cp, sorted(COMPARED_UNDER_CP - set(MAIN_FAMILIES)))
+
+
+def compare_under_context_parallelism(cp: int, families: list[str]) -> None:
     folder = tempfile.mkdtemp()
     try:
-        found = run_ranks(rank_families, cp, folder, cp, list(MAIN_FAMILIES), timeout_s=240)[0]
+        found = run_ranks(rank_families, cp, folder, cp, families, timeout_s=240)[0]
     finally:
         shutil.rmtree(folder)
     wrong = {f: off for f, off in found.items() if any(a > 1e-6 or b > 1e-5 for a, b in off)}
@@ -145,10 +155,8 @@ NO_INTERFACE = "does not compute attention through transformers' attention inter
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        *((name, STATE) for name in ("jamba", "lfm2", "lfm2_moe", "lfm3", "minimax")),
-        *((name, STATE) for name in ("nemotron_h", "olmo_hybrid", "recurrent_gemma", "zamba2", "zaya")),
+        *((name, STATE) for name in ("lfm3", "recurrent_gemma", "zaya")),
         *((name, NO_INTERFACE) for name in ("codegen", "gpt_neox_japanese", "rwkv", "xlstm")),
-        *(pytest.param(name, STATE, marks=pytest.mark.slow) for name in ("kimi_linear", "qwen3_5_moe_text")),
         ("deepseek_v4", "attends from 346 tokens to 348 keys"),
         ("inkling_text", "passes position_bias to its attention"),
         ("minimax_m3_vl_text", "passes block_indices to its attention"),

@@ -54,15 +54,15 @@ def test_the_page_of_families_says_what_the_code_does() -> None:
     from drivetrain.engine.bridge.family import PARTS, find_family
     from drivetrain.engine.fsdp.families import EXACT, UNSUPPORTED
     from drivetrain.engine.hf.media import FAMILIES as MEDIA_FAMILIES
-    from drivetrain.engine.tiny_configs import MAIN_FAMILIES, tiny_model_config
+    from drivetrain.engine.tiny_configs import COMPARED_UNDER_CP, tiny_model_config
     from drivetrain.engine.tiny_media import tiny_media_config
 
     page = (ROOT / "docs" / "families.md").read_text()
     texts, media = page.split("## Images, video and audio")
     said = {row[0].strip("`"): [cell == "yes" for cell in row[2:]] for row in _rows(texts)}
     mixtures = {name for name in BRIDGED if find_family(name).decoder(tiny_model_config(name)).experts is not None}
-    assert said == {f: [True, f in MAIN_FAMILIES, f in BRIDGED, f in mixtures] for f in EXACT}
-    assert all(f"`{name}`" in page for name in UNSUPPORTED if name not in ("qwen3_5_text", "llama4_text"))
+    assert said == {f: [True, f in COMPARED_UNDER_CP, f in BRIDGED, f in mixtures] for f in EXACT}
+    assert all(f"`{name}`" in page for name in UNSUPPORTED)
     listed = {name.strip("`"): row[2:] for row in _rows(media) for name in row[0].split(", ")}
     assert listed.keys() == MEDIA_FAMILIES.keys()
     for name, (*kinds, bridged, fields) in listed.items():

@@ -1,0 +1,39 @@
+"""Depthwise causal convolution along packed segments.
+
+Axes: T tokens, C channels, W taps of the kernel, N segments, R rows near a boundary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .segments import Segments
+
+
+def causal_conv(
+    x_tc: Tensor, weight_cw: Tensor, bias_c: Tensor | None, segments: Segments, before_nwc: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute `y_t = bias + sum_j weight[:, W - 1 - j] x_(t - j)`, where tokens before a segment count as those before it, or as zeros.
+
+    Args:
+        x_tc: The inputs, `[T, C]`.
+        weight_cw: The kernel of each channel, `[C, W]`, the last tap for the token itself.
+        bias_c: The bias, `[C]`, or None.
+        segments: The segments.
+        before_nwc: The `W - 1` inputs before each segment, `[N, W - 1, C]`; None for zeros.
+
+    Returns:
+        The outputs `[T, C]`, and the last `W - 1` inputs of each segment, `[N, W - 1, C]`, which begin with those before it where it is
+        shorter.
+    """
+    taps = weight_cw.shape[1]
+    if before_nwc is None:
+        before_nwc = x_tc.new_zeros(len(segments.lengths), taps - 1, x_tc.shape[1])
+    plain = F.conv1d(x_tc.t().unsqueeze(0), weight_cw.unsqueeze(1), bias_c, padding=taps - 1, groups=len(weight_cw))
+    out = plain[0, :, : len(x_tc)].t()
+    boundary = segments.boundary(taps - 1)
+    # The rows near a boundary are computed anew: taking the neighbors' part off again would leave rounding, NaN or infinity behind.
+    inputs = torch.cat([before_nwc.flatten(0, 1), x_tc])
+    rows = torch.einsum("rwc,cw->rc", inputs[boundary.inputs], weight_cw)
+    out = out.index_copy(0, boundary.rows, rows if bias_c is None else rows + bias_c)
+    return out, inputs[boundary.last]

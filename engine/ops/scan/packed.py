@@ -1,0 +1,125 @@
+"""Scans and convolutions over the documents of a packed sequence, whose states begin with that of their parent, if they have one.
+
+As in `attention`, compiled code calls operators that are opaque to the compiler and look up the documents by a handle. Their backward
+pass runs the forward pass again under autograd.
+
+Axes: T tokens, N segments; those of `linear_attention`, `causal_conv` and `selective_scan`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..packed_context import PackedContext, context_of
+from .causal_conv import causal_conv
+from .linear_attention import linear_attention
+from .segments import Segments
+from .selective_scan import selective_scan
+
+Scan = Callable[[Sequence[Any], Segments, Tensor | None], tuple[Tensor, Tensor]]
+"""Takes tensors of tokens, `[T, ...]` each, or None, their segments and the states before these, `[N, ...]` or None for zeros; returns
+the outputs `[T, ...]` and the states after the segments."""
+
+
+def packed_causal_conv(x_tc: Tensor, weight_cw: Tensor, bias_c: Tensor | None, context: PackedContext) -> Tensor:
+    """Compute `causal_conv` along each document, `[T, C]`."""
+    if torch.compiler.is_compiling():
+        out: Tensor = torch.ops.drivetrain.packed_causal_conv(x_tc, weight_cw, bias_c, context.handle)
+        return out
+    return _conv(context, x_tc, weight_cw, bias_c)
+
+
+def packed_linear_attention(
+    q_tgk: Tensor, k_tgk: Tensor, v_thv: Tensor, log_decay: Tensor, beta_th: Tensor | None, context: PackedContext
+) -> Tensor:
+    """Compute `linear_attention` along each document, `[T, H, V]`."""
+    if torch.compiler.is_compiling():
+        operator = torch.ops.drivetrain.packed_linear_attention
+        out: Tensor = operator(q_tgk, k_tgk, v_thv, log_decay, beta_th, context.handle)
+        return out
+    return _linear_attention(context, q_tgk, k_tgk, v_thv, log_decay, beta_th)
+
+
+def packed_selective_scan(
+    x_td: Tensor, delta_td: Tensor, a_dn: Tensor, b_tn: Tensor, c_tn: Tensor, context: PackedContext
+) -> Tensor:
+    """Compute `selective_scan` along each document, `[T, D]`."""
+    if torch.compiler.is_compiling():
+        out: Tensor = torch.ops.drivetrain.packed_selective_scan(x_td, delta_td, a_dn, b_tn, c_tn, context.handle)
+        return out
+    return _selective_scan(context, x_td, delta_td, a_dn, b_tn, c_tn)
+
+
+def _along_documents(scan: Scan, inputs: Sequence[Tensor | None], context: PackedContext) -> Tensor:
+    outputs: list[Tensor] = []
+    state: Tensor | None = None
+    for phase in context.phases:
+        tokens = phase.tokens
+        rows = inputs if tokens is None else [None if x is None else x.index_select(0, tokens) for x in inputs]
+        before = None if phase.parents is None or state is None else state.index_select(0, phase.parents)
+        out, state = scan(rows, phase.segments, before)
+        outputs.append(out)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs).index_select(0, context.places)
+
+
+def _conv(context: PackedContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _along_documents(lambda rows, segments, before: causal_conv(rows[0], weight, bias, segments, before), [x], context)
+
+
+def _linear_attention(
+    context: PackedContext, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None
+) -> Tensor:
+    def scan(rows: Any, segments: Segments, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k, v, log_decay, beta = rows
+        return linear_attention(q, k, v, log_decay, beta, segments, before)
+
+    return _along_documents(scan, [q, k, v, log_decay, beta], context)
+
+
+def _selective_scan(context: PackedContext, x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return _along_documents(
+        lambda rows, segments, before: selective_scan(rows[0], rows[1], a, rows[2], rows[3], segments, before),
+        [x, delta, b, c],
+        context,
+    )
+
+
+def _register(name: str, arguments: str, shaped_like: int, run: Callable[..., Tensor]) -> None:
+    """Register an operator of these arguments, whose result has the shape and the dtype of one of them, and its backward operator."""
+    signature = ", ".join(f"Tensor{'?' if a.endswith('?') else ''} {a.rstrip('?')}" for a in arguments.split())
+    forward, backward = f"drivetrain::{name}", f"drivetrain::{name}_backward"
+    torch.library.define(forward, f"({signature}, Tensor handle) -> Tensor")
+    torch.library.define(backward, f"(Tensor grad, {signature}, Tensor handle) -> Tensor[]")
+
+    def compute(*inputs: Any) -> Tensor:
+        *tensors, handle = inputs
+        return run(context_of(handle), *tensors).contiguous()
+
+    def compute_backward(grad: Tensor, *inputs: Any) -> list[Tensor]:
+        *tensors, handle = inputs
+        leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
+        with torch.enable_grad():
+            out = run(context_of(handle), *leaves)
+            grads = torch.autograd.grad(out, [x for x in leaves if x is not None], grad)
+        return [g.contiguous() for g in grads]
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, handle = ctx.saved_tensors
+        grads = iter(getattr(torch.ops.drivetrain, f"{name}_backward")(grad, *tensors, handle))
+        return *(None if x is None else next(grads) for x in tensors), None
+
+    torch.library.impl(forward, "default", compute)
+    torch.library.impl(backward, "default", compute_backward)
+    torch.library.register_fake(forward, lambda *inputs: inputs[shaped_like].new_empty(inputs[shaped_like].shape))
+    torch.library.register_fake(backward, lambda grad, *inputs: [x.new_empty(x.shape) for x in inputs[:-1] if x is not None])
+    torch.library.register_autograd(forward, differentiate, setup_context=save)
+
+
+_register("packed_causal_conv", "x weight bias?", 0, _conv)
+_register("packed_linear_attention", "q k v log_decay beta?", 2, _linear_attention)
+_register("packed_selective_scan", "x delta a b c", 0, _selective_scan)
