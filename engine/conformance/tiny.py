@@ -1,5 +1,6 @@
 """Tiny models of many families, built from a config and a seed, for conformance checks, tests and parity runs."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,27 @@ from ..tiny_configs import SPECIAL, VOCABULARY, tiny_model_config
 from ..tiny_media import MEDIA_FAMILIES, tiny_media_config
 
 
+STEP_SIZES = ("dt_bias", "dt_proj.bias")
+"""The names of biases of which the softplus is the step size of a layer with state."""
+
+
 def tiny_model(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a plain transformers model whose weights are all perturbed, so that none keeps an initial value of 0 or 1."""
+    """Return a plain transformers model whose weights are all perturbed, so that none keeps an initial value of 0 or 1.
+
+    The steps of layers with state are drawn between 0.001 and 0.1, as for Mamba (arXiv:2312.00752, section 3.6).
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         auto: Any = AutoModelForMultimodalLM if config.model_type in MEDIA_FAMILIES else AutoModelForCausalLM
         model: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=dtype)
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.05)
+            for name, parameter in model.named_parameters():
+                if name.endswith(STEP_SIZES):
+                    # With transformers' initial values most states are forgotten within a token or two, which would hide a leak.
+                    steps = torch.empty_like(parameter).uniform_(math.log(1e-3), math.log(0.1)).exp()
+                    parameter.copy_(steps + torch.log(-torch.expm1(-steps)))
+                else:
+                    parameter.add_(torch.randn_like(parameter) * 0.05)
     return model
 
 

@@ -64,10 +64,13 @@ def make_models(job: Job) -> None:
             raise ConfigError(
                 f"--model {model} is not a folder; the families of embedded tiny models are {', '.join([*FAMILIES, VISION])}"
             )
-        layers: dict[str, Any] = {"num_hidden_layers": LAYERS}
-        kinds = FAMILIES[model].get("layer_types")
-        if kinds is not None:
-            layers["layer_types"] = kinds * (LAYERS // len(kinds))
+        settings = FAMILIES[model]
+        layers: dict[str, Any] = {}
+        if "num_hidden_layers" not in settings:
+            layers = {"num_hidden_layers": LAYERS}
+            for name in ("layer_types", "no_rope_layers"):
+                if name in settings:
+                    layers[name] = settings[name] * (LAYERS // len(settings[name]))
         save_tiny_model(folder, model, **layers)
         make_tokenizer().save_pretrained(folder)
     if job.data is None:
