@@ -34,6 +34,16 @@ _VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidd
 _PATCHES = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
 _QWEN = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 64, **_PATCHES}
 _QWEN3 = {**_QWEN, "depth": 3, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
+_QWEN3_5 = {**_QWEN, "depth": 2, "num_position_embeddings": 64}
+_STATE: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {**_AXES, "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _AUDIO = {
     "d_model": 32,
@@ -58,6 +68,12 @@ MEDIA_FAMILIES: Mapping[str, dict[str, Any]] = {
     },
     "qwen3_vl": {"text_config": {**_TEXT, **_ROPE3, "head_dim": 8}, "vision_config": _QWEN3, **_QWEN_TOKENS},
     "qwen3_vl_moe": {"text_config": {**_TEXT, **_ROPE3, **_MOE, "head_dim": 8}, "vision_config": _QWEN3, **_QWEN_TOKENS},
+    "qwen3_5": {"text_config": {**_TEXT, **_STATE}, "vision_config": _QWEN3_5, **_QWEN_TOKENS},
+    "qwen3_5_moe": {
+        "text_config": {**_TEXT, **_STATE, **_MOE, "shared_expert_intermediate_size": 48},
+        "vision_config": _QWEN3_5,
+        **_QWEN_TOKENS,
+    },
     "qwen2_5_omni_thinker": {
         "text_config": {**_TEXT, **_ROPE},
         "vision_config": {**_QWEN, "depth": 2, "window_size": 16, "fullatt_block_indexes": [1]},

@@ -23,6 +23,8 @@ FAMILIES: Mapping[str, type[MediaFamily]] = {
     "qwen2_5_vl": Qwen25VL,
     "qwen2_audio": QwenAudio,
     "qwen2_vl": QwenVL,
+    "qwen3_5": QwenVL,
+    "qwen3_5_moe": QwenVL,
     "qwen3_vl": QwenVL,
     "qwen3_vl_moe": QwenVL,
     "smolvlm": MaskedTiles,

@@ -51,7 +51,7 @@ from helpers.media_steps import (
     supervised,
 )
 
-SLOWLY = ("qwen2_vl", "qwen3_vl_moe", "idefics3", "internvl", "glmasr")
+SLOWLY = ("qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe", "idefics3", "internvl", "glmasr")
 
 
 def test_lists_agree() -> None:
