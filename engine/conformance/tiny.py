@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrai
 from ..tiny_configs import SPECIAL, VOCABULARY, tiny_model_config
 from ..tiny_media import MEDIA_FAMILIES, tiny_media_config
 
-
 STEP_SIZES = ("dt_bias", "dt_proj.bias")
 """The names of biases of which the softplus is the step size of a layer with state."""
 

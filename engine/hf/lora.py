@@ -25,6 +25,9 @@ from ..ops.lora import adapter_product
 
 EXPERT_NAMES = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
+KERNEL_WEIGHTS = {"falcon_h1": {"out_proj"}, "jamba": {"dt_proj"}, "nemotron_h": {"out_proj"}}
+"""Linear layers, by model type, whose weights transformers hands to a kernel, so that an adapter would have no effect there."""
+
 
 def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLoraConfig:
     """Convert our settings to a peft config, with the target modules listed explicitly.
@@ -39,7 +42,8 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
     names = {n.rpartition(".")[2] for n in linears}
     # In a mixture, peft treats these names as parts of the fused experts, which are not linear layers, wherever they occur.
     fused = EXPERT_NAMES & names if any(hasattr(m, "_is_expert_parallel") for m in model.modules()) else set()
-    targets = sorted(names - fused)
+    without_effect = KERNEL_WEIGHTS.get(model.config.model_type, set()) & names
+    targets = sorted(names - fused - without_effect)
     if lora.targets != ("all-linear",):
         matches = {
             t: [n for n in linears if fnmatch.fnmatchcase(n, t)] if "." in t else [n for n in names if n == t]
@@ -56,6 +60,11 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
             raise ModelError(
                 f"model.lora.targets names {', '.join(expert_targets)}: in {type(model).__name__}, peft treats it as part of "
                 f"the fused experts, which cannot be adapted; use some of {', '.join(targets)}"
+            )
+        if useless := [t for t, matched in matches.items() if {n.rpartition(".")[2] for n in matched} & without_effect]:
+            raise ModelError(
+                f"model.lora.targets names {', '.join(useless)}: transformers hands its weights to a kernel, so in other programs the "
+                f"adapter would have no effect in {type(model).__name__}; use some of {', '.join(targets)}"
             )
         targets = list(dict.fromkeys(name for one in matches.values() for name in one))
     # peft finds targets by the end of their names, and would adapt what is no linear layer, such as the convolution of an encoder.

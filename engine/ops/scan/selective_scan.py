@@ -71,9 +71,8 @@ class _SelectiveScan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         chunks = ctx.chunks
-        inputs = ctx.saved_tensors[:5]
+        *inputs, initial = ctx.saved_tensors
         x, delta, a, b, c = _in_chunks(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], chunks)
-        initial = ctx.saved_tensors[5]
         grad_out, grad_final = grads
         grad_out = torch.zeros_like(x) if grad_out is None else chunks.split(grad_out.to(x.dtype))
         grad_final = torch.zeros_like(initial) if grad_final is None else grad_final.to(x.dtype)
