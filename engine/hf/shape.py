@@ -40,7 +40,7 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
         trained=trained,
         head=sum(p.numel() for p in of_head),
         head_trained=sum(p.numel() for p in of_head if p.requires_grad),
-        attention=_attention(config),
+        attention=_attention(config, decoder_of(lm)),
         parameters=sum(p.numel() for p in root.parameters()),
         parameters_trained=sum(p.numel() for p in root.parameters() if p.requires_grad),
         positions=context_of(config),
@@ -163,7 +163,12 @@ def router_settings(config: PreTrainedConfig, coefficient: float) -> RouterSetti
     return RouterSettings(experts=experts, per_token=experts_per_token(config))
 
 
-def _attention(config: PreTrainedConfig) -> tuple[tuple[int, int | None], ...]:
+SCAN_WINDOW = 192
+"""A layer with state costs about as much as attention to as many tokens: a chunk of 64, and to read and write the state."""
+
+
+def _attention(config: PreTrainedConfig, decoder: nn.Module) -> tuple[tuple[int, int | None], ...]:
+    attends = [any(hasattr(m, "is_causal") for m in layer.modules()) for layer in getattr(decoder, "layers", ())]
     layers, kinds = getattr(config, "per_layer_config", None), getattr(config, "layer_types", None)
     costs = []
     for i in range(config.num_hidden_layers):
@@ -174,5 +179,8 @@ def _attention(config: PreTrainedConfig) -> tuple[tuple[int, int | None], ...]:
         query = getattr(layer, "qk_head_dim", None) or size
         value = getattr(layer, "v_head_dim", None) or size
         windowed = kinds is None or kinds[i] == "sliding_attention"
-        costs.append((heads * (query + value), getattr(layer, "sliding_window", None) if windowed else None))
+        window = getattr(layer, "sliding_window", None) if windowed else None
+        if any(attends) and i < len(attends) and not attends[i]:
+            window = SCAN_WINDOW
+        costs.append((heads * (query + value), window))
     return tuple(costs)

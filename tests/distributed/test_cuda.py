@@ -36,6 +36,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {}),
     ("gemma3_text", {"precision": EXACT}),
     ("llama", {"precision": EXACT}),
+    # Layers with state: by flash-linear-attention where it is installed, in float32 by chunks.
+    ("qwen3_next", {}),
+    ("nemotron_h", {}),
+    ("kimi_linear", {}),
+    ("jamba", {}),
+    ("qwen3_next", {"precision": EXACT}),
     ("llama", {"compile": True}),
     ("llama", {"compile": True, "recompute": "full"}),
     ("gemma2", {"compile": True, "recompute": "selective"}),

@@ -1,6 +1,8 @@
 """Scans and convolutions that carry a state, against their definition, token by token in float64."""
 
 import itertools
+import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drivetrain.engine.ops.packed_context import PackedContext
+from drivetrain.engine.ops.scan import fused
 from drivetrain.engine.ops.scan.causal_conv import causal_conv
 from drivetrain.engine.ops.scan.linear_attention import linear_attention
 from drivetrain.engine.ops.scan.packed import packed_causal_conv, packed_linear_attention, packed_selective_scan
@@ -268,3 +271,67 @@ def test_chunked_attention_counts_the_positions_of_a_document() -> None:
 def test_empty_segments_are_refused() -> None:
     with pytest.raises(ValueError, match="segments of 0 tokens"):
         Segments((0, 3, 3), CPU)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "delta", "by_channel"),
+    [
+        ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", True, False),
+        ("fla.ops.kda", "chunk_kda", True, True),
+        ("fla.ops.simple_gla", "chunk_simple_gla", False, False),
+    ],
+)
+def test_kernels_are_called_as_they_are_written(
+    module: str, name: str, delta: bool, by_channel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in with the signature of flash-linear-attention 0.6.0, which needs a GPU."""
+    q, k, v, log_decay, rates, state = attention_inputs(torch.float32, by_channel, "usual")
+    beta, segments = rates if delta else None, Segments(BOUNDS, CPU)
+    want, _ = linear_attention(q, k, v, log_decay, beta, segments, state)
+
+    def kernel(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        *rates: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_cpu: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        assert cu_seqlens is not None
+        assert cu_seqlens_cpu is not None
+        assert initial_state is not None
+        assert scale == 1.0
+        assert output_final_state
+        assert cu_seqlens.dtype == cu_seqlens_cpu.dtype == torch.int64
+        assert initial_state.dtype == torch.float32
+        assert delta or q.shape[2] == v.shape[2]
+        bounds = cu_seqlens_cpu.tolist()
+        out, final = by_definition(q[0], k[0], v[0], g[0], rates[0][0] if rates else None, bounds, initial_state)
+        return out[None], final
+
+    fake = types.ModuleType(module)
+    setattr(fake, name, kernel)
+    for part in ("fla", "fla.ops", module):
+        monkeypatch.setitem(sys.modules, part, fake)
+    monkeypatch.setattr(fused, "is_installed", lambda: True)
+    chosen = fused.choose_fused("cuda", torch.bfloat16, K, delta=delta, by_channel=by_channel)
+    assert chosen is not None
+    got, _ = fused.fused_attention(chosen, q, k, v, log_decay, beta, segments, state)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+def test_kernels_are_for_16_bits_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, size: int = 128, **kind: bool) -> str | None:
+        return fused.choose_fused(device, dtype, size, **{"delta": True, "by_channel": False, **kind})
+
+    monkeypatch.setattr(fused, "is_installed", lambda: False)
+    assert choose() is None
+    monkeypatch.setattr(fused, "is_installed", lambda: True)
+    assert choose() == "gated_delta_rule"
+    assert choose(dtype=torch.float16, by_channel=True) == "kda"
+    assert choose(delta=False) == "simple_gla"
+    assert choose(dtype=torch.float32) is choose("cpu") is choose(size=512) is choose(delta=False, by_channel=True) is None

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .fused import choose_fused, fused_attention
 from .segments import Chunks, Segments
 
 SUB_CHUNK = 16
@@ -40,7 +41,7 @@ def linear_attention(
     *,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the outputs of all tokens and the state at the end of each segment, in float32 or float64.
+    """Compute the outputs of all tokens and the state at the end of each segment, in float32 or float64, or by `fused`.
 
     Args:
         q_tgk: The queries, already scaled, `[T, G, K]`.
@@ -57,6 +58,11 @@ def linear_attention(
         The outputs `[T, H, V]` in the dtype of the values, and the final states `[N, H, K, V]` in float32 (float64 for values in
         float64).
     """
+    kernel = choose_fused(
+        v_thv.device.type, v_thv.dtype, k_tgk.shape[-1], delta=beta_th is not None, by_channel=log_decay.dim() == 3
+    )
+    if kernel is not None:
+        return fused_attention(kernel, q_tgk, k_tgk, v_thv, log_decay, beta_th, segments, initial_nhkv)
     dtype = torch.promote_types(v_thv.dtype, torch.float32)
     if initial_nhkv is None:
         initial_nhkv = v_thv.new_zeros(len(segments.lengths), v_thv.shape[1], k_tgk.shape[2], v_thv.shape[2], dtype=dtype)

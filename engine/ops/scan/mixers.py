@@ -125,7 +125,7 @@ def state_space_duality(
     dt_th = F.softplus(dt_th + dt_bias_h.to(dt_th.dtype)).clamp(*dt_limits).to(dtype)
     wide = x_thv.to(dtype)
     out_thv = packed_linear_attention(
-        c_tgk, b_tgk, wide * dt_th.unsqueeze(-1), -a_log_h.to(dtype).exp() * dt_th, None, context
+        c_tgk, b_tgk, (wide * dt_th.unsqueeze(-1)).to(x_thv.dtype), -a_log_h.to(dtype).exp() * dt_th, None, context
     )
     out_thv = (out_thv + d_h.to(dtype).unsqueeze(-1) * wide).to(x_thv.dtype)
     return out_thv if group is None else gather_heads_scatter_seq(out_thv, group)

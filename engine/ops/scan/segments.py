@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 CHUNK_SIZES = (16, 32, 64)
+"""Sizes of chunks. Segments that all have one token, as in generation, are chunks of one."""
 
 
 class Segments:
@@ -65,6 +66,8 @@ class Segments:
             size: The number of tokens of a chunk; None for the size at which the least is computed.
         """
         if size is None:
+            if max(self.lengths, default=1) == 1:
+                return self.chunks(1)
             # A token costs its chunk, in which all tokens meet, and about as many steps again as a state has rows.
             size = min(CHUNK_SIZES, key=lambda c: sum(-(-n // c) for n in self.lengths) * c * (c + 128))
         if size not in self._chunks:

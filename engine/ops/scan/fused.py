@@ -1,0 +1,83 @@
+"""The kernels of flash-linear-attention, for CUDA in 16 bits; read in version 0.6.0, and run by nobody yet.
+
+Axes: T tokens, N segments, G key heads, H value heads, K key size, V value size.
+"""
+
+import importlib.util
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .segments import Segments
+
+Fused = Literal["gated_delta_rule", "kda", "simple_gla"]
+LARGEST_KEY = 256
+"""The largest key size of the kernels."""
+
+
+@cache
+def is_installed() -> bool:
+    """Return whether flash-linear-attention is there; the extra `linear` installs it."""
+    return importlib.util.find_spec("fla") is not None
+
+
+def choose_fused(device_type: str, dtype: torch.dtype, key_size: int, *, delta: bool, by_channel: bool) -> Fused | None:
+    """Return the kernel for a linear attention; None for the chunks of `linear_attention`.
+
+    Those serve float32 and float64 everywhere, in which the kernels would compute less exactly, and 16 bits where the kernels are
+    not installed.
+
+    Args:
+        device_type: "cuda" or another device's type.
+        dtype: The dtype of the values.
+        key_size: K.
+        delta: Whether values are written by the delta rule.
+        by_channel: Whether each channel decays by itself.
+    """
+    if device_type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or key_size > LARGEST_KEY or not is_installed():
+        return None
+    if delta:
+        return "kda" if by_channel else "gated_delta_rule"
+    return None if by_channel else "simple_gla"
+
+
+def fused_attention(
+    kernel: Fused,
+    q_tgk: Tensor,
+    k_tgk: Tensor,
+    v_thv: Tensor,
+    log_decay: Tensor,
+    beta_th: Tensor | None,
+    segments: Segments,
+    initial_nhkv: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Run a kernel in the signature of `linear_attention`."""
+    heads = v_thv.shape[1]
+    if kernel == "simple_gla" and q_tgk.shape[1] != heads:
+        # The others take fewer key heads than value heads.
+        q_tgk, k_tgk = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q_tgk, k_tgk))
+    q, k, v = (x.to(v_thv.dtype).unsqueeze(0) for x in (q_tgk, k_tgk, v_thv))
+    arguments = {
+        "scale": 1.0,
+        "initial_state": None if initial_nhkv is None else initial_nhkv.float(),
+        "output_final_state": True,
+        "cu_seqlens": segments.cu_seqlens.long(),
+        # On the host too, or each call would wait for the device.
+        "cu_seqlens_cpu": torch.tensor(segments.bounds),
+    }
+    decay = log_decay.float().unsqueeze(0)
+    if kernel == "simple_gla":
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        out, final = chunk_simple_gla(q, k, v, decay, **arguments)
+    else:
+        assert beta_th is not None
+        beta = beta_th.to(v_thv.dtype).unsqueeze(0)
+        if kernel == "kda":
+            from fla.ops.kda import chunk_kda as delta_rule
+        else:
+            from fla.ops.gated_delta_rule import chunk_gated_delta_rule as delta_rule
+        out, final = delta_rule(q, k, v, decay, beta, **arguments)
+    return out[0], final
