@@ -82,6 +82,8 @@ class CausalLM:
         if whole is not None:
             check_media_support(model)
             self.media = MediaFeatures(self.model, FAMILIES[whole.model_type](whole), path)
+        self.takes_padding = not (getattr(text, "attn_temperature_tuning", False) or text.model_type == "minimax")
+        """Whether prompts of different lengths can be a batch. Llama 4 counts the positions of padding, and MiniMax attends to it."""
         self._absent: dict[str, torch.Size] = {}
         bad_names = _not_finite((name, parameter) for name, parameter in self.model.named_parameters())
         if bad_names:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from .causal_lm import CausalLM
 from .causal_lm_generator import CausalLMGenerator
@@ -67,7 +68,8 @@ class StaticGenerator(CausalLMGenerator):
             longest = batch[0].length if batch else stream.length
             most = max(most, stream.remaining) if batch else stream.remaining
             rows = len(batch) + 1
-            if batch and (rows > self.config.max_batch_size or rows * (longest + most) > self.config.max_batch_total_tokens):
+            full = rows > self.config.max_batch_size or rows * (longest + most) > self.config.max_batch_total_tokens
+            if batch and (full or (stream.length < longest and not self._lm.takes_padding)):
                 yield batch
                 batch, most = [], stream.remaining
             batch.append(stream)
@@ -88,6 +90,20 @@ class StaticGenerator(CausalLMGenerator):
         self._lm.close()
 
 
+def new_cache(config: PreTrainedConfig) -> Any:
+    """Return an empty cache for a model of transformers."""
+    # The only family whose model takes no other one than its own.
+    return MiniMaxCache() if config.model_type == "minimax" else DynamicCache(config=config)
+
+
+def select_rows(cache: Any, rows: Tensor) -> None:
+    """Keep these rows of a cache, in this order; one may occur several times."""
+    # Made for beams, it selects any rows, of keys and values and of the states of linear attention.
+    cache.reorder_cache(rows)
+    if isinstance(cache, MiniMaxCache):
+        cache.linear_cache = [state.index_select(0, rows) if isinstance(state, Tensor) else state for state in cache.linear_cache]
+
+
 class _Batch:
     """The rows of a batch, with their cache.
 
@@ -99,7 +115,7 @@ class _Batch:
     def __init__(self, lm: CausalLM, streams: Sequence[TokenStream]) -> None:
         self._lm, self.streams = lm, list(streams)
         self._ended: set[int] = set()
-        self._cache: Any = DynamicCache(config=lm.model.config.get_text_config(decoder=True))
+        self._cache = new_cache(lm.model.config.get_text_config(decoder=True))
         self.prefill_tokens = 0
         self._axes = 1 if lm.media is None else lm.media.axes
 
@@ -122,9 +138,7 @@ class _Batch:
         rows_of: dict[tuple[int, ...], list[int]] = {}
         for row, stream in enumerate(self.streams):
             rows_of.setdefault(tuple(stream.so_far), []).append(row)
-        # The states of linear attention cannot be copied from row to row.
-        shared = all(hasattr(layer, "batch_select_indices") for layer in self._cache.layers)
-        prompts = list(rows_of) if shared else [tuple(stream.so_far) for stream in self.streams]
+        prompts = list(rows_of)
         width = max(map(len, prompts))
         ids = torch.full((len(prompts), width), self._lm.pad, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -132,11 +146,9 @@ class _Batch:
             ids[i, width - len(prompt) :] = torch.tensor(prompt)
             mask[i, width - len(prompt) :] = 1
         self.prefill_tokens = sum(map(len, prompts))
-        self._selects = shared
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         following = mask.sum(1, keepdim=True)
-        firsts = [rows[0] for rows in rows_of.values()] if shared else range(len(prompts))
-        media = [self.streams[row].media for row in firsts]
+        media = [self.streams[rows[0]].media for rows in rows_of.values()]
         if any(one is not None and one.positions is not None for one in media):
             positions = positions.repeat(self._axes, 1, 1)
             for i, one in enumerate(media):
@@ -156,7 +168,7 @@ class _Batch:
 
     def decode(self) -> Tensor:
         """Process the last token of each row and return the logits `[B, V]` of the next ones."""
-        if self._selects and len(self._ended) >= DROP_SHARE * len(self.streams):
+        if len(self._ended) >= DROP_SHARE * len(self.streams):
             live = self.live()
             self._last = self._last[live]
             self._select(live)
@@ -169,7 +181,7 @@ class _Batch:
 
     def _select(self, rows: list[int], logits: Tensor | None = None) -> Any:
         index = torch.tensor(rows, device=self._lm.device)
-        self._cache.batch_select_indices(index)
+        select_rows(self._cache, index)
         self._mask, self._next = self._mask[index], self._next[index]
         return None if logits is None else logits[index]
 
