@@ -101,7 +101,9 @@ def select_rows(cache: Any, rows: Tensor) -> None:
     # Made for beams, it selects any rows, of keys and values and of the states of linear attention.
     cache.reorder_cache(rows)
     if isinstance(cache, MiniMaxCache):
-        cache.linear_cache = [state.index_select(0, rows) if isinstance(state, Tensor) else state for state in cache.linear_cache]
+        cache.linear_cache = [
+            state.index_select(0, rows) if isinstance(state, Tensor) else state for state in cache.linear_cache
+        ]
 
 
 class _Batch:

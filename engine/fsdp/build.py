@@ -22,6 +22,7 @@ from ..hf.model_path import resolve_folder
 from ..hf.names import hf_name
 from ..hf.recompute import recompute
 from ..hf.shape import model_shape, router_settings
+from ..hf.state_layers import carry_states_in_documents
 from ..hf.weights import WeightFolder, check_head, init_random, load_weights
 from ..model_types import HEAD_PREFIX
 from ..parallel.topology import Topology
@@ -34,7 +35,6 @@ from .options import FSDPOptions
 from .packed_model import PackedModel
 from .shard import build_mesh, local_slice, shard
 from .state import parameter_shards
-from .state_layers import carry_states_in_documents
 
 
 @dataclass(frozen=True, kw_only=True)

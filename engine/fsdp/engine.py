@@ -25,6 +25,7 @@ from ..flops import ModelShape
 from ..hf.files import save_model_files
 from ..hf.lora import adapters_disabled
 from ..hf.media import media_config
+from ..hf.state_layers import check_context_parallelism
 from ..hf.weights import seed_ranks
 from ..model_types import HEAD_PREFIX
 from ..offload import StatePart, host_cores, host_threads
@@ -44,7 +45,6 @@ from .packed_model import PackedModel
 from .replicas import sum_gradients
 from .shard import needs_fsdp
 from .state import parameter_shards, stored_slices_of, stream_weights, tensor_shards, weight_shapes
-from .state_layers import check_context_parallelism
 from .torch_private import clear_unsharded_gradients, take_unsharded_gradients, unsharded_gradients
 
 

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ..errors import ModelError
 from ..hf.config import logit_transform
 from ..hf.model import decoder_of
+from ..hf.state_layers import carry_states_in_documents
 from ..ops.packed_context import PackedContext
 from ..packing.convert import from_lists
 from .attention import IMPLEMENTATION
-from .state_layers import carry_states_in_documents
 
 VOCABULARY = 128
 WINDOW = 8

@@ -3,6 +3,7 @@
 Axes: N documents, V keys.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, count, pairwise
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .scan.carrier import Scan, StateKind
 from .scan.segments import Segments
 from .ulysses import slice_tokens
 
@@ -151,6 +153,18 @@ class PackedContext:
                 )
             )
         return tuple(phases)
+
+    def carry(self, kind: StateKind, scan: Scan, inputs: Sequence[Tensor | None]) -> Tensor:
+        """See `StateCarrier.carry`. Documents begin with a state of zeros, or with the last one of their parent."""
+        outputs: list[Tensor] = []
+        state: Tensor | None = None
+        for phase in self.phases:
+            tokens = phase.tokens
+            rows = inputs if tokens is None else [None if x is None else x.index_select(0, tokens) for x in inputs]
+            before = None if phase.parents is None or state is None else state.index_select(0, phase.parents)
+            out, state = scan(rows, phase.segments, before)
+            outputs.append(out)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs).index_select(0, self.places)
 
     @cached_property
     def places(self) -> Tensor:

@@ -16,7 +16,7 @@ from drivetrain.engine.errors import ModelError, TopologyError
 from drivetrain.engine.fsdp import build as build_module
 from drivetrain.engine.fsdp.attention import IMPLEMENTATION
 from drivetrain.engine.fsdp.compile import compile_model
-from drivetrain.engine.fsdp.state_layers import carry_states_in_documents, check_context_parallelism
+from drivetrain.engine.hf.state_layers import carry_states_in_documents, check_context_parallelism
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.tiny_configs import WITH_STATE, tiny_model_config
 from drivetrain.losses.sft import SFTLoss

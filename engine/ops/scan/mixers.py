@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..packed_context import PackedContext
 from ..ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads, heads_of_rank
+from .carrier import StateCarrier
 from .packed import packed_causal_conv, packed_linear_attention, packed_selective_scan
 
 Activation = Callable[[Tensor], Tensor]
@@ -33,7 +33,7 @@ def gated_delta_net(
     dt_bias_he: Tensor,
     activation: Activation,
     largest_rate: float,
-    context: PackedContext,
+    context: StateCarrier,
 ) -> Tensor:
     """Return the outputs `[t, H, V]` of a gated DeltaNet (arXiv:2412.06464) or of Kimi's delta attention (arXiv:2510.26692).
 
@@ -90,7 +90,7 @@ def state_space_duality(
     dt_bias_h: Tensor,
     dt_limits: tuple[float, float],
     activation: Activation,
-    context: PackedContext,
+    context: StateCarrier,
 ) -> Tensor:
     """Return the outputs `[t, H, V]` of Mamba 2 (arXiv:2405.21060) before its gate and norm.
 
@@ -131,7 +131,7 @@ def state_space_duality(
     return out_thv if group is None else gather_heads_scatter_seq(out_thv, group)
 
 
-def short_conv(x_tc: Tensor, kernel_cw: Tensor, bias_c: Tensor | None, context: PackedContext) -> Tensor:
+def short_conv(x_tc: Tensor, kernel_cw: Tensor, bias_c: Tensor | None, context: StateCarrier) -> Tensor:
     """Return a causal convolution of each channel, `[t, C]`; under context parallelism, over all ranks of the group."""
     group = context.cp_group
     if group is None:
@@ -142,7 +142,7 @@ def short_conv(x_tc: Tensor, kernel_cw: Tensor, bias_c: Tensor | None, context: 
     return gather_heads_scatter_seq(out.unsqueeze(-1), group).squeeze(-1)
 
 
-def lightning_attention(q_thk: Tensor, k_thk: Tensor, v_thv: Tensor, slope_h: Tensor, context: PackedContext) -> Tensor:
+def lightning_attention(q_thk: Tensor, k_thk: Tensor, v_thv: Tensor, slope_h: Tensor, context: StateCarrier) -> Tensor:
     """Return linear attention with a constant decay of each head (arXiv:2405.17381), `[t, H, V]`.
 
     Args:
@@ -161,7 +161,7 @@ def lightning_attention(q_thk: Tensor, k_thk: Tensor, v_thv: Tensor, slope_h: Te
 
 
 def mamba(
-    x_td: Tensor, delta_td: Tensor, b_tk: Tensor, c_tk: Tensor, *, a_log_dk: Tensor, d_d: Tensor, context: PackedContext
+    x_td: Tensor, delta_td: Tensor, b_tk: Tensor, c_tk: Tensor, *, a_log_dk: Tensor, d_d: Tensor, context: StateCarrier
 ) -> Tensor:
     """Return the outputs `[T, D]` of Mamba (arXiv:2312.00752) before its gate.
 
@@ -184,7 +184,7 @@ def _convolve(
     kernels: Sequence[Tensor],
     biases: Sequence[Tensor] | None,
     activation: Activation,
-    context: PackedContext,
+    context: StateCarrier,
 ) -> list[Tensor]:
     """Convolve parts `[T, heads, size]` along the documents, all in one call."""
     flat = torch.cat([x.flatten(1) for x in parts], -1)

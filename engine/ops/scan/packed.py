@@ -6,24 +6,21 @@ pass runs the forward pass again under autograd.
 Axes: T tokens, N segments; those of `linear_attention`, `causal_conv` and `selective_scan`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..packed_context import PackedContext, context_of
+from ..packed_context import context_of
+from .carrier import StateCarrier
 from .causal_conv import causal_conv
 from .linear_attention import linear_attention
 from .segments import Segments
 from .selective_scan import selective_scan
 
-Scan = Callable[[Sequence[Any], Segments, Tensor | None], tuple[Tensor, Tensor]]
-"""Takes tensors of tokens, `[T, ...]` each, or None, their segments and the states before these, `[N, ...]` or None for zeros; returns
-the outputs `[T, ...]` and the states after the segments."""
 
-
-def packed_causal_conv(x_tc: Tensor, weight_cw: Tensor, bias_c: Tensor | None, context: PackedContext) -> Tensor:
+def packed_causal_conv(x_tc: Tensor, weight_cw: Tensor, bias_c: Tensor | None, context: StateCarrier) -> Tensor:
     """Compute `causal_conv` along each document, `[T, C]`."""
     if torch.compiler.is_compiling():
         out: Tensor = torch.ops.drivetrain.packed_causal_conv(x_tc, weight_cw, bias_c, context.handle)
@@ -32,7 +29,7 @@ def packed_causal_conv(x_tc: Tensor, weight_cw: Tensor, bias_c: Tensor | None, c
 
 
 def packed_linear_attention(
-    q_tgk: Tensor, k_tgk: Tensor, v_thv: Tensor, log_decay: Tensor, beta_th: Tensor | None, context: PackedContext
+    q_tgk: Tensor, k_tgk: Tensor, v_thv: Tensor, log_decay: Tensor, beta_th: Tensor | None, context: StateCarrier
 ) -> Tensor:
     """Compute `linear_attention` along each document, `[T, H, V]`."""
     if torch.compiler.is_compiling():
@@ -43,7 +40,7 @@ def packed_linear_attention(
 
 
 def packed_selective_scan(
-    x_td: Tensor, delta_td: Tensor, a_dn: Tensor, b_tn: Tensor, c_tn: Tensor, context: PackedContext
+    x_td: Tensor, delta_td: Tensor, a_dn: Tensor, b_tn: Tensor, c_tn: Tensor, context: StateCarrier
 ) -> Tensor:
     """Compute `selective_scan` along each document, `[T, D]`."""
     if torch.compiler.is_compiling():
@@ -52,38 +49,28 @@ def packed_selective_scan(
     return _selective_scan(context, x_td, delta_td, a_dn, b_tn, c_tn)
 
 
-def _along_documents(scan: Scan, inputs: Sequence[Tensor | None], context: PackedContext) -> Tensor:
-    outputs: list[Tensor] = []
-    state: Tensor | None = None
-    for phase in context.phases:
-        tokens = phase.tokens
-        rows = inputs if tokens is None else [None if x is None else x.index_select(0, tokens) for x in inputs]
-        before = None if phase.parents is None or state is None else state.index_select(0, phase.parents)
-        out, state = scan(rows, phase.segments, before)
-        outputs.append(out)
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs).index_select(0, context.places)
-
-
-def _conv(context: PackedContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _along_documents(lambda rows, segments, before: causal_conv(rows[0], weight, bias, segments, before), [x], context)
+def _conv(context: StateCarrier, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return context.carry(
+        "convolution", lambda rows, segments, before: causal_conv(rows[0], weight, bias, segments, before), [x]
+    )
 
 
 def _linear_attention(
-    context: PackedContext, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None
+    context: StateCarrier, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None
 ) -> Tensor:
     def scan(rows: Any, segments: Segments, before: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v, log_decay, beta = rows
         return linear_attention(q, k, v, log_decay, beta, segments, before)
 
-    return _along_documents(scan, [q, k, v, log_decay, beta], context)
+    return context.carry("scan", scan, [q, k, v, log_decay, beta])
 
 
-def _selective_scan(context: PackedContext, x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    return _along_documents(
-        lambda rows, segments, before: selective_scan(rows[0], rows[1], a, rows[2], rows[3], segments, before),
-        [x, delta, b, c],
-        context,
-    )
+def _selective_scan(context: StateCarrier, x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    def scan(rows: Any, segments: Segments, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, delta, b, c = rows
+        return selective_scan(x, delta, a, b, c, segments, before)
+
+    return context.carry("scan", scan, [x, delta, b, c])
 
 
 def _register(name: str, arguments: str, shaped_like: int, run: Callable[..., Tensor]) -> None:

@@ -12,16 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
 from ..errors import ModelError, TopologyError
 from ..ops.packed_context import PackedContext
+from ..ops.scan.carrier import StateCarrier
 from ..ops.scan.mixers import gated_delta_net, lightning_attention, mamba, short_conv, state_space_duality
-from .attention import attention_forward
 
 
 class StateLayer(nn.Module):
-    """A layer with state of one row of packed documents."""
+    """A layer with state of one row of packed documents, or of the tokens of a step of generation.
+
+    What the model passes down says where the states come from: `packed`, a `PackedContext`, or `states`, of which `of_layer` returns
+    a `StateCarrier` for the number of a layer.
+    """
 
     stands_for: ClassVar[str]
     """The name of transformers' class."""
@@ -32,9 +37,12 @@ class StateLayer(nn.Module):
         Raises:
             ModelError: The model passes no documents, or a cache or a mask.
         """
-        packed = others.get("packed")
+        context: StateCarrier | None = others.get("packed")
         name = self.stands_for
-        if packed is None:
+        if context is None and (states := others.get("states")) is not None:
+            layer: Any = self
+            context = states.of_layer(layer.layer_idx)
+        if context is None:
             raise ModelError(
                 f"the model does not pass its arguments down to {name}, so packed documents would affect each other; this family "
                 "cannot run here"
@@ -44,9 +52,9 @@ class StateLayer(nn.Module):
             raise ModelError(f"{name} got {', '.join(caches) or 'a mask'}; packed sequences have neither a cache nor a mask")
         if hidden_states.shape[0] != 1:
             raise ModelError(f"{name} got {hidden_states.shape[0]} rows; packed sequences are one row")
-        return self.mix(hidden_states[0], packed).unsqueeze(0)
+        return self.mix(hidden_states[0], context).unsqueeze(0)
 
-    def mix(self, x: Tensor, context: PackedContext) -> Tensor:
+    def mix(self, x: Tensor, context: StateCarrier) -> Tensor:
         """Return the output `[t, H]` of hidden states `[t, H]`."""
         raise NotImplementedError
 
@@ -70,7 +78,7 @@ class GatedDeltaLayer(StateLayer):
         count: int = layer.num_v_heads
         return count
 
-    def mix(self, x: Tensor, context: PackedContext) -> Tensor:
+    def mix(self, x: Tensor, context: StateCarrier) -> Tensor:
         """Return the output `[t, H]` of hidden states `[t, H]`."""
         layer: Any = self
         q, k, v, gate, decay, rate = self.project(x)
@@ -131,7 +139,7 @@ def _heads(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
 class KimiDeltaLayer(StateLayer):
     """Kimi's delta attention, whose channels decay one by one."""
 
-    def mix(self, x: Tensor, context: PackedContext) -> Tensor:
+    def mix(self, x: Tensor, context: StateCarrier) -> Tensor:
         """Return the output `[t, H]` of hidden states `[t, H]`."""
         layer: Any = self
         heads = (layer.num_heads, layer.head_dim)
@@ -157,7 +165,7 @@ class KimiDeltaLayer(StateLayer):
 class Mamba2Layer(StateLayer):
     """Mamba 2, with the multipliers of Falcon-H1 where it has them."""
 
-    def mix(self, x: Tensor, context: PackedContext) -> Tensor:
+    def mix(self, x: Tensor, context: StateCarrier) -> Tensor:
         """Return the output `[t, H]` of hidden states `[t, H]`."""
         layer: Any = self
         inner, states = layer.intermediate_size, layer.n_groups * layer.ssm_state_size
@@ -192,7 +200,7 @@ class MambaLayer(StateLayer):
     def heads(self) -> None:
         """See `StateLayer.heads`."""
 
-    def mix(self, x: Tensor, context: PackedContext) -> Tensor:
+    def mix(self, x: Tensor, context: StateCarrier) -> Tensor:
         """Return the output `[t, H]` of hidden states `[t, H]`."""
         layer: Any = self
         inner, gate = layer.in_proj(x).chunk(2, -1)
@@ -238,7 +246,7 @@ class ShortConvLayer(StateLayer):
         layer: Any = self
         return len(layer.conv.weight)
 
-    def mix(self, x: Tensor, context: PackedContext) -> Tensor:
+    def mix(self, x: Tensor, context: StateCarrier) -> Tensor:
         """Return the output `[t, H]` of hidden states `[t, H]`."""
         layer: Any = self
         before, after, inner = layer.in_proj(x).chunk(3, -1)
@@ -258,7 +266,7 @@ class LightningLayer(StateLayer):
         """Return the output, and no attention weights; see `StateLayer.forward`."""
         return super().forward(hidden_states, attention_mask, **others), None
 
-    def mix(self, x: Tensor, context: PackedContext) -> Tensor:
+    def mix(self, x: Tensor, context: StateCarrier) -> Tensor:
         """Return the output `[t, H]` of hidden states `[t, H]`."""
         layer: Any = self
         heads = (layer.num_attention_heads, 3 * layer.head_dim)
@@ -297,9 +305,8 @@ class Llama4Attention(nn.Module):
             q, k = layer.qk_norm(q), layer.qk_norm(k)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         dropout = layer.attention_dropout if layer.training else 0.0
-        out, _ = attention_forward(
-            layer, q, k, v, attention_mask, scaling=layer.scaling, dropout=dropout, packed=packed, **others
-        )
+        attend: Any = ALL_ATTENTION_FUNCTIONS[layer.config._attn_implementation]
+        out, _ = attend(layer, q, k, v, attention_mask, scaling=layer.scaling, dropout=dropout, packed=packed, **others)
         return layer.o_proj(out.flatten(2)), None
 
 
