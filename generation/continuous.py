@@ -6,6 +6,7 @@ top_k and seed, and keeps its tokens when it is cancelled.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -16,12 +17,15 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ..engine.errors import ConfigError, ModelError, is_out_of_memory
+from ..engine.hf.model import decoder_of
+from ..engine.hf.state_layers import carry_states_in_documents
 from .causal_lm_generator import CausalLMGenerator
 from .media import PromptMedia
 from .memory import PAGE_TOKENS_CUDA
 from .options import RolloutConfig, SamplingOptions
 from .paged_attention import IMPLEMENTATION, SUPPORTED, prepare_step
 from .sampling import Draw, sample_tokens
+from .states import CHILD, RequestStates
 from .token_stream import TokenStream
 
 # It reports the size of every cache that it makes.
@@ -29,7 +33,6 @@ logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
 
 PAGE_TOKENS = 32
 """The number of tokens in a page of the cache on a CPU."""
-_CHILD = "__child#"
 _ANY = Draw(SamplingOptions(temperature=0.0), 0.0)
 """How a token is chosen for a request that nobody waits for any more."""
 
@@ -58,6 +61,10 @@ class ContinuousGenerator(CausalLMGenerator):
         self._unborn: set[str] = set()
         self._media: dict[str, PromptMedia] = {}
         self._families = 0
+        self._states: RequestStates | None = None
+        """The states of requests; None if the model has attention alone."""
+        self._attending: dict[int, str] | None = None
+        """The layers that attend and their kind, in order, for a model with layers that do not; None if all do."""
         self._check_attention()
 
     def _check_attention(self) -> None:
@@ -67,6 +74,8 @@ class ContinuousGenerator(CausalLMGenerator):
         with torch.inference_mode():
             ids = torch.tensor([prompt], device=self._lm.device)
             expected = self._lm.model(input_ids=ids).logits[0, -1].float().log_softmax(-1).tolist()
+        if carry_states_in_documents(self._lm.model):
+            self._states, self._attending = RequestStates(self._lm.device), self._find_attention()
         stream = TokenStream(self.step, "check", prompt, SamplingOptions(max_tokens=1, temperature=0.0), frozenset(), 0)
         self.waiting[stream.id] = stream
         self.step()
@@ -83,6 +92,16 @@ class ContinuousGenerator(CausalLMGenerator):
             )
         self.drop_caches()
         self.reset_stats()
+
+    def _find_attention(self) -> dict[int, str]:
+        layers: dict[int, str] = {}
+        for module in decoder_of(self._lm.model).modules():
+            if hasattr(module, "is_causal"):
+                window = getattr(module, "sliding_window", None)
+                layers[module.layer_idx] = "full_attention" if window is None else "sliding_attention"
+        if not SUPPORTED or not layers or min(layers) < 0:
+            raise self._unfit(ModelError("its layers with state, or those that share their attention, cannot be batched so"))
+        return dict(sorted(layers.items()))
 
     def _unfit(self, error: Exception) -> ConfigError:
         return ConfigError(
@@ -164,7 +183,7 @@ class ContinuousGenerator(CausalLMGenerator):
         for number, (parent, *children) in enumerate(parents):
             parent_name = f"{name}.{number}"
             for i, stream in enumerate((parent, *children)):
-                request_name = f"{parent_name}{_CHILD}{i - 1}" if i else parent_name
+                request_name = f"{parent_name}{CHILD}{i - 1}" if i else parent_name
                 self._streams[request_name], self._names[stream.id] = stream, request_name
                 if stream.media is not None:
                     # The manager may go on with a request that nobody waits for any more: others come from its prompt.
@@ -190,6 +209,8 @@ class ContinuousGenerator(CausalLMGenerator):
             self._remove(name)
 
     def _remove(self, name: str) -> None:
+        if self._states is not None:
+            self._states.remove(name)
         self._processor.scheduler.set_request_cancellation(name)
         media = self._media.pop(name, None)
         if media is not None:
@@ -200,6 +221,8 @@ class ContinuousGenerator(CausalLMGenerator):
         self._processor = None
         for media in self._media.values():
             media.release()
+        if self._states is not None:
+            self._states.clear()
         self._streams, self._names, self._unborn, self._media = {}, {}, set(), {}
 
     def invalidate_caches(self) -> None:
@@ -238,11 +261,16 @@ class ContinuousGenerator(CausalLMGenerator):
             GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1),
             ContinuousBatchingConfig(**{name: value for name, value in settings.items() if name in field_names}),
             self._sampler,
+            self._attending,
         )
         self._blocks = blocks
         # It seeds torch's random state, which belongs to the models that train in this process.
         with torch.random.fork_rng(devices=[self._lm.device] if self._lm.device.type == "cuda" else []):
-            return manager._create_batch_processor()
+            processor = manager._create_batch_processor()
+        if self._states is not None:
+            # A page found in the cache would come without the states behind it.
+            processor.cache.use_prefix_sharing = False
+        return processor
 
     def close(self) -> None:
         """Free the model and the cache."""
@@ -251,14 +279,30 @@ class ContinuousGenerator(CausalLMGenerator):
 
 
 class _Manager(ContinuousBatchingManager):
-    """A manager whose logits processor samples the tokens."""
+    """A manager whose logits processor samples the tokens, and whose cache has the layers that attend."""
 
-    def __init__(self, model: Any, settings: GenerationConfig, config: ContinuousBatchingConfig, sampler: "_Sampler") -> None:
+    def __init__(
+        self,
+        model: Any,
+        settings: GenerationConfig,
+        config: ContinuousBatchingConfig,
+        sampler: "_Sampler",
+        attending: Mapping[int, str] | None,
+    ) -> None:
+        self._has_states = attending is not None
+        if attending is not None:
+            cached = {"layer_types": list(attending.values()), "num_hidden_layers": len(attending)}
+            text = _Overlay(model.config.get_text_config(), **cached)
+            model = _Overlay(model, config=_Overlay(model.config, get_text_config=lambda *_, **__: text, **cached))
+            # The manager keeps what this returns, which would be the model itself.
+            model.eval = lambda: model
         super().__init__(model, settings, config)
         self.logit_processor = sampler
 
     def switch_to_cb_friendly_attn(self, model: Any, *switches: bool) -> None:
         """Give the decoder kernels that read pages, or our own attention where there are none. Encoders keep theirs."""
+        if isinstance(model, _Overlay):
+            model = model.of
         config = model.config
         encoders = {
             key: part._attn_implementation
@@ -278,13 +322,24 @@ class _Manager(ContinuousBatchingManager):
             return
         if model.config._attn_implementation == IMPLEMENTATION:
             return
-        if model.device.type == "cuda":
+        if model.device.type == "cuda" and not self._has_states:
             super().switch_to_cb_friendly_attn(model, *switches)
         if "flash" not in model.config._attn_implementation:
             model.set_attn_implementation(IMPLEMENTATION)
         if model.config._attn_implementation != IMPLEMENTATION:
             # Nor can a model be given another attention that has its own.
             super().switch_to_cb_friendly_attn(model, *switches)
+
+
+class _Overlay:
+    """An object some of whose attributes are others."""
+
+    def __init__(self, of: Any, **attributes: Any) -> None:
+        self.of = of
+        vars(self).update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of, name)
 
 
 class _SteppedModel:
@@ -301,7 +356,12 @@ class _SteppedModel:
         """Run the model."""
         self._give_media(inputs)
         if self._is_paged:
-            inputs["paged"] = prepare_step(inputs["cache"], inputs, self._sampler.queries, self._sampler.pasts, self._model)
+            sampler, attending = self._sampler, self._generator._attending
+            numbers = None if attending is None else {layer: i for i, layer in enumerate(attending)}
+            inputs["paged"] = prepare_step(inputs["cache"], inputs, sampler.queries, sampler.pasts, self._model, numbers)
+        if self._generator._states is not None:
+            step = self._sampler
+            inputs["states"] = self._generator._states.begin_step(step.requests, step.queries, step.pasts)
         return self._model(**inputs)
 
     def _give_media(self, inputs: dict[str, Any]) -> None:

@@ -197,13 +197,22 @@ class PagedStep:
     Args:
         layouts: The layout of each kind of layer.
         gathered: The kinds of layers whose keys come out of the cache in the order of their layout.
+        numbers: The number in the cache of each layer that attends; None if it is the layer's own.
     """
 
     layouts: Mapping[str, Layout]
     gathered: frozenset[str]
+    numbers: Mapping[int, int] | None
 
 
-def prepare_step(cache: Any, inputs: dict[str, Any], queries: Sequence[int], pasts: Sequence[int], model: Any) -> PagedStep:
+def prepare_step(
+    cache: Any,
+    inputs: dict[str, Any],
+    queries: Sequence[int],
+    pasts: Sequence[int],
+    model: Any,
+    numbers: Mapping[int, int] | None = None,
+) -> PagedStep:
     """Make the layouts of a step, and have the cache gather keys in their order.
 
     Args:
@@ -212,6 +221,7 @@ def prepare_step(cache: Any, inputs: dict[str, Any], queries: Sequence[int], pas
         queries: The number of tokens of each request in the step.
         pasts: The number of tokens of each that were processed before.
         model: The model, for its data type and device.
+        numbers: See `PagedStep`.
     """
     layouts, gathered = {}, set()
     read_index = list(inputs["read_index"])
@@ -232,7 +242,7 @@ def prepare_step(cache: Any, inputs: dict[str, Any], queries: Sequence[int], pas
             read_index[allocator.index] = read_index[allocator.index][layout.keys]
             gathered.add(kind)
     inputs["read_index"] = read_index
-    return PagedStep(layouts, frozenset(gathered))
+    return PagedStep(layouts, frozenset(gathered), numbers)
 
 
 def paged_attention_forward(
@@ -260,7 +270,8 @@ def paged_attention_forward(
         raise ModelError(f"{name} does not pass model arguments down to its attention, so it would not find its cache")
     if attention_mask is not None or dropout or kwargs.get("position_bias") is not None:
         raise ModelError(f"{name} has a mask, a bias or dropout of its own, which continuous batching does not have")
-    index: int = module.layer_idx  # type: ignore[assignment]
+    number: int = module.layer_idx  # type: ignore[assignment]
+    index = number if paged.numbers is None else paged.numbers[number]
     kind = cache.layer_to_allocator[index].layer_type
     layout = paged.layouts[kind]
     key, value = cache.update(key_states=key, value_states=value, layer_idx=index, kwargs=kwargs)

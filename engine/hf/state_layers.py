@@ -331,8 +331,8 @@ LAYERS: dict[str, type[nn.Module]] = {
 """Transformers' layers with state by the name of their class, and what computes them here."""
 
 
-def carry_states_in_documents(model: nn.Module) -> None:
-    """Replace the class of each layer with state by a subclass that takes packed documents."""
+def carry_states_in_documents(model: nn.Module) -> bool:
+    """Replace the class of each layer with state by a subclass that takes packed documents; return whether there is one."""
     subclasses: dict[type, type] = {}
     for module in model.modules():
         ours = LAYERS.get(type(module).__name__)
@@ -342,6 +342,7 @@ def carry_states_in_documents(model: nn.Module) -> None:
             if theirs not in subclasses:
                 subclasses[theirs] = type(f"Packed{name}", (ours, theirs), {"stands_for": name})
             module.__class__ = subclasses[theirs]
+    return bool(subclasses)
 
 
 def check_context_parallelism(model: nn.Module, family: str, cp: int) -> None:

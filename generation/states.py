@@ -1,0 +1,132 @@
+"""The states of requests in continuous batching, for models with layers that carry a state; see `engine.hf.state_layers`.
+
+Axes: R requests of a step, S slots, T tokens of a step.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..engine.ops.scan.carrier import Scan, StateKind
+from ..engine.ops.scan.segments import Segments
+
+CHILD = "__child#"
+"""What separates, in the manager's names, a response from the request that it was forked from."""
+
+
+class RequestStates:
+    """The states of all requests, each in a slot of its own.
+
+    Args:
+        device: The device of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._slots: dict[str, int] = {}
+        self._free: list[int] = []
+        self._values: dict[tuple[int, StateKind], Tensor] = {}
+
+    def begin_step(self, requests: Sequence[str], queries: Sequence[int], pasts: Sequence[int]) -> "StepStates":
+        """Return the states for a step.
+
+        Args:
+            requests: The names of the requests in the step.
+            queries: The number of tokens of each in the step.
+            pasts: The number of tokens of each that were processed before; one without any begins with a state of zeros.
+
+        Raises:
+            RuntimeError: A request goes on whose state is not there.
+        """
+        for name, past in zip(requests, pasts, strict=True):
+            if name in self._slots:
+                continue
+            slot = self._slots[name] = self._free.pop() if self._free else len(self._slots)
+            parent = name.partition(CHILD)[0]
+            if past and (parent == name or parent not in self._slots):
+                raise RuntimeError(f"request {name} goes on after {past} tokens, whose state is gone")
+            if past:
+                # It shares all tokens so far with the request that it was forked from, which has not gone on yet.
+                for key in self._values:
+                    values = self._grown(key)
+                    values[slot] = values[self._slots[parent]]
+        rows = torch.tensor([self._slots[name] for name in requests], device=self._device)
+        fresh = torch.tensor([i for i, past in enumerate(pasts) if not past], dtype=torch.long, device=self._device)
+        return StepStates(self, Segments((0, *accumulate(queries)), self._device), rows, fresh)
+
+    def remove(self, name: str) -> None:
+        """Forget a request, if it is there."""
+        slot = self._slots.pop(name, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def clear(self) -> None:
+        """Forget all requests, and free the memory."""
+        self._slots, self._free, self._values = {}, [], {}
+
+    def load(self, layer: int, kind: StateKind, rows: Tensor, fresh: Tensor) -> Tensor | None:
+        """Return the states `[R, ...]` of slots, those of `fresh` rows as zeros; None if there are none yet."""
+        if (layer, kind) not in self._values:
+            return None
+        states = self._values[layer, kind].index_select(0, rows)
+        return states.index_fill_(0, fresh, 0.0) if len(fresh) else states
+
+    def save(self, layer: int, kind: StateKind, rows: Tensor, states: Tensor) -> None:
+        """Keep the states `[R, ...]` of slots."""
+        if (layer, kind) not in self._values:
+            self._values[layer, kind] = states.new_zeros(self._count, *states.shape[1:])
+        self._grown((layer, kind)).index_copy_(0, rows, states)
+
+    @property
+    def _count(self) -> int:
+        return len(self._slots) + len(self._free)
+
+    def _grown(self, key: tuple[int, StateKind]) -> Tensor:
+        values = self._values[key]
+        if len(values) < self._count:
+            # By a half at least, so that requests which come one by one do not copy all states each time.
+            more = max(self._count - len(values), len(values) // 2)
+            values = self._values[key] = torch.cat([values, values.new_zeros(more, *values.shape[1:])])
+        return values
+
+
+class StepStates:
+    """The states of the requests of a step.
+
+    Args:
+        states: The states of all requests.
+        segments: The tokens of each request.
+        rows: `[R]` int64, the slots.
+        fresh: The rows of requests that begin.
+    """
+
+    def __init__(self, states: RequestStates, segments: Segments, rows: Tensor, fresh: Tensor) -> None:
+        self.states, self.segments, self.rows, self.fresh = states, segments, rows, fresh
+
+    def of_layer(self, layer: int) -> "LayerStates":
+        """Return what a layer carries its states with."""
+        return LayerStates(self, layer)
+
+
+class LayerStates:
+    """The states of a layer in a step; a `StateCarrier`.
+
+    Args:
+        step: The states of the step.
+        layer: The number of the layer.
+    """
+
+    cp_group = None
+    handle = torch.zeros(1, dtype=torch.long)
+
+    def __init__(self, step: StepStates, layer: int) -> None:
+        self._step, self._layer = step, layer
+
+    def carry(self, kind: StateKind, scan: Scan, inputs: Sequence[Tensor | None]) -> Tensor:
+        """See `StateCarrier.carry`."""
+        step = self._step
+        out, after = scan(inputs, step.segments, step.states.load(self._layer, kind, step.rows, step.fresh))
+        step.states.save(self._layer, kind, step.rows, after)
+        return out
