@@ -74,6 +74,9 @@ class ContinuousGenerator(CausalLMGenerator):
         with torch.inference_mode():
             ids = torch.tensor([prompt], device=self._lm.device)
             expected = self._lm.model(input_ids=ids).logits[0, -1].float().log_softmax(-1).tolist()
+        kinds = getattr(self._lm.model.config.get_text_config(), "layer_types", None) or ()
+        if "chunked_attention" in kinds:
+            raise self._unfit(ModelError("its attention ends at chunks of a sequence, for which the cache has no layers"))
         if carry_states_in_documents(self._lm.model):
             self._states, self._attending = RequestStates(self._lm.device), self._find_attention()
         stream = TokenStream(self.step, "check", prompt, SamplingOptions(max_tokens=1, temperature=0.0), frozenset(), 0)
@@ -100,7 +103,9 @@ class ContinuousGenerator(CausalLMGenerator):
                 window = getattr(module, "sliding_window", None)
                 layers[module.layer_idx] = "full_attention" if window is None else "sliding_attention"
         if not SUPPORTED or not layers or min(layers) < 0:
-            raise self._unfit(ModelError("its layers with state, or those that share their attention, cannot be batched so"))
+            raise self._unfit(
+                ModelError("it has no attention, or one for several layers, of which the cache cannot tell which it is")
+            )
         return dict(sorted(layers.items()))
 
     def _unfit(self, error: Exception) -> ConfigError:

@@ -70,7 +70,7 @@ class RequestStates:
         """Return the states `[R, ...]` of slots, those of `fresh` rows as zeros; None if there are none yet."""
         if (layer, kind) not in self._values:
             return None
-        states = self._values[layer, kind].index_select(0, rows)
+        states = self._grown((layer, kind)).index_select(0, rows)
         return states.index_fill_(0, fresh, 0.0) if len(fresh) else states
 
     def save(self, layer: int, kind: StateKind, rows: Tensor, states: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Generators: what their interface promises, on every implementation; what happens when they fail."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from drivetrain.cli import main
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, ModelError
+from drivetrain.engine.tiny_configs import WITH_STATE
 from drivetrain.generation.conformance.__main__ import main as conformance
 from drivetrain.generation.conformance.__main__ import parse_settings
 from drivetrain.generation.conformance.case import Case, GeneratorConformanceError
@@ -20,6 +21,7 @@ from drivetrain.generation.generator import BaseGenerator
 from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.generation.registry import build_generator
 from drivetrain.generation.scheduler import SchedulerSettings
+from drivetrain.generation.states import RequestStates
 from drivetrain.generation.token_scheduler import GenerationRequest, TokenGenerationScheduler
 from drivetrain.generation.token_stream import TokenStream
 from helpers.broken_generators import DEFECTS
@@ -96,7 +98,65 @@ def test_other_families_conform(family: str, capsys: pytest.CaptureFixture[str])
         assert conformance([name, "--family", family, "--only", *checks]) == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt2"])
+NOT_PAGED = ("kimi_linear", "zamba2", "llama4_text")
+FAST = {("qwen3_next", "continuous")}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(family, name, marks=() if (family, name) in FAST else pytest.mark.slow)
+        for family in (*WITH_STATE, "llama4_text")
+        for name in ("static", "continuous")
+        if name == "static" or family not in NOT_PAGED
+    ],
+)
+def test_families_with_state_conform(family: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    # Copies for several responses, other prompts in the batch, new weights, and what is left of requests that ended.
+    checks = ["greedy", "log_probs", "shared_prompts", "pause", "cancel", "seeds"]
+    assert conformance([name, "--family", family, "--only", *checks]) == 0, capsys.readouterr().out
+
+
+def test_a_prompt_longer_than_a_step_is_continued(tmp_path: Path) -> None:
+    """Chunks of a prompt begin with the states of the chunk before."""
+    path = save_tiny_model(tmp_path / "model", "qwen3_next")
+    generators = [build(path, generator="continuous", target_tokens_per_batch=tokens) for tokens in (16, 512)]
+    options = SamplingOptions(max_tokens=12, samples=2, seed=3, ignore_eos=True)
+    answers = [g.generate([LONG, LONG[:40], LONG[:7]], options) for g in generators]
+    for mine, theirs in zip(*answers, strict=True):
+        assert [a.response for a in mine] == [a.response for a in theirs]
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.log_probs == pytest.approx(b.log_probs, abs=1e-5)
+    for generator in generators:
+        generator.close()
+
+
+def test_states_have_slots_of_their_own() -> None:
+    states = RequestStates(torch.device("cpu"))
+
+    def add(rows: Sequence[Any], segments: Any, before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        sums = torch.stack([x.sum(0) for x in rows[0].split(segments.lengths)])
+        after = sums if before is None else before + sums
+        return after, after
+
+    def step(requests: list[str], numbers: list[float], pasts: list[int]) -> list[float]:
+        carrier = states.begin_step(requests, [1] * len(requests), pasts).of_layer(0)
+        return carrier.carry("scan", add, [torch.tensor(numbers)[:, None]])[:, 0].tolist()
+
+    assert step(["a", "b"], [1, 2], [0, 0]) == [1, 2]
+    # Children begin with what their parent had before this step; others with nothing.
+    assert step(["a", "a__child#0", "c", "b"], [10, 20, 30, 40], [1, 1, 0, 1]) == [11, 21, 30, 42]
+    states.remove("b")
+    states.remove("nobody")
+    # The slot of a request that ended serves another, and one that begins anew forgets.
+    assert step(["d", "a"], [5, 6], [0, 0]) == [5, 6]
+    with pytest.raises(RuntimeError, match="request e goes on after 3 tokens, whose state is gone"):
+        states.begin_step(["e"], [1], [3])
+    states.clear()
+    assert step(["a"], [7], [0]) == [7]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt2", *NOT_PAGED])
 def test_continuous_batching_refuses_models_whose_attention_it_cannot_page(tmp_path: Path, family: str) -> None:
     path = save_tiny_model(tmp_path / "model", family)
     with pytest.raises(ConfigError, match=r"generator=continuous cannot run .*; use generator=static"):
