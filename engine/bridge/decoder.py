@@ -67,6 +67,37 @@ class Latent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """The settings of gated DeltaNet layers.
+
+    Args:
+        key_heads: The number of heads of queries and keys.
+        value_heads: The number of heads of values, a multiple of the former.
+        key_dim: The size of a key head.
+        value_dim: The size of a value head.
+        taps: The number of tokens that the convolution in front reads.
+        layers: For each layer, whether it is such a layer; the others attend.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    layers: tuple[bool, ...]
+
+    @property
+    def key_size(self) -> int:
+        """The size of all key heads together."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """The size of all value heads together."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decoder:
     """The properties of a decoder that Megatron-core needs.
 
@@ -98,6 +129,8 @@ class Decoder:
         tied: Whether the head shares the matrix of the embeddings.
         experts: The settings of the mixture; None for a dense model.
         latent: The settings of multi-head latent attention; None for regular attention.
+        output_gate: Whether the output of attention is multiplied by the sigmoid of a gate, which each query head has.
+        delta: The settings of gated DeltaNet layers; None if all layers attend.
     """
 
     hidden: int
@@ -126,6 +159,8 @@ class Decoder:
     tied: bool = False
     experts: ExpertSettings | None = None
     latent: Latent | None = None
+    output_gate: bool = False
+    delta: DeltaNet | None = None
 
     @property
     def rotary_kinds(self) -> tuple[str, ...]:
@@ -197,7 +232,7 @@ def read_decoder(config: Any, *, supported: Collection[str] = (), **different: A
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "ffn": config.intermediate_size,
+        "ffn": getattr(config, "intermediate_size", None),
         "vocabulary": config.vocab_size,
         "positions": config.max_position_embeddings,
         "norm_eps": config.rms_norm_eps,

@@ -27,7 +27,10 @@ FAMILIES = (
     "qwen2",
     "qwen2_moe",
     "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen3_moe",
+    "qwen3_next",
     "seed_oss",
     "smollm3",
 )

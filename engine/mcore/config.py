@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..bridge.decoder import Decoder
+from ..bridge.decoder import Decoder, DeltaNet
 from ..config import EngineConfig, ParallelConfig
 from ..errors import ModelError, TopologyError
 from ..hf.media_family import MediaFamily
@@ -72,7 +72,24 @@ def check_layout(decoder: Decoder, p: ParallelConfig, family: str) -> None:
             f"engine.parallel.{layout} does not divide the {decoder.layers} layers of {family} (num_hidden_layers); pp x vpp "
             f"must be one of {_divisors(decoder.layers)}"
         )
+    if decoder.delta is not None:
+        _check_delta_net(decoder.delta, p, family)
     _check_experts(decoder, p, family)
+
+
+def _check_delta_net(net: DeltaNet, p: ParallelConfig, family: str) -> None:
+    if net.key_heads % p.tp or net.value_heads % p.tp:
+        raise TopologyError(
+            f"engine.parallel.tp={p.tp} does not divide the {net.key_heads} key heads and {net.value_heads} value heads of the layers "
+            f"with state of {family} (linear_num_key_heads, linear_num_value_heads); the largest possible value below it is "
+            f"{_largest(p.tp, net.key_heads, net.value_heads)}"
+        )
+    if net.value_heads // p.tp % p.cp:
+        raise TopologyError(
+            f"engine.parallel.cp={p.cp} does not divide the {net.value_heads // p.tp} value heads that tp={p.tp} leaves on each rank of "
+            f"the layers with state of {family} (linear_num_value_heads={net.value_heads}); use one of "
+            f"{_divisors(net.value_heads // p.tp)}"
+        )
 
 
 def check_media(media: MediaFamily, decoder: Decoder, p: ParallelConfig) -> None:
@@ -166,6 +183,7 @@ def transformer_config(decoder: Decoder, engine: EngineConfig, options: MCoreOpt
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "add_qkv_bias": decoder.qkv_bias,
+        "attention_output_gate": decoder.output_gate,
         # Megatron sums the gradients of these norms over tensor-parallel ranks, which is right for one norm per head, whose weight all
         # ranks have, and wrong for a norm on all heads, of whose weight each rank has its own part.
         "qk_layernorm": decoder.qk_norm == "head",

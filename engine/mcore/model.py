@@ -33,6 +33,7 @@ from ..heads import HeadType, compute_outputs
 from ..hf.media_family import MediaFamily
 from ..ops.linear_head import LogitTransform, VocabularyShard, linear_head
 from .config import DecoderConfig
+from .delta_net import GatedDeltaNet
 from .encoders import DeepstackLayer, Encoders
 from .experts import ClampedExperts, GroupedExperts
 from .lora import AdaptedColumnParallelLinear, AdaptedRowParallelLinear
@@ -211,7 +212,9 @@ def layer_spec(
     kind = None if kind_name is None else decoder.rotary_kinds.index(kind_name)
     frequencies, rotary_factor = (torch.empty(0), 1.0) if kind_name is None else rotary_frequencies(hf_config, kind_name)
     scale = decoder.head_dim**-0.5 if decoder.scale is None else decoder.scale
-    if decoder.latent is not None:
+    if decoder.delta is not None and decoder.delta.layers[number]:
+        attention = ModuleSpec(module=GatedDeltaNet, params={"net": decoder.delta})
+    elif decoder.latent is not None:
         assert kind is not None
         attention = ModuleSpec(
             module=MLASelfAttention,

@@ -9,6 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from ..bridge.decoder import Decoder
+from ..bridge.delta_net import HeadRows
 from ..bridge.family import Family
 from ..bridge.rules import ColumnParallel, FusedColumnParallel, FusedQKVParallel, Replicated, RowParallel, Rule, TensorPart
 from ..checkpoint.tensor_slices import StoredSlice
@@ -150,6 +151,8 @@ def adapter_rule(family: Family, module: str, key: str, factor: str) -> tuple[Ru
     if isinstance(base, (FusedQKVParallel, FusedColumnParallel)):
         # The rows of the factor are those of the layer, in its order.
         split = replace(base, module=target)
+    elif isinstance(base, HeadRows):
+        split = base.of(next(module for module in base.modules if target.endswith(f".{module}")))
     # A reads the layer's input and B produces its output, so the split factor is the one on the layer's own split side.
     is_split = (factor == "lora_A") == isinstance(base, RowParallel)
     return (split if is_split else Replicated(target)), (f"{PEFT_PREFIX}{target}.{factor}.weight",)

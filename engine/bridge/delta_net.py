@@ -1,0 +1,163 @@
+"""The rules of gated DeltaNet layers, split by heads over tensor-parallel ranks. Imports no torch.
+
+A rank's projection has the rows of queries, keys, values, gates, rates and decays of its heads, in this order.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..checkpoint.tensor_slices import StoredSlice, TensorSlice
+from .decoder import Decoder, DeltaNet
+from .rules import ColumnParallel, Replicated, RowParallel, Rule, Shape, TensorPart
+
+
+def _row_counts(net: DeltaNet) -> tuple[int, int, int, int, int, int]:
+    """Return how many rows of each kind the whole model has."""
+    return net.key_size, net.key_size, net.value_size, net.value_size, net.value_heads, net.value_heads
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Rows that belong to heads, in sections of one kind, as Qwen3.5 stores them.
+
+    Args:
+        stored: The module of each kind of rows; None for kinds that the parameter does not have. Kinds of one module follow each other in it.
+    """
+
+    stored: tuple[str | None, ...]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules, each once."""
+        return tuple(dict.fromkeys(module for module in self.stored if module is not None))
+
+    def of(self, module: str) -> "HeadRows":
+        """Return the rule for the rows of one of the modules."""
+        return replace(self, stored=tuple(module if other == module else None for other in self.stored))
+
+    def is_split(self, dimensions: int) -> bool:
+        """Return True: the module is always split."""
+        return True
+
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
+        """Return a stored slice for each kind of rows."""
+        assert decoder.delta is not None
+        counts = _row_counts(decoder.delta)
+        totals = {
+            module: sum(n for n, other in zip(counts, self.stored, strict=True) if other == module) for module in self.modules
+        }
+        at, before = 0, dict.fromkeys(self.modules, 0)
+        slices = []
+        for count, module in zip(counts, self.stored, strict=True):
+            if module is None:
+                continue
+            rows = count // part.size
+            name = names[self.modules.index(module)]
+            slices.append(_slice(name, totals[module], shape, at, rows, before[module] + part.rank * rows))
+            at, before[module] = at + rows, before[module] + count
+        return slices
+
+
+@dataclass(frozen=True)
+class GroupedHeadRows:
+    """Rows that belong to heads, all those of a key head together, as Qwen3-Next stores them.
+
+    Args:
+        qkvz: The module with queries, keys, values and gates; None if the parameter does not have them.
+        ba: The module with rates and decays; None if the parameter does not have them.
+    """
+
+    qkvz: str | None
+    ba: str | None
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules."""
+        return tuple(module for module in (self.qkvz, self.ba) if module is not None)
+
+    def of(self, module: str) -> "GroupedHeadRows":
+        """Return the rule for the rows of one of the modules."""
+        return GroupedHeadRows(module if module == self.qkvz else None, module if module == self.ba else None)
+
+    def is_split(self, dimensions: int) -> bool:
+        """Return True: the module is always split."""
+        return True
+
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
+        """Return a stored slice for each kind of rows of each of the rank's key heads, in the order of the disk."""
+        assert decoder.delta is not None
+        net = decoder.delta
+        heads = net.key_heads // part.size
+        at = 0
+        slices: list[StoredSlice] = []
+        for module, kinds in ((self.qkvz, slice(0, 4)), (self.ba, slice(4, 6))):
+            if module is None:
+                continue
+            per_head = [count // net.key_heads for count in _row_counts(net)[kinds]]
+            name = names[self.modules.index(module)]
+            for head in range(heads):
+                row = (part.rank * heads + head) * sum(per_head)
+                for kind, count in enumerate(per_head):
+                    local = at + heads * sum(per_head[:kind]) + head * count
+                    slices.append(_slice(name, net.key_heads * sum(per_head), shape, local, count, row))
+                    row += count
+            at += heads * sum(per_head)
+        return slices
+
+
+def _slice(name: str, total: int, shape: Shape, at: int, rows: int, first: int) -> StoredSlice:
+    inner = shape[1:]
+    zeros = (0,) * len(inner)
+    return StoredSlice(name, (total, *inner), TensorSlice((at, *zeros), (rows, *inner)), (first, *zeros))
+
+
+@dataclass(frozen=True)
+class GatedQKVParallel:
+    """Query, gate, key and value in one matrix: a group's query heads, their gates, its key head, its value head.
+
+    On disk, each query head is followed by its gate.
+    """
+
+    query: str
+    key: str
+    value: str
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The three modules: query with gate, key and value."""
+        return (self.query, self.key, self.value)
+
+    def is_split(self, dimensions: int) -> bool:
+        """Return True: the module is always split."""
+        return True
+
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
+        """Return the stored slices of each of the rank's groups."""
+        return list(self._of_groups(names, shape, part, decoder))
+
+    def _of_groups(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> Iterator[StoredSlice]:
+        query, key, value = names
+        size, per_group = decoder.head_dim, decoder.heads // decoder.kv_heads
+        groups = decoder.kv_heads // part.size
+        for local in range(groups):
+            group, at = part.rank * groups + local, local * (2 * per_group + 2) * size
+            for head in range(per_group):
+                first = 2 * (group * per_group + head) * size
+                yield _slice(query, 2 * decoder.heads * size, shape, at + head * size, size, first)
+                yield _slice(query, 2 * decoder.heads * size, shape, at + (per_group + head) * size, size, first + size)
+            at += 2 * per_group * size
+            for i, name in enumerate((key, value)):
+                yield _slice(name, decoder.kv_heads * size, shape, at + i * size, size, group * size)
+
+
+GATED_ATTENTION: dict[str, Rule] = {
+    "self_attention.linear_qkv": GatedQKVParallel("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+}
+
+DELTA_NET: dict[str, Rule] = {
+    "self_attention.conv1d": HeadRows((*["linear_attn.conv1d"] * 3, None, None, None)),
+    "self_attention.A_log": ColumnParallel("linear_attn.A_log"),
+    "self_attention.dt_bias": ColumnParallel("linear_attn.dt_bias"),
+    "self_attention.norm": Replicated("linear_attn.norm"),
+    "self_attention.out_proj": RowParallel("linear_attn.out_proj"),
+}
