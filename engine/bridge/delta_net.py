@@ -1,14 +1,39 @@
-"""The rules of gated DeltaNet layers, split by heads over tensor-parallel ranks. Imports no torch.
+"""Decoders with gated DeltaNet layers, and the rules of these, split by heads over tensor-parallel ranks. Imports no torch.
 
 A rank's projection has the rows of queries, keys, values, gates, rates and decays of its heads, in this order.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..checkpoint.tensor_slices import StoredSlice, TensorSlice
-from .decoder import Decoder, DeltaNet
+from .decoder import Decoder, DeltaNet, read_decoder
 from .rules import ColumnParallel, Replicated, RowParallel, Rule, Shape, TensorPart
+
+
+def read_delta_decoder(config: Any, **different: Any) -> Decoder:
+    """Read a decoder with gated DeltaNet layers from a config with Qwen's setting names; `different` are the fields that differ."""
+    return read_decoder(
+        config,
+        supported=("partial_rotary_factor",),
+        **{
+            "norm_offset": 1.0,
+            "qk_norm": "head",
+            "output_gate": True,
+            "windows": (None,) * config.num_hidden_layers,
+            "rotary": ("",) * config.num_hidden_layers,
+            "delta": DeltaNet(
+                key_heads=config.linear_num_key_heads,
+                value_heads=config.linear_num_value_heads,
+                key_dim=config.linear_key_head_dim,
+                value_dim=config.linear_value_head_dim,
+                taps=config.linear_conv_kernel_dim,
+                layers=tuple(kind == "linear_attention" for kind in config.layer_types),
+            ),
+            **different,
+        },
+    )
 
 
 def _row_counts(net: DeltaNet) -> tuple[int, int, int, int, int, int]:
@@ -87,13 +112,13 @@ class GroupedHeadRows:
         """Return a stored slice for each kind of rows of each of the rank's key heads, in the order of the disk."""
         assert decoder.delta is not None
         net = decoder.delta
-        heads = net.key_heads // part.size
+        heads, counts = net.key_heads // part.size, list(_row_counts(net))
         at = 0
         slices: list[StoredSlice] = []
         for module, kinds in ((self.qkvz, slice(0, 4)), (self.ba, slice(4, 6))):
             if module is None:
                 continue
-            per_head = [count // net.key_heads for count in _row_counts(net)[kinds]]
+            per_head = [count // net.key_heads for count in counts[kinds]]
             name = names[self.modules.index(module)]
             for head in range(heads):
                 row = (part.rank * heads + head) * sum(per_head)

@@ -3,11 +3,10 @@
 from typing import Any
 
 from .decoder import Decoder
-from .delta_net import DELTA_NET, GATED_ATTENTION, HeadRows
+from .delta_net import DELTA_NET, GATED_ATTENTION, HeadRows, read_delta_decoder
 from .family import Family
 from .llama import ATTENTION, DENSE, OUTER
 from .qwen3 import HEAD_NORMS
-from .qwen3_next import read_delta_decoder
 from .rope_axes import interleaved
 from .rules import Rule
 

@@ -63,11 +63,25 @@ def local_shapes(family: Family, decoder: Decoder, part: TensorPart) -> dict[str
                 "self_attention.kv_up": (heads * (sizes.plain + sizes.value), sizes.kv_rank),
                 "self_attention.linear_proj": (hidden, heads * sizes.value),
             }
+        if decoder.output_gate:
+            shapes["self_attention.linear_qkv"] = ((2 * decoder.heads + 2 * decoder.kv_heads) * d // tp, hidden)
         if not decoder.pre_norm:
             del shapes["input_layernorm"], shapes["pre_mlp_layernorm"]
         if decoder.qk_norm:
             heads, kv_heads = (decoder.heads // tp, decoder.kv_heads // tp) if decoder.qk_norm == "all" else (1, 1)
             shapes |= {"self_attention.q_layernorm": (heads * d,), "self_attention.k_layernorm": (kv_heads * d,)}
+        net = decoder.delta
+        if net is not None and net.layers[layer]:
+            for part_name in ("linear_qkv", "linear_proj", "q_layernorm", "k_layernorm"):
+                del shapes[f"self_attention.{part_name}"]
+            shapes |= {
+                "self_attention.in_proj": (2 * (net.key_size + net.value_size + net.value_heads) // tp, hidden),
+                "self_attention.conv1d": ((2 * net.key_size + net.value_size) // tp, 1, net.taps),
+                "self_attention.norm": (net.value_dim,),
+                "self_attention.out_proj": (hidden, net.value_size // tp),
+            }
+            stem = f"decoder.layers.{layer}.self_attention"
+            found |= {f"{stem}.{name}": (net.value_heads // tp,) for name in ("A_log", "dt_bias")}
         if decoder.post_norm:
             shapes |= {"self_attention.linear_proj.post_norm": (hidden,), "mlp.linear_fc2.post_norm": (hidden,)}
         if sparse:
