@@ -89,6 +89,48 @@ def test_families_with_fused_matrices_partial_rotation_and_norms_at_the_end_conf
     run_ranks(rank_families, 2, axes, ["smollm3", "phi3", "olmo3"])
 
 
+STATE_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"tp": 2, "tp_sequence": True}),
+    (2, {"pp": 2}),
+    (2, {"cp": 2}),
+    (4, {"tp": 2, "tp_sequence": True, "cp": 2}),
+    (4, {"tp": 2, "tp_sequence": True, "pp": 2}),
+    (4, {"cp": 2, "pp": 2}),
+]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+def test_layers_with_state_equal_plain_transformers(family: str, tmp_path: Path, process_group: None) -> None:
+    # One stores its projections in sections, the other by key head.
+    made = save_tiny_model(tmp_path / "m", family)
+    close_to(steps(build(made, {}), 2), engines.reference_steps(made, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nproc", "axes"), STATE_LAYOUTS)
+def test_families_with_state_conform(nproc: int, axes: dict[str, Any]) -> None:
+    run_ranks(rank_state_families, nproc, axes, ["qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"ep": 2}, {"tp": 2, "tp_sequence": True, "ep": 2}])
+def test_mixtures_with_state_conform(axes: dict[str, Any]) -> None:
+    run_ranks(rank_state_families, 2, axes, ["qwen3_next", "qwen3_5_moe_text"])
+
+
+def rank_state_families(axes: dict[str, Any], families: list[str]) -> None:
+    for family in families:
+        rank_checks(axes, ["reference", "shared_prefixes", "weights"], family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_layers_with_state_are_recomputed(recompute: Any, tmp_path: Path) -> None:
+    made = save_tiny_model(tmp_path / "m", "qwen3_next")
+    axes = {"tp": 2, "tp_sequence": True}
+    same(run_ranks(rank_like_fsdp, 2, str(made), axes, {"recompute": recompute}, 2)[0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"tp": 2, "tp_sequence": True}, {"pp": 2}])
 def test_mixtures_conform_without_expert_parallelism(axes: dict[str, Any]) -> None:

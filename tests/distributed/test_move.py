@@ -66,6 +66,18 @@ def rank_moves(folder: str, root: str, fsdp: dict[str, Any], mcore: dict[str, An
         pytest.param("qwen2_moe", {"dp_shard": 2}, {"tp": 2, "tp_sequence": True}, {}, marks=pytest.mark.slow),
         pytest.param("glm4_moe", {"dp_shard": 2}, {"pp": 2}, {}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"dp_shard": 2}, {"tp": 2, "tp_sequence": True}, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", {"cp": 2}, {"tp": 2, "tp_sequence": True}, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", {"dp_shard": 2}, {"pp": 2}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_next",
+            {"dp_shard": 2},
+            {"tp": 2, "tp_sequence": True},
+            {"lora": LoraConfig(rank=4, alpha=8.0, targets=("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"))},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "qwen3_5_text", {"dp_shard": 2}, {"tp": 2}, {"lora": LoraConfig(rank=4, alpha=8.0)}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_five_steps_on_each_engine_are_ten_on_either(
