@@ -66,6 +66,10 @@ def linear_attention(
     dtype = torch.promote_types(v_thv.dtype, torch.float32)
     if initial_nhkv is None:
         initial_nhkv = v_thv.new_zeros(len(segments.lengths), v_thv.shape[1], k_tgk.shape[2], v_thv.shape[2], dtype=dtype)
+    if chunk_size is None:
+        keys, values = k_tgk.shape[-1], v_thv.shape[-1]
+        # All pairs of a chunk's tokens, each token with the state, and the state itself, which is small work on much memory.
+        chunk_size = segments.cheapest(lambda size: size * size * (keys + values) + (2 * size + 64) * keys * values)
     chunks = segments.chunks(chunk_size)
     out, final = _Chunked.apply(q_tgk, k_tgk, v_thv, log_decay, beta_th, initial_nhkv.to(dtype), chunks)
     return out, final
@@ -80,7 +84,7 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         parts = _prepare(q, k, v, log_decay, beta, chunks)
         values, before, final = _carry(parts, initial.index_select(0, chunks.order), chunks)
-        out = parts.attention @ values + parts.q @ torch.cat(before)
+        out = (parts.attention @ values).add_(parts.q @ before)
         ctx.chunks = chunks
         ctx.set_materialize_grads(False)
         # Without the delta rule they are the input itself.
@@ -99,14 +103,14 @@ class _Chunked(torch.autograd.Function):
         assert log_decay is not None
         with torch.enable_grad():
             parts = _prepare(q, k, v, log_decay, beta, chunks)
-        values = parts.u if values is None else values
-        before = _states(parts, values, initial.index_select(0, chunks.order), chunks)
+        with torch.no_grad():
+            values, before, _ = _carry(parts, initial.index_select(0, chunks.order), chunks, values)
         grad_out, grad_final = grads
         if grad_final is None:
             grad_final = torch.zeros_like(initial)
         grad_out = torch.zeros_like(values) if grad_out is None else chunks.split(grad_out.to(values.dtype)).transpose(1, 2)
         grad_parts, grad_initial = _carry_back(
-            parts, values, torch.cat(before), grad_out, grad_final.index_select(0, chunks.order), chunks
+            parts, values, before, grad_out, grad_final.index_select(0, chunks.order), chunks
         )
         pairs = [(part, grad) for part, grad in zip(parts, grad_parts, strict=True) if part is not None]
         needed = [x for x in leaves if x is not None]
@@ -135,7 +139,6 @@ class _Parts(NamedTuple):
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, chunks: Chunks) -> _Parts:
-    heads = v.shape[1]
     dtype = torch.promote_types(v.dtype, torch.float32)
     by_channel = log_decay.dim() == 3
     q, k, v = (chunks.split(x.to(dtype)).transpose(1, 2) for x in (q, k, v))
@@ -146,16 +149,20 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | 
     total = total if by_channel else total.unsqueeze(-1)
     last = total[:, :, -1:]
     from_start, to_end, through = total.exp().to(dtype), (last - total).exp().to(dtype), last.exp().to(dtype).transpose(-1, -2)
-    q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q, k))
+
+    def of_values(x: Tensor, factor: Tensor) -> Tensor:
+        """Return a factor times the keys or queries of each value head, `[M, H, C, K]`."""
+        return (x.unsqueeze(2) * factor.unflatten(1, (x.shape[1], -1))).flatten(1, 2)
+
     u, read = v, None
     if beta is not None:
         assert similarity is not None
         rates = chunks.split(beta.to(dtype)).transpose(1, 2).unsqueeze(-1)
         # All values that a chunk would write are found at once: each is what its key does not yet return.
-        sides = torch.cat([v, k * from_start], -1) * rates
+        sides = torch.cat([v * rates, of_values(k, from_start * rates)], -1)
         solved = torch.linalg.solve_triangular(similarity * rates, sides, upper=False, unitriangular=True)
         u, read = solved.split([v.shape[-1], k.shape[-1]], -1)
-    return _Parts(q * from_start, k * to_end, u, read, attention, through)
+    return _Parts(of_values(q, from_start), of_values(k, to_end), u, read, attention, through)
 
 
 def _scores(q: Tensor, k: Tensor, total: Tensor, delta: bool) -> tuple[Tensor, Tensor | None]:
@@ -197,36 +204,45 @@ def _scores_by_channel(q: Tensor, k: Tensor, total: Tensor, delta: bool) -> tupl
     return scores[0], scores[1] if delta else None
 
 
-def _carry(parts: _Parts, state: Tensor, chunks: Chunks) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Carry states through the chunks: return the values written, the states before the chunks by step, and the final states."""
+def _carry(parts: _Parts, state: Tensor, chunks: Chunks, values: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Carry states through the chunks.
+
+    Args:
+        parts: The parts.
+        state: The states before the segments, from the longest to the shortest.
+        chunks: How the segments are cut.
+        values: The values that are written, if they are known already.
+
+    Returns:
+        The values written, `[M, H, C, V]`, the states before the chunks, `[M, H, K, V]`, and the final states.
+    """
     if parts.read is None:
-        final: list[Tensor] = []
-        states = _states(parts, parts.u, state, chunks, final)
-        return parts.u, states, torch.cat(final[::-1])
-    before, ended, values = [], [], []
-    for u, read, k_end, decay in zip(
-        *(x.split(chunks.steps) for x in (parts.u, parts.read, parts.k_end, parts.through)), strict=True
-    ):
-        ended.append(state[len(u) :])
-        before.append(state[: len(u)])
-        values.append(u - read @ before[-1])
-        state = before[-1] * decay + k_end.transpose(-1, -2) @ values[-1]
-    ended.append(state)
-    return torch.cat(values), before, torch.cat(ended[::-1])
-
-
-def _states(parts: _Parts, values: Tensor, state: Tensor, chunks: Chunks, final: list[Tensor] | None = None) -> list[Tensor]:
-    """Return the states before the chunks, by step, of values that are known; append the final ones, the shortest segments' first."""
-    before = []
-    written = (parts.k_end.transpose(-1, -2) @ values).split(chunks.steps)
-    for new, decay in zip(written, parts.through.split(chunks.steps), strict=True):
-        if final is not None:
-            final.append(state[len(new) :])
-        before.append(state[: len(new)])
-        state = before[-1] * decay + new
-    if final is not None:
-        final.append(state)
-    return before
+        values = parts.u
+    before, final = state.new_empty(len(parts.u), *state.shape[1:]), torch.empty_like(state)
+    # One product where all values are known, and one for each step where they follow from the states.
+    written = None if values is None else (parts.k_end.transpose(-1, -2) @ values).split(chunks.steps)
+    if values is None:
+        values = torch.empty_like(parts.u)
+    befores, decays = before.split(chunks.steps), parts.through.split(chunks.steps)
+    steps = [x.split(chunks.steps) for x in (values, parts.u, parts.k_end)]
+    reads = () if parts.read is None else parts.read.split(chunks.steps)
+    if befores:
+        befores[0].copy_(state)
+    for step, (count, following) in enumerate(zip(chunks.steps, (*chunks.steps[1:], 0), strict=True)):
+        now = befores[step]
+        if written is None:
+            values_now, u, k_end = (x[step] for x in steps)
+            values_now.copy_(u)
+            values_now.flatten(0, 1).baddbmm_(reads[step].flatten(0, 1), now.flatten(0, 1), alpha=-1)
+            new = k_end.transpose(-1, -2) @ values_now
+        else:
+            new = written[step]
+        if following:
+            torch.addcmul(new[:following], now[:following], decays[step][:following], out=befores[step + 1])
+        if following < count:
+            ended = slice(following, count)
+            torch.addcmul(new[ended], now[ended], decays[step][ended], out=final[ended])
+    return values, before, final
 
 
 def _carry_back(
@@ -242,31 +258,31 @@ def _carry_back(
         grad_final: The gradient of the final states, from the longest segment to the shortest.
         chunks: How the segments are cut.
     """
-    grad_values = parts.attention.transpose(-1, -2) @ grad_out
-    read_out = parts.q.transpose(-1, -2) @ grad_out
-    after: list[Tensor] = []
-    per_step: list[Tensor] = []
-    grad = grad_final[:0]
-    steps = [x.split(chunks.steps) for x in (grad_values, read_out, parts.k_end, parts.through)]
-    reads = [None] * len(chunks.steps) if parts.read is None else parts.read.split(chunks.steps)
-    for grad_u, out, k_end, decay, read in reversed(list(zip(*steps, reads, strict=True))):
-        # Segments that end with this step come in here.
-        grad = torch.cat([grad, grad_final[len(grad) : len(out)]])
-        after.append(grad)
-        per_step.append(grad_u + k_end @ grad)
-        grad = grad * decay + out
-        if read is not None:
-            grad = grad - read.transpose(-1, -2) @ per_step[-1]
-    grad = torch.cat([grad, grad_final[len(grad) :]])
-    grad_after, grad_u = torch.cat(after[::-1]), torch.cat(per_step[::-1])
+    # What is added up in place: at first only what the outputs give.
+    grad_u = parts.attention.transpose(-1, -2) @ grad_out
+    grad_before = parts.q.transpose(-1, -2) @ grad_out
+    grad_after = torch.empty_like(before)
+    splits = [x.split(chunks.steps) for x in (grad_u, grad_before, grad_after, parts.k_end, parts.through)]
+    reads = None if parts.read is None else parts.read.split(chunks.steps)
+    for step in reversed(range(len(chunks.steps))):
+        of_u, of_before, after, k_end, decay = (x[step] for x in splits)
+        following = chunks.steps[step + 1] if step + 1 < len(chunks.steps) else 0
+        after[following:] = grad_final[following : len(after)]
+        if following:
+            after[:following] = splits[1][step + 1]
+        of_u.flatten(0, 1).baddbmm_(k_end.flatten(0, 1), after.flatten(0, 1))
+        of_before.addcmul_(after, decay)
+        if reads is not None:
+            of_before.flatten(0, 1).baddbmm_(reads[step].transpose(-1, -2).flatten(0, 1), of_u.flatten(0, 1), alpha=-1)
+    transposed = before.transpose(-1, -2)
     return (
         _Parts(
-            q=grad_out @ before.transpose(-1, -2),
+            q=grad_out @ transposed,
             k_end=values @ grad_after.transpose(-1, -2),
             u=grad_u,
-            read=None if parts.read is None else -(grad_u @ before.transpose(-1, -2)),
+            read=None if parts.read is None else -(grad_u @ transposed),
             attention=grad_out @ values.transpose(-1, -2),
             through=(before * grad_after).sum_to_size(parts.through.shape),
         ),
-        grad,
+        splits[1][0] if chunks.steps else grad_final,
     )

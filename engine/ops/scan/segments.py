@@ -3,7 +3,7 @@
 Axes: T tokens, N segments, M chunks, C tokens of a chunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -59,20 +59,21 @@ class Segments:
             self._boundaries[width] = _boundary(self.bounds, width, self.device)
         return self._boundaries[width]
 
-    def chunks(self, size: int | None = None) -> "Chunks":
-        """Return how the segments are cut into chunks.
-
-        Args:
-            size: The number of tokens of a chunk; None for the size at which the least is computed.
-        """
-        if size is None:
-            if max(self.lengths, default=1) == 1:
-                return self.chunks(1)
-            # A token costs its chunk, in which all tokens meet, and about as many steps again as a state has rows.
-            size = min(CHUNK_SIZES, key=lambda c: sum(-(-n // c) for n in self.lengths) * c * (c + 128))
+    def chunks(self, size: int) -> "Chunks":
+        """Return how the segments are cut into chunks of `size` tokens."""
         if size not in self._chunks:
             self._chunks[size] = cut(self.lengths, size, self.device)
         return self._chunks[size]
+
+    def cheapest(self, cost: Callable[[int], float]) -> int:
+        """Return the number of tokens of a chunk with which the least is computed.
+
+        Args:
+            cost: The cost of a chunk by its number of tokens.
+        """
+        if max(self.lengths, default=1) == 1:
+            return 1
+        return min(CHUNK_SIZES, key=lambda size: sum(-(-n // size) for n in self.lengths) * cost(size))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

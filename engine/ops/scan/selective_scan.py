@@ -46,6 +46,9 @@ def selective_scan(
     dtype = torch.promote_types(x_td.dtype, torch.float32)
     if initial_gdn is None:
         initial_gdn = x_td.new_zeros(len(segments.lengths), *a_dn.shape, dtype=dtype)
+    if chunk_size is None:
+        # Chunks take their steps side by side, so that fewer of them also mean fewer steps of the state between chunks.
+        chunk_size = segments.cheapest(lambda size: size + 8)
     out, final = _SelectiveScan.apply(x_td, delta_td, a_dn, b_tn, c_tn, initial_gdn.to(dtype), segments.chunks(chunk_size))
     return out, final
 
