@@ -1,6 +1,6 @@
 """Run all benchmarks (`make bench`) and print one table at the end. Takes about three quarters of an hour on two cores.
 
-python -m benchmarks [--only step mcore preference memory trl head load checkpoint startup balance vision worker data generation serving rl gpu] [--steps 16]
+python -m benchmarks [--only step mcore preference memory trl head states load checkpoint startup balance vision worker data generation serving rl gpu] [--steps 16]
 """
 
 import argparse
@@ -39,6 +39,7 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
         # In TRL's own environment, where `make bench-trl` has built it.
         "trl": [["benchmarks/trl_steps.py", "--task", task, "--steps", str(steps)] for task in ("sft", "dpo", "rm")],
         "head": [["-m", "benchmarks.head"]],
+        "states": [["-m", "benchmarks.states", "--case", c, "--steps", str(steps)] for c in ("operators", "step")],
         "load": [[*TORCHRUN, "4", "-m", "benchmarks.load"]],
         "checkpoint": [[*TORCHRUN, "2", "-m", "benchmarks.checkpoint"]],
         "startup": [["-m", "benchmarks.startup"]],
