@@ -127,6 +127,8 @@ class ContinuousGenerator(CausalLMGenerator):
         is_paged = self._lm.model.config._attn_implementation == IMPLEMENTATION
         processor._generation_step(_SteppedModel(self, is_paged=is_paged))
         processor.update_batch()
+        if self._states is not None:
+            self._states.fork(processor.scheduler.active_requests)
         sampler = self._sampler
         self.prefill_tokens += sampler.prefill_tokens
         self._unborn.difference_update(sampler.names)

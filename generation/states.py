@@ -3,7 +3,7 @@
 Axes: R requests of a step, S slots, T tokens of a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -41,20 +41,31 @@ class RequestStates:
             RuntimeError: A request goes on whose state is not there.
         """
         for name, past in zip(requests, pasts, strict=True):
-            if name in self._slots:
-                continue
-            slot = self._slots[name] = self._free.pop() if self._free else len(self._slots)
-            parent = name.partition(CHILD)[0]
-            if past and (parent == name or parent not in self._slots):
+            if past and name not in self._slots:
                 raise RuntimeError(f"request {name} goes on after {past} tokens, whose state is gone")
-            if past:
-                # It shares all tokens so far with the request that it was forked from, which has not gone on yet.
-                for key in self._values:
-                    values = self._grown(key)
-                    values[slot] = values[self._slots[parent]]
+            self._slot(name)
         rows = torch.tensor([self._slots[name] for name in requests], device=self._device)
         fresh = torch.tensor([i for i, past in enumerate(pasts) if not past], dtype=torch.long, device=self._device)
         return StepStates(self, Segments((0, *accumulate(queries)), self._device), rows, fresh)
+
+    def fork(self, requests: Iterable[str]) -> None:
+        """Copy the states of requests to those that were forked from them; to be called before any of them goes on.
+
+        Args:
+            requests: The names of all requests that have begun.
+        """
+        for name in requests:
+            parent = self._slots.get(name.partition(CHILD)[0])
+            if CHILD in name and name not in self._slots and parent is not None:
+                slot = self._slot(name)
+                for key in self._values:
+                    values = self._grown(key)
+                    values[slot] = values[parent]
+
+    def _slot(self, name: str) -> int:
+        if name not in self._slots:
+            self._slots[name] = self._free.pop() if self._free else len(self._slots)
+        return self._slots[name]
 
     def remove(self, name: str) -> None:
         """Forget a request, if it is there."""

@@ -120,8 +120,9 @@ def test_families_with_state_conform(family: str, name: str, capsys: pytest.Capt
 def test_a_prompt_longer_than_a_step_is_continued(tmp_path: Path) -> None:
     """Chunks of a prompt begin with the states of the chunk before."""
     path = save_tiny_model(tmp_path / "model", "qwen3_next")
-    generators = [build(path, generator="continuous", target_tokens_per_batch=tokens) for tokens in (16, 512)]
-    options = SamplingOptions(max_tokens=12, samples=2, seed=3, ignore_eos=True)
+    # So few tokens that a prompt's response goes on before all others to it have begun.
+    generators = [build(path, generator="continuous", target_tokens_per_batch=tokens) for tokens in (8, 512)]
+    options = SamplingOptions(max_tokens=12, samples=5, seed=3, ignore_eos=True)
     answers = [g.generate([LONG, LONG[:40], LONG[:7]], options) for g in generators]
     for mine, theirs in zip(*answers, strict=True):
         assert [a.response for a in mine] == [a.response for a in theirs]
@@ -144,8 +145,11 @@ def test_states_have_slots_of_their_own() -> None:
         return carrier.carry("scan", add, [torch.tensor(numbers)[:, None]])[:, 0].tolist()
 
     assert step(["a", "b"], [1, 2], [0, 0]) == [1, 2]
-    # Children begin with what their parent had before this step; others with nothing.
+    # Children begin with what their parent had when they were forked, others with nothing.
+    states.fork(["b", "a", "a__child#0", "a__child#1", "c__child#0"])
     assert step(["a", "a__child#0", "c", "b"], [10, 20, 30, 40], [1, 1, 0, 1]) == [11, 21, 30, 42]
+    states.fork(["a", "a__child#0", "a__child#1", "c", "b"])
+    assert step(["a__child#1"], [5], [1]) == [6]
     states.remove("b")
     states.remove("nobody")
     # The slot of a request that ended serves another, and one that begins anew forgets.
