@@ -137,14 +137,6 @@ def test_it_does_what_the_interface_says(tmp_path: Path, check: str, tied: bool)
 
 
 @needs_vllm
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's build for CPUs runs no layers with state")
-@pytest.mark.parametrize("check", CHECKS)
-def test_a_model_with_state_does_what_the_interface_says(tmp_path: Path, check: str) -> None:
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
-    CHECKS[check](Case(tmp_path, {"generator": "vllm", **SETTINGS}, "granitemoehybrid", **sizes))
-
-
-@needs_vllm
 @pytest.mark.parametrize("check", CHECKS)
 def test_its_server_does_what_the_interface_says(tmp_path: Path, check: str) -> None:
     CHECKS[check](Case(tmp_path, {"generator": "vllm_server", **SETTINGS}, "llama", tie_word_embeddings=True))
