@@ -155,9 +155,10 @@ class RankSlice:
             blocks = block_numbers(in_block, cu_seqlens)
         selected = slice_tokens(padded_mask, group).nonzero()[:, 0]
         size = (tokens + padding) // topology.parallel.cp
+        positions = slice_tokens(positions, group)
         return cls(
             input_ids=slice_tokens(ids, group),
-            position_ids=slice_tokens(positions, group),
+            position_ids=positions,
             context=PackedContext(
                 bounds=bounds,
                 cu_seqlens=cu_seqlens,
@@ -165,6 +166,7 @@ class RankSlice:
                 parents=parents,
                 blocks=blocks,
                 blocks_in_windows=family is not None and family.blocks_in_windows,
+                positions=positions if positions.dim() == 1 else None,
             ),
             selected=selected,
             targets=slice_tokens(labels, group)[selected].clamp_min(0),

@@ -16,6 +16,7 @@ from ..engine.hf.layout import DiskLayout
 from ..engine.hf.media import FAMILIES, check_media_support, media_config
 from ..engine.hf.model_path import resolve_folder
 from ..engine.hf.shape import context_of
+from ..engine.hf.state_layers import has_biased_state
 from ..engine.hf.weights import check_head, quiet_loading
 from ..engine.offload import free_memory
 from ..engine.torch_private import persistent_buffers
@@ -82,8 +83,10 @@ class CausalLM:
         if whole is not None:
             check_media_support(model)
             self.media = MediaFeatures(self.model, FAMILIES[whole.model_type](whole), path)
-        self.takes_padding = not (getattr(text, "attn_temperature_tuning", False) or text.model_type == "minimax")
-        """Whether prompts of different lengths can be a batch. Llama 4 counts the positions of padding, and MiniMax attends to it."""
+        counts_or_reads_it = getattr(text, "attn_temperature_tuning", False) or text.model_type == "minimax"
+        self.takes_padding = not counts_or_reads_it and not has_biased_state(model)
+        """Whether prompts of different lengths can be a batch. Llama 4 counts the positions of padding, MiniMax attends to it, and a layer with
+        state whose projection has a bias carries that from padding into the prompt."""
         self._absent: dict[str, torch.Size] = {}
         bad_names = _not_finite((name, parameter) for name, parameter in self.model.named_parameters())
         if bad_names:

@@ -32,6 +32,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     packed: PackedContext | None = None,
+    chunk: int | None = None,
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -78,6 +79,7 @@ def attention_forward(
         window=window,
         softcap=softcap,
         sinks_h=s_aux,
+        chunk=chunk,
     )
     # Some families view the output, as they may with transformers' own implementations; the others' reshape is free then.
     return out_the.contiguous().unsqueeze(0), None

@@ -75,11 +75,14 @@ UNSUPPORTED = {
 _NO_SWITCH = re.compile(rf"{TOKEN_ID.pattern}|drop|^(use_cache|tie_word_embeddings|{'|'.join(DESCRIPTION)})$")
 
 
+_FACTOR = re.compile(r"(multiplier|scaling|scale|alpha_factor|beta_factor)$")
+
+
 def unseen_switches(config: PreTrainedConfig) -> list[str]:
     """Return the switches of a config that no config of its family in the tests has, each as `name=value`.
 
-    A switch is a setting that is true, false, a word or null. Of a number, it is whether the number is positive; of a list, which
-    words it contains, or whether it is empty.
+    A switch is a setting that is true, false, a word or null. Of a number, it is whether the number is positive, and of a factor whether
+    it is one; of a list, which words it contains, or whether it is empty.
     """
     return _unseen(config, tested_configs(config.model_type))
 
@@ -100,7 +103,8 @@ def _switches(fields: dict[Any, Any]) -> Iterator[str]:
         elif isinstance(value, list | tuple):
             yield f"{name}={'+'.join(sorted({v for v in value if isinstance(v, str)})) or ('a list' if value else [])}"
         elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
-            yield f"{name}=a number"
+            # A factor of one would hide that nothing applies it.
+            yield f"{name}={'1' if _FACTOR.search(name) and value == 1 else 'a number'}"
         else:
             yield f"{name}={value}"
 

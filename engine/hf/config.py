@@ -120,6 +120,8 @@ def logit_transform(config: PreTrainedConfig) -> LogitTransform:
         scale = 1.0 / config.logits_scaling
     elif getattr(config, "logit_scale", None):
         scale = config.logit_scale
+    elif getattr(config, "lm_head_multiplier", None):
+        scale = config.lm_head_multiplier
     return LogitTransform(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
 
 

@@ -13,6 +13,7 @@ from ..ops.router import RouterSettings
 from ..rope import rope_by_kind
 from .media import FAMILIES
 from .model import HFModel, decoder_of
+from .state_layers import LAYERS as STATE_LAYERS
 
 
 def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
@@ -168,7 +169,11 @@ SCAN_WINDOW = 192
 
 
 def _attention(config: PreTrainedConfig, decoder: nn.Module) -> tuple[tuple[int, int | None], ...]:
-    attends = [any(hasattr(m, "is_causal") for m in layer.modules()) for layer in getattr(decoder, "layers", ())]
+    # What the layers consist of, where it can be told: some neither attend nor carry a state, and some do both.
+    modules = [list(layer.modules()) for layer in getattr(decoder, "layers", ())]
+    attends = [any(hasattr(m, "is_causal") for m in inside) for inside in modules]
+    carries = [any(type(m).__name__.removeprefix("Packed") in STATE_LAYERS for m in inside) for inside in modules]
+    known = any(attends) and len(modules) == config.num_hidden_layers
     layers, kinds = getattr(config, "per_layer_config", None), getattr(config, "layer_types", None)
     costs = []
     for i in range(config.num_hidden_layers):
@@ -180,7 +185,8 @@ def _attention(config: PreTrainedConfig, decoder: nn.Module) -> tuple[tuple[int,
         value = getattr(layer, "v_head_dim", None) or size
         windowed = kinds is None or kinds[i] == "sliding_attention"
         window = getattr(layer, "sliding_window", None) if windowed else None
-        if any(attends) and i < len(attends) and not attends[i]:
-            window = SCAN_WINDOW
-        costs.append((heads * (query + value), window))
+        if not known or attends[i]:
+            costs.append((heads * (query + value), window))
+        if known and carries[i]:
+            costs.append((heads * (query + value), SCAN_WINDOW))
     return tuple(costs)

@@ -170,7 +170,8 @@ class Mamba2Layer(StateLayer):
         layer: Any = self
         inner, states = layer.intermediate_size, layer.n_groups * layer.ssm_state_size
         if hasattr(layer, "mup_vector"):
-            projected = layer.in_proj(x * layer.ssm_in_multiplier) * layer.mup_vector[0]
+            # The multipliers are a buffer, which stays in float32 where the layer computes in 16 bits.
+            projected = layer.in_proj(x * layer.ssm_in_multiplier) * layer.mup_vector[0].to(x.dtype)
         else:
             projected = layer.in_proj(x)
         gate, values, b, c, dt = projected.split([inner, inner, states, states, layer.num_heads], -1)
@@ -294,19 +295,21 @@ class Llama4Attention(nn.Module):
         q, k, v = (project(hidden_states).view(heads) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
         if layer.use_rope:
             q, k = apply_rotary_emb(q, k, position_embeddings)
-            # Chunks are of layers with rotary embeddings; the others see the entire document.
-            if packed is not None and layer.config.attention_chunk_size:
-                packed = packed.in_chunks(layer.config.attention_chunk_size)
         elif layer.attn_temperature_tuning and packed is not None:
             # Length-dependent temperature (Nakanishi 2025, arXiv:2501.19399).
             steps = ((packed.positions.float() + 1.0) / layer.floor_scale).floor()
             q = (q * (steps.log1p() * layer.attn_scale + 1.0).view(1, -1, 1, 1)).to(q.dtype)
+        kinds, chunk = layer.config.layer_types, None
+        if kinds is not None and kinds[layer.layer_idx] == "chunked_attention":
+            chunk = layer.config.attention_chunk_size
         if hasattr(layer, "qk_norm"):
             q, k = layer.qk_norm(q), layer.qk_norm(k)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         dropout = layer.attention_dropout if layer.training else 0.0
         attend: Any = ALL_ATTENTION_FUNCTIONS[layer.config._attn_implementation]
-        out, _ = attend(layer, q, k, v, attention_mask, scaling=layer.scaling, dropout=dropout, packed=packed, **others)
+        out, _ = attend(
+            layer, q, k, v, attention_mask, scaling=layer.scaling, dropout=dropout, packed=packed, chunk=chunk, **others
+        )
         return layer.o_proj(out.flatten(2)), None
 
 
@@ -343,6 +346,12 @@ def carry_states_in_documents(model: nn.Module) -> bool:
                 subclasses[theirs] = type(f"Packed{name}", (ours, theirs), {"stands_for": name})
             module.__class__ = subclasses[theirs]
     return bool(subclasses)
+
+
+def has_biased_state(model: nn.Module) -> bool:
+    """Return whether a layer with state, still of transformers' own class, has a bias in front of what carries the state."""
+    layers = [module for module in model.modules() if type(module).__name__ in LAYERS]
+    return any(getattr(getattr(layer, "in_proj", None), "bias", None) is not None for layer in layers)
 
 
 def check_context_parallelism(model: nn.Module, family: str, cp: int) -> None:

@@ -30,6 +30,7 @@ def packed_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks_h: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Compute causal attention within each document; under context parallelism, over all ranks of the group.
 
@@ -42,17 +43,18 @@ def packed_attention(
         window: The number of tokens that a token attends to: itself and the `window - 1` tokens before it; None for all.
         softcap: The soft cap of the logits, which become `softcap * tanh(logits / softcap)` (Gemma 2, arXiv:2408.00118).
         sinks_h: The logits of an additional key without a value, `[H]` (gpt-oss).
+        chunk: The number of tokens of the chunks into which a document is cut; a token attends to its own chunk (Llama 4). None for none.
 
     Returns:
         The outputs, `[T, H, E]`, split like the queries.
     """
     group = context.cp_group
     if group is None:
-        return _local(query_thd, key_tkd, value_tke, context, scale, window, softcap, sinks_h)
+        return _local(query_thd, key_tkd, value_tke, context, scale, window, softcap, sinks_h, chunk)
     query_thd, key_tkd, value_tke = gather_seq_scatter_heads([query_thd, key_tkd, value_tke], group)
     if sinks_h is not None:
         sinks_h = sinks_h.tensor_split(group.size())[group.rank()]
-    out_the = _local(query_thd, key_tkd, value_tke, context, scale, window, softcap, sinks_h)
+    out_the = _local(query_thd, key_tkd, value_tke, context, scale, window, softcap, sinks_h, chunk)
     return gather_heads_scatter_seq(out_the, group)
 
 
@@ -65,12 +67,18 @@ def _local(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    chunk: int | None,
 ) -> Tensor:
     # Outside of compiled code the operator would add its dispatch to every call, about a millisecond on a CPU.
     if torch.compiler.is_compiling():
-        out: Tensor = torch.ops.drivetrain.packed_attention(q, k, v, sinks, context.handle, scale, window, softcap)[0]
+        operator = torch.ops.drivetrain.packed_attention
+        out: Tensor = operator(q, k, v, sinks, context.handle, scale, window, softcap, chunk)[0]
         return out
-    return attend(q, k, v, context, scale, window, softcap, sinks)
+    return attend(q, k, v, _in_chunks(context, chunk), scale, window, softcap, sinks)
+
+
+def _in_chunks(context: PackedContext, chunk: int | None) -> PackedContext:
+    return context if chunk is None else context.in_chunks(chunk)
 
 
 @torch.library.custom_op(OPERATOR, mutates_args=())
@@ -83,9 +91,10 @@ def _forward(
     scale: float,
     window: int | None,
     softcap: float | None,
+    chunk: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and what the backward pass of `varlen` needs; nothing for other kernels."""
-    context = context_of(handle)
+    context = _in_chunks(context_of(handle), chunk)
     if kernel_of(q, v, window, softcap, sinks) != "varlen":
         out, lse = attend(q, k, v, context, scale, window, softcap, sinks), q.new_empty(0, 0, dtype=torch.float32)
     elif context.blocks(window) is None:
@@ -107,6 +116,7 @@ def _forward_shapes(
     scale: float,
     window: int | None,
     softcap: float | None,
+    chunk: int | None,
 ) -> tuple[Tensor, Tensor]:
     tokens, heads = q.shape[:2]
     saved = (heads, tokens) if kernel_of(q, v, window, softcap, sinks) == "varlen" else (0, 0)
@@ -117,7 +127,7 @@ def _forward_shapes(
 torch.library.define(
     _BACKWARD,
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, Tensor handle, float scale, int? window, "
-    "float? softcap) -> (Tensor, Tensor, Tensor, Tensor)",
+    "float? softcap, int? chunk) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -134,8 +144,9 @@ def _backward(
     scale: float,
     window: int | None,
     softcap: float | None,
+    chunk: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    context = context_of(handle)
+    context = _in_chunks(context_of(handle), chunk)
     no_sinks = q.new_empty(0)
     if kernel_of(q, v, window, softcap, sinks) == "varlen" and context.blocks(window) is None:
         return *(t.contiguous() for t in varlen_backward(grad, q, k, v, out, lse, context, scale, window)), no_sinks  # type: ignore[return-value]
@@ -163,7 +174,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, out, lse, handle = ctx.saved_tensors
     backward = torch.ops.drivetrain.packed_attention_backward
     dq, dk, dv, dsinks = backward(grad, q, k, v, sinks, out, lse, handle, *ctx.settings)
-    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None
+    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -34,7 +34,7 @@ class LogitTransform:
     """The transform that a family applies between the matrix product and the softmax.
 
     Args:
-        scale: The factor on the logits (Granite's 1 / logits_scaling, Cohere's logit_scale).
+        scale: The factor on the logits (Granite's 1 / logits_scaling, Cohere's logit_scale, Falcon-H1's lm_head_multiplier).
         softcap: The soft cap that is applied next, `softcap * tanh(logits / softcap)` (Gemma 2).
     """
 

@@ -66,6 +66,7 @@ class PackedContext:
         blocks: `[T]` int64, the number of the block of each token, -1 for none: the tokens of a block, such as those of an image, attend to
             each other in both directions. None if there are no blocks. Blocks lie within documents, which then have no parents.
         blocks_in_windows: Whether they do so in layers with a window alone.
+        positions: The position in its document of each token of this rank, `[t]`; None to count them.
     """
 
     def __init__(
@@ -77,9 +78,13 @@ class PackedContext:
         parents: tuple[int, ...] | None = None,
         blocks: Tensor | None = None,
         blocks_in_windows: bool = False,
+        positions: Tensor | None = None,
     ) -> None:
         self.bounds, self.cu_seqlens, self.cp_group, self.parents = bounds, cu_seqlens, cp_group, parents
         self._blocks, self._blocks_in_windows = blocks, blocks_in_windows
+        # Made here, since compiled layers read it, and would be compiled again for each way to make it.
+        self.positions = self._count_positions() if positions is None else positions
+        """The position in its document of each token of this rank, `[t]` int64."""
         self._in_chunks: dict[int, PackedContext] = {}
         self.masks: dict[int | None, Any] = {}
         """The block masks by window, created once for all layers."""
@@ -98,9 +103,7 @@ class PackedContext:
         """The number of tokens in the longest segment."""
         return max(end - start for start, end in pairwise(self.bounds))
 
-    @cached_property
-    def positions(self) -> Tensor:
-        """The position in its document of each token of this rank, `[t]` int64."""
+    def _count_positions(self) -> Tensor:
         parents = self.parents or (-1,) * (len(self.bounds) - 1)
         lengths = [end - start for start, end in pairwise(self.bounds)]
         before = [0 if parent < 0 else lengths[parent] for parent in parents]

@@ -63,9 +63,9 @@ def fused_attention(
         "scale": 1.0,
         "initial_state": None if initial_nhkv is None else initial_nhkv.float(),
         "output_final_state": True,
-        "cu_seqlens": segments.cu_seqlens.long(),
+        "cu_seqlens": segments.cu_seqlens,
         # On the host too, or each call would wait for the device.
-        "cu_seqlens_cpu": torch.tensor(segments.bounds),
+        "cu_seqlens_cpu": segments.cu_seqlens_host,
     }
     decay = log_decay.float().unsqueeze(0)
     if kernel == "simple_gla":

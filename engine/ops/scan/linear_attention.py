@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .fused import choose_fused, fused_attention
 from .segments import Chunks, Segments
@@ -92,6 +93,7 @@ class _Chunked(torch.autograd.Function):
         return chunks.join(out.transpose(1, 2)).to(v.dtype), final.index_select(0, chunks.inverse)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         chunks = ctx.chunks
         *inputs, initial, values = ctx.saved_tensors
@@ -226,14 +228,13 @@ def _carry(parts: _Parts, state: Tensor, chunks: Chunks, values: Tensor | None =
     befores, decays = before.split(chunks.steps), parts.through.split(chunks.steps)
     steps = [x.split(chunks.steps) for x in (values, parts.u, parts.k_end)]
     reads = () if parts.read is None else parts.read.split(chunks.steps)
-    if befores:
-        befores[0].copy_(state)
+    befores[0].copy_(state)
     for step, (count, following) in enumerate(zip(chunks.steps, (*chunks.steps[1:], 0), strict=True)):
         now = befores[step]
         if written is None:
             values_now, u, k_end = (x[step] for x in steps)
             values_now.copy_(u)
-            values_now.flatten(0, 1).baddbmm_(reads[step].flatten(0, 1), now.flatten(0, 1), alpha=-1)
+            _rows(values_now).baddbmm_(reads[step].flatten(0, 1), now.flatten(0, 1), alpha=-1)
             new = k_end.transpose(-1, -2) @ values_now
         else:
             new = written[step]
@@ -270,10 +271,10 @@ def _carry_back(
         after[following:] = grad_final[following : len(after)]
         if following:
             after[:following] = splits[1][step + 1]
-        of_u.flatten(0, 1).baddbmm_(k_end.flatten(0, 1), after.flatten(0, 1))
+        _rows(of_u).baddbmm_(k_end.flatten(0, 1), after.flatten(0, 1))
         of_before.addcmul_(after, decay)
         if reads is not None:
-            of_before.flatten(0, 1).baddbmm_(reads[step].transpose(-1, -2).flatten(0, 1), of_u.flatten(0, 1), alpha=-1)
+            _rows(of_before).baddbmm_(reads[step].transpose(-1, -2).flatten(0, 1), of_u.flatten(0, 1), alpha=-1)
     transposed = before.transpose(-1, -2)
     return (
         _Parts(
@@ -284,5 +285,10 @@ def _carry_back(
             attention=grad_out @ values.transpose(-1, -2),
             through=(before * grad_after).sum_to_size(parts.through.shape),
         ),
-        splits[1][0] if chunks.steps else grad_final,
+        splits[1][0],
     )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return `[M, H, ...]` as `[M * H, ...]` in the same memory, to be written to."""
+    return x.view(-1, *x.shape[2:])

@@ -24,34 +24,26 @@ class Segments:
         device: The device of the tensors to be cut.
 
     Raises:
-        ValueError: A segment is empty.
+        ValueError: A segment is empty, or there is none.
     """
 
     def __init__(self, bounds: Sequence[int], device: torch.device) -> None:
         self.bounds, self.device = tuple(bounds), device
         self.lengths = [end - start for start, end in pairwise(self.bounds)]
-        if min(self.lengths, default=1) < 1:
-            raise ValueError(f"segments of {min(self.lengths)} tokens carry no state; leave them out")
+        if not self.lengths or min(self.lengths) < 1:
+            raise ValueError(f"segments of {self.lengths} tokens; each has at least one, and there is at least one")
         self._chunks: dict[int, Chunks] = {}
         self._boundaries: dict[int, Boundary] = {}
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """The boundaries on the device, `[N + 1]` int32."""
-        return torch.tensor(self.bounds, dtype=torch.int32).to(self.device, non_blocking=True)
+        """The boundaries on the device, `[N + 1]` int64."""
+        return self.cu_seqlens_host.to(self.device, non_blocking=True)
 
     @cached_property
-    def numbers(self) -> Tensor:
-        """The segment of each token, `[T]` int32."""
-        lengths = torch.tensor(self.lengths)
-        numbers = torch.repeat_interleave(torch.arange(len(self.lengths), dtype=torch.int32), lengths)
-        return numbers.to(self.device, non_blocking=True)
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """The position of each token in its segment, `[T]` int64."""
-        spans = [torch.arange(n) for n in self.lengths]
-        return (torch.cat(spans) if spans else torch.zeros(0, dtype=torch.long)).to(self.device, non_blocking=True)
+    def cu_seqlens_host(self) -> Tensor:
+        """The boundaries on the host, `[N + 1]` int64. One tensor for all layers: kernels keep what they derive from it."""
+        return torch.tensor(self.bounds)
 
     def boundary(self, width: int) -> "Boundary":
         """Return the tokens that a convolution over `width` tokens before its own takes from before a segment."""
@@ -71,7 +63,7 @@ class Segments:
         Args:
             cost: The cost of a chunk by its number of tokens.
         """
-        if max(self.lengths, default=1) == 1:
+        if max(self.lengths) == 1:
             return 1
         return min(CHUNK_SIZES, key=lambda size: sum(-(-n // size) for n in self.lengths) * cost(size))
 
@@ -148,14 +140,14 @@ def cut(lengths: Sequence[int], size: int, device: torch.device) -> Chunks:
     counts = [-(-n // size) for n in lengths]
     order = sorted(range(len(lengths)), key=lambda n: -counts[n])
     place = {segment: row for row, segment in enumerate(order)}
-    steps = [sum(1 for count in counts if count > step) for step in range(max(counts, default=0))]
+    steps = [sum(1 for count in counts if count > step) for step in range(max(counts))]
     first = [0, *accumulate(steps)]
     slots: list[Tensor] = []
     for segment, length in enumerate(lengths):
         index = torch.arange(length)
         starts = (torch.tensor(first)[index // size] + place[segment]) * size
         slots.append(starts + index % size)
-    every = torch.cat(slots) if slots else torch.zeros(0, dtype=torch.long)
+    every = torch.cat(slots)
     whole = len(every) == first[-1] * size and bool((every == torch.arange(len(every))).all())
 
     def on_device(x: Any) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .segments import Chunks, Segments
 
@@ -72,6 +73,7 @@ class _SelectiveScan(torch.autograd.Function):
         return chunks.join(out).to(x.dtype), _final(state, chunks).index_select(0, chunks.inverse)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         chunks = ctx.chunks
         *inputs, initial = ctx.saved_tensors
