@@ -125,7 +125,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_DELTA, **_SHARED_EXPERT},
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": {**_DELTA, **_SHARED_EXPERT},
-    # transformers writes the convolutions of queries, keys and values in parts of equal size.
     "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4, "head_dim": 8},
     "kimi_linear": {
         **_MOE,
@@ -241,6 +240,8 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
             "final_logit_softcapping": 30.0,
         },
     ),
+    # Values of another size than keys, whose convolutions transformers stores in parts of equal size.
+    ("olmo_hybrid", {"linear_value_head_dim": 32, "linear_allow_neg_eigval": True}),
     # A layer that takes keys and values from the one before it.
     ("gemma4_text", {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1, "use_double_wide_mlp": True}),
 )

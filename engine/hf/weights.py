@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,9 @@ MEAN_ROWS = 4096
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 OTHER_HEADS = ("score.", "classifier.")
 """The name prefixes of heads in transformers models that are not language models."""
+
+
+_CONVOLUTION = re.compile(r"\b([qkv])_conv1d\.")
 
 
 class WeightFolder:
@@ -132,6 +136,9 @@ class WeightFolder:
         if grown and shape[1:] == piece.shape[1:] and shape[0] < piece.shape[0]:
             rows = min(rows, max(0, shape[0] - piece.offset[0]))
             tensor_slice = TensorSlice(piece.offset, (rows, *piece.data.shape[1:]))
+        elif shape != piece.shape and (parts := self._equal_parts(key, piece.shape)):
+            self._fill_from_parts(piece, parts)
+            return
         elif shape != piece.shape:
             raise ModelError(
                 f"{key} is {list(shape)} in {self.folder / file}, but {list(piece.shape)} according to "
@@ -150,6 +157,45 @@ class WeightFolder:
                 piece.data[rows:] = mean[
                     tuple(slice(o, o + n) for o, n in zip(piece.offset[1:], piece.data.shape[1:], strict=True))
                 ]
+
+    def _equal_parts(self, key: str, shape: tuple[int, ...]) -> list[tuple[str, str, int]]:
+        """Return file, key and rows of the convolutions of queries, keys and values, if these are parts of equal size.
+
+        transformers 5.23 stores one convolution of all three so (OLMo-Hybrid), whatever the sizes of the three are, and joins them again when
+        it loads them.
+        """
+        match = _CONVOLUTION.search(key)
+        if match is None:
+            return []
+        keys = [f"{key[: match.start(1)]}{letter}{key[match.end(1) :]}" for letter in "qkv"]
+        at = {stored: file for file, stored in self._where.values()}
+        if any(other not in at for other in keys):
+            return []
+        parts = [(at[other], other, self._files.array(at[other], other).shape[0]) for other in keys]
+        rows = [count for _, _, count in parts]
+        cut = [len(part) for part in torch.empty(sum(rows)).chunk(3)]
+        # Queries and keys have the same size.
+        fits = sum(rows) > 2 * shape[0] if match[1] != "v" else sum(rows) > shape[0] and (sum(rows) - shape[0]) % 2 == 0
+        return parts if rows == cut and fits else []
+
+    def _fill_from_parts(self, piece: LocalShard, parts: Sequence[tuple[str, str, int]]) -> None:
+        total, rows = sum(count for _, _, count in parts), piece.shape[0]
+        letter = _CONVOLUTION.search(piece.name)
+        assert letter is not None
+        first = {"q": 0, "k": rows, "v": total - rows}[letter[1]] + piece.offset[0]
+        end, at = first + len(piece.data), 0
+        for file, key, count in parts:
+            start, stop = max(first, at), min(end, at + count)
+            if start < stop:
+                target = piece.data[start - first : stop - first]
+                inner = tuple(target.shape[1:])
+                box = TensorSlice((start - at, *piece.offset[1:]), (stop - start, *inner))
+                read_part(self._files, file, key, box, target)
+                if not _finite(target):
+                    raise ModelError(
+                        f"{key} in {self.folder / file} has values that are not finite (NaN or infinity); the weights are damaged"
+                    )
+            at += count
 
     def fill_all(self, pieces: Iterable[LocalShard], prefix: str) -> list[str]:
         """Read the slices that local shards need; return the names of those that are not in the folder.

@@ -117,6 +117,16 @@ def test_families_with_state_conform(family: str, name: str, capsys: pytest.Capt
     assert conformance([name, "--family", family, "--only", *checks]) == 0, capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "bias"),
+    [("nemotron_h", "use_bias"), ("lfm2", "conv_bias"), ("bamba", "mamba_proj_bias"), ("zamba2", "add_bias_linear")],
+)
+def test_a_bias_in_front_of_a_state_comes_from_no_padding(family: str, bias: str, tmp_path: Path) -> None:
+    case = Case(tmp_path, {"max_batch_total_tokens": 4096, "generator": "static"}, family, **{bias: True})
+    CHECKS["log_probs"](case)
+
+
 def test_a_prompt_longer_than_a_step_is_continued(tmp_path: Path) -> None:
     """Chunks of a prompt begin with the states of the chunk before."""
     path = save_tiny_model(tmp_path / "model", "qwen3_next")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from drivetrain.engine.config import LoraConfig, MicroBatchConfig, ParallelConfig
+from drivetrain.engine.config import LoraConfig, MicroBatchConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ModelError, TopologyError
@@ -47,8 +47,27 @@ def test_recomputation_of_sharded_layers_changes_no_number(family: str, tmp_path
     close_to(run_ranks(rank_recomputation, 2, str(folder), "full")[0], reference_steps(folder, 2))
 
 
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f == "falcon_h1" else pytest.mark.slow) for f in (*WITH_STATE, "llama4_text")]
+)
+def test_computation_in_bfloat16_is_near_that_in_float32(family: str, tmp_path: Path, process_group: None) -> None:
+    folder = save_tiny_model(tmp_path / "model", family)
+    precision = PrecisionConfig(params="float32", compute="bfloat16")
+    close_to(steps(build(folder, precision=precision), 2), reference_steps(folder, 2), loss=5e-3, norm=0.1)
+
+
+def rank_uneven(folder: str) -> list[tuple[float, float]]:
+    return steps(build(folder), 2)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", KINDS)
+def test_convolutions_in_parts_of_equal_size_are_read_by_sharded_ranks(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "olmo_hybrid", linear_value_head_dim=32)
+    close_to(run_ranks(rank_uneven, 2, str(folder))[0], reference_steps(folder, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*KINDS, "llama4_text"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_compiled_layers_change_no_number(
     family: str, recompute: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, process_group: None
