@@ -113,8 +113,7 @@ def test_a_break_in_a_checkpointed_layer_sends_it_to_eager_mode(
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
-        ("qwen3", "full"),
-        *(pytest.param("qwen3", mode, marks=pytest.mark.slow) for mode in ("none", "selective")),
+        *(pytest.param("qwen3", mode, marks=pytest.mark.slow) for mode in ("none", "full", "selective")),
         *(
             pytest.param(family, "full", marks=pytest.mark.slow)
             for family in ("gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe", "phi3")

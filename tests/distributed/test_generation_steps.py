@@ -246,6 +246,7 @@ def plain(folder: Path, prompt: list[int]) -> list[int]:
     return found[len(prompt) :]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_commands")
 def test_the_controller_survives_its_ranks(folder: Path, tmp_path: Path) -> None:
     expected = plain(folder, [5, 6, 7])

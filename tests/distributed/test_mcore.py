@@ -73,7 +73,7 @@ def rank_families(axes: dict[str, Any], families: list[str]) -> None:
     "axes",
     [
         pytest.param({"tp": 2, "tp_sequence": True}, marks=pytest.mark.slow),
-        {"pp": 2},
+        pytest.param({"pp": 2}, marks=pytest.mark.slow),
         pytest.param({"cp": 2}, marks=pytest.mark.slow),
     ],
 )

@@ -334,7 +334,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 5])
 def test_no_process_outlives_a_killed_controller(tmp_path: Path, rank: int) -> None:
     program = tmp_path / "controller.py"
     program.write_text(CONTROLLER)

@@ -309,6 +309,7 @@ def test_answers_that_wait_when_it_is_closed_are_answered() -> None:
     assert pending.result(10).counts(MOODY)["error"] == 6
 
 
+@pytest.mark.slow
 def test_a_module_may_take_longer_to_import_than_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_rewards.py").write_text(
         "import time\ntime.sleep(2)\ndef judge(completion):\n    while completion == 'hang': pass\n    return 1.0\n"

@@ -261,6 +261,7 @@ def test_bad_settings_and_factories_are_refused_before_anything_starts() -> None
     assert isinstance(start_model_worker(Model, {}), SupervisedWorker)
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_page(tmp_path: Path) -> None:
     """docs/model-worker.md's: each runs as it stands there."""
     page = (Path(__file__).parents[2] / "docs" / "model-worker.md").read_text()
