@@ -539,6 +539,8 @@ PROCESSORS: Mapping[str, type[MediaProcessor]] = {
     "qwen2_5_vl": Qwen25Processor,
     "qwen2_audio": AudioProcessor,
     "qwen2_vl": QwenProcessor,
+    "qwen3_5": Qwen3Processor,
+    "qwen3_5_moe": Qwen3Processor,
     "qwen3_vl": Qwen3Processor,
     "qwen3_vl_moe": Qwen3Processor,
     "smolvlm": IdeficsProcessor,

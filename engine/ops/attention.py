@@ -91,7 +91,7 @@ def _forward(
     scale: float,
     window: int | None,
     softcap: float | None,
-    chunk: int | None,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and what the backward pass of `varlen` needs; nothing for other kernels."""
     context = _in_chunks(context_of(handle), chunk)
@@ -116,7 +116,7 @@ def _forward_shapes(
     scale: float,
     window: int | None,
     softcap: float | None,
-    chunk: int | None,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     tokens, heads = q.shape[:2]
     saved = (heads, tokens) if kernel_of(q, v, window, softcap, sinks) == "varlen" else (0, 0)
@@ -127,7 +127,7 @@ def _forward_shapes(
 torch.library.define(
     _BACKWARD,
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, Tensor handle, float scale, int? window, "
-    "float? softcap, int? chunk) -> (Tensor, Tensor, Tensor, Tensor)",
+    "float? softcap, int? chunk=None) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -144,7 +144,7 @@ def _backward(
     scale: float,
     window: int | None,
     softcap: float | None,
-    chunk: int | None,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     context = _in_chunks(context_of(handle), chunk)
     no_sinks = q.new_empty(0)

@@ -38,7 +38,7 @@ def rows(task: Path, *rows: Any) -> None:
 def family(task: Path) -> None:
     from transformers import AutoConfig
 
-    AutoConfig.for_model("qwen3_next", num_hidden_layers=2, vocab_size=32).save_pretrained(task / "model")
+    AutoConfig.for_model("phimoe", num_hidden_layers=2, vocab_size=32).save_pretrained(task / "model")
 
 
 def spoil_config(task: Path, **changes: Any) -> None:
@@ -78,7 +78,7 @@ BEFOREHAND: list[tuple[str, Callable[[Path], object], list[str], str]] = [
     ("no model", nothing, ["model.path=/nowhere"], "model.path=/nowhere is not a folder"),
     ("no config", remove("model/config.json"), [], "has no config.json"),
     ("no tokenizer", no_tokenizer, [], "has no tokenizer"),
-    ("family", family, [], "model family 'qwen3_next' cannot run on packed sequences"),
+    ("family", family, [], "model family 'phimoe' cannot run on packed sequences"),
     ("quantisation", nothing, ["model.quantization=nf4"], "model.quantization=nf4: QLoRA is not supported"),
     ("world size", nothing, ["engine.parallel.cp=3"], "needs a multiple of 3 processes, but the world size is 1"),
     ("axis", nothing, ["engine.parallel.tp=2"], "engine.parallel.tp=2: backend 'fsdp' supports the axes"),
