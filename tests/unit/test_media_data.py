@@ -111,7 +111,8 @@ def test_tokens_and_fields_fit_each_other(family: str, tmp_path: Path) -> None:
         assert sum(reader.processor.family.features_of(kind, fields)) == len(places)
         assert reader.processor.family.problem(kind, fields) is None
         learned = "".join(reader.tokenizer.decode(i) for i, s in zip(sample.ids, sample.supervised, strict=True) if s)
-        assert learned == "3 red<end>"
+        # Of a folder of Qwen3.5, transformers takes its own class, which leaves out the spaces of a tokenizer of single characters.
+        assert learned == ("3red<end>" if family.startswith("qwen3_5") else "3 red<end>")
 
 
 @pytest.mark.parametrize("family", ["gemma3", "idefics3", "qwen2_audio"])
