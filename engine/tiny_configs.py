@@ -250,10 +250,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
 WITH_STATE = tuple(FAMILIES)[-15:-1]
 """The families that have layers with state."""
 
-MAIN_FAMILIES = tuple(FAMILIES)[:10]
-"""The families that most tests of layouts compare."""
-
-COMPARED_UNDER_CP = frozenset({*MAIN_FAMILIES, *WITH_STATE, "llama4_text"} - {"jamba"})
+COMPARED_UNDER_CP = frozenset({*tuple(FAMILIES)[:10], *WITH_STATE, "llama4_text"} - {"jamba"})
 """The families that are also compared under context parallelism. Jamba's Mamba cannot be split."""
 
 
