@@ -317,7 +317,7 @@ def test_kernels_are_called_as_they_are_written(
     setattr(fake, name, kernel)
     for part in ("fla", "fla.ops", module):
         monkeypatch.setitem(sys.modules, part, fake)
-    monkeypatch.setattr(fused, "is_installed", lambda: True)
+    monkeypatch.setattr(fused, "is_installed", lambda package: True)
     chosen = fused.choose_fused("cuda", torch.bfloat16, K, delta=delta, by_channel=by_channel)
     assert chosen is not None
     got, _ = fused.fused_attention(chosen, q, k, v, log_decay, beta, segments, state)
@@ -328,9 +328,9 @@ def test_kernels_are_for_16_bits_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
     def choose(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, size: int = 128, **kind: bool) -> str | None:
         return fused.choose_fused(device, dtype, size, **{"delta": True, "by_channel": False, **kind})
 
-    monkeypatch.setattr(fused, "is_installed", lambda: False)
+    monkeypatch.setattr(fused, "is_installed", lambda package: False)
     assert choose() is None
-    monkeypatch.setattr(fused, "is_installed", lambda: True)
+    monkeypatch.setattr(fused, "is_installed", lambda package: True)
     assert choose() == "gated_delta_rule"
     assert choose(dtype=torch.float16, by_channel=True) == "kda"
     assert choose(delta=False) == "simple_gla"

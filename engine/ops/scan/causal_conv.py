@@ -4,9 +4,9 @@ Axes: T tokens, C channels, W taps of the kernel, N segments, R rows near a boun
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .fused import convolution
 from .segments import Segments
 
 
@@ -29,8 +29,7 @@ def causal_conv(
     taps = weight_cw.shape[1]
     if before_nwc is None:
         before_nwc = x_tc.new_zeros(len(segments.lengths), taps - 1, x_tc.shape[1])
-    plain = F.conv1d(x_tc.t().unsqueeze(0), weight_cw.unsqueeze(1), bias_c, padding=taps - 1, groups=len(weight_cw))
-    out = plain[0, :, : len(x_tc)].t()
+    out = convolution(x_tc, weight_cw, bias_c)
     boundary = segments.boundary(taps - 1)
     # The rows near a boundary are computed anew: taking the neighbors' part off again would leave rounding, NaN or infinity behind.
     inputs = torch.cat([before_nwc.flatten(0, 1), x_tc])

@@ -1,6 +1,6 @@
-"""The kernels of flash-linear-attention, for CUDA in 16 bits; read in version 0.6.0, and run by nobody yet.
+"""The kernels of other packages for CUDA: flash-linear-attention (read in version 0.6.0) in 16 bits, and causal-conv1d. Run by nobody yet.
 
-Axes: T tokens, N segments, G key heads, H value heads, K key size, V value size.
+Axes: T tokens, N segments, G key heads, H value heads, K key size, V value size, C channels, W taps of a convolution.
 """
 
 import importlib.util
@@ -8,6 +8,7 @@ from functools import cache
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .segments import Segments
@@ -17,10 +18,14 @@ LARGEST_KEY = 256
 """The largest key size of the kernels."""
 
 
+TAPS = (2, 3, 4)
+"""The widths of the kernel for convolutions."""
+
+
 @cache
-def is_installed() -> bool:
-    """Return whether flash-linear-attention is there; the extra `linear` installs it."""
-    return importlib.util.find_spec("fla") is not None
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported; the extra `linear` installs `fla`."""
+    return importlib.util.find_spec(package) is not None
 
 
 def choose_fused(device_type: str, dtype: torch.dtype, key_size: int, *, delta: bool, by_channel: bool) -> Fused | None:
@@ -36,7 +41,12 @@ def choose_fused(device_type: str, dtype: torch.dtype, key_size: int, *, delta: 
         delta: Whether values are written by the delta rule.
         by_channel: Whether each channel decays by itself.
     """
-    if device_type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or key_size > LARGEST_KEY or not is_installed():
+    if (
+        device_type != "cuda"
+        or dtype not in (torch.bfloat16, torch.float16)
+        or key_size > LARGEST_KEY
+        or not is_installed("fla")
+    ):
         return None
     if delta:
         return "kda" if by_channel else "gated_delta_rule"
@@ -81,3 +91,16 @@ def fused_attention(
             from fla.ops.gated_delta_rule import chunk_gated_delta_rule as delta_rule
         out, final = delta_rule(q, k, v, decay, beta, **arguments)
     return out[0], final
+
+
+def convolution(x_tc: Tensor, weight_cw: Tensor, bias_c: Tensor | None) -> Tensor:
+    """Convolve all tokens as one sequence, `[T, C]`."""
+    channels, taps = weight_cw.shape
+    fits = taps in TAPS and channels % 8 == 0 and x_tc.dtype != torch.float64
+    if x_tc.is_cuda and fits and is_installed("causal_conv1d"):
+        from causal_conv1d import causal_conv1d_fn
+
+        out: Tensor = causal_conv1d_fn(x_tc.t().unsqueeze(0), weight_cw, bias_c)
+    else:
+        out = F.conv1d(x_tc.t().unsqueeze(0), weight_cw.unsqueeze(1), bias_c, padding=taps - 1, groups=channels)
+    return out[0, :, : len(x_tc)].t()
