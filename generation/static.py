@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from .causal_lm import CausalLM
 from .causal_lm_generator import CausalLMGenerator
@@ -92,15 +91,19 @@ class StaticGenerator(CausalLMGenerator):
 
 def new_cache(config: PreTrainedConfig) -> Any:
     """Return an empty cache for a model of transformers."""
+    if config.model_type != "minimax":
+        return DynamicCache(config=config)
     # The only family whose model takes no other one than its own.
-    return MiniMaxCache() if config.model_type == "minimax" else DynamicCache(config=config)
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    return MiniMaxCache()
 
 
 def select_rows(cache: Any, rows: Tensor) -> None:
     """Keep these rows of a cache, in this order; one may occur several times."""
     # Made for beams, it selects any rows, of keys and values and of the states of linear attention.
     cache.reorder_cache(rows)
-    if isinstance(cache, MiniMaxCache):
+    if hasattr(cache, "linear_cache"):
         cache.linear_cache = [
             state.index_select(0, rows) if isinstance(state, Tensor) else state for state in cache.linear_cache
         ]

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
 from ..errors import ModelError, TopologyError
 from ..ops.packed_context import PackedContext
@@ -290,6 +289,9 @@ class Llama4Attention(nn.Module):
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Return the output `[1, t, H]` of hidden states `[1, t, H]`, and no weights."""
+        # Every process would import the family, which takes a seventh of a second.
+        from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
+
         layer: Any = self
         heads = (*hidden_states.shape[:2], -1, layer.head_dim)
         q, k, v = (project(hidden_states).view(heads) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
