@@ -186,8 +186,10 @@ def saved_operators() -> frozenset[Any]:
             aten._flash_attention_forward.default,
             aten._grouped_mm.default,
             torch.ops.torch_attn._varlen_attn.default,
-            # In compiled layers; registered by `ops.attention`, which every engine imports.
+            # In compiled layers; registered by `ops.attention` and `ops.scan.packed`, which every engine imports.
             torch.ops.drivetrain.packed_attention.default,
+            torch.ops.drivetrain.packed_linear_attention.default,
+            torch.ops.drivetrain.packed_selective_scan.default,
             torch.ops.drivetrain.all_to_all.default,
         }
     )

@@ -85,7 +85,8 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         parts = _prepare(q, k, v, log_decay, beta, chunks)
         values, before, final = _carry(parts, initial.index_select(0, chunks.order), chunks)
-        out = (parts.attention @ values).add_(parts.q @ before)
+        # Not in place: selective recomputation keeps the products themselves, and would add to them twice.
+        out = parts.attention @ values + parts.q @ before
         ctx.chunks = chunks
         ctx.set_materialize_grads(False)
         # Without the delta rule they are the input itself.
