@@ -61,7 +61,7 @@ def main() -> int:
     layout = parse_layout(args.layout)
     resolve_parallel(layout, int(os.environ.get("WORLD_SIZE", "1")))
     disable_progress_bar()
-    init_distributed()
+    device = init_distributed()
     main_rank, failed = dist.get_rank() == 0, 0
     with engine_factory(args.backend, layout, args.family) as factory:
         # A layout that the engine refuses is one error, and not that of every check.
@@ -80,7 +80,8 @@ def main() -> int:
             if main_rank:
                 print(f"{'FAIL' if first else 'ok':4}  {name:14} {first or ''}", flush=True)
     if main_rank:
-        print(f"{len(args.only or CHECKS) - failed} checks passed, {failed} failed, on {dist.get_world_size()} processes")
+        where = f"{dist.get_world_size()} processes with {device.type}"
+        print(f"{len(args.only or CHECKS) - failed} checks passed, {failed} failed, on {where}")
     close_distributed()
     if failed:
         raise DrivetrainError(f"{failed} of {len(args.only or CHECKS)} checks failed")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base import BaseEngine
-from ..config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from ..config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from ..packing.batch import PackedBatch
 from ..packing.convert import from_lists
 from ..packing.microbatch import balance
@@ -55,6 +55,8 @@ class EngineFactory:
     ) -> Iterator[BaseEngine]:
         """Yield an initialized engine, which is closed at the end of the `with` block.
 
+        It computes in float32, also on a GPU, since the checks' bounds are for float32, and compiles nothing.
+
         Args:
             max_tokens: The token budget of a micro-batch.
             optim: The optimizer settings; None for an engine that only runs inference.
@@ -66,7 +68,7 @@ class EngineFactory:
             parallel=self.parallel,
             micro_batch=MicroBatchConfig(max_tokens=max_tokens),
             options=self.options,
-            **settings,
+            **{"precision": PrecisionConfig(compute="float32"), "compile": False, **settings},
         )
         built = engine_class(self.backend)(
             model=ModelConfig(path=str(self.folder), **(model or {})), engine=config, optim=optim

@@ -17,7 +17,11 @@ from ..torch_private import require
 require(
     (
         ("FSDPModule._get_fsdp_state", hasattr(FSDPModule, "_get_fsdp_state")),
-        ("FSDPState._fsdp_param_group", hasattr(FSDPState, "_fsdp_param_group")),
+        # A property in torch 2.13; before, an attribute that the constructor sets.
+        (
+            "FSDPState._fsdp_param_group",
+            hasattr(FSDPState, "_fsdp_param_group") or "_fsdp_param_group" in FSDPState.__init__.__code__.co_names,
+        ),
         ("FSDPParam._unsharded_param", "_unsharded_param" in FSDPParam.__annotations__),
         ("FSDPParam.unsharded_accumulated_grad", "unsharded_accumulated_grad" in FSDPParam.__annotations__),
         ("FSDPParam.sharded_param", "sharded_param" in FSDPParam.__annotations__),

@@ -39,6 +39,8 @@ def init_distributed(
     device = torch.device("cpu")
     if torch.cuda.is_available():
         configure_allocator()
+        # As for matrix products, where this is torch's default: what is asked for in float32 is not rounded to 10 bits.
+        torch.backends.cudnn.allow_tf32 = False
         if local_rank >= torch.cuda.device_count():
             raise TopologyError(
                 f"process {local_rank} on this machine has no GPU of its own: there are {torch.cuda.device_count()}; start "

@@ -286,5 +286,5 @@ def test_the_command_tells_which_checks_failed() -> None:
         assert expected in error
         assert not told
     assert "FAIL  weights        rank 0: a tensor is missing" in failed[0]
-    assert failed[0].splitlines()[-1] == "1 checks passed, 1 failed, on 1 processes"
+    assert failed[0].splitlines()[-1] == "1 checks passed, 1 failed, on 1 processes with cpu"
     assert failed[1] == "1 of 2 checks failed"

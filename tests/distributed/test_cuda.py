@@ -1,5 +1,9 @@
 """Engines on a GPU, against plain Hugging Face on the CPU. Skipped without one."""
 
+import io
+import subprocess
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +13,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.host_syncs import HostSyncs
-from drivetrain.engine.config import MicroBatchConfig, OffloadConfig, PrecisionConfig
-from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.config import LoraConfig, MicroBatchConfig, OffloadConfig, ParallelConfig, PrecisionConfig
+from drivetrain.engine.conformance.reference import PlainReference
+from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.registry import is_installed
+from drivetrain.generation.conformance.__main__ import main as conformance
+from drivetrain.losses.actions import ActionLoss
 from drivetrain.losses.sft import SFTLoss
 from helpers.controller import Worker
-from helpers.engines import build, reference_steps, steps
+from helpers.engines import OPTIM, build, reference_steps, steps
 from helpers.gpus import VISIBLE, gpu_environment
 from helpers.harness import run_ranks
+from helpers.media_steps import compare
 
 pytestmark = pytest.mark.gpu
 
@@ -50,6 +58,21 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"offload": OffloadConfig(optimizer="host")}),
     ("llama", {"options": FSDPOptions(reduce_each_micro_batch=True)}),
     ("llama", {"micro_batch": MicroBatchConfig(max_tokens=64), "deterministic": True}),
+    ("qwen3", {"backend": "mcore"}),
+    ("qwen3", {"backend": "mcore", "precision": EXACT}),
+    ("llama", {"backend": "mcore", "recompute": "full"}),
+    ("gemma3_text", {"backend": "mcore"}),
+    ("deepseek_v3", {"backend": "mcore"}),
+    ("qwen3_moe", {"backend": "mcore"}),
+    ("qwen3_next", {"backend": "mcore"}),
+]
+MEDIA = [
+    ("qwen2_5_vl", "fsdp"),
+    ("qwen3_vl", "fsdp"),
+    ("gemma4", "fsdp"),
+    ("qwen2_audio", "fsdp"),
+    ("qwen3_5", "fsdp"),
+    ("qwen3_vl", "mcore"),
 ]
 
 
@@ -73,6 +96,8 @@ def rank_cuda(folder: str, chosen: dict[str, Any]) -> tuple[list[tuple[float, fl
 
 @pytest.mark.parametrize(("family", "chosen"), CASES)
 def test_cuda_kernels_agree_with_the_reference(family: str, chosen: dict[str, Any], tmp_path: Path) -> None:
+    if not is_installed(chosen.get("backend", "fsdp")):
+        pytest.skip(f"{chosen['backend']} is not installed")
     folder = save_tiny_model(tmp_path / "model", family)
     found, devices, (before, after) = run_ranks(rank_cuda, 1, str(folder), chosen, cuda=True, timeout_s=280)[0]
     # The tensors stay where they are; their memory leaves the device.
@@ -83,6 +108,99 @@ def test_cuda_kernels_agree_with_the_reference(family: str, chosen: dict[str, An
     for (loss, norm), (want_loss, want_norm) in zip(found, reference_steps(folder, 2), strict=True):
         assert loss == pytest.approx(want_loss, rel=loss_bound)
         assert norm == pytest.approx(want_norm, rel=norm_bound)
+
+
+def rank_media(folder: str, family: str, backend: str) -> list[list[tuple[float, float]]]:
+    return [
+        compare(Path(folder), family, ParallelConfig(), backend, precision=precision, compile=False)
+        for precision in (EXACT, PrecisionConfig())
+    ]
+
+
+@pytest.mark.parametrize(("family", "backend"), MEDIA)
+def test_media_on_cuda_equal_plain_transformers(family: str, backend: str, tmp_path: Path) -> None:
+    if not is_installed(backend):
+        pytest.skip(f"{backend} is not installed")
+    folder = save_tiny_model(tmp_path / "model", family)
+    (found,) = run_ranks(rank_media, 1, str(folder), family, backend, cuda=True, timeout_s=280)
+    for differences, loss_bound, norm_bound in zip(found, (1e-5, 1e-2), (1e-4, 5e-2), strict=True):
+        assert len(differences) == 5
+        assert all(loss <= loss_bound and norm <= norm_bound for loss, norm in differences), found
+
+
+def with_prefixes() -> list[list[int]]:
+    """Three prompts with three answers each, and documents of their own."""
+    prompts, answers = tiny_documents(4, seed=0)[1:], tiny_documents(12, seed=1, longest=16)
+    return [*(prompts[i % 3] + answers[i] for i in range(9)), *answers[9:]]
+
+
+def rank_prefixes(folder: str, settings: dict[str, Any]) -> tuple[float, float | None, int]:
+    engine = build(folder, compile=False, share_prefixes="on", micro_batch=MicroBatchConfig(max_tokens=512), **settings)
+    result = engine.train_batch(from_lists(with_prefixes()), SFTLoss())
+    engine.close()
+    return result.loss, result.grad_norm, result.shared_tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "qwen3_next"])
+def test_shared_prefixes_on_cuda_equal_plain_transformers(family: str, tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", family)
+    expected = PlainReference(folder, OPTIM).step(with_prefixes())
+    for settings, loss_bound, norm_bound in (({"precision": EXACT}, 1e-5, 1e-4), ({}, 5e-3, 3e-2)):
+        loss, norm, shared = run_ranks(rank_prefixes, 1, str(folder), settings, cuda=True, timeout_s=280)[0]
+        assert shared > 0
+        assert loss == pytest.approx(expected.loss, rel=loss_bound)
+        assert norm == pytest.approx(expected.grad_norm, rel=norm_bound)
+
+
+def rank_heads_and_adapters(folder: str, model: dict[str, Any]) -> list[tuple[float, float | None]]:
+    g = torch.Generator().manual_seed(0)
+    engine = build(folder, model=model, precision=EXACT, compile=False)
+    found = []
+    for step in range(3):
+        batch: Any = from_lists(tiny_documents(8, seed=step))
+        loss: Any = SFTLoss()
+        if model.get("head") == "actions":
+            shape = (len(batch.input_ids), *model["head_shape"])
+            batch = batch.with_fields(actions=torch.randn(shape, generator=g), action_mask=torch.ones(shape[:2], dtype=torch.bool))
+            loss = ActionLoss()
+        result = engine.train_batch(batch, loss)
+        found.append((result.loss, result.grad_norm))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("model", [{"lora": LoraConfig(rank=4)}, {"head": "actions", "head_shape": (4, 3)}])
+def test_heads_and_adapters_on_cuda_equal_those_on_the_cpu(model: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    found, expected = (run_ranks(rank_heads_and_adapters, 1, str(folder), model, cuda=cuda)[0] for cuda in (True, False))
+    for (loss, norm), (expected_loss, expected_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+
+
+def rank_conformance(words: list[str]) -> tuple[int, str]:
+    shown = io.StringIO()
+    with redirect_stdout(shown):
+        code = conformance(words)
+    return code, shown.getvalue()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("name", ["static", "continuous"])
+def test_generators_on_cuda_do_what_their_interface_says(name: str, family: str) -> None:
+    """In float32, beside plain transformers on the CPU."""
+    code, shown = run_ranks(rank_conformance, 1, [name, "--family", family], cuda=True, timeout_s=280)[0]
+    assert code == 0, shown
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "mcore"])
+def test_engines_on_cuda_do_what_their_interface_says(backend: str, real_commands: None) -> None:
+    if not is_installed(backend):
+        pytest.skip(f"{backend} is not installed")
+    words = [sys.executable, "-m", "drivetrain.cli", "conformance", backend]
+    done = subprocess.run(words, env=gpu_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].endswith("0 failed, on 1 processes with cuda")
 
 
 def rank_waits(folder: str, backend: str, compiled: bool) -> tuple[int, dict[str, int], dict[str, int]]:

@@ -180,7 +180,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.gpu
-def test_engines_agree_in_bfloat16_on_one_gpu(tmp_path: Path) -> None:
+def test_engines_agree_in_bfloat16_on_one_gpu(tmp_path: Path, real_commands: None) -> None:
     file = tmp_path / "table.json"
     words = ["-m", "drivetrain.cli", "parity", "--rows", "fsdp", "mcore", "--dtype", "bfloat16", "--json", str(file)]
     done = subprocess.run([sys.executable, *words], env=gpu_environment(), capture_output=True, text=True, check=False)
