@@ -161,7 +161,9 @@ def rank_heads_and_adapters(folder: str, model: dict[str, Any]) -> list[tuple[fl
         loss: Any = SFTLoss()
         if model.get("head") == "actions":
             shape = (len(batch.input_ids), *model["head_shape"])
-            batch = batch.with_fields(actions=torch.randn(shape, generator=g), action_mask=torch.ones(shape[:2], dtype=torch.bool))
+            batch = batch.with_fields(
+                actions=torch.randn(shape, generator=g), action_mask=torch.ones(shape[:2], dtype=torch.bool)
+            )
             loss = ActionLoss()
         result = engine.train_batch(batch, loss)
         found.append((result.loss, result.grad_norm))

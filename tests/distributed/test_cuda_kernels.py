@@ -42,7 +42,9 @@ def errors(ours: Callable[..., Any], exact: Callable[..., Any], inputs: Sequence
     sum((x * w.double()).sum() for x, w in zip(wanted, weights, strict=True)).backward()
     names = [*(f"result {i}" for i in range(len(wanted))), *(f"gradient {i}" for i in range(len(inputs)))]
     pairs = zip([*outs, *(x.grad for x in mine)], [*wanted, *(x.grad for x in theirs)], strict=True)
-    return {n: float((a.detach().cpu().double() - b).abs().max() / b.abs().max()) for n, (a, b) in zip(names, pairs, strict=True)}
+    return {
+        n: float((a.detach().cpu().double() - b).abs().max() / b.abs().max()) for n, (a, b) in zip(names, pairs, strict=True)
+    }
 
 
 def expect(found: Errors, bounds: dict[str, float]) -> None:
