@@ -1,16 +1,20 @@
 """Layers with state against transformers' own code: the operators on one document, and a step of a hybrid on prompts with several answers.
 
     python -m benchmarks.states --case operators | step [--steps 16]
+    python -m benchmarks.states --case kernels      # on a GPU
 
 Operators: forward and backward of one document of 1024 tokens, and the memory that the forward pass keeps for the backward
 pass, of the operator and of transformers' fallback without packages, which carries states over document boundaries in a pack. Step: 8
 prompts with 4 answers each, of which a third of the tokens are the prompt's; a plain transformers loop, one document at a time, the engine
 with each prompt computed once, and the engine without, in turn. Ratios are medians over steps of times that were measured side by side.
+Kernels: forward and backward of three documents in a pack of 8192 tokens, in bfloat16 by the kernels of flash-linear-attention and
+causal-conv1d, and in float32 by the chunks that serve where those are not installed.
 """
 
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +31,8 @@ from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, SharePrefixes
+from drivetrain.engine.ops.scan.causal_conv import causal_conv
+from drivetrain.engine.ops.scan.fused import is_installed
 from drivetrain.engine.ops.scan.linear_attention import linear_attention
 from drivetrain.engine.ops.scan.segments import Segments
 from drivetrain.engine.ops.scan.selective_scan import selective_scan
@@ -36,6 +42,7 @@ from drivetrain.engine.registry import engine_class
 from drivetrain.losses.sft import SFTLoss
 
 LENGTH, REPEATS = 1024, 5
+PACK = (0, 3000, 3001, 8192)
 PROMPTS, ANSWERS = 8, 4
 OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999))
 
@@ -147,6 +154,80 @@ def compare_operators() -> None:
         )
 
 
+def on_device(run: Callable[[], Tensor]) -> tuple[float, float]:
+    """Return the median milliseconds of forward and backward, and the largest megabytes that they take."""
+    times = []
+    for _ in range(REPEATS + 2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before, start = torch.cuda.memory_allocated(), time.perf_counter()
+        run().float().sum().backward()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times[2:]), (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def compare_kernels() -> None:
+    """Print one line of JSON for each kind of layer, in sizes of published models."""
+    device, length = torch.device("cuda"), PACK[-1]
+    segments = Segments(PACK, device)
+
+    def leaf(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*size, device=device, dtype=dtype, requires_grad=True)
+
+    def attention(
+        dtype: torch.dtype, groups: int, heads: int, key: int, value: int, *, delta: bool, by_channel: bool = False
+    ) -> Operator:
+        q, k = (
+            F.normalize(torch.randn(length, groups, key, device=device), dim=-1).to(dtype).requires_grad_() for _ in range(2)
+        )
+        v = leaf(length, heads, value, dtype=dtype)
+        size = (length, heads, key) if by_channel else (length, heads)
+        decay = (-0.1 * torch.rand(*size, device=device)).requires_grad_()
+        beta = torch.rand(length, heads, device=device, dtype=dtype, requires_grad=True) if delta else None
+        return lambda: linear_attention(q, k, v, decay, beta, segments)[0]
+
+    def convolution(dtype: torch.dtype, channels: int) -> Operator:
+        x, weight = leaf(length, channels, dtype=dtype), leaf(channels, 4, dtype=dtype)
+        return lambda: causal_conv(x, weight, None, segments)[0]
+
+    def mamba(dtype: torch.dtype, channels: int, state: int) -> Operator:
+        x, b, c = leaf(length, channels, dtype=dtype), leaf(length, state, dtype=dtype), leaf(length, state, dtype=dtype)
+        dt = torch.rand(length, channels, device=device, dtype=dtype, requires_grad=True)
+        a = (-torch.rand(channels, state, device=device)).requires_grad_()
+        return lambda: selective_scan(x, dt, a, b, c, segments)[0]
+
+    kinds: dict[str, tuple[str, Callable[[torch.dtype], Operator]]] = {
+        "gated DeltaNet, 16 key and 32 value heads of 128": ("fla", lambda d: attention(d, 16, 32, 128, 128, delta=True)),
+        "Kimi's delta attention, 32 heads of 128": (
+            "fla",
+            lambda d: attention(d, 32, 32, 128, 128, delta=True, by_channel=True),
+        ),
+        "Mamba 2, 64 heads of 64, state of 128": ("fla", lambda d: attention(d, 8, 64, 128, 64, delta=False)),
+        "convolution, 4096 channels, 4 taps": ("causal_conv1d", lambda d: convolution(d, 4096)),
+        # No kernel: both are chunks.
+        "Mamba, 4096 channels, state of 16": ("", lambda d: mamba(d, 4096, 16)),
+    }
+    for name, (package, build) in kinds.items():
+        torch.manual_seed(0)
+        installed = bool(package) and is_installed(package)
+        (kernel_ms, kernel_mb), (chunks_ms, chunks_mb) = (on_device(build(d)) for d in (torch.bfloat16, torch.float32))
+        print(
+            json.dumps(
+                {
+                    "case": name,
+                    "kernel": package if installed else None,
+                    "bfloat16_ms": round(kernel_ms, 2),
+                    "float32_ms": round(chunks_ms, 2),
+                    "ratio": round(chunks_ms / kernel_ms, 2),
+                    "bfloat16_peak_mb": round(kernel_mb),
+                    "float32_peak_mb": round(chunks_mb),
+                }
+            ),
+            flush=True,
+        )
+
+
 def hybrid_config() -> PreTrainedConfig:
     """Return the config of a hybrid with about 20 million parameters: three layers with state to one with attention."""
     config: PreTrainedConfig = AutoConfig.for_model(
@@ -239,11 +320,18 @@ def compare_steps(count: int) -> None:
 def main() -> None:
     """Run a case."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", choices=("operators", "step"), default="operators")
+    parser.add_argument("--case", choices=("operators", "step", "kernels"), default="operators")
     parser.add_argument("--steps", type=int, default=16)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    compare_operators() if args.case == "operators" else compare_steps(args.steps)
+    if args.case == "kernels":
+        if not torch.cuda.is_available():
+            sys.exit("--case kernels needs a GPU")
+        compare_kernels()
+    elif args.case == "step":
+        compare_steps(args.steps)
+    else:
+        compare_operators()
 
 
 if __name__ == "__main__":
