@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimoda
 from ..config import OptimConfig
 from ..hf.layout import DiskLayout
 from ..hf.media import FAMILIES
+from ..ops.scan.fused import without_kernels
 from ..torch_private import persistent_buffers
 
 
@@ -57,7 +58,8 @@ class PlainReference:
         config = AutoConfig.from_pretrained(folder)
         self._takes_media = config.model_type in FAMILIES
         auto: Any = AutoModelForMultimodalLM if self._takes_media else AutoModelForCausalLM
-        model: Any = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        with without_kernels(config):
+            model: Any = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
         if self._takes_media:
             # What a family freezes when it is built, such as positions of an audio encoder, transformers trains once it is loaded.
             for built, loaded in zip(auto.from_config(config).parameters(), model.parameters(), strict=True):

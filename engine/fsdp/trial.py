@@ -21,6 +21,7 @@ from ..hf.config import logit_transform
 from ..hf.model import decoder_of
 from ..hf.state_layers import carry_states_in_documents
 from ..ops.packed_context import PackedContext
+from ..ops.scan.fused import without_kernels
 from ..packing.convert import from_lists
 from .attention import IMPLEMENTATION
 
@@ -121,7 +122,7 @@ def _shortest_prefix(kinds: Sequence[LayerKind]) -> int:
 
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):
+    with torch.device("meta"), without_kernels(config):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model
 

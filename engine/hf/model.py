@@ -15,6 +15,7 @@ from ..config import ModelConfig
 from ..errors import ModelError
 from ..heads import HeadType, check_module
 from ..model_types import LM
+from ..ops.scan.fused import without_kernels
 from ..torch_private import replace_tensor
 from .config import wants_adapters
 from .layout import DiskLayout
@@ -130,7 +131,7 @@ def _built(
         kind, implementation = AutoModelForMultimodalLM, {"": ENCODER_ATTENTION, decoder_key(media): attention}
     try:
         # Parameters are on the meta device but buffers are real: rotary frequencies are computed, not loaded.
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), without_kernels(config):
             lm: PreTrainedModel = kind.from_config(
                 copy.deepcopy(config if media is None else media),
                 attn_implementation=implementation,

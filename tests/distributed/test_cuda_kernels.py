@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drivetrain.engine.ops.kernels import attend, by_document, kernel_of
+from drivetrain.engine.ops.kernels import Kernel, attend, by_document, kernel_of
 from drivetrain.engine.ops.packed_context import PackedContext
 from drivetrain.engine.ops.scan import fused
 from drivetrain.engine.ops.scan.causal_conv import causal_conv
@@ -80,7 +80,7 @@ def context(device: str, parents: tuple[int, ...] | None, blocks: bool) -> Packe
     )
 
 
-def rank_attention(dtypes: dict[str, Any]) -> tuple[Errors, dict[str, str]]:
+def rank_attention(dtypes: dict[str, Any]) -> tuple[Errors, dict[str, Kernel]]:
     init_distributed()
     found, kernels = {}, {}
     for (case, (settings, _)), (name, (dtype, _)) in itertools.product(ATTENTION.items(), dtypes.items()):

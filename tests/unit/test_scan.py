@@ -1,16 +1,22 @@
 """Scans and convolutions that carry a state, against their definition, token by token in float64."""
 
 import itertools
+import os
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import Qwen3NextConfig
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
+from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.ops.packed_context import PackedContext
 from drivetrain.engine.ops.scan import fused
 from drivetrain.engine.ops.scan.causal_conv import causal_conv
@@ -335,3 +341,63 @@ def test_kernels_are_for_16_bits_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
     assert choose(dtype=torch.float16, by_channel=True) == "kda"
     assert choose(delta=False) == "simple_gla"
     assert choose(dtype=torch.float32) is choose("cpu") is choose(size=512) is choose(delta=False, by_channel=True) is None
+
+
+def test_modules_of_transformers_find_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = types.ModuleType("causal_conv1d")
+    package.causal_conv1d_fn = lambda x: -x  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "causal_conv1d", package)
+    monkeypatch.delitem(sys.modules, "mamba_ssm", raising=False)
+
+    def imported(config: object) -> int:
+        with fused.without_kernels(config):
+            # What the module of a family with such layers does when it is imported.
+            function: Callable[[int], int] = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "causal_conv1d")(
+                lambda x: x
+            )
+        assert sys.modules["causal_conv1d"] is package
+        assert "mamba_ssm" not in sys.modules
+        return function(1)
+
+    assert imported(Qwen3NextConfig()) == 1
+    assert imported(None) == -1
+
+
+EACH_FIRST_IMPORT = """
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM
+from drivetrain.engine.config import ModelConfig, OptimConfig
+from drivetrain.engine.conformance.reference import PlainReference
+from drivetrain.engine.conformance.tiny import tiny_model
+from drivetrain.engine.fsdp.trial import trial_config
+from drivetrain.engine.hf.model import empty_lm
+from drivetrain.engine.tiny_configs import tiny_model_config
+
+FIRST = {
+    "qwen3_next": tiny_model,
+    "kimi_linear": trial_config,
+    "qwen3_5_text": lambda config: empty_lm(config, ModelConfig(path=""), torch.float32),
+    "olmo_hybrid": lambda config: PlainReference(sys.argv[1], OptimConfig()),
+    "lfm2": lambda config: None,
+}
+for family, build in FIRST.items():
+    build(tiny_model_config(family))
+    try:
+        AutoModelForCausalLM.from_config(tiny_model_config(family))(input_ids=torch.tensor([[3, 4, 5]]))
+    except RuntimeError as e:
+        print(family, e)
+"""
+
+
+@pytest.mark.slow
+def test_kernels_are_not_called_by_models_that_this_program_imports(tmp_path: Path) -> None:
+    (tmp_path / "causal_conv1d.py").write_text("def causal_conv1d_fn(*args, **kwargs):\n    raise RuntimeError('a kernel')\n")
+    save_tiny_model(tmp_path / "model", "olmo_hybrid")
+    words = [sys.executable, "-c", EACH_FIRST_IMPORT, str(tmp_path / "model")]
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    # The last family was imported by transformers itself.
+    assert done.stdout == "lfm2 a kernel\n"

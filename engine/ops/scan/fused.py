@@ -1,9 +1,12 @@
-"""The kernels of other packages for CUDA: flash-linear-attention (read in version 0.6.0) in 16 bits, and causal-conv1d. Run by nobody yet.
+"""The kernels of other packages for CUDA: flash-linear-attention in 16 bits (read in version 0.6.0, run by nobody yet), and causal-conv1d.
 
 Axes: T tokens, N segments, G key heads, H value heads, K key size, V value size, C channels, W taps of a convolution.
 """
 
 import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Literal
 
@@ -20,6 +23,34 @@ LARGEST_KEY = 256
 
 TAPS = (2, 3, 4)
 """The widths of the kernel for convolutions."""
+
+
+PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")
+"""The packages whose kernels transformers calls in layers with state."""
+
+
+@contextmanager
+def without_kernels(config: object) -> Iterator[None]:
+    """Build a model of transformers as if the packages of kernels were not installed.
+
+    A module of transformers that finds them when it is imported calls their kernels ever after, also for tensors on the CPU, where they
+    fail. Layers of ours choose by device and dtype themselves, and the plain models that they are compared with compute in PyTorch.
+
+    Args:
+        config: The model's config. Code from elsewhere, which may need these packages, imports what it likes.
+    """
+    if not type(config).__module__.startswith("transformers.models."):
+        yield
+        return
+    modules: dict[str, object] = sys.modules  # type: ignore[assignment]
+    before = {name: modules[name] for name in PACKAGES if name in modules}
+    modules.update(dict.fromkeys(PACKAGES))
+    try:
+        yield
+    finally:
+        for name in PACKAGES:
+            del modules[name]
+        modules.update(before)
 
 
 @cache
