@@ -32,3 +32,9 @@ def reload_weights(
     if getattr(runner.model_config.hf_text_config, "tie_word_embeddings", False):
         # Their head keeps a copy of the embedding in the layout of its kernel.
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+    if runner.device.type == "cpu":
+        for layer in model.modules():
+            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            if kernel is not None:
+                # vLLM brings experts into the layout of this kernel when it builds a model, and leaves it out when it loads others.
+                kernel.fused_experts.process_weights_after_loading(layer)

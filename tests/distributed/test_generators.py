@@ -345,7 +345,7 @@ def test_the_command_checks_a_generator(capsys: pytest.CaptureFixture[str]) -> N
     broken = "helpers.broken_generators:OtherTokens"
     assert main(["conformance-rollout", broken, "--only", "greedy"]) == 1
     printed = capsys.readouterr().out
-    assert "FAIL  greedy             to [5, 6, 7] it answers" in printed
+    assert "FAIL  greedy             to [5, 6, 7]: [" in printed
     assert "0 checks passed, 1 failed" in printed
     for words, message in (
         (["statik"], "did you mean 'static'?"),

@@ -142,6 +142,40 @@ def test_its_server_does_what_the_interface_says(tmp_path: Path, check: str) -> 
     CHECKS[check](Case(tmp_path, {"generator": "vllm_server", **SETTINGS}, "llama", tie_word_embeddings=True))
 
 
+# What depends on the layers of a family.
+FAMILY_CHECKS = [
+    "greedy",
+    "log_probs",
+    "stops",
+    "streams",
+    "cancel",
+    "pause",
+    "weights_in_flight",
+    "incomplete_weights",
+    "prompts",
+]
+
+
+@needs_vllm
+@pytest.mark.parametrize("check", FAMILY_CHECKS)
+def test_mixtures_do_what_the_interface_says(tmp_path: Path, check: str) -> None:
+    """On a CPU vLLM keeps experts in a layout of their own, into which new ones have to be brought."""
+    # Its kernel pads other sizes, and cannot take new weights then.
+    sizes = {"intermediate_size": 128, "moe_intermediate_size": 64}
+    CHECKS[check](Case(tmp_path, {"generator": "vllm", **SETTINGS}, "qwen3_moe", **sizes))
+
+
+@needs_vllm
+@pytest.mark.parametrize("check", FAMILY_CHECKS)
+def test_layers_with_state_do_what_the_interface_says(tmp_path: Path, check: str) -> None:
+    """In bfloat16, the only format of vLLM's kernels for a CPU, with heads of the sizes that they take."""
+    sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    sizes |= {"intermediate_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    # Each token goes to all experts: rounding would send some elsewhere than the reference does.
+    sizes |= {"num_experts_per_tok": 4}
+    CHECKS[check](Case(tmp_path, {"generator": "vllm", "dtype": "bfloat16", **SETTINGS}, "qwen3_next", **sizes))
+
+
 @needs_vllm
 @pytest.mark.parametrize("check", ["greedy", "weights_in_flight"])
 @pytest.mark.parametrize("name", ["vllm", "vllm_server"])
