@@ -17,6 +17,7 @@ from .config import EngineConfig, OptimConfig, ParallelConfig
 from .errors import ConfigError
 from .flops import ModelShape
 from .offload import StatePart
+from .ops.expert_routes import RouterShape
 from .ops.linear_head import head_bytes
 from .parallel.topology import Topology
 from .resolve import ITEMSIZE, MemoryNeeds, activation_bytes, choose, describe
@@ -56,6 +57,11 @@ class Backend(ABC):
     @property
     def media(self) -> MediaModel | None:
         """How the model takes images, video or audio; None if it takes none on this backend."""
+        return None
+
+    @property
+    def routers(self) -> RouterShape | None:
+        """The routers of a mixture of experts, if this backend can record and replay what they choose."""
         return None
 
     @abstractmethod

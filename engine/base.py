@@ -186,7 +186,7 @@ class BaseEngine(Backend):
             with self.topology.collective_errors():
                 self.finish_build()
             self._planner = StepPlanner(
-                self.topology, self.config.micro_batch, self.model_config, self.model_shape, sharing, self.media
+                self.topology, self.config.micro_batch, self.model_config, self.model_shape, sharing, self.media, self.routers
             )
         except BaseException:
             self.close()
@@ -373,7 +373,7 @@ class BaseEngine(Backend):
             raise BatchError(f"tokens is {tuple(tokens.shape)}; it must be [{batch.num_tokens}], one entry per token")
         plan = self._planner.plan(batch, None, training=as_in_training, outputs=outputs)
         head = self._planner.head
-        collector = OutputCollector(batch, outputs, tokens, plan, None if head is None else head.outputs)
+        collector = OutputCollector(batch, outputs, tokens, plan, None if head is None else head.outputs, self.routers)
         with self.eval_mode():
             self.run_micro_batches(plan.micro_batches(batch, self.topology.device), collector, backward=False)
         return collector.result(self.topology)

@@ -28,6 +28,8 @@ class OutputRequest:
         greedy: Whether to return the most likely next token.
         sum_squared_probs: Whether to return the sum of the squares of all next tokens' probabilities.
         temperature: The number by which the logits are divided first.
+        routed_experts: Whether to return the experts that tokens went to, `[T, L, K]`, of all tokens; not for a loss, but for
+            `BaseEngine.infer_batch`. See `ops.expert_routes`.
         others: The names of outputs of a head of another type; see `engine.heads`.
     """
 
@@ -37,6 +39,7 @@ class OutputRequest:
     greedy: bool = False
     sum_squared_probs: bool = False
     temperature: float = 1.0
+    routed_experts: bool = False
     others: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -45,7 +48,7 @@ class OutputRequest:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the requested outputs, in the order of `TokenOutputs`."""
+        """The names of the requested outputs of the head, in the order of `TokenOutputs`."""
         return (*(n for n in OUTPUTS if getattr(self, n)), *self.others)
 
 

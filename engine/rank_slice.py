@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from .hf.media_family import MediaFamily
 from .loss import HeadRequest, OutputRequest, TokenOutputs, loss_mask
 from .media import Share, select_items, share_items
+from .ops.expert_routes import FREE, ROUTED_EXPERTS, ExpertRoutes, RouterShape
 from .ops.packed_context import PackedContext, block_numbers
 from .ops.ulysses import exchange_rows, gather_tokens, slice_tokens
 from .packing.batch import IGNORE, Kind
@@ -107,6 +108,8 @@ class RankSlice:
         padded_tokens: int | None = None,
         family: MediaFamily | None = None,
         encodes: bool = True,
+        routers: RouterShape | None = None,
+        records_routes: bool = False,
     ) -> "RankSlice":
         """Return this rank's slice.
 
@@ -117,6 +120,8 @@ class RankSlice:
             padded_tokens: The number of tokens to which unsupervised documents pad the micro-batch; `padded_size` if None.
             family: How the model takes media; None if it takes none.
             encodes: Whether this rank has the encoders.
+            routers: The model's routers; None if it has none.
+            records_routes: Whether the experts that tokens go to are asked for afterward.
         """
         batch, group, layout = micro_batch.batch, topology.cp, micro_batch.layout
         # The entropy or the most likely next token exists for every token, a log-probability only for tokens with a label.
@@ -156,6 +161,9 @@ class RankSlice:
         selected = slice_tokens(padded_mask, group).nonzero()[:, 0]
         size = (tokens + padding) // topology.parallel.cp
         positions = slice_tokens(positions, group)
+        routes: ExpertRoutes | None = None
+        if routers is not None:
+            routes = _routes(micro_batch, routers, topology, tokens + padding, records=records_routes)
         return cls(
             input_ids=slice_tokens(ids, group),
             position_ids=positions,
@@ -167,6 +175,7 @@ class RankSlice:
                 blocks=blocks,
                 blocks_in_windows=family is not None and family.blocks_in_windows,
                 positions=positions if positions.dim() == 1 else None,
+                routes=routes,
             ),
             selected=selected,
             targets=slice_tokens(labels, group)[selected].clamp_min(0),
@@ -183,6 +192,20 @@ class RankSlice:
         gathered = {name: self._of_documents(value) for name, value in outputs.items()}
         return TokenOutputs.of(self.mask, gathered)
 
+    def gather_routes(self, layers: Sequence[int], tp: ProcessGroup | None = None) -> Tensor:
+        """Return the experts that the tokens of complete documents went to, `[T, L, K]` int32. Collective over `Topology.cp` and `tp`.
+
+        Args:
+            layers: The indices, among the layers with experts, of those that this rank has.
+            tp: The ranks that share the tokens of this slice; None if this rank has them all.
+
+        Raises:
+            ModelError: A router has not asked where its tokens go.
+        """
+        assert self.context.routes is not None
+        full = gather_tokens(gather_tokens(self.context.routes.chosen(layers), tp), self.context.cp_group)
+        return full[: len(self.mask)] if self.origin is None else full[self.origin]
+
     def _of_documents(self, value: Tensor) -> Tensor:
         slots = value.new_zeros(len(self.input_ids), *value.shape[1:])
         full = gather_tokens(slots.index_put((self.selected,), value), self.context.cp_group)
@@ -190,6 +213,22 @@ class RankSlice:
             return full[: len(self.mask)]
         # Of a token that stands for several, not all need have been selected.
         return full[self.origin].masked_fill(~self.mask.view(-1, *[1] * (full.dim() - 1)), 0)
+
+
+def _routes(
+    micro_batch: MicroBatch, routers: RouterShape, topology: Topology, tokens: int, *, records: bool
+) -> ExpertRoutes | None:
+    """Return what records or replays the routes of a micro-batch that is padded to `tokens`; None if nothing does."""
+    replayed = micro_batch.batch.token_fields.get(ROUTED_EXPERTS)
+    if replayed is None:
+        return ExpertRoutes(routers.layers) if records else None
+    if micro_batch.layout is not None:
+        replayed = replayed[micro_batch.layout.index]
+    padding = replayed.new_full((tokens - len(replayed), *replayed.shape[1:]), FREE)
+    part = slice_tokens(torch.cat([replayed, padding]), topology.cp, 0)
+    if topology.parallel.tp_sequence:
+        part = part.chunk(topology.parallel.tp)[topology.tp_rank]
+    return ExpertRoutes(routers.layers, part)
 
 
 def _encoder_inputs(micro_batch: MicroBatch, family: MediaFamily, topology: Topology, tokens: int) -> dict[Kind, EncoderInput]:

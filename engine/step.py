@@ -4,18 +4,23 @@ Axes: T tokens of a micro-batch.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .errors import BatchError
 from .loss import HeadRequest, Loss, LossSums, OutputRequest, StepResult, TokenOutputs, combine, expected_gradient, loss_mask
 from .offload import peak_bytes
+from .ops.expert_routes import FREE, ROUTED_EXPERTS, ExpertRoutes, RouterShape
 from .packing.batch import PackedBatch
 from .parallel.topology import Topology
 from .step_plan import MicroBatch, StepPlan
+
+ROUTING_MISMATCH = "routing_mismatch"
+"""The metric of replayed routes: the fraction of experts that the routers themselves would not have chosen."""
 
 
 class MicroBatchConsumer(Protocol):
@@ -35,6 +40,21 @@ class MicroBatchConsumer(Protocol):
         """
         ...
 
+    @property
+    def records_routes(self) -> bool:
+        """Whether it wants to know the experts that tokens go to."""
+        ...
+
+    def take_routes(self, micro_batch: MicroBatch, routes: ExpertRoutes, gather: Callable[[], Tensor]) -> None:
+        """Process the experts that tokens went to, in the layers of this stage of a pipeline; called on every stage.
+
+        Args:
+            micro_batch: The micro-batch.
+            routes: Those of this rank's tokens.
+            gather: Returns those of complete documents, `[T, L, K]`; collective over the ranks that share the micro-batch.
+        """
+        ...
+
 
 class LossAccumulator:
     """Consumer that evaluates the loss on micro-batches and accumulates its sums.
@@ -51,7 +71,15 @@ class LossAccumulator:
         self._terms: dict[str, list[Tensor]] = defaultdict(list)
         self._metrics: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
         self._aux: list[Tensor] = []
+        self._differing: list[tuple[Tensor, Tensor]] = []
         self._error: Exception | None = None
+
+    records_routes = False
+
+    def take_routes(self, micro_batch: MicroBatch, routes: ExpertRoutes, gather: Callable[[], Tensor]) -> None:
+        """Count the replayed experts that the routers themselves would not have chosen."""
+        if (differing := routes.differing()) is not None:
+            self._differing.append(differing)
 
     def request(self, micro_batch: MicroBatch) -> HeadRequest:
         """Return the outputs that the loss needs for a micro-batch."""
@@ -112,13 +140,15 @@ class LossAccumulator:
         sums = list(self._terms.values())
         for pairs in self._metrics.values():
             sums += [[s for s, _ in pairs], [c for _, c in pairs]]
-        *totals, aux = _totals([*sums, self._aux])
+        sums += [self._aux, [s for s, _ in self._differing], [c for _, c in self._differing]]
+        *totals, aux, differing, replayed = _totals(sums)
         terms = dict(zip(self._terms, totals, strict=False))
         remaining = totals[len(terms) :]
         return {
             "terms": terms,
             "metrics": {name: (remaining[2 * i], remaining[2 * i + 1]) for i, name in enumerate(self._metrics)},
             "aux": aux if self._aux else None,
+            "routes": (differing, replayed),
             "peak": peak_bytes(topology.device),
         }
 
@@ -149,6 +179,10 @@ class LossAccumulator:
             pairs = [part["metrics"][name] for part in counted if name in part["metrics"]]
             counts[name] = count = sum(c for _, c in pairs)
             metrics[name] = sum(s for s, _ in pairs) / count if count else float("nan")
+        # Of every rank: those that share tokens have other layers, or count the same ones alike.
+        if replayed := sum(part["routes"][1] for _, part in gathered):
+            metrics[ROUTING_MISMATCH] = sum(part["routes"][0] for _, part in gathered) / replayed
+            counts[ROUTING_MISMATCH] = replayed
         return StepResult(
             loss=loss,
             terms=terms,
@@ -198,6 +232,7 @@ class OutputCollector:
         tokens: `[T]` bool, the selected tokens of the batch; see `BaseEngine.infer_batch`.
         plan: The plan of the inference pass.
         shapes: Output name -> the shape of what one token has, of the outputs of the model's head; None for a language-model head.
+        routers: The model's routers, if their choices are requested.
     """
 
     def __init__(
@@ -207,7 +242,10 @@ class OutputCollector:
         tokens: Tensor | None,
         plan: StepPlan,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
+        routers: RouterShape | None = None,
     ) -> None:
+        self._routers = routers if request.routed_experts else None
+        self._routes: list[tuple[int, Tensor]] = []
         self._batch, self._request, self._parts, self._shapes = batch, request, plan.parts, shapes or {}
         # Every token has the outputs of another head, but only tokens with a label have a log-probability.
         everywhere = torch.ones(batch.num_tokens, dtype=torch.bool, device=batch.device)
@@ -226,9 +264,35 @@ class OutputCollector:
             self._found.append((micro_batch.index, outputs.present()))
         return torch.zeros((), device=micro_batch.batch.device)
 
+    @property
+    def records_routes(self) -> bool:
+        """Whether the experts that tokens go to are requested."""
+        return self._routers is not None
+
+    def take_routes(self, micro_batch: MicroBatch, routes: ExpertRoutes, gather: Callable[[], Tensor]) -> None:
+        """Keep the experts that the tokens of a micro-batch went to, if they are requested."""
+        if self._routers is not None:
+            gathered = gather()
+            if not micro_batch.is_dummy:
+                self._routes.append((micro_batch.index, gathered))
+
     def result(self, topology: Topology) -> dict[str, Tensor]:
         """Return output name -> `[T]` on every rank, on the device of the caller's batch. Collective over pipeline stages."""
-        return {name: topology.from_last_stage(value) for name, value in self._filled().items()}
+        result = {name: topology.from_last_stage(value) for name, value in self._filled().items()}
+        if self._routers is not None:
+            result[ROUTED_EXPERTS] = self._all_routes(self._routers, topology)
+        return result
+
+    def _all_routes(self, routers: RouterShape, topology: Topology) -> Tensor:
+        size = (self._batch.num_tokens, routers.layers, routers.per_token)
+        routes = torch.full(size, FREE, dtype=torch.int32, device=topology.device)
+        for index, part in self._routes:
+            rows = self._batch.token_index(self._parts[index]).to(topology.device, non_blocking=True)
+            # The layers of other stages, and of other parts of this one, are free in it.
+            routes[rows] = torch.maximum(routes[rows], part)
+        if topology.pp is not None:
+            dist.all_reduce(routes, op=dist.ReduceOp.MAX, group=topology.pp)
+        return routes.to(self._batch.device)
 
     def _filled(self) -> dict[str, Tensor]:
         tokens, device = self._batch.num_tokens, self._batch.device

@@ -15,6 +15,7 @@ from .heads import head_of
 from .hf.media_family import MediaFamily
 from .loss import OUTPUTS, Loss, OutputRequest
 from .media import Items, MediaSummary, check_media, comparable_ids, items_of, positions_of
+from .ops.expert_routes import ROUTED_EXPERTS, RouterShape, check_routes, route_numbers
 from .packing.batch import Kind, PackedBatch, check_read
 from .packing.convert import unsupervised
 from .packing.microbatch import count_units, partition
@@ -189,6 +190,7 @@ class StepPlanner:
         shape: The model's shapes, which determine the cost of a document, the vocabulary size and the number of positions.
         share: Whether documents share prefixes; see `EngineConfig.share_prefixes`.
         media: How the model takes media; None if it takes none.
+        routers: The model's routers, if their choices can be recorded and replayed.
     """
 
     def __init__(
@@ -199,7 +201,9 @@ class StepPlanner:
         shape: ModelShape,
         share: SharePrefixes = "off",
         media: MediaModel | None = None,
+        routers: RouterShape | None = None,
     ) -> None:
+        self._routers = routers
         self._topology, self._sizes, self._model, self._shape, self._share = topology, sizes, model, shape, share
         self._media, self._warned = media, False
         self.head = head_of(model)
@@ -229,6 +233,10 @@ class StepPlanner:
         """
         outputs = outputs or (OutputRequest() if loss is None else loss.request)
         has = [name for name in OUTPUTS if name != "values"] if self.head is None else list(self.head.outputs)
+        if outputs.routed_experts and self._routers is None:
+            raise ConfigError(
+                f"{ROUTED_EXPERTS} requested from {self._model.path}, which has no experts whose routers can record them; request something else"
+            )
         if not set(outputs.names) <= set(has) or (self.head is not None and not outputs.names):
             raise ConfigError(
                 f"{', '.join(outputs.names) or 'nothing'} requested from a model with model.head={self._model.head}, which returns "
@@ -244,6 +252,7 @@ class StepPlanner:
             total_weights=total_weights,
             share=self._share,
             media=self._media,
+            routers=self._routers,
             name=self._model.path,
         )
         self.warn_about_positions(plan.longest)
@@ -291,6 +300,7 @@ def plan_step(
     total_weights: Mapping[str, float] | None = None,
     share: SharePrefixes = "off",
     media: MediaModel | None = None,
+    routers: RouterShape | None = None,
     name: str = "the model",
 ) -> StepPlan:
     """Compute the global weights and the common number of micro-batches, and split the batch. Collective.
@@ -305,6 +315,7 @@ def plan_step(
         total_weights: The weights to use instead of the global batch's own, if the caller accumulates over several batches.
         share: Whether documents share prefixes.
         media: How the model takes media; None if it takes none.
+        routers: The model's routers, if their choices can be recorded and replayed.
         name: The name of the model, for messages.
 
     Raises:
@@ -321,6 +332,7 @@ def plan_step(
     prefixes: Prefixes | None = None
     positions: Tensor | None = None
     try:
+        check_routes(batch, routers)
         own_media = check_media(batch, None if media is None else media.family, name)
         if media is not None and own_media.kinds and media.family.axes > 1 and batch.position_ids.dim() == 1:
             positions = positions_of(batch, media.family, media.base, own_media.kinds)
@@ -367,6 +379,9 @@ def _shared_prefixes(
     if share == "off" or (media is not None and set(kinds) & set(media.family.block_kinds)):
         return None
     ids = comparable_ids(batch, media.family, kinds) if media is not None and batch.media else None
+    if ROUTED_EXPERTS in batch.token_fields:
+        # Tokens whose experts differ are computed each by itself.
+        ids = route_numbers(batch, batch.input_ids if ids is None else ids)
     return find_prefixes(batch, least=WORTHWHILE * batch.num_tokens if share == "auto" else 1, ids=ids)
 
 
@@ -390,7 +405,7 @@ def _summarize_shard(
     if loss is not None:
         for kind, fields in (("token_fields", batch.token_fields), ("sequence_fields", batch.sequence_fields)):
             if (read := getattr(loss, kind, None)) is not None:
-                check_read(fields, read, batch.extra_fields)
+                check_read(fields, read, batch.extra_fields | {ROUTED_EXPERTS})
         weights = {k: float(v) for k, v in loss.weights(batch).items()}
         flops = shape.flops(batch.lengths, int(loss.tokens(batch).sum()), training=training, media=media.sizes)
         flops -= shape.flops(spared, 0, training=training)

@@ -21,6 +21,7 @@ from ..hf.model import allocate, choose_trainable, empty_lm, vocabulary_names
 from ..hf.model_path import resolve_folder
 from ..hf.names import hf_name
 from ..hf.recompute import recompute
+from ..hf.routers import record_routers
 from ..hf.shape import model_shape, router_settings
 from ..hf.state_layers import carry_states_in_documents
 from ..hf.weights import WeightFolder, check_head, init_random, load_weights
@@ -149,6 +150,7 @@ def describe(
     """
     lm, layout, adapters = empty_lm(config, model, dtype, IMPLEMENTATION, media=media)
     carry_states_in_documents(lm)
+    routers = record_routers(lm, config)
     if media is not None:
         check_media_support(lm)
     root = PackedModel(
@@ -157,6 +159,7 @@ def describe(
         transform=logit_transform(config),
         router=router_settings(config, aux_coef),
         media=None if media is None else FAMILIES[media.model_type](media),
+        routers=routers,
     )
     choose_trainable(root, model)
     root.eval()

@@ -29,6 +29,7 @@ from ..hf.state_layers import check_context_parallelism
 from ..hf.weights import seed_ranks
 from ..model_types import HEAD_PREFIX
 from ..offload import StatePart, host_cores, host_threads
+from ..ops.expert_routes import RouterShape
 from ..ops.norm import sum_of_squares
 from ..rank_slice import RankSlice
 from ..resolve import MemoryNeeds, choose
@@ -116,6 +117,11 @@ class FSDPEngine(BaseEngine):
         """See `Backend.media`."""
         return None if self._root.media is None else MediaModel(family=self._root.media, base=self._root.base)
 
+    @property
+    def routers(self) -> RouterShape | None:
+        """See `Backend.routers`."""
+        return self._root.routers
+
     def check_model(self, parallel: ParallelConfig) -> None:
         if self.config.compile is True and parallel.ep > 1:
             raise ConfigError(
@@ -195,13 +201,25 @@ class FSDPEngine(BaseEngine):
     ) -> tuple[Any, Callable[[Any], Tensor]]:
         """Run the model on one micro-batch; see `Backend.forward_step`."""
         request = consumer.request(micro_batch)
-        part = RankSlice.from_micro_batch(micro_batch, request, self.topology, family=self._root.media)
+        part = RankSlice.from_micro_batch(
+            micro_batch,
+            request,
+            self.topology,
+            family=self._root.media,
+            routers=self._root.routers,
+            records_routes=consumer.records_routes,
+        )
 
         def scalar_of(output: dict[str, Tensor]) -> Tensor:
             aux = output.pop("router_aux", None)
             return consumer(micro_batch, part.gather_outputs(output), aux)
 
-        return (chunk or self._root)(part), scalar_of
+        output = (chunk or self._root)(part)
+        if self._root.routers is not None and (routes := part.context.routes) is not None:
+            layers = range(self._root.routers.layers)
+            routes.check(layers)
+            consumer.take_routes(micro_batch, routes, lambda: part.gather_routes(layers))
+        return output, scalar_of
 
     def run_backward(self, scalar: Tensor, micro_batch: MicroBatch) -> None:
         # Gradients of earlier micro-batches stay unsharded and are reduced once, with the last one; those of one rank are not reduced.

@@ -15,8 +15,11 @@ from ..errors import ModelError
 from ..heads import HeadType, compute_outputs
 from ..hf.media_family import MediaFamily
 from ..hf.model import HFModel, decoder_of
+from ..hf.routers import follow
+from ..ops.expert_routes import RouterShape
 from ..ops.head_regions import HeadRegions
 from ..ops.linear_head import LogitTransform, linear_head
+from ..ops.packed_context import PackedContext
 from ..ops.router import RouterSettings, balancing_loss
 from ..packing.batch import Kind
 from ..rank_slice import EncoderInput, RankSlice
@@ -31,6 +34,7 @@ class PackedModel(HFModel):
         transform: The transform of the logits.
         router: The settings of the router's balancing loss; None if the loss is off.
         media: How the model takes media; None if it takes none.
+        routers: The routers, if their choices can be recorded and replayed.
     """
 
     def __init__(
@@ -41,11 +45,14 @@ class PackedModel(HFModel):
         transform: LogitTransform,
         router: RouterSettings | None,
         media: MediaFamily | None = None,
+        routers: RouterShape | None = None,
     ) -> None:
         super().__init__(lm, head=head)
         self.transform = transform
         self.router = router
         self.media = media
+        self.routers = routers
+        self._follows = False
         self.compute: torch.dtype | None = None
         """The dtype that encoders compute in; None for that of their input."""
         self.head_regions: HeadRegions | None = None
@@ -60,6 +67,7 @@ class PackedModel(HFModel):
         Returns:
             Output name -> `[S]`, and `router_aux` (a scalar) if the balancing loss is on.
         """
+        self._follow(part.context)
         router = {} if self.router is None else {"output_router_logits": True}
         backbone: Any = decoder_of(self.lm)
         ids = part.input_ids if self.media is None else self.media.text_ids(part.input_ids)
@@ -88,6 +96,12 @@ class PackedModel(HFModel):
                 raise ModelError("a router loss is requested, but this family's model returns no router logits")
             outputs["router_aux"] = balancing_loss(result.router_logits, self.router, part.real_tokens, part.context.cp_group)
         return outputs
+
+    def _follow(self, context: PackedContext) -> None:
+        """Have the routers record or replay in this forward pass, and when its layers are recomputed; or leave them alone."""
+        if self._follows or context.routes is not None:
+            self._follows = context.routes is not None
+            follow(self.lm, context.handle if self._follows else None)
 
     def _embed(self, part: RankSlice, ids: Tensor, features: Mapping[Kind, Tensor]) -> Tensor:
         """Return the embeddings `[T, H]` of ids with features in the place of their tokens."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,6 +21,7 @@ from ..packing.batch import Kind
 from ..rank_slice import EncoderInput, RankSlice
 from .config import DecoderConfig
 from .modules import PackedParams
+from .moe import RoutedLayer
 
 
 class Encoders(nn.Module):
@@ -114,7 +114,7 @@ class _Deferred(torch.autograd.Function):
         return grad, collected, None
 
 
-class DeepstackLayer(TransformerLayer):
+class DeepstackLayer(RoutedLayer):
     """A layer to whose output features of media are added (DeepStack, arXiv:2406.04334)."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:

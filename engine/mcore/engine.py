@@ -29,6 +29,7 @@ from ..hf.shape import router_settings
 from ..hf.weights import seed_ranks
 from ..loss import HeadRequest, OutputRequest
 from ..offload import StatePart
+from ..ops.expert_routes import RouterShape
 from ..ops.router import balancing_loss
 from ..rank_slice import RankSlice, computed_tokens, padded_size
 from ..resolve import ITEMSIZE, MemoryNeeds
@@ -40,7 +41,7 @@ from .groups import MegatronState, in_megatron
 from .lora import adapters_disabled
 from .meta_model import MetaModel
 from .modules import PackedParams
-from .moe import take_scores
+from .moe import numbers_of_routers, take_scores
 from .optimizer import MOMENTS, ShardedOptimizer, average_over_tp
 from .options import MCoreOptions
 from .quiet import ignore_warnings
@@ -130,6 +131,14 @@ class MCoreEngine(BaseEngine):
     def _media_config(self) -> PreTrainedConfig | None:
         """The config of the whole model, if it takes media."""
         return media_config(self.model_config, self.hf_config)
+
+    @property
+    def routers(self) -> RouterShape | None:
+        """See `Backend.routers`."""
+        experts = self._architecture.decoder.experts
+        if experts is None:
+            return None
+        return RouterShape(layers=sum(experts.layers), per_token=experts.per_token, experts=experts.count)
 
     @property
     def media(self) -> MediaModel | None:
@@ -260,10 +269,17 @@ class MCoreEngine(BaseEngine):
             padded_tokens=self._padded_tokens,
             family=self._meta_model.media,
             encodes=bare.encoders is not None,
+            routers=self.routers,
+            records_routes=consumer.records_routes,
         )
         output = chunk(
             part.input_ids[None], part.position_ids[None], None, packed_seq_params=PackedParams(qkv_format="sbhd", part=part)
         )
+        layers = numbers_of_routers(bare)
+        if layers and (routes := part.context.routes) is not None:
+            routes.check(layers)
+            tp = self._state.groups.tp if self.topology.parallel.tp_sequence else None
+            consumer.take_routes(micro_batch, routes, lambda: part.gather_routes(layers, tp))
         return output, lambda last: consumer(micro_batch, part.gather_outputs(last), self._aux(part))
 
     def _aux(self, part: RankSlice) -> Tensor | None:

@@ -20,7 +20,6 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
@@ -50,7 +49,7 @@ from .modules import (
     rotary_frequencies,
     slice_of,
 )
-from .moe import PackedMoELayer, Router
+from .moe import PackedMoELayer, RoutedLayer, Router
 
 
 class PackedGPTModel(GPTModel):
@@ -256,7 +255,7 @@ def layer_spec(
         mlp = ModuleSpec(
             module=PackedMoELayer,
             # Megatron passes the groups only to its own class, not to a subclass.
-            params={"pg_collection": groups},
+            params={"pg_collection": groups, "number": sum(decoder.experts.layers[:number])},
             submodules=MoESubmodules(
                 router=Router,
                 experts=ModuleSpec(module=GroupedExperts if decoder.experts.clamped is None else ClampedExperts),
@@ -264,7 +263,7 @@ def layer_spec(
             ),
         )
     return ModuleSpec(
-        module=DeepstackLayer if deepstack else TransformerLayer,
+        module=DeepstackLayer if deepstack else RoutedLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm if decoder.pre_norm else IdentityOp,
             self_attention=attention,

@@ -1,6 +1,6 @@
 """Mixture-of-experts modules for Megatron-core's layers, with and without CUDA."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,11 +8,39 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from ..ops.expert_routes import ExpertRoutes
 from .config import DecoderConfig
+from .modules import slice_of
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class ExpertChoice:
+    """Has a router record the experts that it chooses, or go to those of an earlier pass, where megatron has its own `RouterReplay`."""
+
+    def __init__(self) -> None:
+        self.routes: ExpertRoutes | None = None
+        """The routes of the micro-batch that runs; None to leave the router alone."""
+        self.number = 0
+        """The index of the layer among those with experts."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., Any],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores of the chosen experts and their indices, `[t, K]`, in megatron's signature."""
+        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.routes is None:
+            return values, own
+        chosen = self.routes.choose(own, self.number)
+        return scores.gather(1, chosen), chosen
 
 
 class Router(TopKRouter):
@@ -20,6 +48,7 @@ class Router(TopKRouter):
 
     def __init__(self, config: DecoderConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        self.router_replay = ExpertChoice()
         if config.clamped_experts is not None:
             self.bias = nn.Parameter(torch.empty(len(self.weight), dtype=self.weight.dtype, device=self.weight.device))
             self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -70,12 +99,35 @@ class HostDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class PackedMoELayer(MoELayer):
-    """A mixture-of-experts layer that also runs without CUDA."""
+    """A mixture-of-experts layer that also runs without CUDA.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        args: Megatron's own arguments.
+        number: The index of the layer among those with experts.
+        kwargs: Megatron's own arguments.
+    """
+
+    def __init__(self, *args: Any, number: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.router.router_replay.number = number
         if not torch.cuda.is_available():
             groups = kwargs.get("pg_collection")
             self.token_dispatcher = HostDispatcher(
                 self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=groups
             )
+
+
+class RoutedLayer(TransformerLayer):
+    """A layer whose router, if it has one, follows the routes of the micro-batch that runs, also when the layer is recomputed."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        """Run the layer in megatron's signature."""
+        if isinstance(self.mlp, PackedMoELayer):
+            self.mlp.router.router_replay.routes = slice_of(kwargs["packed_seq_params"]).context.routes
+        output: tuple[Tensor, Any] = super().forward(*args, **kwargs)
+        return output
+
+
+def numbers_of_routers(chunk: nn.Module) -> list[int]:
+    """Return the indices, among the layers with experts, of those that a chunk has."""
+    return [router.router_replay.number for router in _routers([chunk])]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, count, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,6 +17,9 @@ from torch.distributed import ProcessGroup
 from .scan.carrier import Scan, StateKind
 from .scan.segments import Segments
 from .ulysses import slice_tokens
+
+if TYPE_CHECKING:
+    from .expert_routes import ExpertRoutes
 
 _CONTEXTS: "WeakValueDictionary[int, PackedContext]" = WeakValueDictionary()
 _NUMBERS = count(1)
@@ -67,6 +70,7 @@ class PackedContext:
             each other in both directions. None if there are no blocks. Blocks lie within documents, which then have no parents.
         blocks_in_windows: Whether they do so in layers with a window alone.
         positions: The position in its document of each token of this rank, `[t]`; None to count them.
+        routes: Records the experts that tokens go to, or replays them; None if the routers are left alone.
     """
 
     def __init__(
@@ -79,7 +83,9 @@ class PackedContext:
         blocks: Tensor | None = None,
         blocks_in_windows: bool = False,
         positions: Tensor | None = None,
+        routes: "ExpertRoutes | None" = None,
     ) -> None:
+        self.routes = routes
         self.bounds, self.cu_seqlens, self.cp_group, self.parents = bounds, cu_seqlens, cp_group, parents
         self._blocks, self._blocks_in_windows = blocks, blocks_in_windows
         # Made here, since compiled layers read it, and would be compiled again for each way to make it.

@@ -76,10 +76,13 @@ def test_fsdp_conforms_without_resharding() -> None:
     run_ranks(rank_checks, 2, {}, ["modes", "aborted", "checkpoint"], "qwen3", options)
 
 
-class _Rescaled:
+class _Wrapped:
     def __init__(self, consumer: MicroBatchConsumer) -> None:
-        self._consumer, self.request = consumer, consumer.request
+        self._consumer, self.request, self.take_routes = consumer, consumer.request, consumer.take_routes
+        self.records_routes = consumer.records_routes
 
+
+class _Rescaled(_Wrapped):
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
         assert outputs.log_probs is not None
         share = 40.0 / max(1.0, float(outputs.mask.sum()))
@@ -198,10 +201,7 @@ class SeesBlackImages(FSDPEngine):
         return super().forward_backward(replace(batch, media={**batch.media, **media}), loss, **options)
 
 
-class _FirstActionAlone:
-    def __init__(self, consumer: MicroBatchConsumer) -> None:
-        self._consumer, self.request = consumer, consumer.request
-
+class _FirstActionAlone(_Wrapped):
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
         repeated = {name: value[:, :1].expand_as(value) for name, value in outputs.others.items()}
         return self._consumer(micro_batch, replace(outputs, others=repeated), aux)

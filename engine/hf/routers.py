@@ -1,0 +1,104 @@
+"""Routers of transformers' mixtures whose choice of experts is recorded or replaced: subclasses of theirs, as in `state_layers.py`.
+
+They choose by `torch.topk` over the scores of all experts, and compute weights from the values that it returns or from scores at its
+indices. While such a router runs, `torch.topk` asks `ExpertRoutes` for the indices, and returns the values there; everything else is the
+family's own code.
+
+Axes: t tokens of a rank, E experts, K experts of a token.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
+
+from ..ops.expert_routes import RouterShape, choose_experts
+from .shape import experts_of, experts_per_token
+
+_TOPK = (torch.topk, torch.Tensor.topk)
+
+
+class ChosenExperts(TorchFunctionMode):
+    """Has `torch.topk` over experts return those that a micro-batch says.
+
+    Args:
+        router: The router that runs.
+    """
+
+    def __init__(self, router: "RecordedRouter") -> None:
+        super().__init__()
+        self._router = router
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch."""
+        result = func(*args, **(kwargs or {}))
+        router = self._router
+        if func not in _TOPK or router.handle is None:
+            return result
+        scores = args[0] if args else (kwargs or {})["input"]
+        # Groups of experts are chosen by the same function, of scores with other axes.
+        if scores.dim() != 2 or scores.shape[1] != router.experts or result[1].shape[1] != router.per_token:
+            return result
+        chosen = choose_experts(result[1], router.handle, router.number)
+        return torch.return_types.topk((scores.gather(1, chosen), chosen))  # type: ignore[attr-defined]
+
+
+class RecordedRouter(nn.Module):
+    """A router of the tokens `[t, H]` of packed documents."""
+
+    handle: Tensor | None = None
+    """`PackedContext.handle` of the micro-batch that runs; None to leave the router alone."""
+    number = 0
+    """The index of the layer among those with experts."""
+    per_token = 0
+    experts = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the router in its own signature."""
+        if self.handle is None:
+            return super().forward(*args, **kwargs)
+        with ChosenExperts(self):
+            return super().forward(*args, **kwargs)
+
+
+def record_routers(model: nn.Module, config: PreTrainedConfig) -> RouterShape | None:
+    """Replace the class of each router by a subclass that can record and replay; return what they are.
+
+    Args:
+        model: The model, whose layers call their experts through transformers' experts interface.
+        config: The decoder's config.
+
+    Returns:
+        None if the model has no experts, or experts of another kind.
+    """
+    experts = experts_of(config)
+    if experts is None:
+        return None
+    subclasses: dict[type, type] = {}
+    routers: list[Any] = []
+    for module in model.modules():
+        children: list[Any] = list(module.children())
+        if any(hasattr(child, "_is_expert_parallel") for child in children):
+            # In transformers 5.17 some families choose in the layer that has experts and router.
+            routers.append(next((child for child in children if "router" in type(child).__name__.lower()), module))
+    for number, router in enumerate(routers):
+        theirs = type(router)
+        if theirs not in subclasses:
+            subclasses[theirs] = type(f"Recorded{theirs.__name__}", (RecordedRouter, theirs), {})
+        router.__class__ = subclasses[theirs]
+        router.number, router.per_token, router.experts = number, experts_per_token(config), experts
+    if not routers:
+        return None
+    return RouterShape(layers=len(routers), per_token=experts_per_token(config), experts=experts)
+
+
+def follow(model: nn.Module, handle: Tensor | None) -> None:
+    """Have the routers record and replay for the micro-batch of a handle, until another call; None to leave them alone."""
+    for module in model.modules():
+        if isinstance(module, RecordedRouter):
+            module.handle = handle

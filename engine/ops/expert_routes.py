@@ -1,0 +1,185 @@
+"""The experts that the tokens of a micro-batch go to: recorded in one forward pass, and replayed in another ("routing replay").
+
+With the experts of an earlier pass, such as the generator's, a router still computes the weights of these experts from its own scores;
+only its choice is replaced (R3, arXiv:2510.11370). Balancing losses use its own choice.
+
+Axes: T tokens of a batch, t tokens of a rank, L layers with experts, K experts of a token, E experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import BatchError, ModelError
+from ..packing.batch import PackedBatch, is_integer
+from .packed_context import context_of
+
+ROUTED_EXPERTS = "routed_experts"
+"""The name of the batch field and of the output of an engine: `[T, L, K]` integers, -1 for tokens whose router chooses itself."""
+FREE = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterShape:
+    """The routers of a model.
+
+    Args:
+        layers: The number of layers with experts, L.
+        per_token: The number of experts of a token, K.
+        experts: The number of experts of a layer, E.
+    """
+
+    layers: int
+    per_token: int
+    experts: int
+
+
+class ExpertRoutes:
+    """The experts of the tokens of one rank in one micro-batch, for all layers.
+
+    Args:
+        layers: The number of layers of the model with experts, L, of which a pipeline stage has some.
+        replayed_tlk: `[t, L, K]`, the experts to go to; None if the routers choose.
+    """
+
+    def __init__(self, layers: int, replayed_tlk: Tensor | None = None) -> None:
+        self._replayed_tlk = replayed_tlk
+        # By layer, and not added up: a layer that is recomputed chooses again.
+        self._chosen_tk: list[Tensor | None] = [None] * layers
+        self._differing: list[Tensor | None] = [None] * layers
+
+    def choose(self, own_tk: Tensor, layer: int) -> Tensor:
+        """Return the experts `[t, K]` int64 that tokens go to in a layer.
+
+        Args:
+            own_tk: The router's own choice, `[t, K]` int64.
+            layer: The index of the layer among those with experts.
+        """
+        chosen = own_tk
+        if self._replayed_tlk is not None:
+            replayed_tk = self._replayed_tlk[:, layer].long()
+            is_free = replayed_tk < 0
+            chosen = torch.where(is_free, own_tk, replayed_tk)
+            is_own = (replayed_tk.unsqueeze(-1) == own_tk.unsqueeze(-2)).any(-1)
+            self._differing[layer] = (~(is_own | is_free)).sum()
+        self._chosen_tk[layer] = chosen.detach()
+        return chosen
+
+    def chosen(self, layers: Sequence[int]) -> Tensor:
+        """Return the experts that tokens went to, `[t, L, K]` int32; `FREE` in the layers of other pipeline stages.
+
+        Args:
+            layers: The indices of this stage's layers among those with experts.
+
+        Raises:
+            ModelError: A layer has not chosen.
+        """
+        self.check(layers)
+        first = next(found for found in self._chosen_tk if found is not None)
+        out = first.new_full((first.shape[0], len(self._chosen_tk), first.shape[1]), FREE, dtype=torch.int32)
+        for layer in layers:
+            found = self._chosen_tk[layer]
+            assert found is not None
+            out[:, layer] = found.int()
+        return out
+
+    def check(self, layers: Sequence[int]) -> None:
+        """Check that every router has asked where tokens go.
+
+        Raises:
+            ModelError: One has not, so that its choice was neither recorded nor replaced.
+        """
+        silent = [layer for layer in layers if self._chosen_tk[layer] is None]
+        if silent:
+            raise ModelError(
+                f"the routers of the layers with experts {silent} do not choose by torch.topk over all experts, so that routes can be "
+                f"neither recorded nor replayed; set rl.routing_replay=off, and leave out the field {ROUTED_EXPERTS}"
+            )
+
+    def differing(self) -> tuple[Tensor, Tensor] | None:
+        """Return how many replayed experts the routers themselves would not have chosen, and of how many, over this rank's layers.
+
+        None if nothing is replayed. Both are scalars on the device.
+        """
+        if self._replayed_tlk is None:
+            return None
+        layers = [layer for layer, differing in enumerate(self._differing) if differing is not None]
+        count = (self._replayed_tlk[:, layers] >= 0).sum()
+        sums = [differing for differing in self._differing if differing is not None]
+        return (torch.stack(sums).sum() if sums else torch.zeros_like(count)), count
+
+
+def check_routes(batch: PackedBatch, routers: RouterShape | None) -> None:
+    """Check the field `routed_experts` of a batch, if there is one.
+
+    Raises:
+        BatchError: The model has no routers that can replay, or the field has another shape or experts that are not there.
+    """
+    routes = batch.token_fields.get(ROUTED_EXPERTS)
+    if routes is None:
+        return
+    if routers is None:
+        raise BatchError(
+            f"the batch has {ROUTED_EXPERTS}, but the model has no experts whose routers could replay them; leave it out "
+            "(rl.routing_replay=off)"
+        )
+    shape = (batch.num_tokens, routers.layers, routers.per_token)
+    if tuple(routes.shape) != shape or not is_integer(routes):
+        raise BatchError(
+            f"{ROUTED_EXPERTS} is {list(routes.shape)} {routes.dtype}; this model's is {list(shape)} integers: tokens, layers with "
+            "experts, experts of a token"
+        )
+    if not routes.numel():
+        return
+    low, high = torch.stack(routes.aminmax()).tolist()
+    if low < FREE or high >= routers.experts:
+        raise BatchError(
+            f"{ROUTED_EXPERTS} holds {low if low < FREE else high}; experts are numbered from 0 to {routers.experts - 1}, and {FREE} "
+            "leaves a token to the router"
+        )
+    ordered = routes.sort(-1).values
+    is_free = ordered == FREE
+    wrong = (is_free.any(-1) & ~is_free.all(-1)) | ((ordered.diff(dim=-1) == 0) & ~is_free[..., 1:]).any(-1)
+    if wrong.any():
+        token, layer = wrong.nonzero()[0].tolist()
+        raise BatchError(
+            f"{ROUTED_EXPERTS} of token {token} in layer {layer} is {routes[token, layer].tolist()}; a token goes to "
+            f"{routers.per_token} different experts, or all of them are {FREE}"
+        )
+
+
+def route_numbers(batch: PackedBatch, ids: Tensor) -> Tensor:
+    """Return numbers `[T]` int64 on the host by which tokens are equal only if their ids and their replayed experts are.
+
+    They are sums of products with random odd numbers modulo 2**64, which differ for different rows but for one case in 2**57.
+
+    Args:
+        batch: The batch, whose field is checked.
+        ids: `[T]` int64, the ids, or numbers by which tokens are compared.
+    """
+    routes_tlk = batch.token_fields[ROUTED_EXPERTS].cpu()
+    _, layers, per_token = routes_tlk.shape
+    # The same on all ranks.
+    g = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (layers * per_token + 1,), generator=g) * 2 + 1
+    numbers = ids.cpu() * factors[-1]
+    for layer, factors_k in enumerate(factors[:-1].split(per_token)):
+        numbers += (routes_tlk[:, layer].long() * factors_k).sum(-1)
+    return numbers
+
+
+@torch.library.custom_op("drivetrain::choose_experts", mutates_args=())
+def choose_experts(own_tk: Tensor, handle: Tensor, layer: int) -> Tensor:
+    """Return the experts that tokens go to, as `ExpertRoutes.choose` of the micro-batch that a handle belongs to."""
+    routes = context_of(handle).routes
+    if routes is None:
+        return own_tk.clone()
+    chosen = routes.choose(own_tk, layer)
+    return chosen.clone() if chosen is own_tk else chosen
+
+
+@choose_experts.register_fake
+def _choose_experts_shape(own_tk: Tensor, handle: Tensor, layer: int) -> Tensor:
+    return torch.empty_like(own_tk)

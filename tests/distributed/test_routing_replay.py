@@ -1,0 +1,244 @@
+"""Routes of mixtures are recorded and replayed, in every layout, exactly as plain transformers would go along them."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain.engine.base import BaseEngine
+from drivetrain.engine.config import MicroBatchConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
+from drivetrain.engine.errors import BatchError, ConfigError
+from drivetrain.engine.loss import OutputRequest
+from drivetrain.engine.ops.expert_routes import ExpertRoutes, RouterShape, check_routes, route_numbers
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.packing.microbatch import balance
+from drivetrain.losses.sft import SFTLoss
+from helpers.engines import build
+from helpers.harness import run_ranks
+from helpers.routes import RoutedReference, routes_of, with_routes
+
+OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
+FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v3"]
+EXPERTS = 4
+Results = list[tuple[float, float, float, float]]
+
+
+def documents_of(step: int) -> list[list[int]]:
+    """Prompts with three answers each, and documents of their own."""
+    prompts, answers = tiny_documents(3, seed=step, longest=24)[1:], tiny_documents(8, seed=50 + step, longest=16)
+    return [prompts[i % 2] + answers[i] for i in range(6)] + answers[6:]
+
+
+def routes_for(documents: list[list[int]], layers: int) -> list[Tensor]:
+    # The fourth answer's prompt was routed otherwise, so that it shares nothing.
+    return [routes_of(d, layers, EXPERTS, 2, salt=i == 3) for i, d in enumerate(documents)]
+
+
+def run(folder: str, settings: dict[str, Any], spoil: str = "") -> Results:
+    """Loss, gradient norm, mismatch and shared tokens of two steps."""
+    engine = build(folder, optim=OPTIM, **{"share_prefixes": "on", **settings})
+    layers = engine.routers.layers if engine.routers is not None else 0
+    results: Results = []
+    for step in range(2):
+        documents = documents_of(step)
+        routes = routes_for(documents, layers)
+        if spoil == "layers":
+            routes = [r.flip(1) for r in routes]
+        groups = [i % 2 for i in range(6)] + [2, 3]
+        topology = engine.topology
+        mine = balance([len(d) for d in documents], topology.dp_size, groups=groups)[topology.dp_rank]
+        batch = with_routes([documents[i] for i in mine], [routes[i] for i in mine])
+        if spoil == "none":
+            batch = from_lists([documents[i] for i in mine])
+        result = engine.train_batch(batch, SFTLoss())
+        assert result.grad_norm is not None
+        mismatch = result.metrics.get("routing_mismatch", -1.0)
+        results.append((result.loss, result.grad_norm, mismatch, result.shared_tokens / result.tokens))
+    engine.close()
+    return results
+
+
+def reference(folder: Path) -> list[tuple[float, float]]:
+    plain = RoutedReference(folder, OPTIM)
+    results = []
+    for step in range(2):
+        documents = documents_of(step)
+        plain.routes = {tuple(d): r for d, r in zip(documents, routes_for(documents, plain.count), strict=True)}
+        done = plain.step(documents)
+        results.append((done.loss, done.grad_norm))
+    return results
+
+
+def check(results: Results, expected: list[tuple[float, float]], *, shared: bool = True) -> None:
+    for (loss, norm, mismatch, saved), (want_loss, want_norm) in zip(results, expected, strict=True):
+        assert abs(loss - want_loss) <= 1e-6 * want_loss, (results, expected)
+        assert abs(norm - want_norm) <= 1e-5 * want_norm, (results, expected)
+        assert 0.2 < mismatch < 0.8
+        assert (saved > 0.05) == shared
+
+
+ALONE = [
+    pytest.param("fsdp", "qwen3_moe", {}),
+    pytest.param("fsdp", "gpt_oss", {"recompute": "full"}),
+    pytest.param("fsdp", "deepseek_v3", {"recompute": "selective"}),
+    pytest.param("mcore", "qwen3_moe", {"recompute": "full"}),
+    pytest.param("mcore", "deepseek_v3", {}),
+    pytest.param("fsdp", "qwen3_moe", {"compile": True}, marks=pytest.mark.slow),
+    pytest.param("fsdp", "qwen3_moe", {"compile": True, "recompute": "full"}, marks=pytest.mark.slow),
+    pytest.param("fsdp", "deepseek_v3", {"compile": True, "recompute": "selective"}, marks=pytest.mark.slow),
+    pytest.param("fsdp", "qwen3_next", {}, marks=pytest.mark.slow),
+    pytest.param("fsdp", "glm4_moe", {}, marks=pytest.mark.slow),
+    pytest.param("mcore", "gpt_oss", {}, marks=pytest.mark.slow),
+    pytest.param("mcore", "glm4_moe", {}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("backend", "family", "settings"), ALONE)
+@pytest.mark.usefixtures("process_group")
+def test_replayed_steps_equal_plain_transformers_on_the_same_routes(
+    tmp_path: Path, backend: str, family: str, settings: dict[str, Any]
+) -> None:
+    folder = save_tiny_model(tmp_path, family)
+    check(run(str(folder), {"backend": backend, **settings}), reference(folder))
+
+
+LAYOUTS = [
+    pytest.param("fsdp", 2, {"dp_shard": 2}),
+    pytest.param("fsdp", 2, {"cp": 2}, marks=pytest.mark.slow),
+    pytest.param("fsdp", 2, {"ep": 2}, marks=pytest.mark.slow),
+    pytest.param("fsdp", 4, {"cp": 2, "ep": 4}, marks=pytest.mark.slow),
+    pytest.param("mcore", 2, {"pp": 2}),
+    pytest.param("mcore", 2, {"tp": 2, "tp_sequence": True}, marks=pytest.mark.slow),
+    pytest.param("mcore", 2, {"cp": 2}, marks=pytest.mark.slow),
+    pytest.param("mcore", 2, {"ep": 2}, marks=pytest.mark.slow),
+    pytest.param("mcore", 4, {"tp": 2, "tp_sequence": True, "cp": 2}, marks=pytest.mark.slow),
+    pytest.param("mcore", 4, {"pp": 2, "cp": 2}, marks=pytest.mark.slow),
+    pytest.param("mcore", 2, {"pp": 2, "vpp": 2}, marks=pytest.mark.slow),
+]
+
+
+def rank_layout(folder: str, backend: str, parallel: dict[str, Any]) -> tuple[Results, Tensor]:
+    recompute = "full" if parallel.get("pp") else "none"
+    settings = {"backend": backend, "parallel": ParallelConfig(**parallel), "recompute": recompute}
+    # So small that a pipeline has several micro-batches under way, of which each has routes of its own.
+    settings["micro_batch"] = MicroBatchConfig(max_tokens=64)
+    return run(folder, settings), recorded(folder, settings)[0]
+
+
+def recorded(folder: str, settings: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The routes of a batch, of which each rank has all documents, and log-probabilities."""
+    engine = build(folder, **settings)
+    found = engine.infer_batch(from_lists(documents_of(0)), OutputRequest(log_probs=True, routed_experts=True))
+    engine.close()
+    return found["routed_experts"], found["log_probs"]
+
+
+@pytest.mark.parametrize(("backend", "nproc", "parallel"), LAYOUTS)
+def test_layouts_equal_plain_transformers_on_the_same_routes(
+    tmp_path: Path, backend: str, nproc: int, parallel: dict[str, Any]
+) -> None:
+    folder = save_tiny_model(tmp_path, "qwen3_moe", num_hidden_layers=4)
+    found = run_ranks(rank_layout, nproc, str(folder), backend, parallel)
+    expected = reference(folder)
+    ((_, alone),) = run_ranks(rank_layout, 1, str(folder), backend, {})
+    for results, routes in found:
+        check(results, expected)
+        assert torch.equal(routes, alone)
+    assert alone.min() >= 0
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("backend", ["fsdp", "mcore"])
+def test_recorded_routes_are_those_of_plain_transformers_and_change_nothing_when_they_are_replayed(
+    tmp_path: Path, backend: str
+) -> None:
+    folder = save_tiny_model(tmp_path, "qwen3_moe")
+    plain, documents = RoutedReference(folder, OPTIM), documents_of(0)
+    own: list[list[Tensor]] = [[] for _ in range(plain.count)]
+    for layer, router in enumerate(m for m in plain.model.modules() if "router" in type(m).__name__.lower()):
+        router.register_forward_hook(lambda module, args, out, layer=layer: own[layer].append(out[2]))
+    for document in documents:
+        plain.logits(document)
+    routes, _ = recorded(str(folder), {"backend": backend, "share_prefixes": "on"})
+    assert torch.equal(routes, torch.stack([torch.cat(parts) for parts in own], 1).int())
+
+    def step(engine: BaseEngine, *, replay: bool) -> tuple[float, float | None]:
+        batch = with_routes(documents, [routes]) if replay else from_lists(documents)
+        result = engine.train_batch(batch, SFTLoss())
+        assert result.metrics.get("routing_mismatch") == (0.0 if replay else None)
+        assert engine.train_batch(from_lists(documents), SFTLoss()).metrics.get("routing_mismatch") is None
+        engine.close()
+        return result.loss, result.grad_norm
+
+    free, replayed = (step(build(folder, backend=backend), replay=replay) for replay in (False, True))
+    assert replayed == free
+
+
+@pytest.mark.usefixtures("process_group")
+def test_controls_are_told_apart(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, "qwen3_moe")
+    right = run(str(folder), {})
+    for spoil in ("layers", "none"):
+        assert abs(run(str(folder), {}, spoil)[0][0] - right[0][0]) > 1e-4 * right[0][0]
+
+
+def test_tokens_without_a_route_follow_their_router() -> None:
+    own = torch.tensor([[0, 1], [2, 3], [1, 0]])
+    routes = ExpertRoutes(2, torch.tensor([[[1, 0], [0, 1]], [[-1, -1], [2, 3]], [[3, 1], [0, 1]]], dtype=torch.int8))
+    assert routes.choose(own, 0).tolist() == [[1, 0], [2, 3], [3, 1]]
+    differing = routes.differing()
+    assert differing is not None
+    # The other layer is another stage's.
+    assert [int(x) for x in differing] == [1, 4]
+    routes.choose(own, 0)
+    assert [int(x) for x in routes.differing() or ()] == [1, 4], "a layer that is recomputed counts twice"
+    assert routes.chosen([0]).tolist() == [[[1, 0], [-1, -1]], [[2, 3], [-1, -1]], [[3, 1], [-1, -1]]]
+    assert ExpertRoutes(1).differing() is None
+
+
+def routed(routes: Any) -> Any:
+    return from_lists([[3, 4, 5]]).with_fields(routed_experts=torch.as_tensor(routes))
+
+
+ROUTERS = RouterShape(layers=1, per_token=2, experts=4)
+RIGHT = [[[0, 1]], [[3, 2]], [[-1, -1]]]
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        ([[[0, 1]], [[3, 4]], [[-1, -1]]], "holds 4; experts are numbered from 0 to 3"),
+        ([[[0, 1]], [[3, 2]], [[-2, -2]]], "holds -2"),
+        ([[[0, 1]], [[3, 2]], [[-1, 2]]], r"of token 2 in layer 0 is \[-1, 2\]"),
+        ([[[0, 1]], [[3, 3]], [[1, 2]]], r"of token 1 in layer 0 is \[3, 3\]"),
+        ([[[0]], [[3]], [[1]]], r"is \[3, 1, 1\] torch.int64; this model's is \[3, 1, 2\]"),
+        ([[[0.0, 1.0]]] * 3, "torch.float32; this model's"),
+    ],
+)
+def test_wrong_routes_are_refused(routes: Any, message: str) -> None:
+    check_routes(routed(RIGHT), ROUTERS)
+    with pytest.raises(BatchError, match=message):
+        check_routes(routed(routes), ROUTERS)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_dense_models_have_no_routes(tmp_path: Path) -> None:
+    engine = build(save_tiny_model(tmp_path, "qwen3"))
+    with pytest.raises(BatchError, match="no experts whose routers could replay"):
+        engine.train_batch(routed(RIGHT), SFTLoss())
+    with pytest.raises(ConfigError, match="no experts whose routers can record"):
+        engine.infer_batch(from_lists([[3, 4, 5]]), OutputRequest(routed_experts=True))
+    engine.close()
+
+
+def test_numbers_of_tokens_tell_routes_apart() -> None:
+    rows = [list(pair) for pair in itertools.permutations(range(4), 2)]
+    batch = from_lists([[7] * len(rows)]).with_fields(routed_experts=torch.tensor(rows)[:, None])
+    numbers = route_numbers(batch, batch.input_ids).tolist()
+    assert len(set(numbers)) == len(rows)
+    assert numbers == route_numbers(batch, batch.input_ids).tolist()
+    assert numbers != route_numbers(batch, batch.input_ids + 1).tolist()
