@@ -24,6 +24,7 @@ from .images import PromptImages
 from .media import MediaFeatures, PromptMedia
 from .options import RolloutConfig
 from .placement import GeneratorPlace
+from .route_recorder import RouteRecorder
 from .token_stream import CompletionLimits
 from .weight_values import largest
 
@@ -87,6 +88,8 @@ class CausalLM:
         self.takes_padding = not counts_or_reads_it and not has_biased_state(model)
         """Whether prompts of different lengths can be a batch. Llama 4 counts the positions of padding, MiniMax attends to it, and a layer with
         state whose projection has a bias carries that from padding into the prompt."""
+        self.recorder = RouteRecorder(self.model, text, path) if config.return_routed_experts else None
+        """Records the experts that tokens go to; None if nobody asks for them."""
         self._absent: dict[str, torch.Size] = {}
         bad_names = _not_finite((name, parameter) for name, parameter in self.model.named_parameters())
         if bad_names:

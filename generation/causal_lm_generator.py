@@ -4,11 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from ..engine.hf.config import read_config
 from .causal_lm import CausalLM
 from .generator import BaseGenerator
 from .media import PromptMedia
 from .options import RolloutConfig
 from .placement import GeneratorPlacement
+from .route_recorder import check_has_experts
 from .token_stream import CompletionLimits
 from .weight_values import common_dtype
 
@@ -24,6 +26,14 @@ class CausalLMGenerator(BaseGenerator):
     """
 
     takes_media = True
+    returns_routes = True
+
+    @classmethod
+    def check(cls, config: RolloutConfig, processes: int) -> None:
+        """See `BaseGenerator.check`."""
+        super().check(config, processes)
+        if config.return_routed_experts:
+            check_has_experts(read_config(config.model), config.model.path)
 
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)

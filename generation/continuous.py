@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
@@ -137,6 +138,16 @@ class ContinuousGenerator(CausalLMGenerator):
                 self.add_token(self._streams[name], token, log_prob)
             else:
                 self._remove(name)
+
+    def add_routes(self, routes: Tensor) -> None:
+        """Give the routes of a step, `[T, L, K]`, to its requests, and those of prompts also to the responses that begin with them."""
+        step, first = self._sampler, 0
+        for name, past, count in zip(step.requests, step.pasts, step.queries, strict=True):
+            children = [other for other in self._unborn if other.startswith(name + CHILD)]
+            for owner in (name, *children):
+                if owner in self._streams:
+                    self._streams[owner].routes.add(past, routes[first : first + count])
+            first += count
 
     def _admit_waiting(self) -> None:
         """Pass waiting requests to the manager's scheduler, which begins with any that fits: it is given only what fits."""
@@ -274,8 +285,8 @@ class ContinuousGenerator(CausalLMGenerator):
         # It seeds torch's random state, which belongs to the models that train in this process.
         with torch.random.fork_rng(devices=[self._lm.device] if self._lm.device.type == "cuda" else []):
             processor = manager._create_batch_processor()
-        if self._states is not None:
-            # A page found in the cache would come without the states behind it.
+        if self._states is not None or self._lm.recorder is not None:
+            # A page found in the cache would come without the states behind it, and nobody would know the experts of its tokens.
             processor.cache.use_prefix_sharing = False
         return processor
 
@@ -369,7 +380,13 @@ class _SteppedModel:
         if self._generator._states is not None:
             step = self._sampler
             inputs["states"] = self._generator._states.begin_step(step.requests, step.queries, step.pasts)
-        return self._model(**inputs)
+        recorder = self._generator._lm.recorder
+        if recorder is None:
+            return self._model(**inputs)
+        with recorder.recording():
+            output = self._model(**inputs)
+        self._generator.add_routes(recorder.take())
+        return output
 
     def _give_media(self, inputs: dict[str, Any]) -> None:
         """Put features in the place of the numbers that stand for them, and the positions of all axes."""

@@ -69,6 +69,8 @@ class BaseGenerator(ABC):
 
     option_names: ClassVar[frozenset[str] | None] = frozenset()
     """The names in `RolloutConfig.options` that it knows; None if it checks them itself."""
+    returns_routes: ClassVar[bool] = False
+    """Whether it says which experts tokens go to; see `RolloutConfig.return_routed_experts`."""
     takes_media: ClassVar[bool] = False
     """Whether it takes the media of prompts; see `submit`."""
     joins_process_group: ClassVar[bool] = False
@@ -100,6 +102,11 @@ class BaseGenerator(ABC):
         Raises:
             ConfigError: A setting is invalid; the message names it and its value.
         """
+        if config.return_routed_experts and not cls.returns_routes:
+            raise ConfigError(
+                f"return_routed_experts=true with generator={config.generator}, which does not say where tokens go; use static, continuous, or vllm "
+                "on a GPU (or rl.routing_replay=off or actor)"
+            )
         if cls.option_names is not None and (unknown := sorted(set(config.options) - cls.option_names)):
             raise ConfigError(
                 f"options.{unknown[0]} is unknown to generator={config.generator}; it has "

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 FinishReason = Literal["stop", "length", "aborted"]
 
@@ -21,6 +22,8 @@ class Generation:
         versions: The version of the weights that made each response token.
         finish_reason: Why the response ended: `stop` for a stop token, `length` for the length limit, `aborted` if it was
             cancelled.
+        routed_experts: `[prompt and response, L, K]` int16, the experts that the tokens went to in each layer with experts, if
+            `RolloutConfig.return_routed_experts` asks for them; -1 for the last token, which was not processed, and others that were not.
     """
 
     prompt: list[int]
@@ -28,6 +31,7 @@ class Generation:
     log_probs: list[float]
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason = "length"
+    routed_experts: Tensor | None = None
 
     @property
     def finished(self) -> bool:

@@ -4,6 +4,7 @@ Axes: P different prompts, B rows of a batch, L tokens of the longest prompt and
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -163,6 +164,10 @@ class _Batch:
         self._mask, self._next = mask.to(device), following.to(device)
         self._padded = any(len(prompt) < width for prompt in prompts)
         logits = self._forward(ids.to(device), positions.to(device), prompt=True)
+        if (recorder := self._lm.recorder) is not None:
+            for prompt, rows, routes in zip(prompts, rows_of.values(), recorder.take().unflatten(0, ids.shape), strict=True):
+                for row in rows:
+                    self.streams[row].routes.add(0, routes[width - len(prompt) :])
         if len(prompts) < len(self.streams):
             source = [0] * len(self.streams)
             for i, rows in enumerate(rows_of.values()):
@@ -182,7 +187,12 @@ class _Batch:
         positions = self._next if self._axes == 1 else self._next.expand(self._axes, -1, -1)
         self._next = self._next + 1
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], 1)
-        return self._forward(self._last.to(self._lm.device), positions)
+        logits = self._forward(self._last.to(self._lm.device), positions)
+        if (recorder := self._lm.recorder) is not None:
+            for row, routes in enumerate(recorder.take()):
+                if row not in self._ended:
+                    self.streams[row].routes.add(self.streams[row].length - 1, routes[None])
+        return logits
 
     def _select(self, rows: list[int], logits: Tensor | None = None) -> Any:
         index = torch.tensor(rows, device=self._lm.device)
@@ -201,5 +211,6 @@ class _Batch:
             inputs["position_ids"] = positions
         if "logits_to_keep" in self._lm.parameters:
             inputs["logits_to_keep"] = 1
-        logits: Tensor = self._lm.model(**inputs).logits[:, -1]
+        with nullcontext() if self._lm.recorder is None else self._lm.recorder.recording():
+            logits: Tensor = self._lm.model(**inputs).logits[:, -1]
         return logits

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ..engine.errors import ConfigError
 from .options import RolloutConfig, SamplingOptions
 from .result import FinishReason, Generation
+from .routes import RequestRoutes
 from .sampling import Draw, UniformNumbers
 from .scheduler import RequestId
 from .tokens import Token
@@ -68,6 +69,8 @@ class TokenStream:
         """Why the response ended; see `Generation`. None if it goes on, or failed."""
         self.error: Exception | None = None
         """Why the request failed."""
+        self.routes = RequestRoutes()
+        """The experts that its tokens went to, if they are recorded."""
         self.seed = seed
         self._step, self._uniform, self._read = step, UniformNumbers(seed), 0
 
@@ -117,6 +120,7 @@ class TokenStream:
             log_probs=list(self.log_probs),
             versions=list(self.versions),
             finish_reason=self.finish_reason or "aborted",
+            routed_experts=self.routes.of(self.length),
         )
 
 

@@ -25,6 +25,7 @@ TOKEN_FIELDS = frozenset(
         "log_probs",
         "entropy",
         "versions",
+        "routed_experts",
     }
 )
 """Token fields that some loss reads or some worker returns. One list serves all roles, because the same batch goes from role

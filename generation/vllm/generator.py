@@ -44,6 +44,7 @@ class VLLMGenerator(BaseGenerator):
     """
 
     option_names = None
+    returns_routes = True
     joins_process_group = True
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -121,6 +122,8 @@ class VLLMGenerator(BaseGenerator):
             # With the first tokens of a request.
             if self._begun.pop(output.request_id, -1) == len(stream.tokens):
                 self.prefill_tokens += len(stream.so_far) - (output.num_cached_tokens or 0)
+            if completion.routed_experts is not None:
+                stream.routes.add(0, self._model.routes_of(completion.routed_experts))
             for token, log_probs in zip(completion.token_ids, completion.logprobs or (), strict=True):
                 if stream.ended:
                     break

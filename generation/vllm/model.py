@@ -4,13 +4,15 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from ...engine.errors import ConfigError, ModelError
+from ...engine.hf.model import decoder_of
 from ...engine.hf.model_path import resolve_folder
 from ...engine.hf.shape import context_of
 from ...engine.hf.weights import WeightFolder
@@ -115,9 +117,41 @@ class VLLMModel:
             # The first of vLLM's runners reads the tokens of a request before the next one is drawn; with the second one, a step would
             # be under way when new weights come.
             "async_scheduling": False,
+            # Only by its second runner, which refuses to start without.
+            **({"enable_return_routed_experts": True} if config.return_routed_experts else {}),
             **device_arguments,
             **{name: value for name, value in config.options.items() if name not in _OWN},
         }
+
+    @cached_property
+    def _layers_with_experts(self) -> list[int]:
+        """The numbers of the layers with experts."""
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(self._text)
+        return [
+            n
+            for n, layer in enumerate(decoder_of(model).layers)
+            if any(hasattr(m, "_is_expert_parallel") for m in layer.modules())
+        ]
+
+    def routes_of(self, routes: Any) -> Tensor:
+        """Return the experts of a request's tokens, `[T, L, K]` int16.
+
+        Args:
+            routes: What vLLM returns: `[T, layers, K]`, with rows for all layers of the model, also for those without experts.
+
+        Raises:
+            ModelError: It has rows for some other number of layers.
+        """
+        found, layers = torch.as_tensor(routes), self._layers_with_experts
+        if found.shape[1] == len(layers):
+            return found.to(torch.int16)
+        if found.shape[1] != self._text.num_hidden_layers:
+            raise ModelError(
+                f"vLLM returned the experts of {found.shape[1]} layers, but {self._config.model.path} has {self._text.num_hidden_layers} "
+                f"layers, {len(layers)} of them with experts"
+            )
+        return found[:, layers].to(torch.int16)
 
     def common_dtype(self, dtypes: Sequence[str]) -> str:
         """Return the data type that the parameters have in all of vLLM's workers; empty if they differ, or are not the generator's."""

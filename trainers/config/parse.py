@@ -206,7 +206,7 @@ def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
         setting_names |= {key.name for key in keys(section, f"{name}.")}
     lists = [key.name for key in keys(cls) if key.type.startswith("tuple[str")]
     nested = [key for name, _, section in own_sections(cls) for key in keys(section, f"{name}.")]
-    switches = [key.name for key in [*keys(cls), *nested] if {"on", "off"} <= {*key.type.split(" | ")}]
+    switches = [key.name for key in [*keys(cls), *nested] if {"on", "off"} & {*key.type.split(" | ")}]
     free = {key.name for key in [*keys(cls), *nested] if key.type.startswith("dict[")} | {
         f"{name}.options" for name in parents if f"{name}.options" in setting_names
     }

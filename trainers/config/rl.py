@@ -59,6 +59,10 @@ class RLSettings(Settings):
         "actor",
         "log-probabilities that ratios compare with; actor: computed again by the actor; rollout: those of the generator",
     )
+    routing_replay: Literal["off", "rollout", "actor"] = setting(
+        "off",
+        "mixtures of experts: where tokens go in the update, and before it; off: where the router sends them; rollout: to the experts of the generator; actor: to those of the pass that computes rl.old_log_probs",
+    )
     importance: Literal["auto", "none", "truncate", "mask"] = setting(
         "auto",
         "correction of the difference between actor and generator; truncate: weights of at most the upper bound; mask: nothing is learned where the weight is out of bounds; auto: truncate if the generator computes other numbers than the actor (bfloat16, vLLM, quantized weights), otherwise none",
@@ -125,6 +129,11 @@ class RLSettings(Settings):
                     raise ConfigError(
                         f"rl.{name}={getattr(self, name)} is not used without rl.{other}; set that, or remove rl.{name}"
                     )
+        if self.routing_replay == "actor" and self.old_log_probs == "rollout":
+            raise ConfigError(
+                "rl.routing_replay=actor with rl.old_log_probs=rollout: without a pass of the actor before the update there are no routes to "
+                "replay; set rl.routing_replay=rollout, or rl.old_log_probs=actor"
+            )
         corrections: list[tuple[str, Any]] = (
             [("importance", self.importance)] if self.importance in ("truncate", "mask") else []
         )
@@ -321,6 +330,7 @@ class RLConfig(CommandConfig):
             unused += ["rl.loss"] * (rl.loss != defaults.loss) + ["rl.advantage"] * (rl.advantage != defaults.advantage)
             names = ("rejection", "old_log_probs", "reward_clip", "reward_norm", "kl_target", "dynamic_sampling")
             unused += ["rl.importance"] * (rl.importance in ("truncate", "mask"))
+            unused += ["rl.routing_replay"] * (rl.routing_replay == "actor")
             unused += [f"rl.{name}" for name in names if getattr(rl, name) != getattr(defaults, name)]
         elif self.dpo != PreferenceConfig():
             unused.append("dpo")

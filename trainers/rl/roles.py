@@ -6,6 +6,8 @@ from typing import Any
 
 from ...engine.config import EngineConfig, LoraConfig, ModelConfig, OffloadConfig, OptimConfig
 from ...engine.errors import ConfigError, ModelError
+from ...engine.hf.config import read_config
+from ...engine.hf.shape import experts_of
 from ...engine.registry import engine_class
 from ...generation.memory import TOKENS_WITHOUT_GPU
 from ...generation.options import RolloutConfig
@@ -55,6 +57,11 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int, most_t
     each = updates_per_step(config)
     updates = total_steps * each
     model = _model(config, config.actor)
+    if config.rl.routing_replay != "off" and experts_of(hf_config := read_config(model)) is None:
+        raise ConfigError(
+            f"rl.routing_replay={config.rl.routing_replay}, but model.path={model.path} ({hf_config.model_type}) is not a mixture of experts; "
+            "set it to off"
+        )
     specs: dict[str, RoleSpec] = {
         "actor": RoleSpec(
             worker=ActorWorker,
@@ -181,6 +188,7 @@ def rollout_config(config: RLConfig, most_tokens: int | None = None) -> RolloutC
         max_batch_size=rollout.max_batch_size,
         max_batch_total_tokens=rollout.max_batch_total_tokens or (0 if is_alone else shared),
         target_tokens_per_batch=rollout.target_tokens_per_batch,
+        return_routed_experts=config.rl.routing_replay == "rollout",
         options=rollout.options,
     )
 

@@ -39,7 +39,10 @@ def add_old_log_probs(phases: Phases, completions: Completions) -> Completions:
     phases.memory_manager.enter("score" if phases.algorithm.needs_critic else "train")
     with phases.timed("old_log_probs", batch.num_tokens):
         log_probs = phases.group["actor"].compute_log_probs(
-            batch, entropy=phases.config.rl.log_entropy, sum_squared_probs=squares
+            batch,
+            entropy=phases.config.rl.log_entropy,
+            sum_squared_probs=squares,
+            routed_experts=phases.config.rl.routing_replay == "actor",
         )
     return completions.with_columns(log_probs.rename(log_probs="old_log_probs"))
 

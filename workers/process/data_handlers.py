@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...engine.errors import BatchError
+from ...engine.ops.expert_routes import FREE, ROUTED_EXPERTS
 from ...engine.packing.batch import PackedBatch
 from ...generation.result import Generation
 from ..data_plane.links import Links
@@ -83,6 +84,14 @@ def _documents(answers: Sequence[Generation]) -> PackedBatch:
         supervised=[[False] * len(g.prompt) + [True] * len(g.response) for g in answers],
         token_fields={"rollout_log_probs": [[0.0] * (len(g.prompt) - 1) + [*g.log_probs, 0.0] for g in answers]},
     )
+    if known := [g.routed_experts for g in answers if g.routed_experts is not None]:
+        # An answer that was aborted may have none.
+        unknown = known[0].new_full((1, *known[0].shape[1:]), FREE)
+        routes = [
+            unknown.expand(len(g.prompt) + len(g.response), -1, -1) if g.routed_experts is None else g.routed_experts
+            for g in answers
+        ]
+        batch = batch.with_fields(**{ROUTED_EXPERTS: torch.cat(routes)})
     versions = [v for g in answers for v in [*[-1] * (len(g.prompt) - 1), *(g.versions or [-1] * len(g.response)), -1]]
     return batch.with_fields(versions=torch.tensor(versions, dtype=torch.int64)).with_sequence_fields(
         finished=torch.tensor([g.finished for g in answers], dtype=torch.bool)

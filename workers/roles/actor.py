@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 from ...engine.errors import ConfigError
 from ...engine.loss import OutputRequest, StepResult
+from ...engine.ops.expert_routes import ROUTED_EXPERTS
+from ...engine.packing.batch import PackedBatch
 from ...losses.policy import PolicyLoss
 from ...losses.preference import PreferenceLoss
 from .base import Worker, WorkerConfig
@@ -37,21 +39,37 @@ class ActorWorker(Worker):
     """
 
     trainable: ClassVar[bool] = True
+    replays_routes: ClassVar[bool] = True
     config: ActorConfig
 
     @register("dp")
-    def compute_log_probs(self, data: Any, *, entropy: bool = False, sum_squared_probs: bool = False) -> Any:
+    def compute_log_probs(
+        self, data: Any, *, entropy: bool = False, sum_squared_probs: bool = False, routed_experts: bool = False
+    ) -> Any:
         """Compute the `log_probs` of response tokens and, if requested, numbers of their distributions, in the caller's format.
 
         Args:
             data: This rank's data-parallel shard, in a format of `workers.roles.batch_adapters`.
             entropy: Whether to return the `entropy` of each token's distribution as well, in nats.
             sum_squared_probs: Whether to return the `sum_squared_probs` of each token's distribution as well.
+            routed_experts: Whether to return the `routed_experts` `[T, L, K]` of all tokens as well, in a `PackedBatch`.
+
+        Raises:
+            ConfigError: `routed_experts` of a model without experts, or of padded or jagged tensors.
         """
         request = OutputRequest(
-            log_probs=True, entropy=entropy, sum_squared_probs=sum_squared_probs, temperature=self.config.temperature
+            log_probs=True,
+            entropy=entropy,
+            sum_squared_probs=sum_squared_probs,
+            routed_experts=routed_experts,
+            temperature=self.config.temperature,
         )
-        return self._infer(data, request, {name: name for name in request.names})
+        if routed_experts and not isinstance(data, PackedBatch):
+            raise ConfigError(
+                "routed_experts=True: padded and jagged results have values of response tokens alone, but prompts have routes too; pass a "
+                "PackedBatch"
+            )
+        return self._infer(data, request, {name: name for name in (*request.names, ROUTED_EXPERTS)})
 
     @register("dp")
     def compute_reference_log_probs(self, data: Any) -> Any:
@@ -74,7 +92,7 @@ class ActorWorker(Worker):
             )
         request = OutputRequest(log_probs=True, temperature=self.config.temperature)
         with self.engine.disable_adapter():
-            return self._infer(data, request, {"log_probs": "reference_log_probs"})
+            return self._infer(data, request, {"log_probs": "reference_log_probs"}, replay=False)
 
     @register("minibatches")
     def update(

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -16,6 +16,7 @@ from ...engine.config import EngineConfig, ModelConfig, OptimConfig
 from ...engine.errors import BatchError, ConfigError
 from ...engine.export import export_hf
 from ...engine.loss import Loss, OutputRequest, StepResult, loss_mask
+from ...engine.ops.expert_routes import ROUTED_EXPERTS
 from ...engine.packing.batch import PackedBatch
 from ...engine.registry import engine_class
 from .batch_adapters import BatchAdapter, adapt_batch
@@ -144,13 +145,17 @@ class Worker:
         """Free the engine."""
         self.engine.close()
 
-    def _open(self, data: Any) -> BatchAdapter:
+    replays_routes: ClassVar[bool] = False
+    """Whether the role goes along the `routed_experts` of a batch, which are those of one model of its group: the policy."""
+
+    def _open(self, data: Any, *, replay: bool | None = None) -> BatchAdapter:
         """Convert the caller's batch. Collective: an error in one rank's shard is raised on all ranks."""
         with self.engine.topology.collective_errors():
-            return adapt_batch(data, self.config.extra_fields)
+            adapter = adapt_batch(data, self.config.extra_fields)
+            return adapter if (self.replays_routes if replay is None else replay) else _without_routes(adapter)
 
-    def _infer(self, data: Any, request: OutputRequest, names: Mapping[str, str]) -> Any:
-        adapter = self._open(data)
+    def _infer(self, data: Any, request: OutputRequest, names: Mapping[str, str], *, replay: bool | None = None) -> Any:
+        adapter = self._open(data, replay=replay)
         outputs = self.engine.infer_batch(adapter.batch, request, tokens=loss_mask(adapter.batch))
         return adapter.answer({names[name]: value for name, value in outputs.items()})
 
@@ -175,6 +180,14 @@ class Worker:
             return [
                 self.engine.train_batch(batch.select(part), loss, plan=plan) for part, plan in zip(parts, plans, strict=True)
             ]
+
+
+def _without_routes(adapter: BatchAdapter) -> BatchAdapter:
+    batch = adapter.batch
+    if ROUTED_EXPERTS not in batch.token_fields:
+        return adapter
+    fields = {name: values for name, values in batch.token_fields.items() if name != ROUTED_EXPERTS}
+    return replace(adapter, batch=replace(batch, token_fields=fields))
 
 
 def _rows(rows: Sequence[int], batch: PackedBatch) -> list[int]:

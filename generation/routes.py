@@ -1,0 +1,37 @@
+"""The experts that the tokens of a request go to in a mixture; see `engine.ops.expert_routes`.
+
+Axes: L layers with experts, K experts of a token.
+"""
+
+import torch
+from torch import Tensor
+
+from ..engine.ops.expert_routes import FREE
+
+
+class RequestRoutes:
+    """The routes of the tokens of one request, in the order of its tokens."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+        self._count = 0
+
+    def add(self, first: int, routes: Tensor) -> None:
+        """Add routes, `[n, L, K]`, of the tokens from `first` on. Those of tokens that have some stay: their successors were drawn by them."""
+        if first > self._count:
+            # Their keys and values were found in a cache.
+            routes = torch.cat([routes.new_full((first - self._count, *routes.shape[1:]), FREE), routes])
+        routes = routes[max(0, self._count - first) :]
+        if len(routes):
+            self._parts.append(routes)
+            self._count += len(routes)
+
+    def of(self, tokens: int) -> Tensor | None:
+        """Return the routes of a number of tokens, `[tokens, L, K]`: `FREE` for the last ones, which have not been processed.
+
+        None if none are known.
+        """
+        if not self._parts:
+            return None
+        rest = self._parts[0].new_full((max(0, tokens - self._count), *self._parts[0].shape[1:]), FREE)
+        return torch.cat([*self._parts, rest])[:tokens]

@@ -1,0 +1,82 @@
+"""Reinforcement learning of mixtures of experts: tokens go to the experts of the generator, or of the pass before the update."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.errors import ConfigError
+from helpers.rl_runs import make_task, records, train
+
+ROUNDED = ["rollout.dtype=bfloat16", "engine.precision.compute=float32", "rl.importance=none", "rl.max_log_prob_gap=null"]
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """The embedded task for a mixture of experts."""
+    make_task(tmp_path)
+    tokenizer = [f for f in (tmp_path / "model").iterdir() if not f.name.startswith(("model", "config"))]
+    save_tiny_model(tmp_path / "mixture", "qwen3_moe", head_dim=16)
+    for file in tokenizer:
+        shutil.copy(file, tmp_path / "mixture")
+    return tmp_path
+
+
+def run(task: Path, name: str, *more: str) -> list[dict[str, Any]]:
+    """The metrics of two steps, whose generator rounds its weights and so sends tokens elsewhere now and then."""
+    train(task, task / name, f"model.path={task / 'mixture'}", "trainer.max_steps=2", *ROUNDED, *more)
+    return records(task / name)
+
+
+def test_replayed_routes_bring_generator_and_actor_together(task: Path) -> None:
+    free, rollout, actor = (run(task, mode, f"rl.routing_replay={mode}") for mode in ("off", "rollout", "actor"))
+    assert "routing_mismatch" not in free[0]
+    # The first step has two updates, of which the second one sees other weights.
+    assert 0 < rollout[0]["routing_mismatch"] < 0.2
+    assert rollout[0]["log_prob_gap_max"] < free[0]["log_prob_gap_max"] / 2
+    # The actor's own routes are replayed in the update alone.
+    assert actor[0]["log_prob_gap_max"] == free[0]["log_prob_gap_max"]
+    assert 0 <= actor[0]["routing_mismatch"] < 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [["rollout.generator=continuous"], ["group.kind=process"]])
+def test_routes_are_the_same_wherever_roles_run(task: Path, more: list[str]) -> None:
+    replay = "rl.routing_replay=rollout"
+    assert run(task, "other", replay, *more) == run(task, "static", replay)
+
+
+@pytest.mark.slow
+def test_engines_replay_alike(task: Path) -> None:
+    fsdp, mcore = (run(task, b, "rl.routing_replay=rollout", f"engine.backend={b}") for b in ("fsdp", "mcore"))
+    for one, other in zip(fsdp, mcore, strict=True):
+        assert one["routing_mismatch"] == other["routing_mismatch"]
+        assert other["log_prob_gap"] == pytest.approx(one["log_prob_gap"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_references_and_preferences_do_not_mind_routes(task: Path) -> None:
+    # The reference is another model, with routes of its own.
+    assert run(task, "kl", "rl.routing_replay=rollout", "rl.loss.kl_coef=0.1")[0]["routing_mismatch"] < 0.2
+    run(task, "dpo", "rl.routing_replay=rollout", "rl.algorithm=online_dpo")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["rl.routing_replay=rollout"], "rl.routing_replay=rollout, but model.path=.* is not a mixture of experts"),
+        (["rl.routing_replay=actor", "rl.old_log_probs=rollout"], "rl.routing_replay=actor with rl.old_log_probs=rollout"),
+        (["rl.routing_replay=none"], "rl.routing_replay=none"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(tmp_path: Path, more: list[str], message: str) -> None:
+    make_task(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        train(tmp_path, tmp_path / "run", *more)
+
+
+def test_a_generator_that_knows_no_routes_is_refused(task: Path) -> None:
+    with pytest.raises(ConfigError, match="generator=tensor_parallel, which does not say where tokens go"):
+        run(task, "run", "rl.routing_replay=rollout", "rollout.generator=tensor_parallel")
