@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.engine.base import BaseEngine
-from drivetrain.engine.config import MicroBatchConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import BatchError, ConfigError
 from drivetrain.engine.loss import OutputRequest
@@ -17,6 +17,8 @@ from drivetrain.engine.ops.expert_routes import ExpertRoutes, RouterShape, check
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
 from drivetrain.losses.sft import SFTLoss
+from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
+from drivetrain.workers.roles.reference import ReferenceWorker, ReferenceWorkerConfig
 from helpers.engines import build
 from helpers.harness import run_ranks
 from helpers.routes import RoutedReference, routes_of, with_routes
@@ -242,3 +244,26 @@ def test_numbers_of_tokens_tell_routes_apart() -> None:
     assert len(set(numbers)) == len(rows)
     assert numbers == route_numbers(batch, batch.input_ids).tolist()
     assert numbers != route_numbers(batch, batch.input_ids + 1).tolist()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_routes_are_those_of_the_policy_alone(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, "qwen3_moe")
+    shared: dict[str, Any] = {"model": ModelConfig(path=str(folder)), "engine": EngineConfig(share_prefixes="off")}
+    documents = documents_of(0)
+    free = from_lists(documents)
+    routed_batch = with_routes(documents, routes_for(documents, 2))
+    reference_role = ReferenceWorker(ReferenceWorkerConfig(**shared)).initialize()
+    found = [reference_role.compute_log_probs(batch)["reference_log_probs"] for batch in (free, routed_batch)]
+    assert torch.equal(*found)
+    reference_role.close()
+    actor = ActorWorker(ActorConfig(**shared, optim=OPTIM)).initialize()
+    own = actor.compute_log_probs(free, routed_experts=True)
+    forced = actor.compute_log_probs(routed_batch, routed_experts=True)
+    assert torch.equal(own["log_probs"], found[0])
+    assert not torch.allclose(forced["log_probs"], own["log_probs"], atol=1e-4)
+    given = routed_batch.token_fields["routed_experts"]
+    assert torch.equal(forced["routed_experts"], torch.where(given < 0, forced["routed_experts"], given.int()))
+    with pytest.raises(ConfigError, match="pass a PackedBatch"):
+        actor.compute_log_probs({"input_ids": torch.ones(1, 2)}, routed_experts=True)
+    actor.close()
