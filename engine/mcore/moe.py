@@ -36,10 +36,10 @@ class ExpertChoice:
         default_compute_topk: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
         """Return the scores of the chosen experts and their indices, `[t, K]`, in megatron's signature."""
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        values, choice = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.routes is None:
-            return values, own
-        chosen = self.routes.choose(own, self.number)
+            return values, choice
+        chosen = self.routes.choose(choice, self.number)
         return scores.gather(1, chosen), chosen
 
 

@@ -77,12 +77,12 @@ class ExpertRoutes:
             ModelError: A layer has not chosen.
         """
         self.check(layers)
-        first = next(found for found in self._chosen_tk if found is not None)
+        first = next(chosen for chosen in self._chosen_tk if chosen is not None)
         out = first.new_full((first.shape[0], len(self._chosen_tk), first.shape[1]), FREE, dtype=torch.int32)
         for layer in layers:
-            found = self._chosen_tk[layer]
-            assert found is not None
-            out[:, layer] = found.int()
+            chosen_tk = self._chosen_tk[layer]
+            assert chosen_tk is not None
+            out[:, layer] = chosen_tk.int()
         return out
 
     def check(self, layers: Sequence[int]) -> None:

@@ -143,15 +143,15 @@ class VLLMModel:
         Raises:
             ModelError: It has rows for some other number of layers.
         """
-        found, layers = torch.as_tensor(routes), self._layers_with_experts
-        if found.shape[1] == len(layers):
-            return found.to(torch.int16)
-        if found.shape[1] != self._text.num_hidden_layers:
+        returned, layers = torch.as_tensor(routes), self._layers_with_experts
+        if returned.shape[1] == len(layers):
+            return returned.to(torch.int16)
+        if returned.shape[1] != self._text.num_hidden_layers:
             raise ModelError(
-                f"vLLM returned the experts of {found.shape[1]} layers, but {self._config.model.path} has {self._text.num_hidden_layers} "
+                f"vLLM returned the experts of {returned.shape[1]} layers, but {self._config.model.path} has {self._text.num_hidden_layers} "
                 f"layers, {len(layers)} of them with experts"
             )
-        return found[:, layers].to(torch.int16)
+        return returned[:, layers].to(torch.int16)
 
     def common_dtype(self, dtypes: Sequence[str]) -> str:
         """Return the data type that the parameters have in all of vLLM's workers; empty if they differ, or are not the generator's."""
