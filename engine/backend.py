@@ -64,6 +64,10 @@ class Backend(ABC):
         """The routers of a mixture of experts, if this backend can record and replay what they choose."""
         return None
 
+    def router_biases(self) -> dict[int, Tensor]:
+        """Return the bias of each router of this rank, `[E]`, by the index of its layer among those with experts; see `RouterShape.biased`."""
+        return {}
+
     @abstractmethod
     def check_model(self, parallel: ParallelConfig) -> None:
         """Check that the backend can run the model in this layout. Reads configs only, no weights.

@@ -34,6 +34,7 @@ from .hf.shape import router_aux_coef
 from .loss import Loss, OutputRequest, StepResult
 from .lr_schedule import learning_rate
 from .offload import PARTS, Offloader, StatePart, free_bytes, free_memory
+from .ops.expert_loads import ExpertLoads
 from .packing.batch import PackedBatch
 from .parallel.process_groups import init_distributed
 from .parallel.topology import Topology, resolve_parallel
@@ -84,6 +85,7 @@ class BaseEngine(Backend):
         self._offloader = Offloader(self.state_tensors)
         self._finite = True
         self._has_gradients = True
+        self._expert_loads = ExpertLoads()
         self._was_deterministic: bool | None = None
 
     # ---- lifecycle -----------------------------------------------------------------------------------------------
@@ -313,7 +315,8 @@ class BaseEngine(Backend):
             BatchError: The batch has nothing to learn from, or a sequence exceeds the token budget.
         """
         plan = plan or self._planner.plan(batch, loss, training=not forward_only, total_weights=total_weights)
-        accumulator = LossAccumulator(loss, plan, self.router_aux_coef, backward=not forward_only)
+        rate = 0.0 if forward_only else self.model_config.router_bias_update_rate
+        accumulator = LossAccumulator(loss, plan, self.router_aux_coef, backward=not forward_only, counts_experts=rate > 0)
         with self.eval_mode() if forward_only else self.train_mode():
             if not forward_only:
                 self._has_gradients, self._offloader.gradients_are_zero = True, False
@@ -327,6 +330,7 @@ class BaseEngine(Backend):
                 raise
         if not forward_only:
             self._finite = self._finite and math.isfinite(result.loss)
+            self._expert_loads.add_all(accumulator.expert_loads)
         return result
 
     def check_batches(self, batches: Iterable[PackedBatch], count: int, loss: Loss) -> list[StepPlan]:
@@ -401,6 +405,7 @@ class BaseEngine(Backend):
             finite, self._finite = self._finite and math.isfinite(norm), True
             if finite:
                 self.update_parameters(lr)
+                result = self._update_router_biases(result)
                 self.lr_step()
             # They are not needed any more, and would be taken to the host and back with state that is offloaded.
             self.zero_grad()
@@ -413,6 +418,14 @@ class BaseEngine(Backend):
             )
         return replace(result, grad_norm=norm, lr=lr, skipped=True)
 
+    def _update_router_biases(self, result: StepResult) -> StepResult:
+        """Even out the loads of experts by the routers' biases, if they are updated; see `ops.expert_loads`. Collective."""
+        rate, routers, topology = self.model_config.router_bias_update_rate, self.routers, self.topology
+        if not rate or routers is None:
+            return result
+        violation = self._expert_loads.update(self.router_biases(), rate, routers, topology.world, topology.device)
+        return replace(result, metrics={**result.metrics, "expert_max_violation": violation})
+
     def _require_optimizer(self) -> OptimConfig:
         if self.optim_config is None:
             raise ConfigError("this engine was built without optim, so it can infer but not train")
@@ -421,6 +434,7 @@ class BaseEngine(Backend):
     def zero_grad(self) -> None:
         """Drop the gradients and reset the record of non-finite losses."""
         self._finite = True
+        self._expert_loads.clear()
         if not self._has_gradients:
             return
         # Offloaded gradients are not fetched to be dropped.

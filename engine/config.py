@@ -266,6 +266,12 @@ class ModelConfig(Settings):
         "weight of the router's load-balancing loss in a mixture-of-experts model; null: as in the model's config",
         most=1e3,
     )
+    router_bias_update_rate: float = setting(
+        0.0,
+        "routers with a bias of experts, as DeepSeek-V3's: by how much it changes in each step, toward equal loads (arXiv:2408.15664; there 0.001)",
+        least=0.0,
+        most=1.0,
+    )
     added_tokens: tuple[str, ...] = setting(
         (), "tokens to add to the tokenizer; if needed, embeddings are extended with the mean of the existing rows"
     )

@@ -110,6 +110,7 @@ class RankSlice:
         encodes: bool = True,
         routers: RouterShape | None = None,
         records_routes: bool = False,
+        counts_experts: bool = False,
     ) -> "RankSlice":
         """Return this rank's slice.
 
@@ -122,6 +123,7 @@ class RankSlice:
             encodes: Whether this rank has the encoders.
             routers: The model's routers; None if it has none.
             records_routes: Whether the experts that tokens go to are asked for afterward.
+            counts_experts: Whether the tokens that each router sends to each expert are counted.
         """
         batch, group, layout = micro_batch.batch, topology.cp, micro_batch.layout
         # The entropy or the most likely next token exists for every token, a log-probability only for tokens with a label.
@@ -163,7 +165,7 @@ class RankSlice:
         positions = slice_tokens(positions, group)
         routes: ExpertRoutes | None = None
         if routers is not None:
-            routes = _routes(micro_batch, routers, topology, tokens + padding, records=records_routes)
+            routes = _routes(micro_batch, routers, topology, tokens + padding, records=records_routes, counts=counts_experts)
         return cls(
             input_ids=slice_tokens(ids, group),
             position_ids=positions,
@@ -216,19 +218,27 @@ class RankSlice:
 
 
 def _routes(
-    micro_batch: MicroBatch, routers: RouterShape, topology: Topology, tokens: int, *, records: bool
+    micro_batch: MicroBatch, routers: RouterShape, topology: Topology, tokens: int, *, records: bool, counts: bool
 ) -> ExpertRoutes | None:
-    """Return what records or replays the routes of a micro-batch that is padded to `tokens`; None if nothing does."""
+    """Return what records, replays or counts the routes of a micro-batch that is padded to `tokens`; None if nothing does."""
     replayed = micro_batch.batch.token_fields.get(ROUTED_EXPERTS)
-    if replayed is None:
-        return ExpertRoutes(routers.layers) if records else None
-    if micro_batch.layout is not None:
-        replayed = replayed[micro_batch.layout.index]
-    padding = replayed.new_full((tokens - len(replayed), *replayed.shape[1:]), FREE)
-    part = slice_tokens(torch.cat([replayed, padding]), topology.cp, 0)
-    if topology.parallel.tp_sequence:
-        part = part.chunk(topology.parallel.tp)[topology.tp_rank]
-    return ExpertRoutes(routers.layers, part)
+    if replayed is None and not records and not counts:
+        return None
+
+    def of_rank(x: Tensor, fill: int) -> Tensor:
+        padding = x.new_full((tokens - len(x), *x.shape[1:]), fill)
+        part = slice_tokens(torch.cat([x, padding]), topology.cp, 0)
+        return part.chunk(topology.parallel.tp)[topology.tp_rank] if topology.parallel.tp_sequence else part
+
+    layout, counted = micro_batch.layout, None
+    if counts:
+        ones = torch.ones_like(micro_batch.batch.input_ids) * (not micro_batch.is_dummy)
+        # A token that stands for those of several documents counts as often.
+        each = ones if layout is None else ones.new_zeros(layout.tokens).index_add(0, layout.origin, ones)
+        counted = of_rank(each, 0)
+    if replayed is not None:
+        replayed = of_rank(replayed if layout is None else replayed[layout.index], FREE)
+    return ExpertRoutes(routers.layers, replayed, counted_t=counted, experts=routers.experts)
 
 
 def _encoder_inputs(micro_batch: MicroBatch, family: MediaFamily, topology: Topology, tokens: int) -> dict[Kind, EncoderInput]:

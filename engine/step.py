@@ -14,6 +14,7 @@ from torch import Tensor
 from .errors import BatchError
 from .loss import HeadRequest, Loss, LossSums, OutputRequest, StepResult, TokenOutputs, combine, expected_gradient, loss_mask
 from .offload import peak_bytes
+from .ops.expert_loads import ExpertLoads
 from .ops.expert_routes import FREE, ROUTED_EXPERTS, ExpertRoutes, RouterShape
 from .packing.batch import PackedBatch
 from .parallel.topology import Topology
@@ -45,6 +46,11 @@ class MicroBatchConsumer(Protocol):
         """Whether it wants to know the experts that tokens go to."""
         ...
 
+    @property
+    def counts_experts(self) -> bool:
+        """Whether it wants to know how many tokens each router would send to each expert."""
+        ...
+
     def take_routes(self, micro_batch: MicroBatch, routes: ExpertRoutes, gather: Callable[[], Tensor]) -> None:
         """Process the experts that tokens went to, in the layers of this stage of a pipeline; called on every stage.
 
@@ -64,9 +70,13 @@ class LossAccumulator:
         plan: The plan of the step.
         aux_coef: The coefficient of the router's load-balancing loss.
         backward: Whether there is a backward pass.
+        counts_experts: Whether to count the tokens of each expert.
     """
 
-    def __init__(self, loss: Loss, plan: StepPlan, aux_coef: float, *, backward: bool) -> None:
+    def __init__(self, loss: Loss, plan: StepPlan, aux_coef: float, *, backward: bool, counts_experts: bool = False) -> None:
+        self.counts_experts = counts_experts
+        self.expert_loads = ExpertLoads()
+        """The tokens of this rank, by expert."""
         self._loss, self._plan, self._aux_coef, self._backward = loss, plan, aux_coef, backward
         self._terms: dict[str, list[Tensor]] = defaultdict(list)
         self._metrics: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
@@ -77,7 +87,9 @@ class LossAccumulator:
     records_routes = False
 
     def take_routes(self, micro_batch: MicroBatch, routes: ExpertRoutes, gather: Callable[[], Tensor]) -> None:
-        """Count the replayed experts that the routers themselves would not have chosen."""
+        """Count the replayed experts that the routers themselves would not have chosen, and the tokens of experts."""
+        if (counts := routes.counts()) is not None:
+            self.expert_loads.add(counts)
         if (differing := routes.differing()) is not None:
             self._differing.append(differing)
 
@@ -263,6 +275,8 @@ class OutputCollector:
         if not micro_batch.is_dummy:
             self._found.append((micro_batch.index, outputs.present()))
         return torch.zeros((), device=micro_batch.batch.device)
+
+    counts_experts = False
 
     @property
     def records_routes(self) -> bool:

@@ -22,13 +22,16 @@ from ..checkpoint.local_shards import LocalShard
 from ..config import OptimConfig, ParallelConfig
 from ..errors import ConfigError
 from ..flops import ModelShape
+from ..hf.config import wants_adapters
 from ..hf.files import save_model_files
 from ..hf.lora import adapters_disabled
 from ..hf.media import media_config
+from ..hf.routers import router_biases
 from ..hf.state_layers import check_context_parallelism
 from ..hf.weights import seed_ranks
 from ..model_types import HEAD_PREFIX
 from ..offload import StatePart, host_cores, host_threads
+from ..ops.expert_loads import check_bias_rate
 from ..ops.expert_routes import RouterShape
 from ..ops.norm import sum_of_squares
 from ..rank_slice import RankSlice
@@ -122,6 +125,10 @@ class FSDPEngine(BaseEngine):
         """See `Backend.routers`."""
         return self._root.routers
 
+    def router_biases(self) -> dict[int, Tensor]:
+        """See `Backend.router_biases`."""
+        return router_biases(self._root.lm)
+
     def check_model(self, parallel: ParallelConfig) -> None:
         if self.config.compile is True and parallel.ep > 1:
             raise ConfigError(
@@ -129,6 +136,12 @@ class FSDPEngine(BaseEngine):
                 "compiled; set engine.compile to auto or false, or ep to 1"
             )
         check_config(self.hf_config, self.model_config, parallel, self.options, self._media_config)
+        check_bias_rate(
+            self.model_config.router_bias_update_rate,
+            self._described.meta_model.routers,
+            model_type=self.hf_config.model_type,
+            adapters=wants_adapters(self.model_config.lora),
+        )
         check_context_parallelism(self._described.meta_model, self.hf_config.model_type, parallel.cp)
 
     def memory_needs(self) -> MemoryNeeds:
@@ -208,6 +221,7 @@ class FSDPEngine(BaseEngine):
             family=self._root.media,
             routers=self._root.routers,
             records_routes=consumer.records_routes,
+            counts_experts=consumer.counts_experts,
         )
 
         def scalar_of(output: dict[str, Tensor]) -> Tensor:

@@ -94,7 +94,24 @@ def record_routers(model: nn.Module, config: PreTrainedConfig) -> RouterShape | 
         router.number, router.per_token, router.experts = number, experts_per_token(config), experts
     if not routers:
         return None
-    return RouterShape(layers=len(routers), per_token=experts_per_token(config), experts=experts)
+    biased = len(router_biases(model)) == len(routers)
+    return RouterShape(layers=len(routers), per_token=experts_per_token(config), experts=experts, biased=biased)
+
+
+def router_biases(model: nn.Module) -> dict[int, Tensor]:
+    """Return the bias `[E]` of each router that affects the choice of experts alone, by its number; none of those that gradients train.
+
+    It is a buffer of the router, or of the layer that has the router (MiniMax-M2, LFM2).
+    """
+    biases: dict[int, Tensor] = {}
+    for layer in model.modules():
+        for router in (layer, *layer.children()):
+            if isinstance(router, RecordedRouter):
+                buffers = [*router.named_buffers(), *layer.named_buffers(recurse=False)]
+                for name, buffer in buffers:
+                    if "bias" in name and buffer.shape == (router.experts,):
+                        biases.setdefault(router.number, buffer)
+    return biases
 
 
 def follow(model: nn.Module, handle: Tensor | None) -> None:

@@ -22,13 +22,14 @@ from ..checkpoint.local_shards import LocalShard
 from ..config import OptimConfig, ParallelConfig
 from ..errors import CapabilityError, ConfigError, ModelError
 from ..flops import ModelShape
-from ..hf.config import check_model
+from ..hf.config import check_model, wants_adapters
 from ..hf.files import save_model_files
 from ..hf.media import FAMILIES, media_config
 from ..hf.shape import router_settings
 from ..hf.weights import seed_ranks
 from ..loss import HeadRequest, OutputRequest
 from ..offload import StatePart
+from ..ops.expert_loads import check_bias_rate
 from ..ops.expert_routes import RouterShape
 from ..ops.router import balancing_loss
 from ..rank_slice import RankSlice, computed_tokens, padded_size
@@ -41,7 +42,7 @@ from .groups import MegatronState, in_megatron
 from .lora import adapters_disabled
 from .meta_model import MetaModel
 from .modules import PackedParams
-from .moe import numbers_of_routers, take_scores
+from .moe import expert_biases, numbers_of_routers, take_scores
 from .optimizer import MOMENTS, ShardedOptimizer, average_over_tp
 from .options import MCoreOptions
 from .quiet import ignore_warnings
@@ -138,7 +139,13 @@ class MCoreEngine(BaseEngine):
         experts = self._architecture.decoder.experts
         if experts is None:
             return None
-        return RouterShape(layers=sum(experts.layers), per_token=experts.per_token, experts=experts.count)
+        return RouterShape(
+            layers=sum(experts.layers), per_token=experts.per_token, experts=experts.count, biased=experts.sigmoid
+        )
+
+    def router_biases(self) -> dict[int, Tensor]:
+        """See `Backend.router_biases`."""
+        return expert_biases(self._chunks)
 
     @property
     def media(self) -> MediaModel | None:
@@ -151,6 +158,12 @@ class MCoreEngine(BaseEngine):
     def check_model(self, parallel: ParallelConfig) -> None:
         decoder, router = self._architecture.decoder, self._architecture.router
         check_layout(decoder, parallel, self.hf_config.model_type)
+        check_bias_rate(
+            self.model_config.router_bias_update_rate,
+            self.routers,
+            model_type=self.hf_config.model_type,
+            adapters=wants_adapters(self.model_config.lora),
+        )
         if self._media_config is not None:
             check_media(FAMILIES[self._media_config.model_type](self._media_config), decoder, parallel)
             if self.options.overlap_grad_reduce and self.optim_config is not None and self._meta_model.trains_encoders:
@@ -271,6 +284,7 @@ class MCoreEngine(BaseEngine):
             encodes=bare.encoders is not None,
             routers=self.routers,
             records_routes=consumer.records_routes,
+            counts_experts=consumer.counts_experts,
         )
         output = chunk(
             part.input_ids[None], part.position_ids[None], None, packed_seq_params=PackedParams(qkv_format="sbhd", part=part)

@@ -131,3 +131,8 @@ class RoutedLayer(TransformerLayer):
 def numbers_of_routers(chunk: nn.Module) -> list[int]:
     """Return the indices, among the layers with experts, of those that a chunk has."""
     return [router.router_replay.number for router in _routers([chunk])]
+
+
+def expert_biases(chunks: Sequence[nn.Module]) -> dict[int, Tensor]:
+    """Return the bias `[E]` of each router that has one, by the index of its layer among those with experts."""
+    return {r.router_replay.number: r.expert_bias for r in _routers(chunks) if r.expert_bias is not None}

@@ -29,11 +29,13 @@ class RouterShape:
         layers: The number of layers with experts, L.
         per_token: The number of experts of a token, K.
         experts: The number of experts of a layer, E.
+        biased: Whether each router adds a bias to its scores for the choice of experts alone, which is not trained by gradients.
     """
 
     layers: int
     per_token: int
     experts: int
+    biased: bool = False
 
 
 class ExpertRoutes:
@@ -42,10 +44,15 @@ class ExpertRoutes:
     Args:
         layers: The number of layers of the model with experts, L, of which a pipeline stage has some.
         replayed_tlk: `[t, L, K]`, the experts to go to; None if the routers choose.
+        counted_t: `[t]` int64, how many tokens of documents each token stands for, to count the routers' own choices; None counts none.
+        experts: The number of experts, to count.
     """
 
-    def __init__(self, layers: int, replayed_tlk: Tensor | None = None) -> None:
-        self._replayed_tlk = replayed_tlk
+    def __init__(
+        self, layers: int, replayed_tlk: Tensor | None = None, *, counted_t: Tensor | None = None, experts: int = 0
+    ) -> None:
+        self._replayed_tlk, self._counted_t, self._experts = replayed_tlk, counted_t, experts
+        self._counts_e: list[Tensor | None] = [None] * layers
         # By layer, and not added up: a layer that is recomputed chooses again.
         self._chosen_tk: list[Tensor | None] = [None] * layers
         self._differing: list[Tensor | None] = [None] * layers
@@ -58,6 +65,9 @@ class ExpertRoutes:
             layer: The index of the layer among those with experts.
         """
         chosen = own_tk
+        if self._counted_t is not None:
+            rows_r = self._counted_t.repeat_interleave(own_tk.shape[1])
+            self._counts_e[layer] = rows_r.new_zeros(self._experts).scatter_add_(0, own_tk.flatten(), rows_r)
         if self._replayed_tlk is not None:
             replayed_tk = self._replayed_tlk[:, layer].long()
             is_free = replayed_tk < 0
@@ -66,6 +76,13 @@ class ExpertRoutes:
             self._differing[layer] = (~(is_own | is_free)).sum()
         self._chosen_tk[layer] = chosen.detach()
         return chosen
+
+    def counts(self) -> Tensor | None:
+        """Return how many tokens of this rank each router sent to each expert by its own choice, `[L, E]` int64; None if nothing is counted."""
+        if self._counted_t is None:
+            return None
+        none_e = self._counted_t.new_zeros(self._experts)
+        return torch.stack([none_e if counts_e is None else counts_e for counts_e in self._counts_e])
 
     def chosen(self, layers: Sequence[int]) -> Tensor:
         """Return the experts that tokens went to, `[t, L, K]` int32; `FREE` in the layers of other pipeline stages.

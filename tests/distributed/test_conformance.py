@@ -79,7 +79,7 @@ def test_fsdp_conforms_without_resharding() -> None:
 class _Wrapped:
     def __init__(self, consumer: MicroBatchConsumer) -> None:
         self._consumer, self.request, self.take_routes = consumer, consumer.request, consumer.take_routes
-        self.records_routes = consumer.records_routes
+        self.records_routes, self.counts_experts = consumer.records_routes, consumer.counts_experts
 
 
 class _Rescaled(_Wrapped):
