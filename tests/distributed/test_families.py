@@ -212,6 +212,7 @@ def test_attention_in_both_directions_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_no_decoder_of_transformers_is_accepted_and_wrong(process_group: None) -> None:
     verdicts = {family: judge(family) for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     accepted = {family: verdict for family, verdict in verdicts.items() if verdict.accepted}
