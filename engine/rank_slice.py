@@ -237,7 +237,9 @@ def _routes(
         each = ones if layout is None else ones.new_zeros(layout.tokens).index_add(0, layout.origin, ones)
         counted = of_rank(each, 0)
     if replayed is not None:
-        replayed = of_rank(replayed if layout is None else replayed[layout.index], FREE)
+        # A field without a sign has no room for what pads it.
+        signed = replayed if replayed.dtype.is_signed else replayed.int()
+        replayed = of_rank(signed if layout is None else signed[layout.index], FREE)
     return ExpertRoutes(routers.layers, replayed, counted_t=counted, experts=routers.experts)
 
 

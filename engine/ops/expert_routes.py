@@ -150,13 +150,13 @@ def check_routes(batch: PackedBatch, routers: RouterShape | None) -> None:
         )
     if not routes.numel():
         return
-    low, high = torch.stack(routes.aminmax()).tolist()
+    low, high = torch.stack(routes.int().aminmax()).tolist()
     if low < FREE or high >= routers.experts:
         raise BatchError(
             f"{ROUTED_EXPERTS} holds {low if low < FREE else high}; experts are numbered from 0 to {routers.experts - 1}, and {FREE} "
             "leaves a token to the router"
         )
-    ordered = routes.sort(-1).values
+    ordered = routes.int().sort(-1).values
     is_free = ordered == FREE
     wrong = (is_free.any(-1) & ~is_free.all(-1)) | ((ordered.diff(dim=-1) == 0) & ~is_free[..., 1:]).any(-1)
     if wrong.any():

@@ -181,6 +181,21 @@ def test_recorded_routes_are_those_of_plain_transformers_and_change_nothing_when
 
 
 @pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64])
+def test_routes_may_have_any_integers(tmp_path: Path, dtype: torch.dtype) -> None:
+    engine, documents = build(save_tiny_model(tmp_path, "qwen3_moe")), documents_of(0)
+    routes = [routes_of(d, 2, EXPERTS, 2, free=0) for d in documents]
+    results = []
+    for one in (torch.int16, dtype):
+        batch = with_routes(documents, [r.to(one) for r in routes])
+        results.append(engine.forward_backward(batch, SFTLoss(), forward_only=True).loss)
+    assert results[0] == results[1]
+    # None of them, and none at all.
+    assert engine.infer_batch(from_lists([]), OutputRequest(routed_experts=True))["routed_experts"].shape == (0, 2, 2)
+    engine.close()
+
+
+@pytest.mark.usefixtures("process_group")
 def test_controls_are_told_apart(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path, "qwen3_moe")
     right = run(str(folder), {})

@@ -8,6 +8,9 @@ import pytest
 
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError
+from drivetrain.trainers.config.rl import PPOConfig
+from drivetrain.trainers.rl.bundle import Bundle
+from drivetrain.trainers.rl.phase_commands import main as phases
 from helpers.rl_runs import make_task, records, train
 
 ROUNDED = ["rollout.dtype=bfloat16", "engine.precision.compute=float32", "rl.importance=none", "rl.max_log_prob_gap=null"]
@@ -61,6 +64,25 @@ def test_references_and_preferences_do_not_mind_routes(task: Path) -> None:
     # The reference is another model, with routes of its own.
     assert run(task, "kl", "rl.routing_replay=rollout", "rl.loss.kl_coef=0.1")[0]["routing_mismatch"] < 0.2
     run(task, "dpo", "rl.routing_replay=rollout", "rl.algorithm=online_dpo")
+
+
+@pytest.mark.slow
+def test_a_step_of_ppo_with_routes_is_repeated_from_its_bundle(task: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The critic, another mixture, has routes of its own."""
+    more = [
+        f"model.path={task / 'mixture'}",
+        "rl.routing_replay=rollout",
+        "trainer.max_steps=1",
+        "trainer.bundle_every=1",
+        *ROUNDED,
+    ]
+    train(task, task / "run", *more, "trainer.export_hf=false", config_class=PPOConfig)
+    assert (
+        phases(["train", str(task / "run" / "bundles" / "step-00000001.safetensors"), "engine.micro_batch.max_tokens=48"]) == 0
+    )
+    assert capfd.readouterr().out.endswith("the repeated step is the recorded one\n")
+    # It is repeated from the routes in the bundle.
+    assert "routed_experts" in Bundle.read(task / "run" / "bundles" / "step-00000001.safetensors").batch.token_fields
 
 
 @pytest.mark.parametrize(
