@@ -42,9 +42,9 @@ class ChosenExperts(TorchFunctionMode):
             return result
         scores = args[0] if args else (kwargs or {})["input"]
         # Groups of experts are chosen by the same function, of scores with other axes.
-        if scores.dim() != 2 or scores.shape[1] != router.experts or result[1].shape[1] != router.per_token:
+        if scores.dim() != 2 or scores.shape[1] != router.expert_count or result[1].shape[1] != router.experts_per_token:
             return result
-        chosen = choose_experts(result[1], router.handle, router.number)
+        chosen = choose_experts(result[1], router.handle, router.router_number)
         return torch.return_types.topk((scores.gather(1, chosen), chosen))  # type: ignore[attr-defined]
 
 
@@ -53,10 +53,10 @@ class RecordedRouter(nn.Module):
 
     handle: Tensor | None = None
     """`PackedContext.handle` of the micro-batch that runs; None to leave the router alone."""
-    number = 0
+    router_number = 0
     """The index of the layer among those with experts."""
-    per_token = 0
-    experts = 0
+    experts_per_token = 0
+    expert_count = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the router in its own signature."""
@@ -91,7 +91,8 @@ def record_routers(model: nn.Module, config: PreTrainedConfig) -> RouterShape | 
         if theirs not in subclasses:
             subclasses[theirs] = type(f"Recorded{theirs.__name__}", (RecordedRouter, theirs), {})
         router.__class__ = subclasses[theirs]
-        router.number, router.per_token, router.experts = number, experts_per_token(config), experts
+        # Names that no module of a family has: a layer that chooses itself has children of its own.
+        router.router_number, router.experts_per_token, router.expert_count = number, experts_per_token(config), experts
     if not routers:
         return None
     biased = len(router_biases(model)) == len(routers)
@@ -109,8 +110,8 @@ def router_biases(model: nn.Module) -> dict[int, Tensor]:
             if isinstance(router, RecordedRouter):
                 buffers = [*router.named_buffers(), *layer.named_buffers(recurse=False)]
                 for name, buffer in buffers:
-                    if "bias" in name and buffer.shape == (router.experts,):
-                        biases.setdefault(router.number, buffer)
+                    if "bias" in name and buffer.shape == (router.expert_count,):
+                        biases.setdefault(router.router_number, buffer)
     return biases
 
 

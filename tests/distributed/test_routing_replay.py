@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Qwen3MoeConfig
 
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
-from drivetrain.engine.errors import BatchError, ConfigError
+from drivetrain.engine.errors import BatchError, ConfigError, ModelError
+from drivetrain.engine.hf.routers import follow, record_routers, router_biases
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.ops.expert_routes import ExpertRoutes, RouterShape, check_routes, route_numbers
+from drivetrain.engine.ops.packed_context import PackedContext
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
 from drivetrain.losses.sft import SFTLoss
@@ -88,7 +91,7 @@ ALONE = [
     pytest.param("fsdp", "gpt_oss", {"recompute": "full"}),
     pytest.param("fsdp", "deepseek_v3", {"recompute": "selective"}),
     pytest.param("mcore", "qwen3_moe", {"recompute": "full"}),
-    pytest.param("mcore", "deepseek_v3", {}),
+    pytest.param("mcore", "deepseek_v3", {}, marks=pytest.mark.slow),
     pytest.param("fsdp", "qwen3_moe", {"compile": True}, marks=pytest.mark.slow),
     pytest.param("fsdp", "qwen3_moe", {"compile": True, "recompute": "full"}, marks=pytest.mark.slow),
     pytest.param("fsdp", "deepseek_v3", {"compile": True, "recompute": "selective"}, marks=pytest.mark.slow),
@@ -109,7 +112,7 @@ def test_replayed_steps_equal_plain_transformers_on_the_same_routes(
 
 
 LAYOUTS = [
-    pytest.param("fsdp", 2, {"dp_shard": 2}),
+    pytest.param("fsdp", 2, {"dp_shard": 2}, marks=pytest.mark.slow),
     pytest.param("fsdp", 2, {"cp": 2}, marks=pytest.mark.slow),
     pytest.param("fsdp", 2, {"ep": 2}, marks=pytest.mark.slow),
     pytest.param("fsdp", 4, {"cp": 2, "ep": 4}, marks=pytest.mark.slow),
@@ -282,3 +285,50 @@ def test_routes_are_those_of_the_policy_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pass a PackedBatch"):
         actor.compute_log_probs({"input_ids": torch.ones(1, 2)}, routed_experts=True)
     actor.close()
+
+
+class Experts(nn.Module):
+    _is_expert_parallel = False
+
+
+class Layer(nn.Module):
+    """A layer that chooses experts itself, as some families do, among the scores of two groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.gate = Experts(), nn.Linear(8, EXPERTS, bias=False)
+        self.register_buffer("choice_bias", torch.zeros(EXPERTS))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.gate(hidden).softmax(-1)
+        groups = scores.view(-1, 2, 2).topk(2, -1)[0].sum(-1)
+        assert groups.topk(2, -1)[1].shape == (len(hidden), 2)
+        weights, chosen = torch.topk(scores, k=2, dim=-1)
+        return weights, chosen
+
+
+def test_layers_that_choose_experts_themselves_follow_routes() -> None:
+    model = nn.Sequential(Layer(), Layer())
+    config = Qwen3MoeConfig(num_experts=EXPERTS, num_experts_per_tok=2)
+    assert record_routers(model, config) == RouterShape(layers=2, per_token=2, experts=EXPERTS, biased=True)
+    assert [len(bias) for bias in router_biases(model).values()] == [EXPERTS, EXPERTS]
+    given = torch.tensor([[[3, 1], [0, 2]], [[-1, -1], [1, 0]]])
+    context = PackedContext(bounds=(0, 2), cu_seqlens=torch.tensor([0, 2]), routes=ExpertRoutes(2, given))
+    hidden = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    free = [layer(hidden) for layer in model]
+    follow(model, context.handle)
+    for number, layer in enumerate(model):
+        weights, chosen = layer(hidden)
+        expected = torch.where(given[:, number] < 0, free[number][1], given[:, number])
+        assert torch.equal(chosen, expected)
+        assert isinstance(layer, Layer)
+        assert torch.equal(weights, layer.gate(hidden).softmax(-1).gather(1, expected))
+    follow(model, None)
+    assert torch.equal(model[0](hidden)[1], free[0][1])
+
+
+def test_routers_that_do_not_ask_are_named() -> None:
+    routes = ExpertRoutes(2)
+    routes.choose(torch.tensor([[0, 1]]), 0)
+    with pytest.raises(ModelError, match=r"layers with experts \[1\] do not choose by torch.topk"):
+        routes.check(range(2))
