@@ -107,7 +107,6 @@ def test_rows_in_memory_train_as_rows_of_a_file_do_and_as_the_command_does(task:
         SFTTrainer(config_of(task, "rows"), train_data=rows_of(task)[:39]).train()
 
 
-@pytest.mark.slow
 def test_formatting_is_applied_to_every_row_and_cached_by_what_it_does(task: Path) -> None:
     plain = rows_of(task)
     renamed = [{"question": row["messages"][:1], "solution": row["messages"][1:]} for row in plain]
