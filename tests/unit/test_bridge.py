@@ -19,7 +19,8 @@ from drivetrain.engine.bridge.rules import (
     TensorPart,
     TransposedExperts,
 )
-from drivetrain.engine.checkpoint.tensor_slices import TensorSlice, covers
+from drivetrain.engine.checkpoint.local_shards import cut_local_shards
+from drivetrain.engine.checkpoint.tensor_slices import StoredSlice, TensorSlice, covers, whole
 from drivetrain.engine.errors import ModelError
 from drivetrain.engine.hf.layout import DiskLayout
 from drivetrain.engine.tiny_configs import tiny_model_config
@@ -171,6 +172,17 @@ def test_query_key_and_value_stand_group_by_group() -> None:
         for s in rule.stored_slices(names, tuple(local.shape), TensorPart(2, rank), decoder):
             local[s.box.within((0, 0))] = tensors[s.name][TensorSlice(s.offset, s.box.length).within((0, 0))]
         assert torch.equal(local, want.chunk(2)[rank])
+
+
+def test_shards_of_exchanged_axes_are_views_with_those_of_the_disk() -> None:
+    held = torch.arange(2 * 3 * 4.0).view(2, 3, 4)
+    stored = StoredSlice(name="experts", shape=(2, 8, 3), box=whole((2, 3, 4)), offset=(0, 4, 0), transposed=True)
+    # The second expert, and of it the last two rows.
+    box = TensorSlice((1, 1, 0), (1, 2, 4))
+    (shard,) = cut_local_shards("value", [stored], box, held[1:, 1:])
+    assert shard.box == TensorSlice((1, 4, 1), (1, 4, 2))
+    assert torch.equal(shard.data, stored.cut(held)[1:, :, 1:])
+    assert shard.data.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("hidden", [6, 8], ids=["transposed", "square, which is not"])
