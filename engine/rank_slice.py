@@ -240,7 +240,7 @@ def _routes(
         # A field without a sign has no room for what pads it.
         signed = replayed if replayed.dtype.is_signed else replayed.int()
         replayed = of_rank(signed if layout is None else signed[layout.index], FREE)
-    return ExpertRoutes(routers.layers, replayed, counted_t=counted, experts=routers.experts)
+    return ExpertRoutes(routers.layers, replayed, counted_t=counted, experts=routers.experts, records=records)
 
 
 def _encoder_inputs(micro_batch: MicroBatch, family: MediaFamily, topology: Topology, tokens: int) -> dict[Kind, EncoderInput]:

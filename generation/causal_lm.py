@@ -198,7 +198,7 @@ class CausalLM:
 
     def close(self) -> None:
         """Free the model."""
-        self.media = None
+        self.media = self.recorder = None
         del self.model
         free_memory(self.device)
 

@@ -23,7 +23,8 @@ class RequestRoutes:
             routes = torch.cat([routes.new_full((first - self._count, *routes.shape[1:]), FREE), routes])
         routes = routes[max(0, self._count - first) :]
         if len(routes):
-            self._parts.append(routes)
+            # Not a view, which would keep the routes of all other requests of the step.
+            self._parts.append(routes.clone())
             self._count += len(routes)
 
     def of(self, tokens: int) -> Tensor | None:

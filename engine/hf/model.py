@@ -4,6 +4,7 @@ import copy
 import difflib
 import fnmatch
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -130,8 +131,10 @@ def _built(
         # Encoders attend in both directions, and separate images themselves.
         kind, implementation = AutoModelForMultimodalLM, {"": ENCODER_ATTENTION, decoder_key(media): attention}
     try:
+        # Where there is a GPU, transformers' own generation, in the same process, wants the kernels of other packages.
+        hidden = nullcontext() if torch.cuda.is_available() else without_kernels(config)
         # Parameters are on the meta device but buffers are real: rotary frequencies are computed, not loaded.
-        with init_empty_weights(include_buffers=False), without_kernels(config):
+        with init_empty_weights(include_buffers=False), hidden:
             lm: PreTrainedModel = kind.from_config(
                 copy.deepcopy(config if media is None else media),
                 attn_implementation=implementation,

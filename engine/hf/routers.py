@@ -44,7 +44,7 @@ class ChosenExperts(TorchFunctionMode):
         # Groups of experts are chosen by the same function, of scores with other axes.
         if scores.dim() != 2 or scores.shape[1] != router.expert_count or result[1].shape[1] != router.experts_per_token:
             return result
-        chosen = choose_experts(result[1], router.handle, router.router_number)
+        chosen = choose_experts(result[1], router.handle)
         return torch.return_types.topk((scores.gather(1, chosen), chosen))  # type: ignore[attr-defined]
 
 
@@ -52,7 +52,7 @@ class RecordedRouter(nn.Module):
     """A router of the tokens `[t, H]` of packed documents."""
 
     handle: Tensor | None = None
-    """`PackedContext.handle` of the micro-batch that runs; None to leave the router alone."""
+    """See `choose_experts`; None to leave the router alone."""
     router_number = 0
     """The index of the layer among those with experts."""
     experts_per_token = 0
@@ -88,9 +88,10 @@ def record_routers(model: nn.Module, config: PreTrainedConfig) -> RouterShape | 
             routers.append(next((child for child in children if "router" in type(child).__name__.lower()), module))
     for number, router in enumerate(routers):
         theirs = type(router)
-        if theirs not in subclasses:
-            subclasses[theirs] = type(f"Recorded{theirs.__name__}", (RecordedRouter, theirs), {})
-        router.__class__ = subclasses[theirs]
+        if not isinstance(router, RecordedRouter):
+            if theirs not in subclasses:
+                subclasses[theirs] = type(f"Recorded{theirs.__name__}", (RecordedRouter, theirs), {})
+            router.__class__ = subclasses[theirs]
         # Names that no module of a family has: a layer that chooses itself has children of its own.
         router.router_number, router.experts_per_token, router.expert_count = number, experts_per_token(config), experts
     if not routers:
@@ -119,4 +120,4 @@ def follow(model: nn.Module, handle: Tensor | None) -> None:
     """Have the routers record and replay for the micro-batch of a handle, until another call; None to leave them alone."""
     for module in model.modules():
         if isinstance(module, RecordedRouter):
-            module.handle = handle
+            module.handle = None if handle is None else torch.cat([handle, torch.tensor([module.router_number])])

@@ -42,7 +42,7 @@ from .groups import MegatronState, in_megatron
 from .lora import adapters_disabled
 from .meta_model import MetaModel
 from .modules import PackedParams
-from .moe import expert_biases, numbers_of_routers, take_scores
+from .moe import expert_biases, leave_routers_alone, numbers_of_routers, take_scores
 from .optimizer import MOMENTS, ShardedOptimizer, average_over_tp
 from .options import MCoreOptions
 from .quiet import ignore_warnings
@@ -239,7 +239,10 @@ class MCoreEngine(BaseEngine):
             self._earlier_gradients.append([buffer.grad_data.clone() for buffer in self._buffers()])
             for chunk in self._chunks:
                 chunk.zero_grad_buffer()
-        self._run_schedule(micro_batches, consumer, backward=backward)
+        try:
+            self._run_schedule(micro_batches, consumer, backward=backward)
+        finally:
+            leave_routers_alone(self._chunks)
         self._reduced = self._reduced or backward
 
     @in_megatron

@@ -136,3 +136,9 @@ def numbers_of_routers(chunk: nn.Module) -> list[int]:
 def expert_biases(chunks: Sequence[nn.Module]) -> dict[int, Tensor]:
     """Return the bias `[E]` of each router that has one, by the index of its layer among those with experts."""
     return {r.router_replay.number: r.expert_bias for r in _routers(chunks) if r.expert_bias is not None}
+
+
+def leave_routers_alone(chunks: Sequence[nn.Module]) -> None:
+    """Forget the routes of the last micro-batch, which would stay on the device."""
+    for router in _routers(chunks):
+        router.router_replay.routes = None

@@ -46,11 +46,20 @@ class ExpertRoutes:
         replayed_tlk: `[t, L, K]`, the experts to go to; None if the routers choose.
         counted_t: `[t]` int64, how many tokens of documents each token stands for, to count the routers' own choices; None counts none.
         experts: The number of experts, to count.
+        records: Whether `chosen` is asked for afterward.
     """
 
     def __init__(
-        self, layers: int, replayed_tlk: Tensor | None = None, *, counted_t: Tensor | None = None, experts: int = 0
+        self,
+        layers: int,
+        replayed_tlk: Tensor | None = None,
+        *,
+        counted_t: Tensor | None = None,
+        experts: int = 0,
+        records: bool = True,
     ) -> None:
+        self._records, self._asked = records, [False] * layers
+        self._replayed_count: list[Tensor | None] = [None] * layers
         self._replayed_tlk, self._counted_t, self._experts = replayed_tlk, counted_t, experts
         self._counts_e: list[Tensor | None] = [None] * layers
         # By layer, and not added up: a layer that is recomputed chooses again.
@@ -73,8 +82,10 @@ class ExpertRoutes:
             is_free = replayed_tk < 0
             chosen = torch.where(is_free, own_tk, replayed_tk)
             is_own = (replayed_tk.unsqueeze(-1) == own_tk.unsqueeze(-2)).any(-1)
-            self._differing[layer] = (~(is_own | is_free)).sum()
-        self._chosen_tk[layer] = chosen.detach()
+            self._differing[layer], self._replayed_count[layer] = (~(is_own | is_free)).sum(), (~is_free).sum()
+        self._asked[layer] = True
+        if self._records:
+            self._chosen_tk[layer] = chosen.detach()
         return chosen
 
     def counts(self) -> Tensor | None:
@@ -108,7 +119,7 @@ class ExpertRoutes:
         Raises:
             ModelError: One has not, so that its choice was neither recorded nor replaced.
         """
-        silent = [layer for layer in layers if self._chosen_tk[layer] is None]
+        silent = [layer for layer in layers if not self._asked[layer]]
         if silent:
             raise ModelError(
                 f"the routers of the layers with experts {silent} do not choose by torch.topk over all experts, so that routes can be "
@@ -122,10 +133,12 @@ class ExpertRoutes:
         """
         if self._replayed_tlk is None:
             return None
-        layers = [layer for layer, differing in enumerate(self._differing) if differing is not None]
-        count = (self._replayed_tlk[:, layers] >= 0).sum()
-        sums = [differing for differing in self._differing if differing is not None]
-        return (torch.stack(sums).sum() if sums else torch.zeros_like(count)), count
+        none = torch.zeros((), dtype=torch.long, device=self._replayed_tlk.device)
+        differing, replayed = (
+            torch.stack([none, *(count for count in counts if count is not None)]).sum()
+            for counts in (self._differing, self._replayed_count)
+        )
+        return differing, replayed
 
 
 def check_routes(batch: PackedBatch, routers: RouterShape | None) -> None:
@@ -150,13 +163,13 @@ def check_routes(batch: PackedBatch, routers: RouterShape | None) -> None:
         )
     if not routes.numel():
         return
-    low, high = torch.stack(routes.int().aminmax()).tolist()
+    low, high = torch.stack(routes.long().aminmax()).tolist()
     if low < FREE or high >= routers.experts:
         raise BatchError(
             f"{ROUTED_EXPERTS} holds {low if low < FREE else high}; experts are numbered from 0 to {routers.experts - 1}, and {FREE} "
             "leaves a token to the router"
         )
-    ordered = routes.int().sort(-1).values
+    ordered = routes.long().sort(-1).values
     is_free = ordered == FREE
     wrong = (is_free.any(-1) & ~is_free.all(-1)) | ((ordered.diff(dim=-1) == 0) & ~is_free[..., 1:]).any(-1)
     if wrong.any():
@@ -188,15 +201,21 @@ def route_numbers(batch: PackedBatch, ids: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("drivetrain::choose_experts", mutates_args=())
-def choose_experts(own_tk: Tensor, handle: Tensor, layer: int) -> Tensor:
-    """Return the experts that tokens go to, as `ExpertRoutes.choose` of the micro-batch that a handle belongs to."""
+def choose_experts(own_tk: Tensor, handle: Tensor) -> Tensor:
+    """Return the experts that tokens go to, as `ExpertRoutes.choose` of the micro-batch that a handle belongs to.
+
+    Args:
+        own_tk: The router's own choice, `[t, K]` int64.
+        handle: `[2]` int64 on the host: `PackedContext.handle`, and the index of the layer among those with experts. As a number, the
+            index would make a compiled graph of each layer.
+    """
     routes = context_of(handle).routes
     if routes is None:
         return own_tk.clone()
-    chosen = routes.choose(own_tk, layer)
+    chosen = routes.choose(own_tk, int(handle.numpy()[1]))
     return chosen.clone() if chosen is own_tk else chosen
 
 
 @choose_experts.register_fake
-def _choose_experts_shape(own_tk: Tensor, handle: Tensor, layer: int) -> Tensor:
+def _choose_experts_shape(own_tk: Tensor, handle: Tensor) -> Tensor:
     return torch.empty_like(own_tk)

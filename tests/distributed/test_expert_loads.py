@@ -92,7 +92,7 @@ def check(found: tuple[list[tuple[float, ...]], dict[str, Tensor]], folder: Path
     ("backend", "family", "settings"),
     [
         pytest.param("fsdp", "deepseek_v3", {"recompute": "full"}),
-        pytest.param("mcore", "deepseek_v3", {}),
+        pytest.param("mcore", "deepseek_v3", {}, marks=pytest.mark.slow),
         pytest.param("mcore", "glm4_moe", {"recompute": "full"}, marks=pytest.mark.slow),
         *(pytest.param("fsdp", f, {}, marks=pytest.mark.slow) for f in ("glm4_moe", "minimax_m2", "lfm2_moe", "kimi_linear")),
         pytest.param("fsdp", "deepseek_v3", {"compile": True}, marks=pytest.mark.slow),

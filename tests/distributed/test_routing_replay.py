@@ -90,7 +90,7 @@ ALONE = [
     pytest.param("fsdp", "qwen3_moe", {}),
     pytest.param("fsdp", "gpt_oss", {"recompute": "full"}),
     pytest.param("fsdp", "deepseek_v3", {"recompute": "selective"}),
-    pytest.param("mcore", "qwen3_moe", {"recompute": "full"}),
+    pytest.param("mcore", "qwen3_moe", {"recompute": "full"}, marks=pytest.mark.slow),
     pytest.param("mcore", "deepseek_v3", {}, marks=pytest.mark.slow),
     pytest.param("fsdp", "qwen3_moe", {"compile": True}, marks=pytest.mark.slow),
     pytest.param("fsdp", "qwen3_moe", {"compile": True, "recompute": "full"}, marks=pytest.mark.slow),

@@ -49,12 +49,14 @@ def test_metrics_are_sums_over_counts_of_all_ranks_that_count() -> None:
     batch = from_lists([[1, 2, 3], [4, 5, 6, 7]])
     accumulator, total = accumulated(plan_of([[0], [1]], 15.0, 2), batch)
     # Five supervised tokens here at 2 nats, ten on another data-parallel rank at 1 nat, and a peer that repeats that rank's.
-    other = {"terms": {"nll": 10.0}, "metrics": {"nll": (10.0, 10)}, "aux": None, "peak": 0}
+    other = {"terms": {"nll": 10.0}, "metrics": {"nll": (10.0, 10)}, "aux": None, "peak": 0, "routes": (1.0, 4.0)}
     result = accumulator.finish(Ranks([(True, other), (False, other)]))  # type: ignore[arg-type]
     assert total == pytest.approx(10.0 / 15)
     assert result.loss == pytest.approx(20.0 / 15)
     assert result.metrics["nll"] == pytest.approx(20.0 / 15)
     assert result.counts["nll"] == 15
+    # Replayed experts are counted on every rank: those that share tokens have other layers.
+    assert (result.metrics["routing_mismatch"], result.counts["routing_mismatch"]) == (0.25, 8)
     assert result.micro_batches == 2
 
 

@@ -145,7 +145,12 @@ def reference_engine(config: DPOConfig) -> BaseEngine:
     """Return the engine of a frozen reference, not initialized."""
     settings, engine_config = config.reference, config.engine
     model = replace(
-        config.model, path=settings.path or config.model.path, lora=LoraConfig(), freeze=(), router_aux_loss_coef=0.0
+        config.model,
+        path=settings.path or config.model.path,
+        lora=LoraConfig(),
+        freeze=(),
+        router_aux_loss_coef=0.0,
+        router_bias_update_rate=0.0,
     )
     engine = replace(engine_config, recompute="none", offload=OffloadConfig(params=settings.offload))
     if settings.backend is not None:

@@ -88,7 +88,13 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int, most_t
         )
     if algorithm.needs_reference and not own_reference:
         temperature = config.rollout.temperature
-        frozen = replace(_model(config, config.reference), lora=LoraConfig(), freeze=(), router_aux_loss_coef=0.0)
+        frozen = replace(
+            _model(config, config.reference),
+            lora=LoraConfig(),
+            freeze=(),
+            router_aux_loss_coef=0.0,
+            router_bias_update_rate=0.0,
+        )
         reference = ReferenceWorkerConfig(
             model=frozen, engine=_frozen_engine(config, config.reference), temperature=temperature
         )
@@ -103,7 +109,14 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int, most_t
         )
         specs["critic"] = RoleSpec(worker=CriticWorker, config=critic, pool=_pool(config, "critic"))
     if REWARD_MODEL in config.rewards.use:
-        scored = replace(_model(config, config.reward), head="value", lora=LoraConfig(), freeze=(), router_aux_loss_coef=0.0)
+        scored = replace(
+            _model(config, config.reward),
+            head="value",
+            lora=LoraConfig(),
+            freeze=(),
+            router_aux_loss_coef=0.0,
+            router_bias_update_rate=0.0,
+        )
         reward = WorkerConfig(model=scored, engine=_frozen_engine(config, config.reward))
         specs["reward"] = RoleSpec(worker=RewardWorker, config=reward, pool=_pool(config, "reward"))
     # After the others, since the size of its cache may depend on the memory that they leave.
