@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...engine.errors import ConfigError, ModelError
+from ...engine.hf.config import read_config
 from ...engine.offload import free_memory
 from ...engine.parallel.collectives import all_gather_object
 from ...engine.parallel.process_groups import fixed_segments
 from ..generator import BaseGenerator
 from ..options import RolloutConfig
 from ..placement import GeneratorPlacement
+from ..route_recorder import check_has_experts
 from ..token_stream import CompletionLimits, TokenStream
 from ..weight_files import write_weights
 from .model import VLLMModel, sampling_settings, sleep_calls
@@ -70,6 +72,13 @@ class VLLMGenerator(BaseGenerator):
     def check(cls, config: RolloutConfig, processes: int) -> None:
         """See `BaseGenerator.check`."""
         super().check(config, processes)
+        if config.return_routed_experts:
+            check_has_experts(read_config(config.model), config.model.path)
+            if not torch.cuda.is_available():
+                raise ConfigError(
+                    "return_routed_experts=true with generator=vllm and no GPU, without which vLLM does not return them; set it to false "
+                    "(rl.routing_replay=off or actor), or use static or continuous"
+                )
         tp = config.options.get("tp", 1)
         if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
             raise ConfigError(f"options.tp={tp!r}; it must be an integer of at least 1")

@@ -1,5 +1,7 @@
 """Generators say which experts the tokens of a mixture went to, in batches, in parts of prompts and after new weights."""
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,10 @@ def test_routes_are_those_of_plain_transformers(tmp_path: Path, family: str, gen
     for prompt, answers in zip(PROMPTS, made.generate(PROMPTS, OPTIONS), strict=True):
         for answer in answers:
             check(plain, prompt + answer.response, answer.routed_experts)
+    model = weakref.ref(made._lm.model)  # type: ignore[attr-defined]
     made.close()
+    gc.collect()
+    assert model() is None
 
 
 @pytest.mark.parametrize("generator", ["static", "continuous"])
@@ -114,8 +119,9 @@ def test_dense_models_and_other_generators_are_refused(tmp_path: Path) -> None:
 def test_unknown_routes_are_free() -> None:
     routes = RequestRoutes()
     assert routes.of(3) is None
-    routes.add(1, torch.ones(2, 1, 2, dtype=torch.int16))
+    routes.add(1, torch.ones(9, 1, 2, dtype=torch.int16)[3:5])
     routes.add(2, torch.full((2, 1, 2), 3, dtype=torch.int16))
+    assert all(part.untyped_storage().nbytes() == part.nbytes for part in routes._parts), "a step's tensor is kept"
     found = routes.of(5)
     assert found is not None
     assert found[:, 0, 0].tolist() == [-1, 1, 1, 3, -1]

@@ -332,3 +332,16 @@ def test_routers_that_do_not_ask_are_named() -> None:
     routes.choose(torch.tensor([[0, 1]]), 0)
     with pytest.raises(ModelError, match=r"layers with experts \[1\] do not choose by torch.topk"):
         routes.check(range(2))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("process_group")
+def test_routes_make_no_graph_of_each_layer(tmp_path: Path) -> None:
+    graphs = []
+    for layers in (2, 6):
+        folder = save_tiny_model(tmp_path / str(layers), "qwen3_moe", num_hidden_layers=layers)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        run(str(folder), {"compile": True})
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 0

@@ -21,6 +21,8 @@ from omegaconf import OmegaConf
 
 from ...engine.config import ParallelConfig
 from ...engine.errors import CheckpointError, ConfigError
+from ...engine.ops.expert_routes import ROUTED_EXPERTS
+from ...engine.packing.batch import PackedBatch
 from ...engine.packing.prefixes import Prefixes
 from ...engine.parallel.process import report_failure
 from ...engine.registry import is_installed
@@ -194,10 +196,29 @@ def replay(path: Path, settings: Sequence[str] = (), out: Path | None = None) ->
         for role, folder in bundle.checkpoints.items():
             phases.group[role].load_checkpoint(str(_inside(path.parent, folder)))
         phases.adaptive.restore(bundle.adaptive)
-        ref = phases.group.data.put(bundle.batch, role="actor").with_prefixes(_prefixes(bundle))
+        ref = phases.group.data.put(_batch_for(bundle, config), role="actor").with_prefixes(_prefixes(bundle))
         _, _, metrics = train_on(phases, Completions(ref=ref, rows=bundle.rows), {}, step=bundle.step)
         exported = None if out is None else phases.group["actor"].export(str(out.absolute()))
     return Replayed(bundle=bundle, config=config, metrics=metrics, exported=exported)
+
+
+def _batch_for(bundle: Bundle, config: RLConfig) -> PackedBatch:
+    """Return the batch of a bundle, with the routes of mixtures that the settings ask for.
+
+    Raises:
+        ConfigError: They ask for the generator's routes, which the bundle does not have.
+    """
+    batch, asked = bundle.batch, config.rl.routing_replay
+    if asked == bundle.config["rl"].get("routing_replay", "off"):
+        return batch
+    if asked == "rollout":
+        raise ConfigError(
+            "rl.routing_replay=rollout, but the bundle does not have the routes of the generator; set it to off or actor, or make the answers "
+            "again with this setting"
+        )
+    # Its log-probabilities are those of other routes.
+    fields = {n: v for n, v in batch.token_fields.items() if n not in (ROUTED_EXPERTS, "old_log_probs", "entropy")}
+    return replace(batch, token_fields=fields)
 
 
 def _train(paths: Sequence[Path], settings: Sequence[str]) -> int:
