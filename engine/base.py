@@ -315,8 +315,8 @@ class BaseEngine(Backend):
             BatchError: The batch has nothing to learn from, or a sequence exceeds the token budget.
         """
         plan = plan or self._planner.plan(batch, loss, training=not forward_only, total_weights=total_weights)
-        rate = 0.0 if forward_only else self.model_config.router_bias_update_rate
-        accumulator = LossAccumulator(loss, plan, self.router_aux_coef, backward=not forward_only, counts_experts=rate > 0)
+        loads = self._expert_loads if self.model_config.router_bias_update_rate and not forward_only else None
+        accumulator = LossAccumulator(loss, plan, self.router_aux_coef, backward=not forward_only, expert_loads=loads)
         with self.eval_mode() if forward_only else self.train_mode():
             if not forward_only:
                 self._has_gradients, self._offloader.gradients_are_zero = True, False
@@ -330,7 +330,6 @@ class BaseEngine(Backend):
                 raise
         if not forward_only:
             self._finite = self._finite and math.isfinite(result.loss)
-            self._expert_loads.add_all(accumulator.expert_loads)
         return result
 
     def check_batches(self, batches: Iterable[PackedBatch], count: int, loss: Loss) -> list[StepPlan]:

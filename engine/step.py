@@ -70,13 +70,13 @@ class LossAccumulator:
         plan: The plan of the step.
         aux_coef: The coefficient of the router's load-balancing loss.
         backward: Whether there is a backward pass.
-        counts_experts: Whether to count the tokens of each expert.
+        expert_loads: Where to count the tokens of each expert; None to count none.
     """
 
-    def __init__(self, loss: Loss, plan: StepPlan, aux_coef: float, *, backward: bool, counts_experts: bool = False) -> None:
-        self.counts_experts = counts_experts
-        self.expert_loads = ExpertLoads()
-        """The tokens of this rank, by expert."""
+    def __init__(
+        self, loss: Loss, plan: StepPlan, aux_coef: float, *, backward: bool, expert_loads: ExpertLoads | None = None
+    ) -> None:
+        self._expert_loads = expert_loads
         self._loss, self._plan, self._aux_coef, self._backward = loss, plan, aux_coef, backward
         self._terms: dict[str, list[Tensor]] = defaultdict(list)
         self._metrics: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
@@ -86,10 +86,15 @@ class LossAccumulator:
 
     records_routes = False
 
+    @property
+    def counts_experts(self) -> bool:
+        """Whether the tokens of each expert are counted."""
+        return self._expert_loads is not None
+
     def take_routes(self, micro_batch: MicroBatch, routes: ExpertRoutes, gather: Callable[[], Tensor]) -> None:
         """Count the replayed experts that the routers themselves would not have chosen, and the tokens of experts."""
-        if (counts := routes.counts()) is not None:
-            self.expert_loads.add(counts)
+        if self._expert_loads is not None:
+            self._expert_loads.add(routes.counts())
         if (differing := routes.differing()) is not None:
             self._differing.append(differing)
 

@@ -28,11 +28,6 @@ class ExpertLoads:
         """Begin a step."""
         self._counts_le = None
 
-    def add_all(self, others: "ExpertLoads") -> None:
-        """Add those that were counted in a part of a step."""
-        if others._counts_le is not None:
-            self.add(others._counts_le)
-
     def update(
         self, biases: Mapping[int, Tensor], rate: float, routers: RouterShape, group: ProcessGroup, device: torch.device
     ) -> float:

@@ -38,6 +38,16 @@ class RouterShape:
     biased: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Choice:
+    """What one layer chose: the experts of its tokens, how many of the replayed ones its router would not have chosen, and its own counts."""
+
+    chosen_tk: Tensor | None
+    differing: Tensor | None
+    replayed: Tensor | None
+    counts_e: Tensor | None
+
+
 class ExpertRoutes:
     """The experts of the tokens of one rank in one micro-batch, for all layers.
 
@@ -58,13 +68,10 @@ class ExpertRoutes:
         experts: int = 0,
         records: bool = True,
     ) -> None:
-        self._records, self._asked = records, [False] * layers
-        self._replayed_count: list[Tensor | None] = [None] * layers
-        self._replayed_tlk, self._counted_t, self._experts = replayed_tlk, counted_t, experts
-        self._counts_e: list[Tensor | None] = [None] * layers
+        self._replayed_tlk, self._counted_t, self._experts, self._records = replayed_tlk, counted_t, experts, records
+        self._layers = layers
         # By layer, and not added up: a layer that is recomputed chooses again.
-        self._chosen_tk: list[Tensor | None] = [None] * layers
-        self._differing: list[Tensor | None] = [None] * layers
+        self._choices: dict[int, _Choice] = {}
 
     def choose(self, own_tk: Tensor, layer: int) -> Tensor:
         """Return the experts `[t, K]` int64 that tokens go to in a layer.
@@ -73,27 +80,28 @@ class ExpertRoutes:
             own_tk: The router's own choice, `[t, K]` int64.
             layer: The index of the layer among those with experts.
         """
-        chosen = own_tk
+        chosen, differing, replayed, counts_e = own_tk, None, None, None
         if self._counted_t is not None:
             rows_r = self._counted_t.repeat_interleave(own_tk.shape[1])
-            self._counts_e[layer] = rows_r.new_zeros(self._experts).scatter_add_(0, own_tk.flatten(), rows_r)
+            counts_e = rows_r.new_zeros(self._experts).scatter_add_(0, own_tk.flatten(), rows_r)
         if self._replayed_tlk is not None:
             replayed_tk = self._replayed_tlk[:, layer].long()
             is_free = replayed_tk < 0
             chosen = torch.where(is_free, own_tk, replayed_tk)
             is_own = (replayed_tk.unsqueeze(-1) == own_tk.unsqueeze(-2)).any(-1)
-            self._differing[layer], self._replayed_count[layer] = (~(is_own | is_free)).sum(), (~is_free).sum()
-        self._asked[layer] = True
-        if self._records:
-            self._chosen_tk[layer] = chosen.detach()
+            differing, replayed = (~(is_own | is_free)).sum(), (~is_free).sum()
+        kept_tk = chosen.detach() if self._records else None
+        self._choices[layer] = _Choice(chosen_tk=kept_tk, differing=differing, replayed=replayed, counts_e=counts_e)
         return chosen
 
-    def counts(self) -> Tensor | None:
-        """Return how many tokens of this rank each router sent to each expert by its own choice, `[L, E]` int64; None if nothing is counted."""
-        if self._counted_t is None:
-            return None
-        none_e = self._counted_t.new_zeros(self._experts)
-        return torch.stack([none_e if counts_e is None else counts_e for counts_e in self._counts_e])
+    def counts(self) -> Tensor:
+        """Return how many tokens of this rank each router sent to each expert by its own choice, `[L, E]` int64."""
+        assert self._counted_t is not None
+        counts_le = self._counted_t.new_zeros(self._layers, self._experts)
+        for layer, choice in self._choices.items():
+            assert choice.counts_e is not None
+            counts_le[layer] = choice.counts_e
+        return counts_le
 
     def chosen(self, layers: Sequence[int]) -> Tensor:
         """Return the experts that tokens went to, `[t, L, K]` int32; `FREE` in the layers of other pipeline stages.
@@ -105,12 +113,11 @@ class ExpertRoutes:
             ModelError: A layer has not chosen.
         """
         self.check(layers)
-        first = next(chosen for chosen in self._chosen_tk if chosen is not None)
-        out = first.new_full((first.shape[0], len(self._chosen_tk), first.shape[1]), FREE, dtype=torch.int32)
+        recorded = {layer: choice.chosen_tk for layer, choice in self._choices.items() if choice.chosen_tk is not None}
+        first = recorded[layers[0]]
+        out = first.new_full((first.shape[0], self._layers, first.shape[1]), FREE, dtype=torch.int32)
         for layer in layers:
-            chosen_tk = self._chosen_tk[layer]
-            assert chosen_tk is not None
-            out[:, layer] = chosen_tk.int()
+            out[:, layer] = recorded[layer].int()
         return out
 
     def check(self, layers: Sequence[int]) -> None:
@@ -119,7 +126,7 @@ class ExpertRoutes:
         Raises:
             ModelError: One has not, so that its choice was neither recorded nor replaced.
         """
-        silent = [layer for layer in layers if not self._asked[layer]]
+        silent = [layer for layer in layers if layer not in self._choices]
         if silent:
             raise ModelError(
                 f"the routers of the layers with experts {silent} do not choose by torch.topk over all experts, so that routes can be "
@@ -134,10 +141,9 @@ class ExpertRoutes:
         if self._replayed_tlk is None:
             return None
         none = torch.zeros((), dtype=torch.long, device=self._replayed_tlk.device)
-        differing, replayed = (
-            torch.stack([none, *(count for count in counts if count is not None)]).sum()
-            for counts in (self._differing, self._replayed_count)
-        )
+        choices = self._choices.values()
+        differing = torch.stack([none, *(choice.differing for choice in choices if choice.differing is not None)]).sum()
+        replayed = torch.stack([none, *(choice.replayed for choice in choices if choice.replayed is not None)]).sum()
         return differing, replayed
 
 

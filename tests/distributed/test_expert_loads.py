@@ -10,26 +10,20 @@ from torch import Tensor
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.config import LoraConfig, MicroBatchConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.reference import PlainReference
-from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
+from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
 from drivetrain.losses.sft import SFTLoss
 from helpers.engines import build, weights
 from helpers.harness import run_ranks
-from helpers.routes import routes_of, with_routes
+from helpers.routes import documents_of, routes_of, with_routes
 
 OPTIM = OptimConfig(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
 RATE = 0.05
 """So large that some tokens soon go elsewhere."""
 STEPS = 3
 BIASES = ("e_score_correction_bias", "expert_bias")
-
-
-def documents_of(step: int) -> list[list[int]]:
-    """Prompts with three answers each, and documents of their own."""
-    prompts, answers = tiny_documents(3, seed=step, longest=24)[1:], tiny_documents(8, seed=50 + step, longest=16)
-    return [prompts[i % 2] + answers[i] for i in range(6)] + answers[6:]
 
 
 def reference(folder: Path) -> tuple[list[tuple[float, float]], dict[str, Tensor], list[float]]:

@@ -11,7 +11,7 @@ from transformers import Qwen3MoeConfig
 
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
-from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
+from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import BatchError, ConfigError, ModelError
 from drivetrain.engine.hf.routers import follow, record_routers, router_biases
 from drivetrain.engine.loss import OutputRequest
@@ -24,18 +24,12 @@ from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.roles.reference import ReferenceWorker, ReferenceWorkerConfig
 from helpers.engines import build
 from helpers.harness import run_ranks
-from helpers.routes import RoutedReference, routes_of, with_routes
+from helpers.routes import RoutedReference, documents_of, routes_of, with_routes
 
 OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
 FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v3"]
 EXPERTS = 4
 Results = list[tuple[float, float, float, float]]
-
-
-def documents_of(step: int) -> list[list[int]]:
-    """Prompts with three answers each, and documents of their own."""
-    prompts, answers = tiny_documents(3, seed=step, longest=24)[1:], tiny_documents(8, seed=50 + step, longest=16)
-    return [prompts[i % 2] + answers[i] for i in range(6)] + answers[6:]
 
 
 def routes_for(documents: list[list[int]], layers: int) -> list[Tensor]:

@@ -9,8 +9,15 @@ from torch import Tensor, nn
 
 from drivetrain.engine.config import OptimConfig
 from drivetrain.engine.conformance.reference import PlainReference
+from drivetrain.engine.conformance.tiny import tiny_documents
 from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.engine.packing.convert import from_lists
+
+
+def documents_of(step: int) -> list[list[int]]:
+    """Prompts with three answers each, and documents of their own."""
+    prompts, answers = tiny_documents(3, seed=step, longest=24)[1:], tiny_documents(8, seed=50 + step, longest=16)
+    return [prompts[i % 2] + answers[i] for i in range(6)] + answers[6:]
 
 
 def routes_of(document: Sequence[int], layers: int, experts: int, per_token: int, *, salt: int = 0, free: int = 7) -> Tensor:
