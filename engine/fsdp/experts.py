@@ -22,6 +22,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ..checkpoint.tensor_slices import TensorSlice
 from ..config import ParallelConfig
 from ..errors import TopologyError
+from ..hf.expert_adapters import adapted_experts_forward, expert_modules
 from ..hf.shape import experts_of
 from ..ops.router import count_tokens
 from ..parallel.topology import Topology
@@ -112,11 +113,13 @@ def cut_experts(root: nn.Module, config: PreTrainedConfig, topology: Topology) -
     names = set()
     local = count // p.ep
     for prefix, module in expert_modules(root):
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            assert len(parameter) == count, f"{prefix}.{name} has {len(parameter)} rows for {count} experts"
-            cut = torch.empty((local, *parameter.shape[1:]), dtype=parameter.dtype, device="meta")
-            module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-            names.add(f"{prefix}.{name}")
+        adapters = [(f"{prefix}.adapters.{name}", one) for name, one in getattr(module, "adapters", nn.ModuleDict()).items()]
+        for owner_name, owner in [(prefix, module), *adapters]:
+            for name, parameter in list(owner.named_parameters(recurse=False)):
+                assert len(parameter) == count, f"{owner_name}.{name} has {len(parameter)} rows for {count} experts"
+                cut = torch.empty((local, *parameter.shape[1:]), dtype=parameter.dtype, device="meta")
+                owner.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+                names.add(f"{owner_name}.{name}")
         module.num_experts = local
         module.expert_group = group
         module.config._experts_implementation = IMPLEMENTATION
@@ -126,11 +129,6 @@ def cut_experts(root: nn.Module, config: PreTrainedConfig, topology: Topology) -
             "interface, so they cannot be distributed over ranks; set ep to 1, or use engine.backend=mcore"
         )
     return ExpertShards(group=group, mesh=mesh, first=index * local, names=frozenset(names))
-
-
-def expert_modules(root: nn.Module) -> list[tuple[str, Any]]:
-    """Return the modules that hold a layer's experts, with their names."""
-    return [(name, module) for name, module in root.named_modules() if hasattr(module, "_is_expert_parallel")]
 
 
 class _Exchange(torch.autograd.Function):
@@ -173,7 +171,7 @@ def expert_parallel_forward(module: Any, hidden_states: Tensor, top_k_index: Ten
         rows_rh = torch.cat([rows_rh, hidden_states.new_zeros(1, hidden_states.shape[1])])
         experts_r = chosen_s.new_zeros(1)
     ones = torch.ones_like(experts_r, dtype=top_k_weights.dtype)[:, None]
-    output_rh = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, rows_rh, experts_r[:, None], ones)
+    output_rh = adapted_experts_forward(module, rows_rh, experts_r[:, None], ones)
     returned_sh = _Exchange.apply(output_rh[:0] if empty else output_rh, received, sent, group)
     unsorted_sh = torch.empty_like(returned_sh).index_copy(0, order_s, returned_sh)
     weighted = unsorted_sh.view(*top_k_index.shape, -1) * top_k_weights[..., None]

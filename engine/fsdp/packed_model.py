@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ModelError
 from ..heads import HeadType, compute_outputs
+from ..hf.lora import head_adapter
 from ..hf.media_family import MediaFamily
 from ..hf.model import HFModel, decoder_of
 from ..hf.routers import follow
@@ -131,6 +132,7 @@ class PackedModel(HFModel):
             head.weight,
             part.targets,
             bias_v=getattr(head, "bias", None),
+            adapter=head_adapter(head, hidden_sh),
             transform=self.transform,
             temperature=part.outputs.temperature,
             entropy=part.outputs.entropy,

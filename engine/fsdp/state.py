@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from ..checkpoint.local_shards import LocalShard, cut_local_shards
 from ..checkpoint.tensor_slices import StoredSlice, whole
 from ..hf.layout import DiskLayout
-from ..hf.lora import adapted_layers, merged
-from ..hf.names import PEFT_PREFIX, hf_name
+from ..hf.lora import adapted_weights, as_peft_stores, factors, merged
+from ..hf.names import PEFT_PREFIX, hf_name, peft_shape
 from ..model_types import HEAD_PREFIX
 from ..parallel.topology import Topology
 from ..torch_private import persistent_buffers as own_buffers
@@ -110,22 +110,28 @@ def stream_weights(
         only_adapters: Whether to yield only the adapters, with the modules that are trained beside them; otherwise they are merged
             into the weights they adapt.
     """
-    adapted = adapted_layers(root)
+    adapted = adapted_weights(root)
     if only_adapters and not adapted:
         return
+    parameters = dict(root.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+
+    def whole_tensor(name: str, tensor: Tensor) -> Tensor:
+        value = full(tensor.detach())
+        return value if experts is None else experts.gather(name, value)
+
     for name, tensor in [*root.named_parameters(), *persistent_buffers(root)]:
         if not _is_exported(name, tensor, only_adapters=only_adapters):
             continue
-        value = full(tensor.detach())
-        value = value if experts is None else experts.gather(name, value)
-        owner = name.removesuffix(".base_layer.weight")
-        if owner in adapted and owner != name:
-            layer = adapted[owner]
-            value = merged(
-                layer, value, full(layer.lora_A["default"].weight.detach()), full(layer.lora_B["default"].weight.detach())
-            )
+        value = whole_tensor(name, tensor)
+        if name in adapted:
+            a, b = (whole_tensor(names[id(factor)], factor) for factor in factors(adapted[name]))
+            value = merged(adapted[name], value, a, b)
         for stored_slice in stored_slices_of(layout, experts, name, tensor):
-            yield _export_name(stored_slice.name, only_adapters=only_adapters), stored_slice.cut(value)
+            part = stored_slice.cut(value)
+            if only_adapters:
+                part = as_peft_stores(stored_slice.name, part)
+            yield _export_name(stored_slice.name, only_adapters=only_adapters), part
 
 
 def _is_exported(name: str, tensor: Tensor, *, only_adapters: bool) -> bool:
@@ -144,10 +150,13 @@ def weight_shapes(
     root: nn.Module, layout: DiskLayout, experts: ExpertShards | None, *, only_adapters: bool
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return the names, dtypes and shapes that `stream_weights` yields, in its order."""
-    if only_adapters and not adapted_layers(root):
+    if only_adapters and not adapted_weights(root):
         return {}
     return {
-        _export_name(stored_slice.name, only_adapters=only_adapters): (tensor.dtype, stored_slice.shape)
+        _export_name(stored_slice.name, only_adapters=only_adapters): (
+            tensor.dtype,
+            peft_shape(stored_slice.name, stored_slice.shape) if only_adapters else stored_slice.shape,
+        )
         for name, tensor in [*root.named_parameters(), *persistent_buffers(root)]
         if _is_exported(name, tensor, only_adapters=only_adapters)
         for stored_slice in stored_slices_of(layout, experts, name, tensor)

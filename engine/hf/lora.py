@@ -7,21 +7,24 @@ import copy
 import difflib
 import fnmatch
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Embedding, LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..config import LoraConfig
 from ..errors import ModelError
+from ..ops.linear_head import HeadAdapter
 from ..ops.lora import adapter_product
+from .expert_adapters import ExpertAdapter, adapt_experts, expert_adapters, expert_modules, matrices_of
+from .names import peft_shape
 
 EXPERT_NAMES = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
@@ -33,58 +36,81 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
     """Convert our settings to a peft config, with the target modules listed explicitly.
 
     Raises:
-        ModelError: A target does not match any linear layer of the model.
+        ModelError: A target does not match any layer of the model that can be adapted, or contradicts another setting.
     """
-    head = model.get_output_embeddings()
     whole = {id(part) for module in modules_to_save(lora, model) for part in module.modules()}
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     every = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
     linears = [n for n, m in every.items() if id(m) not in whole]
     names = {n.rpartition(".")[2] for n in linears}
     # In a mixture, peft treats these names as parts of the fused experts, which are not linear layers, wherever they occur.
-    fused = EXPERT_NAMES & names if any(hasattr(m, "_is_expert_parallel") for m in model.modules()) else set()
+    fused = EXPERT_NAMES & names if expert_modules(model) else set()
     without_effect = KERNEL_WEIGHTS.get(model.config.model_type, set()) & names
-    targets = sorted(names - fused - without_effect)
-    if lora.targets != ("all-linear",):
-        matches = {
-            t: [n for n in linears if fnmatch.fnmatchcase(n, t)] if "." in t else [n for n in names if n == t]
-            for t in lora.targets
-        }
-        unknown = [t for t in lora.targets if not matches[t]]
-        if unknown:
+    usual = sorted(names - fused - without_effect)
+    # What is adapted only where its own name says so.
+    special = [n for n, m in model.named_modules() if (m is head or m is embeddings) and id(m) not in whole]
+    special += [n for n, _ in expert_modules(model)]
+    targets: list[str] = []
+    for target in lora.targets:
+        matches = usual if target == "all-linear" else _matches(target, linears, special)
+        leaves = {n.rpartition(".")[2] for n in matches}
+        choices = ", ".join(sorted({*usual, *(n.rpartition(".")[2] for n in special)}))
+        if not matches:
             raise ModelError(
-                f"model.lora.targets names {', '.join(unknown)}, which is not an adaptable linear layer of "
-                f"{type(model).__name__} (its head cannot be adapted); the adaptable layers are {', '.join(targets)}, and of full names a "
-                "pattern such as *.layers.*.q_proj"
+                f"model.lora.targets names {target}, which is not an adaptable layer of {type(model).__name__}; the adaptable layers are "
+                f"{choices}, and of full names a pattern such as *.layers.*.q_proj"
             )
-        if expert_targets := [t for t, matched in matches.items() if {n.rpartition(".")[2] for n in matched} & fused]:
+        if leaves & fused:
             raise ModelError(
-                f"model.lora.targets names {', '.join(expert_targets)}: in {type(model).__name__}, peft treats it as part of "
-                f"the fused experts, which cannot be adapted; use some of {', '.join(targets)}"
+                f"model.lora.targets names {target}: in {type(model).__name__}, peft treats it as part of the fused experts, which are "
+                f"adapted together under the name experts; use some of {choices}"
             )
-        if useless := [t for t, matched in matches.items() if {n.rpartition(".")[2] for n in matched} & without_effect]:
+        if leaves & without_effect:
             raise ModelError(
-                f"model.lora.targets names {', '.join(useless)}: transformers hands its weights to a kernel, so in other programs the "
-                f"adapter would have no effect in {type(model).__name__}; use some of {', '.join(targets)}"
+                f"model.lora.targets names {target}: transformers hands its weights to a kernel, so in other programs the adapter "
+                f"would have no effect in {type(model).__name__}; use some of {choices}"
             )
-        targets = list(dict.fromkeys(name for one in matches.values() for name in one))
+        targets += [n for n in matches if n not in targets]
+    experts = [n for n, _ in expert_modules(model) if n in targets]
+    if experts and lora.dropout:
+        raise ModelError(
+            f"model.lora.dropout={lora.dropout} with model.lora.targets={list(lora.targets)}: peft has no dropout for adapters of experts; "
+            "set it to 0, or leave the experts out"
+        )
+    if _tied(model) and (vocabulary := [n for n in targets if model.get_submodule(n) in (head, embeddings)] if special else []):
+        raise ModelError(
+            f"model.lora.targets names {vocabulary[0]}, whose weights are both the embeddings and the head (tie_word_embeddings), so that "
+            "an adapter would belong to one of them only; train them in full with model.lora.modules_to_save"
+        )
     # peft finds targets by the end of their names, and would adapt what is no linear layer, such as the convolution of an encoder.
     others = {n.rpartition(".")[2] for n, m in model.named_modules() if n not in every and m is not head}
-    targets = [full for t in targets for full in ([n for n in linears if n.rpartition(".")[2] == t] if t in others else [t])]
-    excluded = any(n.rpartition(".")[2] in targets for n in every.keys() - linears)
+    modules = [t for t in targets if t not in experts]
+    modules = [full for t in modules for full in ([n for n in linears if n.rpartition(".")[2] == t] if t in others else [t])]
+    excluded = any(n.rpartition(".")[2] in modules for n in every.keys() - linears)
     return PeftLoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft annotates int and computes with floats
         use_rslora=lora.rslora,
         lora_dropout=lora.dropout,
-        target_modules=targets,
+        target_modules=modules or None,
+        target_parameters=[f"{n}.{matrix}" for n in experts for matrix in matrices_of(model.get_submodule(n))] or None,
         modules_to_save=_saved_names(lora, model) or None,
         exclude_modules=_saved_names(lora, model) if excluded else None,
         # peft would otherwise load trained embeddings and leave the head that is tied to them as it was.
-        ensure_weight_tying=_tied(model) and id(model.get_input_embeddings()) in whole,
+        ensure_weight_tying=_tied(model) and id(embeddings) in whole,
         bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
+
+
+def _matches(target: str, linears: Sequence[str], special: Sequence[str]) -> list[str]:
+    """Return what a target names: of linear layers the ends of names, or full names for a pattern; of others the full names."""
+    leaf = target.rpartition(".")[2]
+    matches = [n for n in special if n.rpartition(".")[2] == leaf and (leaf == target or fnmatch.fnmatchcase(n, target))]
+    if leaf != target:
+        return [n for n in linears if fnmatch.fnmatchcase(n, target)] + matches
+    return [target for n in linears if n.rpartition(".")[2] == target][:1] + matches
 
 
 def _saved_names(lora: LoraConfig, model: PreTrainedModel) -> list[str]:
@@ -143,14 +169,19 @@ def modules_to_save(lora: LoraConfig, model: PreTrainedModel) -> list[nn.Module]
 def add_adapters(model: PreTrainedModel, config: PeftLoraConfig, lora: LoraConfig) -> None:
     """Add adapters to a model on the meta device, in at least float32; afterward, only they and `modules_to_save` are trainable."""
     saved, tied = modules_to_save(lora, model), _tied(model)
-    # peft would train copies of these modules; here they are the model's own, so that no wrapper changes their names.
-    inject_adapter_in_model(replaced(config, modules_to_save=None, ensure_weight_tying=False), model, low_cpu_mem_usage=True)
+    wide = torch.promote_types(model.dtype, torch.float32)
+    adapted = {target.rpartition(".")[0] for target in config.target_parameters or ()}
+    if config.target_modules:
+        # peft would train copies of modules to save; here they are the model's own, so that no wrapper changes their names.
+        changes = {"modules_to_save": None, "ensure_weight_tying": False, "target_parameters": None}
+        inject_adapter_in_model(replaced(config, **changes), model, low_cpu_mem_usage=True)
+    for name in sorted(adapted):
+        adapt_experts(model.get_submodule(name), config.r, lora.scale, wide)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
-    wide = torch.promote_types(model.dtype, torch.float32)
     for module in model.modules():
         if isinstance(module, LoraLayer):
-            for part in (module.lora_A, module.lora_B):
+            for part in (module.lora_A, module.lora_B, module.lora_embedding_A, module.lora_embedding_B):
                 # In 16 bits, small updates and Adam's slow second moment would be rounded away.
                 part.to(wide)
     for module in saved:
@@ -174,9 +205,15 @@ def replaced(config: PeftLoraConfig, **changes: Any) -> PeftLoraConfig:
 
 
 def init_adapter(name: str, value: Tensor) -> None:
-    """Initialize one adapter matrix: A like a linear layer, B with zeros (arXiv:2106.09685, section 4.1)."""
-    if ".lora_A." in name:
-        nn.init.kaiming_uniform_(value, a=math.sqrt(5))
+    """Initialize one adapter matrix: A like a linear layer, B with zeros (arXiv:2106.09685, section 4.1).
+
+    Of embeddings, as in peft, A is zero and B is normal.
+    """
+    if ".lora_A" in name:
+        # The matrices of experts, [experts, rank, in], are those of separate layers.
+        nn.init.kaiming_uniform_(value.flatten(0, -2), a=math.sqrt(5))
+    elif ".lora_embedding_B" in name:
+        nn.init.normal_(value)
     else:
         nn.init.zeros_(value)
 
@@ -184,7 +221,7 @@ def init_adapter(name: str, value: Tensor) -> None:
 @contextmanager
 def adapters_disabled(root: nn.Module) -> Iterator[None]:
     """Disable the adapters inside the context, and enable them again afterward."""
-    layers = [m for m in root.modules() if isinstance(m, LoraLayer)]
+    layers = [m for m in root.modules() if isinstance(m, LoraLayer | ExpertAdapter)]
     # peft's own switch also freezes the adapters, but what was trainable must stay trainable, and from the start: in the very
     # first forward pass, FSDP determines which parameters will have gradients, and converts the gradients of no others.
     trainable = [p for p in root.parameters() if p.requires_grad]
@@ -201,21 +238,54 @@ def adapters_disabled(root: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+def factors(layer: Any) -> tuple[Tensor, Tensor]:
+    """Return the matrices A and B of a `LoraLayer` or an `ExpertAdapter`."""
+    if isinstance(layer, ExpertAdapter):
+        return layer.lora_A, layer.lora_B
+    if isinstance(layer, Embedding):
+        return layer.lora_embedding_A["default"], layer.lora_embedding_B["default"]
+    return layer.lora_A["default"].weight, layer.lora_B["default"].weight
+
+
 def merged(layer: Any, base: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
     """Return a base weight with its adapter added; the sum is computed in float32.
 
     Args:
-        layer: The `LoraLayer`.
+        layer: The `LoraLayer`, or the `ExpertAdapter`.
         base: The weight of the layer, in its stored shape.
-        lora_a: The matrix A, `[rank, in]`.
-        lora_b: The matrix B, `[out, rank]`.
+        lora_a: The matrix A, `[rank, in]`; of experts `[experts, rank, in]`.
+        lora_b: The matrix B, `[out, rank]`; of experts `[experts, out, rank]`.
     """
+    if isinstance(layer, ExpertAdapter):
+        return layer.merged(base, lora_a, lora_b)
     delta = adapter_product(lora_b, lora_a, layer.scaling["default"])
-    if layer.fan_in_fan_out:
+    if isinstance(layer, Embedding) or layer.fan_in_fan_out:
         delta = delta.T
     return (base.float() + delta).to(base.dtype)
 
 
-def adapted_layers(root: nn.Module) -> dict[str, Any]:
-    """Return the adapted layers: module name -> `LoraLayer`."""
-    return {name: m for name, m in root.named_modules() if isinstance(m, LoraLayer)}
+def head_adapter(head: Any, hidden_th: Tensor) -> HeadAdapter | None:
+    """Return what the adapter of a head adds to its logits; None if it has none, or a disabled one.
+
+    Args:
+        head: The head.
+        hidden_th: The hidden states, `[T, H]`.
+    """
+    if not isinstance(head, LoraLayer) or head.disable_adapters:
+        return None
+    dropped = head.lora_dropout["default"](hidden_th)
+    return HeadAdapter(head.lora_A["default"](dropped), head.lora_B["default"].weight * head.scaling["default"])
+
+
+def as_peft_stores(name: str, factor: Tensor) -> Tensor:
+    """Return a factor as it is in peft's files; see `peft_shape`."""
+    if factor.dim() != 3:
+        return factor
+    ordered = factor if ".lora_A." in name else factor.permute(1, 2, 0)
+    return ordered.reshape(peft_shape(name, factor.shape))
+
+
+def adapted_weights(root: nn.Module) -> dict[str, Any]:
+    """Return what has an adapter: the name of the weight or of the matrices of experts -> `LoraLayer` or `ExpertAdapter`."""
+    layers = {f"{name}.base_layer.weight": m for name, m in root.named_modules() if isinstance(m, LoraLayer)}
+    return {**layers, **expert_adapters(root)}

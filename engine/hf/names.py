@@ -1,6 +1,7 @@
 """Mapping a parameter's name in our root module to its Hugging Face name, with and without adapters."""
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -8,6 +9,9 @@ from typing import Any
 from ..model_types import HEAD_PREFIX
 
 PEFT_PREFIX = "base_model.model."
+
+
+_OF_EXPERTS = re.compile(r"(.*)\.adapters\.(\w+)\.(lora_[AB])")
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,32 @@ class HFName:
 
     name: str
     adapter: bool
+
+
+def expert_factor(experts: str, matrix: str, factor: str) -> str:
+    """Return the name of an adapter's factor of a layer's experts in peft's files.
+
+    peft wraps the module of the experts once for each of its two matrices; the second wrapper is around the first.
+
+    Args:
+        experts: The name of the module of the experts.
+        matrix: The name of the matrix: gate_up_proj, up_proj or down_proj.
+        factor: The factor, lora_A or lora_B.
+    """
+    inner = "" if matrix == "down_proj" else ".base_layer"
+    return f"{PEFT_PREFIX}{experts}{inner}.{factor}.weight"
+
+
+def peft_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape in peft's files of a factor, given its shape in a checkpoint.
+
+    For experts, it is three-dimensional in a checkpoint, A `[experts, rank, in]` and B `[experts, out, rank]`, and in peft's files
+    A `[experts * rank, in]` and B `[out, rank * experts]`.
+    """
+    if len(shape) != 3 or ".lora_" not in name:
+        return tuple(shape)
+    experts, first, second = shape
+    return (experts * first, second) if ".lora_A." in name else (first, second * experts)
 
 
 def tied_copies(names: Collection[str], settings: Mapping[str, Any]) -> dict[str, str]:
@@ -50,5 +80,8 @@ def hf_name(name: str) -> HFName:
         return HFName(name, adapter=False)
     inner = name.removeprefix("lm.")
     if ".lora_" in inner:
-        return HFName(PEFT_PREFIX + inner.replace(".default.", "."), adapter=True)
+        if match := _OF_EXPERTS.fullmatch(inner):
+            experts, matrix, factor = match.groups()
+            return HFName(expert_factor(experts, matrix, factor), adapter=True)
+        return HFName(PEFT_PREFIX + inner.replace(".default.", ".").removesuffix(".default"), adapter=True)
     return HFName(inner.replace(".base_layer.", "."), adapter=False)

@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..hf.lora import merged
+from ..hf.lora import factors, merged
 from ..hf.media_family import MediaFamily
 from ..packing.batch import Kind
 from ..rank_slice import EncoderInput, RankSlice
@@ -137,11 +137,11 @@ class AdaptedByPeft:
     @property
     def adapters(self) -> dict[str, Any]:
         """The one adapter."""
-        return {"default": _Factors(*(self.layer.get_submodule(f"lora_{f}.default").weight for f in "AB"))}
+        return {"default": _Factors(*factors(self.layer))}
 
-    def merged(self, base: Tensor, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def merged(self, base: Tensor, whole_factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the weight with the adapter merged, computed in float32."""
-        ((down, up),) = factors
+        ((down, up),) = whole_factors
         return merged(self.layer, base, down, up)
 
 

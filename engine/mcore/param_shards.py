@@ -14,7 +14,7 @@ from ..bridge.family import Family
 from ..bridge.rules import ColumnParallel, FusedColumnParallel, FusedQKVParallel, Replicated, RowParallel, Rule, TensorPart
 from ..checkpoint.tensor_slices import StoredSlice
 from ..config import LoraConfig
-from ..hf.lora import adapted_layers as peft_layers
+from ..hf.lora import adapted_weights
 from ..hf.names import PEFT_PREFIX
 from .encoders import AdaptedByPeft, Encoders
 from .lora import Adapted, adapted_layers, mark_factors
@@ -120,7 +120,7 @@ def _of_encoders(
     encoders: Encoders, encoder_slices: Callable[[str, Tensor], Sequence[StoredSlice]], groups: ProcessGroupCollection
 ) -> Iterator[ParamShard]:
     """Yield the tensors of the encoders, of which every rank of a tensor-parallel group has a copy."""
-    layers = {f"{name}.base_layer.weight": AdaptedByPeft(layer) for name, layer in peft_layers(encoders.base).items()}
+    layers = {name: AdaptedByPeft(layer) for name, layer in adapted_weights(encoders.base).items()}
     stored_names = encoders.base.state_dict(keep_vars=True).keys()
     tensors = [*encoders.base.named_parameters(), *((n, b) for n, b in encoders.base.named_buffers() if n in stored_names)]
     for name, tensor in tensors:

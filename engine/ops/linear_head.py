@@ -10,7 +10,7 @@ per chunk complete the softmax.
 Axes: T tokens, C tokens of a chunk, H hidden size, V vocabulary (this rank's rows of it).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -58,6 +58,18 @@ class VocabularyShard:
     first: int
 
 
+class HeadAdapter(NamedTuple):
+    """A low-rank addition to the weight of the head, of rank R.
+
+    Args:
+        low_tr: The hidden states times the transposed matrix A, `[T, R]`.
+        up_vr: The matrix B times the scale of the adapter, `[V, R]`.
+    """
+
+    low_tr: Tensor
+    up_vr: Tensor
+
+
 class HeadOutputs(NamedTuple):
     """The outputs of the head for each token.
 
@@ -93,6 +105,7 @@ def linear_head(
     targets_t: Tensor,
     *,
     bias_v: Tensor | None = None,
+    adapter: HeadAdapter | None = None,
     transform: LogitTransform = PLAIN,
     temperature: float = 1.0,
     entropy: bool = False,
@@ -110,6 +123,7 @@ def linear_head(
         weight_vh: The weight of the head, `[V, H]`.
         targets_t: The target tokens in the full vocabulary, `[T]` int64.
         bias_v: The bias of the head, `[V]`.
+        adapter: The adapter of the head, or None.
         transform: The transform of the logits.
         temperature: The number that the logits are divided by, as the last step.
         entropy: Whether to compute the entropy too.
@@ -126,10 +140,12 @@ def linear_head(
     size = chunk or chunk_tokens(len(weight_vh), weight_vh.device.type)
     settings = _Settings(transform, temperature, entropy, greedy, sum_squared_probs, size, shard, regions)
     expected_grads = None
-    if expected is not None and torch.is_grad_enabled() and (hidden_th.requires_grad or weight_vh.requires_grad):
+    low_tr, up_vr = adapter or (None, None)
+    inputs = [hidden_th, weight_vh, *(adapter or ())]
+    if expected is not None and torch.is_grad_enabled() and any(one.requires_grad for one in inputs):
         expected_grads = (expected.get("log_probs"), expected.get("entropy"))
     log_probs, entropies, likeliest, squares = _LinearHead.apply(
-        hidden_th, weight_vh, bias_v, targets_t, settings, expected_grads
+        hidden_th, weight_vh, bias_v, low_tr, up_vr, targets_t, settings, expected_grads
     )
     return HeadOutputs(
         log_probs, entropies if entropy else None, likeliest if greedy else None, squares if sum_squared_probs else None
@@ -149,6 +165,9 @@ class _Settings:
 
 
 _Gradients = tuple[Tensor | None, Tensor | None]
+
+_Pairs = list[tuple[Tensor, Tensor]]
+"""The inputs whose products are the logits: hidden states and weight and, of an adapter, low-rank states and B."""
 
 
 def _widening(device_type: str, dtype: torch.dtype) -> bool:
@@ -187,9 +206,12 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += _product(a, b)
 
 
-def _logits(h_ch: Tensor, w_vh: Tensor, bias_v: Tensor | None, s: _Settings) -> tuple[Tensor, Tensor | None]:
+def _logits(pairs: _Pairs, part: slice, bias_v: Tensor | None, s: _Settings) -> tuple[Tensor, Tensor | None]:
     """Return a chunk's final logits and, with a soft cap, the derivative of the cap."""
-    z_cv = _product(h_ch, w_vh.T)
+    (h_th, w_vh), *others = pairs
+    z_cv = _product(h_th[part], w_vh.T)
+    for low_tr, up_vr in others:
+        _add_product(z_cv, low_tr[part], up_vr.T)
     if bias_v is not None:
         z_cv += bias_v
     if s.transform.scale != 1.0:
@@ -245,14 +267,25 @@ def _chunk_outputs(z_cv: Tensor, targets_c1: Tensor, s: _Settings) -> ChunkOutpu
 
 
 class _Accumulator:
-    """The gradients with respect to hidden states, weight and bias, accumulated chunk by chunk."""
+    """The gradients with respect to the pairs of inputs and the bias, accumulated chunk by chunk."""
 
-    def __init__(self, h_th: Tensor, w_vh: Tensor, bias_v: Tensor | None, needs_grad: tuple[bool, bool, bool]) -> None:
-        self.h_th, self.w_vh = h_th, w_vh
-        self.hidden = torch.empty_like(h_th) if needs_grad[0] else None
+    def __init__(self, pairs: _Pairs, bias_v: Tensor | None, needs_grad: Sequence[bool]) -> None:
+        """Allocate the gradients that are needed.
+
+        Args:
+            pairs: The pairs of states and weights.
+            bias_v: The bias, or None.
+            needs_grad: What needs a gradient: states, weight, bias, and the states and the weight of the adapter.
+        """
+        self.pairs = pairs
         # Partial sums are in float32, so that 16-bit weights lose no precision over many chunks.
-        accurate = torch.promote_types(w_vh.dtype, torch.float32)
-        self.weight = torch.zeros(w_vh.shape, dtype=accurate, device=w_vh.device) if needs_grad[1] else None
+        accurate = torch.promote_types(pairs[0][1].dtype, torch.float32)
+        needed = [needs_grad[:2], needs_grad[3:5]]
+        self.states = [torch.empty_like(h) if flags[0] else None for (h, _), flags in zip(pairs, needed, strict=False)]
+        self.weights = [
+            torch.zeros(w.shape, dtype=accurate, device=w.device) if flags[1] else None
+            for (_, w), flags in zip(pairs, needed, strict=False)
+        ]
         self.bias = torch.zeros_like(bias_v, dtype=accurate) if bias_v is not None and needs_grad[2] else None
 
     def add(
@@ -275,28 +308,35 @@ class _Accumulator:
             s: The settings.
         """
         targets_c1, lse_c1, entropy_c = outputs
+        dtype = self.pairs[0][0].dtype
         # The compiler would make graphs of their own for chunks of one token.
         if s.regions is None or len(z_cv) == 1:
             exact_cv = _logit_gradient(z_cv, slope_cv, lse_c1, targets_c1, entropy_c, gradients, s)
             bias_v = None if self.bias is None else exact_cv.sum(0)
-            dz_cv = exact_cv.to(self.h_th.dtype)
+            dz_cv = exact_cv.to(dtype)
         else:
             # Both factors are constants, by which the gradients of the outputs are multiplied instead of those of the logits.
             factor = s.transform.scale / s.temperature
             g_lp, g_ent = (g if g is None or factor == 1.0 else g * factor for g in gradients)
             dz_cv, bias_v = s.regions.logit_gradient(
-                z_cv, slope_cv, lse_c1, targets_c1, entropy_c, g_lp, g_ent, dtype=self.h_th.dtype, bias=self.bias is not None
+                z_cv, slope_cv, lse_c1, targets_c1, entropy_c, g_lp, g_ent, dtype=dtype, bias=self.bias is not None
             )
         if self.bias is not None and bias_v is not None:
             self.bias += bias_v
-        if self.hidden is not None:
-            torch.mm(dz_cv, self.w_vh, out=self.hidden[part])
-        if self.weight is not None:
-            _add_product(self.weight, dz_cv.T, self.h_th[part])
+        for (states, weight), d_states, d_weight in zip(self.pairs, self.states, self.weights, strict=True):
+            if d_states is not None:
+                torch.mm(dz_cv, weight, out=d_states[part])
+            if d_weight is not None:
+                _add_product(d_weight, dz_cv.T, states[part])
 
-    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        weight = None if self.weight is None else self.weight.to(self.w_vh.dtype)
-        return self.hidden, weight, self.bias
+    def results(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients in the order of `needs_grad`."""
+        pairs: list[tuple[Tensor | None, Tensor | None]] = [
+            (d_states, None if d_weight is None else d_weight.to(weight.dtype))
+            for (_, weight), d_states, d_weight in zip(self.pairs, self.states, self.weights, strict=True)
+        ]
+        of_adapter = pairs[1] if len(pairs) > 1 else (None, None)
+        return *pairs[0], self.bias, *of_adapter
 
 
 def _logit_gradient(
@@ -345,6 +385,8 @@ class _LinearHead(torch.autograd.Function):
         h_th: Tensor,
         w_vh: Tensor,
         bias_v: Tensor | None,
+        low_tr: Tensor | None,
+        up_vr: Tensor | None,
         targets_t: Tensor,
         s: _Settings,
         expected_grads: _Gradients | None,
@@ -356,8 +398,8 @@ class _LinearHead(torch.autograd.Function):
         likeliest = torch.empty(tokens if s.greedy else 0, dtype=torch.int64, device=h_th.device)
         squares = torch.empty(tokens if s.squares else 0, dtype=accurate, device=h_th.device)
         lse = torch.empty_like(log_probs)
-        needs_grad = ctx.needs_input_grad[:3]
-        early = _Accumulator(h_th, w_vh, bias_v, needs_grad) if expected_grads is not None and any(needs_grad) else None
+        needs_grad, pairs = ctx.needs_input_grad[:5], _pairs(h_th, w_vh, low_tr, up_vr)
+        early = _Accumulator(pairs, bias_v, needs_grad) if expected_grads is not None and any(needs_grad) else None
         budget = KEPT_BYTES.get(h_th.device.type, KEPT_BYTES["cuda"])
         # With a soft cap its derivative is kept too.
         size = tokens * len(w_vh) * accurate.itemsize * (1 if s.transform.softcap is None else 2)
@@ -365,7 +407,7 @@ class _LinearHead(torch.autograd.Function):
         kept: list[tuple[Tensor, Tensor | None]] = []
         for start in range(0, tokens, s.chunk):
             part = slice(start, start + s.chunk)
-            z_cv, slope_cv = _logits(h_th[part], w_vh, bias_v, s)
+            z_cv, slope_cv = _logits(pairs, part, bias_v, s)
             kept += [(z_cv, slope_cv)] if keeps else []
             targets_c1 = targets_t[part, None]
             outputs = _chunk_outputs(z_cv, targets_c1, s)
@@ -381,29 +423,34 @@ class _LinearHead(torch.autograd.Function):
                 early.add(part, z_cv, slope_cv, (targets_c1, outputs.lse_c1, outputs.entropy_c), chunk_grads, s)  # type: ignore[arg-type]
         ctx.settings, ctx.expected_grads = s, expected_grads
         ctx.early, ctx.kept = None if early is None else early.results(), kept
-        ctx.save_for_backward(h_th, w_vh, bias_v, targets_t, lse, entropies)
+        ctx.save_for_backward(h_th, w_vh, bias_v, low_tr, up_vr, targets_t, lse, entropies)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(likeliest, squares)
         return log_probs, entropies, likeliest, squares
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        h_th, w_vh, bias_v, targets_t, lse, entropies = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        h_th, w_vh, bias_v, low_tr, up_vr, targets_t, lse, entropies = ctx.saved_tensors
+        pairs = _pairs(h_th, w_vh, low_tr, up_vr)
         s: _Settings = ctx.settings
         g_lp, g_ent = grads[0], grads[1] if s.entropy else None
         early, ctx.early = ctx.early, None
         if early is not None and _grads_match(ctx.expected_grads, (g_lp, g_ent)):
             return *early, None, None, None
-        total = _Accumulator(h_th, w_vh, bias_v, ctx.needs_input_grad[:3])
+        total = _Accumulator(pairs, bias_v, ctx.needs_input_grad[:5])
         # Their memory becomes that of the gradient, so a second backward pass has to compute them again.
         kept, ctx.kept = ctx.kept, []
         for i, start in enumerate(range(0, len(h_th), s.chunk)):
             part = slice(start, start + s.chunk)
-            z_cv, slope_cv = kept[i] if kept else _logits(h_th[part], w_vh, bias_v, s)
+            z_cv, slope_cv = kept[i] if kept else _logits(pairs, part, bias_v, s)
             chunk_grads = (None if g_lp is None else g_lp[part], None if g_ent is None else g_ent[part])
             entropy_c = entropies[part] if s.entropy else None
             total.add(part, z_cv, slope_cv, (targets_t[part, None], lse[part, None], entropy_c), chunk_grads, s)
         return *total.results(), None, None, None
+
+
+def _pairs(h_th: Tensor, w_vh: Tensor, low_tr: Tensor | None, up_vr: Tensor | None) -> _Pairs:
+    return [(h_th, w_vh), *([] if low_tr is None or up_vr is None else [(low_tr, up_vr)])]
 
 
 def _grads_match(expected_grads: _Gradients, received: _Gradients) -> bool:
