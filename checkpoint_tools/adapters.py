@@ -4,13 +4,15 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..engine.checkpoint.hf_folder import ADAPTER_STEM, CONFIGS, Entry
 from ..engine.checkpoint.tensor_slices import TensorSlice
 from ..engine.errors import CheckpointError
-from ..engine.hf.names import PEFT_PREFIX, tied_copies
+from ..engine.hf.names import PEFT_PREFIX, peft_shape, tied_copies
 from ..engine.model_types import HEAD_PREFIX
+from .expert_adapters import adapted_experts, is_expert_factor, read_as_peft
 from .plan import DTYPES, FLOATS
 from .sources import CheckpointSource, FolderSource
 from .streaming import BlockBuffer
@@ -34,11 +36,16 @@ class AdapterBlocks:
         }
         settings = json.loads(files.get(CONFIGS[ADAPTER_STEM], b"{}"))
         self._names |= {copy: self._names[name] for copy, name in tied_copies(self._names, settings).items()}
-        self.entries: dict[str, Entry] = {ours: adapters.entries[name] for ours, name in self._names.items()}
+        self.entries: dict[str, Entry] = {
+            ours: (adapters.entries[name][0], peft_shape(ours, adapters.entries[name][1]))
+            for ours, name in self._names.items()
+        }
 
     def block(self, name: str, part: TensorSlice, room: BlockBuffer) -> Any:
         """See `Blocks`."""
         stored = self._names[name]
+        if is_expert_factor(stored, self._source.entries[stored]):
+            return read_as_peft(self._source, stored, part, room)
         out = room.take("copied", self._source.entries[stored][0], part.length)
         self._source.read(stored, part, out)
         return out
@@ -83,12 +90,20 @@ class MergedAdapters:
             **own_entries,
         }
         self._pairs = {}
-        factor = re.compile(rf"{re.escape(PEFT_PREFIX)}(.*)\.lora_A\.weight")
-        for name in adapters.entries:
+        self._embeddings: set[str] = set()
+        self._experts = adapted_experts(adapters.entries, base)
+        factor = re.compile(rf"{re.escape(PEFT_PREFIX)}(.*)\.lora_(embedding_)?A(\.weight)?")
+        for name, entry in adapters.entries.items():
             match = factor.fullmatch(name)
-            if match is not None:
-                self._pairs[f"{match[1]}.weight"] = (name, name.replace(".lora_A.", ".lora_B."))
-        missing = sorted(set(self._pairs) - set(base_entries))
+            if match is None or is_expert_factor(name, entry):
+                continue
+            self._pairs[f"{match[1]}.weight"] = (
+                name,
+                name.replace(".lora_A", ".lora_B").replace("embedding_A", "embedding_B"),
+            )
+            if match[2]:
+                self._embeddings.add(f"{match[1]}.weight")
+        missing = sorted((set(self._pairs) | set(self._experts)) - set(base_entries))
         if missing:
             raise CheckpointError(
                 f"{base.label} has no {missing[0]}, which {adapters.label} adapts ({len(missing)} such layers in total); use "
@@ -103,7 +118,7 @@ class MergedAdapters:
                 raise CheckpointError(
                     f"{self._base.label}: {name} has shape {list(shape)}, so it is not a matrix that can be adapted"
                 )
-            rows, columns = reversed(shape) if self._transposed else shape
+            rows, columns = reversed(shape) if self._is_transposed(name) else shape
             a, b = self._adapters.entries[down][1], self._adapters.entries.get(up, ("", ()))[1]
             if len(a) != 2 or a != (a[0], columns) or b != (rows, a[0]):
                 raise CheckpointError(
@@ -122,14 +137,22 @@ class MergedAdapters:
         old_dtype, new_dtype = self._base.entries[name][0], self.entries[name][0]
         stored = room.take("base", old_dtype, part.length)
         self._base.read(name, part, stored)
-        if name not in self._pairs and old_dtype == new_dtype:
+        if name not in self._pairs and name not in self._experts and old_dtype == new_dtype:
             return stored
         out = as_tensor(room.take("merged", new_dtype, part.length), new_dtype)
         # Cast to the dtype that the run trained in before adding, as the engines do when they merge.
         out.copy_(as_tensor(stored, old_dtype))
-        if name in self._pairs:
+        if name in self._experts:
+            out.copy_(
+                out.float()
+                + self._experts[name].delta(part, self._scale, lambda factor, box: self._expert_factor(factor, box, room))
+            )
+        elif name in self._pairs:
             out.copy_(out.float() + self._delta(name, part, room))
         return raw(out)
+
+    def _is_transposed(self, name: str) -> bool:
+        return self._transposed or name in self._embeddings
 
     def _delta(self, name: str, part: TensorSlice, room: BlockBuffer) -> Any:
         """Compute the rows of an adapter product that belong to a part of a weight."""
@@ -137,15 +160,25 @@ class MergedAdapters:
 
         down, up = self._pairs[name]
         rows = slice(part.offset[0], part.offset[0] + part.length[0])
-        if self._transposed:
+        if self._is_transposed(name):
             return adapter_product(self._factor(up, None, room), self._factor(down, None, room)[:, rows], self._scale).T
         return adapter_product(self._factor(up, rows, room), self._factor(down, None, room), self._scale)
 
     def _factor(self, name: str, rows: slice | None, room: BlockBuffer) -> Any:
+        shape = self._adapters.entries[name][1]
+        part = TensorSlice((rows.start if rows else 0, 0), (rows.stop - rows.start if rows else shape[0], shape[1]))
+        return self._read(name, part, room)
+
+    def _expert_factor(self, name: str, part: TensorSlice, room: BlockBuffer) -> Any:
+        shape = self._adapters.entries[name][1]
+        return self._read(
+            name, replace(part, length=tuple(n if n >= 0 else size for n, size in zip(part.length, shape, strict=True))), room
+        )
+
+    def _read(self, name: str, part: TensorSlice, room: BlockBuffer) -> Any:
         from ..engine.checkpoint.local_shards import as_tensor
 
-        dtype, shape = self._adapters.entries[name]
-        part = TensorSlice((rows.start if rows else 0, 0), (rows.stop - rows.start if rows else shape[0], shape[1]))
-        out = room.take(name[-13:], dtype, part.length)
+        dtype = self._adapters.entries[name][0]
+        out = room.take("A" if ".lora_A" in name or name.endswith("_A") else "B", dtype, part.length)
         self._adapters.read(name, part, out)
         return as_tensor(out, dtype)

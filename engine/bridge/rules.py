@@ -113,7 +113,13 @@ class ColumnParallel:
 
 @dataclass(frozen=True)
 class VocabParallel(_SingleModule):
-    """Embeddings and heads: the rows are split in order over the ranks, padded at the end to equal counts."""
+    """Embeddings and heads: the rows are split in order over the ranks, padded at the end to equal counts.
+
+    Args:
+        transposed: Whether the rows are columns on disk.
+    """
+
+    transposed: bool = False
 
     def is_split(self, dimensions: int) -> bool:
         """Return True: the module is always split."""
@@ -126,11 +132,11 @@ class VocabParallel(_SingleModule):
         if rows <= 0:
             return []
         zeros = (0,) * len(shape[1:])
-        return [
-            StoredSlice(
-                names[0], (decoder.vocabulary, *shape[1:]), TensorSlice((0, *zeros), (rows, *shape[1:])), (first, *zeros)
-            )
-        ]
+        stored, offset = (decoder.vocabulary, *shape[1:]), (first, *zeros)
+        box = TensorSlice((0, *zeros), (rows, *shape[1:]))
+        if self.transposed:
+            return [StoredSlice(names[0], stored[::-1], box, offset[::-1], transposed=True)]
+        return [StoredSlice(names[0], stored, box, offset)]
 
 
 @dataclass(frozen=True)
@@ -297,6 +303,39 @@ class ExpertBiases(_SingleModule):
         columns = shape[1] * part.size if self.split else shape[1]
         offset = (part.first_expert, part.rank * shape[1] if self.split else 0)
         return [StoredSlice(names[0], (decoder.experts.count, columns), whole(shape), offset)]
+
+
+@dataclass(frozen=True)
+class ExpertFactor(_SingleModule):
+    """A factor of the adapters of a rank's experts, `[experts, ...]`, in a checkpoint one tensor for all experts of a layer.
+
+    Args:
+        split: The axis that tensor-parallel ranks share; None if each has all of it.
+        joined: The number of parts along that axis, of each of which a rank has its own: 2 for gate and up.
+    """
+
+    split: int | None
+    joined: int = 1
+
+    def is_split(self, dimensions: int) -> bool:
+        """Return whether tensor-parallel ranks share an axis."""
+        return self.split is not None
+
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
+        """Return one stored slice for each of the joined parts."""
+        assert decoder.experts is not None
+        stored, size = [decoder.experts.count, *shape[1:]], list(shape)
+        if self.split is not None:
+            stored[self.split] *= part.size
+            size[self.split] //= self.joined
+        slices = []
+        for number in range(self.joined):
+            start, offset = [0] * 3, [part.first_expert, 0, 0]
+            if self.split is not None:
+                start[self.split] = number * size[self.split]
+                offset[self.split] = (number * part.size + part.rank) * size[self.split]
+            slices.append(StoredSlice(names[0], tuple(stored), TensorSlice(tuple(start), tuple(size)), tuple(offset)))
+        return slices
 
 
 def _qkv_slices(

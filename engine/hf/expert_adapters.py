@@ -38,7 +38,7 @@ class ExpertAdapter(nn.Module):
         self.lora_A = nn.Parameter(torch.empty(experts, rank, inputs, dtype=dtype, device=weight.device))
         self.lora_B = nn.Parameter(torch.empty(experts, outputs, rank, dtype=dtype, device=weight.device))
 
-    def enable_adapters(self, enabled: bool) -> None:  # noqa: FBT001  # as in peft's layers
+    def enable_adapters(self, enabled: bool) -> None:  # as in peft's layers
         """Switch the adapter on or off, as in peft's layers."""
         self.enabled = enabled
 

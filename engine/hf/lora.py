@@ -48,8 +48,8 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
     without_effect = KERNEL_WEIGHTS.get(model.config.model_type, set()) & names
     usual = sorted(names - fused - without_effect)
     # What is adapted only where its own name says so.
-    special = [n for n, m in model.named_modules() if (m is head or m is embeddings) and id(m) not in whole]
-    special += [n for n, _ in expert_modules(model)]
+    vocabulary = [n for n, m in model.named_modules() if (m is head or m is embeddings) and id(m) not in whole]
+    special = [*vocabulary, *(n for n, _ in expert_modules(model))]
     targets: list[str] = []
     for target in lora.targets:
         matches = usual if target == "all-linear" else _matches(target, linears, special)
@@ -77,9 +77,9 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
             f"model.lora.dropout={lora.dropout} with model.lora.targets={list(lora.targets)}: peft has no dropout for adapters of experts; "
             "set it to 0, or leave the experts out"
         )
-    if _tied(model) and (vocabulary := [n for n in targets if model.get_submodule(n) in (head, embeddings)] if special else []):
+    if _tied(model) and (both := [n for n in vocabulary if n in targets]):
         raise ModelError(
-            f"model.lora.targets names {vocabulary[0]}, whose weights are both the embeddings and the head (tie_word_embeddings), so that "
+            f"model.lora.targets names {both[0]}, whose weights are both the embeddings and the head (tie_word_embeddings), so that "
             "an adapter would belong to one of them only; train them in full with model.lora.modules_to_save"
         )
     # peft finds targets by the end of their names, and would adapt what is no linear layer, such as the convolution of an encoder.
@@ -279,7 +279,7 @@ def head_adapter(head: Any, hidden_th: Tensor) -> HeadAdapter | None:
 
 def as_peft_stores(name: str, factor: Tensor) -> Tensor:
     """Return a factor as it is in peft's files; see `peft_shape`."""
-    if factor.dim() != 3:
+    if factor.dim() != 3 or ".lora_" not in name:
         return factor
     ordered = factor if ".lora_A." in name else factor.permute(1, 2, 0)
     return ordered.reshape(peft_shape(name, factor.shape))

@@ -99,7 +99,15 @@ def build_model(
     with topology.collective_errors():
         family = meta_model.bridge(architecture.family)
         _add_adapters(family, architecture.decoder, model, chunks, meta_model, topology, state)
-        param_shards = param_shards_of(chunks, family, architecture.decoder, state.groups, meta_model.encoder_slices)
+        param_shards = param_shards_of(
+            chunks,
+            family,
+            architecture.decoder,
+            state.groups,
+            meta_model.encoder_slices,
+            meta_model.experts,
+            model.lora,
+        )
     meta_model.compare(param_shards, topology)
     meta_model.choose_trainable(param_shards)
     return MCoreBuild(state=state, meta_model=meta_model, chunks=chunks, param_shards=param_shards)
@@ -145,7 +153,7 @@ def _add_adapters(
         ModelError: A target has no parallel layer in megatron.
     """
     lora, targets = model.lora, meta_model.targets
-    adapted = add_adapters(chunks, family, decoder, state.groups, targets, lora) if targets else set()
+    adapted = add_adapters(chunks, family, decoder, state.groups, targets, lora, meta_model.experts) if targets else set()
     missing = targets - set().union(*topology.all_gather_object(adapted))
     if missing:
         leaves = sorted({name.rpartition(".")[2] for name in missing})

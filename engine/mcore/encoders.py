@@ -15,7 +15,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..hf.lora import factors, merged
+from ..hf.lora import factors as factors_of
+from ..hf.lora import merged
 from ..hf.media_family import MediaFamily
 from ..packing.batch import Kind
 from ..rank_slice import EncoderInput, RankSlice
@@ -135,17 +136,11 @@ class AdaptedByPeft:
     layer: Any
 
     @property
-    def adapters(self) -> dict[str, Any]:
-        """The one adapter."""
-        return {"default": _Factors(*factors(self.layer))}
+    def factors(self) -> list[tuple[Any, Any]]:
+        """The parameters A and B of the one adapter."""
+        return [factors_of(self.layer)]
 
-    def merged(self, base: Tensor, whole_factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def merged(self, base: Tensor, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the weight with the adapter merged, computed in float32."""
-        ((down, up),) = whole_factors
+        ((down, up),) = factors
         return merged(self.layer, base, down, up)
-
-
-@dataclass(frozen=True)
-class _Factors:
-    lora_A: Any
-    lora_B: Any

@@ -24,7 +24,9 @@ from ..errors import CapabilityError, ConfigError, ModelError
 from ..flops import ModelShape
 from ..hf.config import check_model, wants_adapters
 from ..hf.files import save_model_files
+from ..hf.lora import as_peft_stores
 from ..hf.media import FAMILIES, media_config
+from ..hf.names import peft_shape
 from ..hf.shape import router_settings
 from ..hf.weights import seed_ranks
 from ..loss import HeadRequest, OutputRequest
@@ -391,10 +393,14 @@ class MCoreEngine(BaseEngine):
     def weight_shapes(self, *, adapters: Adapters = "merged") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """See `BaseEngine.weight_shapes`."""
         check_adapters(adapters)
-        return shapes_of(self._loaded.plans[adapters])
+        shapes = shapes_of(self._loaded.plans[adapters])
+        if adapters == "merged":
+            return shapes
+        return {name: (dtype, peft_shape(name, shape)) for name, (dtype, shape) in shapes.items()}
 
     def stream_weights(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
-        return self._loaded.model_state.stream(self._loaded.plans[adapters])
+        stream = self._loaded.model_state.stream(self._loaded.plans[adapters])
+        return stream if adapters == "merged" else ((name, as_peft_stores(name, value)) for name, value in stream)
 
     def release(self) -> None:
         self._model = self._weights = self._optimizer = self._meta = None

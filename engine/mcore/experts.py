@@ -12,10 +12,11 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from .config import DecoderConfig
+from .lora import AdaptedExperts
 from .mlp import gated, recomputed
 
 
-class GroupedExperts(MegatronModule):
+class GroupedExperts(AdaptedExperts, MegatronModule):
     """This rank's experts, whose matrices are stacked by rows so that each product is one grouped kernel.
 
     Args:
@@ -26,7 +27,7 @@ class GroupedExperts(MegatronModule):
 
     def __init__(self, num_local_experts: int, config: DecoderConfig, pg_collection: ProcessGroupCollection, **_: Any) -> None:
         super().__init__(config=config)
-        self.count = num_local_experts
+        self.count, self.group = num_local_experts, pg_collection.expt_tp
         inner = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         # Where there is a GPU, all experts on the host first would need as much of its memory.
         device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
@@ -40,15 +41,18 @@ class GroupedExperts(MegatronModule):
         if not len(hidden_th):
             # No token chose an expert of this rank. The inputs and weights still take part in the backward pass, because its
             # all-to-alls must match those of the other ranks.
-            return hidden_th * probs_t[:, None] + 0.0 * (w1.sum() + w2.sum()), None
+            unused = sum(parameter.sum() for parameter in self.parameters())
+            return hidden_th * probs_t[:, None] + 0.0 * unused, None
         ends = tokens_per_expert.to(hidden_th.device).cumsum(0).to(torch.int32)
 
         def gate(both: Tensor, probs_t: Tensor) -> Tensor:
             return (gated(both, self.config) * probs_t[:, None]).to(both.dtype)
 
-        both = F.grouped_mm(hidden_th, w1.transpose(1, 2), offs=ends)
-        out = recomputed(gate, (both, probs_t), lambda w: F.grouped_mm(w, w2.transpose(1, 2), offs=ends), self)
-        return out, None
+        def down(inner: Tensor) -> Tensor:
+            return self.adapted("linear_fc2", inner, F.grouped_mm(inner, w2.transpose(1, 2), offs=ends), ends)
+
+        both = self.adapted("linear_fc1", hidden_th, F.grouped_mm(hidden_th, w1.transpose(1, 2), offs=ends), ends)
+        return recomputed(gate, (both, probs_t), down, self), None
 
 
 class _Stacked(nn.Module):
@@ -74,7 +78,7 @@ class _Stacked(nn.Module):
         return F.grouped_mm(x, weight, offs=ends), bias
 
 
-class ClampedExperts(MegatronModule):
+class ClampedExperts(AdaptedExperts, MegatronModule):
     """Experts with biases and a clamped activation (gpt-oss): (min(max(u, -l), l) + 1) g s(a g) with g = min(gate, l).
 
     Gate and up alternate in the columns of the first matrix.
@@ -85,9 +89,11 @@ class ClampedExperts(MegatronModule):
         pg_collection: The process groups.
     """
 
+    transposed = True
+
     def __init__(self, num_local_experts: int, config: DecoderConfig, pg_collection: ProcessGroupCollection, **_: Any) -> None:
         super().__init__(config=config)
-        self.count = num_local_experts
+        self.count, self.group = num_local_experts, pg_collection.expt_tp
         inner = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
         factory_kwargs: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
@@ -112,7 +118,8 @@ class ClampedExperts(MegatronModule):
 
         def down(inner: Tensor) -> Tensor:
             out, bias = self.linear_fc2(inner, ends, counts)
-            return (out + bias) * probs_t[:, None].to(out.dtype)
+            return (self.adapted("linear_fc2", inner, out, ends) + bias) * probs_t[:, None].to(out.dtype)
 
         both, bias = self.linear_fc1(hidden_th, ends, counts)
+        both = self.adapted("linear_fc1", hidden_th, both, ends)
         return recomputed(gate, (both, bias), down, self), None

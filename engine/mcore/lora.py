@@ -1,10 +1,13 @@
-"""LoRA on megatron's parallel linear layers, one adapter for each Hugging Face module that peft would adapt.
+"""LoRA on megatron's parallel layers, one adapter for each Hugging Face module that peft would adapt.
 
-Axes: T tokens, R rank of the adapters, I input and O output features of this rank's part.
+Axes: T tokens, R rank of the adapters, I input and O output features of this rank's part, E experts of this rank, V rows of the
+vocabulary of this rank.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +20,13 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ..checkpoint.tensor_slices import StoredSlice
 from ..config import LoraConfig
 from ..hf.lora import adapters_disabled as peft_disabled
-from ..ops.lora import adapter_product
+from ..ops.linear_head import HeadAdapter
+from ..ops.lora import adapter_product, expert_adapter_output, merge_experts
 
 
 class Adapter(nn.Module):
@@ -38,6 +43,23 @@ class Adapter(nn.Module):
         super().__init__()
         self.lora_A = nn.Parameter(torch.zeros(*down, dtype=dtype, device=device))
         self.lora_B = nn.Parameter(torch.zeros(*up, dtype=dtype, device=device))
+
+
+class EmbeddingAdapter(nn.Module):
+    """The factors of an adapter of embeddings, of which A has this rank's rows of the vocabulary and is transposed.
+
+    Args:
+        rows: The number of these rows, V.
+        width: The width of the embeddings, O.
+        rank: The rank R.
+        dtype: The dtype of both factors.
+        device: The device of both factors.
+    """
+
+    def __init__(self, rows: int, width: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.lora_embedding_A = nn.Parameter(torch.zeros(rows, rank, dtype=dtype, device=device))
+        self.lora_embedding_B = nn.Parameter(torch.zeros(width, rank, dtype=dtype, device=device))
 
 
 class Adapted:
@@ -68,6 +90,11 @@ class Adapted:
     def _delta(self, x: Tensor, adapter: Any) -> Tensor:
         """Compute one adapter's addition to the output from the layer's input."""
         raise NotImplementedError
+
+    @property
+    def factors(self) -> list[tuple[Any, Any]]:
+        """The parameters A and B of each adapter."""
+        return [(adapter.lora_A, adapter.lora_B) for adapter in self.adapters.values()]
 
     def adapt(self, parts: Mapping[str, Sequence[StoredSlice]], lora: LoraConfig) -> None:
         """Add an adapter for each part.
@@ -134,6 +161,156 @@ class AdaptedRowParallelLinear(Adapted, RowParallelLinear):
         return F.linear(low, adapter.lora_B) * self.scale
 
 
+class AdaptedExperts:
+    """The common part of layers of experts: the adapters of their two matrices, in peft's form.
+
+    Their tensor-parallel ranks share the inner features of each expert, so A of the second matrix and B of the first are split.
+    """
+
+    count: int
+    group: ProcessGroup
+    transposed = False
+    """Whether the matrices of experts are `[in, out]`."""
+    lora: LoraConfig
+    enabled = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adapters: Any = nn.ModuleDict()
+
+    def adapted(self, matrix: str, x_ti: Tensor, out_to: Tensor, ends_e: Tensor) -> Tensor:
+        """Add what the adapter of a matrix adds to its output.
+
+        Args:
+            matrix: The matrix, linear_fc1 or linear_fc2.
+            x_ti: Its input, in the order of the experts.
+            out_to: Its output.
+            ends_e: The end of each expert's tokens.
+        """
+        if matrix not in self.adapters or not self.enabled:
+            return out_to
+        # Each rank has a part of the sum over inner features, and so of the gradient of the factor that all have in common.
+        down, up = self.adapters[matrix].lora_A, self.adapters[matrix].lora_B
+        if matrix == "linear_fc1":
+            down = copy_to_tensor_model_parallel_region(down, group=self.group)
+        else:
+            up = copy_to_tensor_model_parallel_region(up, group=self.group)
+        product = partial(F.grouped_mm, offs=ends_e)
+        return out_to + expert_adapter_output(x_ti, down, up, self.lora.scale, product)
+
+    def adapt(self, lora: LoraConfig) -> None:
+        """Add an adapter to both matrices."""
+        layer: Any = self
+        self.lora = lora
+        for matrix in ("linear_fc1", "linear_fc2"):
+            weight = getattr(layer, matrix).weight.view(self.count, -1, getattr(layer, matrix).weight.shape[1])
+            _, outputs, inputs = (weight.transpose(1, 2) if self.transposed else weight).shape
+            shapes = (self.count, lora.rank, inputs), (self.count, outputs, lora.rank)
+            layer.adapters[matrix] = Adapter(*shapes, weight.dtype, weight.device)
+            shared = layer.adapters[matrix].lora_A if matrix == "linear_fc1" else layer.adapters[matrix].lora_B
+            # Ranks with the same part of the experts' features count it in the norm, and write it, once.
+            shared.shared = self.group.rank() > 0
+
+
+@dataclass(frozen=True)
+class AdaptedMatrix:
+    """A weight that is merged with one adapter.
+
+    Args:
+        adapter: The adapter, with both factors.
+        product: A function of the weight and both factors that returns the merged weight.
+    """
+
+    adapter: nn.Module
+    product: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    @property
+    def factors(self) -> list[tuple[Any, Any]]:
+        """The parameters A and B."""
+        down, up = self.adapter.parameters()
+        return [(down, up)]
+
+    def merged(self, base: Tensor, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return this rank's part of the weight with the adapter merged, computed in float32."""
+        return self.product(base, *factors[0])
+
+
+def adapt_vocabulary(layer: Any, key: str, rank: int, *, embeddings: bool) -> None:
+    """Add an adapter to the embeddings or the head, whose rows of the vocabulary are split over ranks.
+
+    Args:
+        layer: Megatron's layer.
+        key: The last part of the Hugging Face module's name.
+        rank: The rank R.
+        embeddings: Whether it is the embeddings.
+    """
+    rows, width = layer.weight.shape
+    kind = (layer.weight.dtype, layer.weight.device)
+    adapter = EmbeddingAdapter(rows, width, rank, *kind) if embeddings else Adapter((rank, width), (rows, rank), *kind)
+    layer.adapters = nn.ModuleDict({key: adapter})
+    for name, parameter in adapter.named_parameters():
+        # A of embeddings and B of a head have a row for each of the vocabulary's.
+        parameter.tensor_model_parallel = name in ("lora_embedding_A", "lora_B")  # type: ignore[attr-defined]
+    layer.adapters_enabled = True
+
+
+def vocabulary_adapter(layer: Any) -> Any:
+    """Return the adapter of the embeddings or the head; None if it has none, or a disabled one."""
+    adapters = getattr(layer, "adapters", None)
+    return next(iter(adapters.values())) if adapters and layer.adapters_enabled else None
+
+
+def embedding_addition(
+    layer: Any, ids_s: Tensor, scale: float, padding_id: int | None, *, sequence_parallel: bool
+) -> Tensor | None:
+    """Return what the adapter of embeddings adds, `[S, 1, O]` (under sequence parallelism this rank's part of S), or None.
+
+    Args:
+        layer: Megatron's embeddings.
+        ids_s: The tokens, `[S]`.
+        scale: The scale of the adapter.
+        padding_id: The token whose row of A gets no gradient, as in peft; None if all do.
+        sequence_parallel: Whether ranks share the tokens of the output.
+    """
+    adapter = vocabulary_adapter(layer)
+    if adapter is None:
+        return None
+    first, rows = layer.vocab_start_index, len(adapter.lora_embedding_A)
+    local_s = ids_s - first
+    here_s = (local_s >= 0) & (local_s < rows)
+    padding = None if padding_id is None or not 0 <= padding_id - first < rows else padding_id - first
+    low_sr = F.embedding(local_s.where(here_s, 0), adapter.lora_embedding_A, padding_idx=padding) * here_s[:, None]
+    up = adapter.lora_embedding_B
+    if sequence_parallel:
+        low_sr = reduce_scatter_to_sequence_parallel_region(low_sr, group=layer.tp_group)
+        up = copy_to_tensor_model_parallel_region(up, group=layer.tp_group)
+    else:
+        low_sr = reduce_from_tensor_model_parallel_region(low_sr, group=layer.tp_group)
+    return (F.linear(low_sr, up) * scale).unsqueeze(1)
+
+
+def head_adapter(
+    layer: Any, hidden_sh: Tensor, lora: LoraConfig, rows: int, group: ProcessGroup, *, training: bool
+) -> HeadAdapter | None:
+    """Return what the adapter of the head adds to this rank's logits, or None.
+
+    Args:
+        layer: Megatron's head.
+        hidden_sh: The hidden states of the tokens with outputs.
+        lora: The LoRA settings.
+        rows: The number of this rank's rows that are not padding.
+        group: The tensor-parallel group.
+        training: Whether dropout is on.
+    """
+    adapter = vocabulary_adapter(layer)
+    if adapter is None:
+        return None
+    dropped = F.dropout(hidden_sh, lora.dropout, training)
+    # Each rank's logits give a part of the gradient of the factor that all ranks have.
+    low = F.linear(dropped, copy_to_tensor_model_parallel_region(adapter.lora_A, group=group))
+    return HeadAdapter(low, adapter.lora_B[:rows] * lora.scale)
+
+
 def mark_factors(layer: nn.Module) -> None:
     """Mark for megatron which factors are split, and which have a gradient that covers only the rank's own tokens."""
     assert isinstance(layer, Adapted)
@@ -146,20 +323,45 @@ def mark_factors(layer: nn.Module) -> None:
         replicated.sequence_parallel = layer.sequence_parallel
 
 
-def adapted_layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yield the name in its chunk of each layer that has adapters, and the layer."""
-    for chunk in chunks:
-        for name, module in chunk.named_modules():
-            if isinstance(module, Adapted) and len(module.adapters):
-                yield name, module
+def adapted_weights(chunk: nn.Module, scale: float) -> Iterator[tuple[str, Any]]:
+    """Yield the names in a chunk of the weights that have adapters, and how they are merged.
+
+    Args:
+        chunk: The chunk.
+        scale: The scale of the adapters.
+    """
+
+    def of_experts(base: Tensor, down: Tensor, up: Tensor, *, transposed: bool) -> Tensor:
+        return merge_experts(base.view(len(down), -1, base.shape[1]), down, up, scale, transposed=transposed).view_as(base)
+
+    def of_embeddings(base: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        return (base.float() + adapter_product(up, down.T, scale).T).to(base.dtype)
+
+    def of_head(base: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        return (base.float() + adapter_product(up, down, scale)).to(base.dtype)
+
+    for name, module in chunk.named_modules():
+        if isinstance(module, Adapted) and len(module.adapters):
+            yield f"{name}.weight", module
+        elif isinstance(module, AdaptedExperts):
+            for matrix, adapter in module.adapters.items():
+                yield f"{name}.{matrix}.weight", AdaptedMatrix(adapter, partial(of_experts, transposed=module.transposed))
+        elif hasattr(module, "adapters_enabled"):
+            ((_, adapter),) = module.adapters.items()
+            product = of_embeddings if isinstance(adapter, EmbeddingAdapter) else of_head
+            yield f"{name}.weight", AdaptedMatrix(adapter, product)
 
 
 @contextmanager
 def adapters_disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Run the adapted layers without their adapters inside the block."""
-    layers = [layer for _, layer in adapted_layers(chunks)]
+    modules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
+    layers = [module for module in modules if isinstance(module, Adapted | AdaptedExperts)]
+    vocabularies = [module for module in modules if hasattr(module, "adapters_enabled")]
     for layer in layers:
         layer.enabled = False
+    for layer in vocabularies:
+        layer.adapters_enabled = False
     try:
         with ExitStack() as of_encoders:
             for chunk in chunks:
@@ -168,3 +370,5 @@ def adapters_disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enabled = True
+        for layer in vocabularies:
+            layer.adapters_enabled = True

@@ -1,6 +1,7 @@
 """The Hugging Face model behind a rank's megatron layers: its tensors, which of them are trained, and their weights."""
 
 import copy
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from ..config import ModelConfig
 from ..errors import ModelError
 from ..flops import ModelShape
 from ..heads import head_of
+from ..hf.expert_adapters import expert_modules
 from ..hf.layout import DiskLayout
 from ..hf.media import FAMILIES, check_media_support
 from ..hf.media_family import MediaFamily
@@ -68,10 +70,19 @@ class MetaModel:
 
     @property
     def targets(self) -> set[str]:
-        """The names of the decoder's modules that have adapters."""
+        """The names of the modules of the decoder that have adapters, and of the head if it has one."""
         names = [hf_name(name) for name, _ in self.root.named_parameters()]
-        adapted = {n.name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for n in names if n.adapter}
-        return {name for name in adapted if name.startswith(f"{self._decoder}.")}
+        stems = {n.name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for n in names if n.adapter}
+        adapted = {stem.removesuffix(".base_layer") for stem in stems}
+        head = next((n for n, m in self.root.lm.named_modules() if m is self.root.lm.get_output_embeddings()), None)
+        return {name for name in adapted if name == head or name.startswith(f"{self._decoder}.")}
+
+    @property
+    def experts(self) -> dict[int, str]:
+        """The names of the modules of the decoder's experts, by the numbers of their layers."""
+        layer = re.compile(rf"{re.escape(self._decoder)}\.layers\.(\d+)\.")
+        matches = ((layer.match(name), name) for name, _ in expert_modules(self.root.lm))
+        return {int(match[1]): name for match, name in matches if match is not None}
 
     def bridge(self, family: Family) -> Family:
         """Return the bridge of the decoder's family with the names that tensors have in this model."""

@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..bridge.decoder import Decoder
+from ..config import LoraConfig
 from ..heads import HeadType, compute_outputs
 from ..hf.media_family import MediaFamily
 from ..ops.linear_head import LogitTransform, VocabularyShard, linear_head
@@ -35,7 +36,7 @@ from .config import DecoderConfig
 from .delta_net import GatedDeltaNet
 from .encoders import DeepstackLayer, Encoders
 from .experts import ClampedExperts, GroupedExperts
-from .lora import AdaptedColumnParallelLinear, AdaptedRowParallelLinear
+from .lora import AdaptedColumnParallelLinear, AdaptedRowParallelLinear, embedding_addition, head_adapter
 from .mla import MLASelfAttention, MLASettings
 from .mlp import GatedMLP
 from .modules import (
@@ -103,6 +104,8 @@ class PackedGPTModel(GPTModel):
         self.encoders = encoders
         self.head = head
         self.score: nn.Module | None = None
+        self.lora: LoraConfig | None = None
+        """The settings of adapters, once the model has some."""
         if head is not None and last:
             self.output_layer = None
             self.score = head.module(decoder.hidden, config.params_dtype)
@@ -117,6 +120,15 @@ class PackedGPTModel(GPTModel):
             # A lookup of the padding token gives its row no gradient, as `padding_idx` of transformers' embeddings; the
             # head that is tied to them does.
             inputs[0].register_hook(lambda grad: grad.masked_fill(padding_s[:, None, None], 0.0))
+        if self.pre_process and self.lora is not None:
+            addition = embedding_addition(
+                self.embedding.word_embeddings,
+                input_ids[0],
+                self.lora.scale,
+                self.padding_id,
+                sequence_parallel=self.config.sequence_parallel,
+            )
+            inputs = inputs if addition is None else (inputs[0] + addition, *inputs[1:])
         if self.pre_process and self.training and not inputs[0].requires_grad:
             # With adapters the embeddings are frozen, and a recomputed layer whose input does not require a gradient passes
             # none to its adapters.
@@ -151,10 +163,15 @@ class PackedGPTModel(GPTModel):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else layer.weight
         first_row = tp.rank() * len(weight)
         real_rows = max(0, min(len(weight), self.decoder_sizes.vocabulary - first_row))
+        hidden_sh = hidden_states[:, 0].index_select(0, part.selected)
+        adapter = None
+        if self.lora is not None:
+            adapter = head_adapter(layer, hidden_sh, self.lora, real_rows, tp, training=self.training)
         head_outputs = linear_head(
-            hidden_states[:, 0].index_select(0, part.selected),
+            hidden_sh,
             weight if real_rows == len(weight) else weight[:real_rows],
             part.targets,
+            adapter=adapter,
             transform=self.transform,
             temperature=outputs.temperature,
             entropy=outputs.entropy,

@@ -1,9 +1,9 @@
 """This rank's parameters, and the stored slices under Hugging Face names that they consist of."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
@@ -11,18 +11,30 @@ from torch import Tensor
 from ..bridge.decoder import Decoder
 from ..bridge.delta_net import HeadRows
 from ..bridge.family import Family
-from ..bridge.rules import ColumnParallel, FusedColumnParallel, FusedQKVParallel, Replicated, RowParallel, Rule, TensorPart
+from ..bridge.rules import (
+    ColumnParallel,
+    ExpertFactor,
+    FusedColumnParallel,
+    FusedQKVParallel,
+    Replicated,
+    RowParallel,
+    Rule,
+    TensorPart,
+    VocabParallel,
+)
 from ..checkpoint.tensor_slices import StoredSlice
 from ..config import LoraConfig
-from ..hf.lora import adapted_weights
-from ..hf.names import PEFT_PREFIX
+from ..hf.lora import adapted_weights as adapted_by_peft
+from ..hf.names import PEFT_PREFIX, expert_factor
 from .encoders import AdaptedByPeft, Encoders
-from .lora import Adapted, adapted_layers, mark_factors
+from .lora import Adapted, AdaptedExperts, adapt_vocabulary, adapted_weights, mark_factors
 from .model import PackedGPTModel
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_FACTOR = re.compile(r"^(.*)\.adapters\.(\w+)\.(lora_[AB])$")
+_FACTOR = re.compile(r"^(.*)\.adapters\.(\w+)\.(lora_(?:embedding_)?[AB])$")
 _EXPERT = ".mlp.experts."
+_EXPERTS = re.compile(r"^decoder\.layers\.(\d+)\.mlp\.experts$")
+_VOCABULARY = ("embedding.word_embeddings", "output_layer")
 ENCODERS = "encoders.base."
 """The prefix of the names of encoders' tensors in a chunk."""
 
@@ -57,6 +69,8 @@ def param_shards_of(
     decoder: Decoder,
     groups: ProcessGroupCollection,
     encoder_slices: Callable[[str, Tensor], Sequence[StoredSlice]],
+    experts: Mapping[int, str],
+    lora: LoraConfig,
 ) -> list[ParamShard]:
     """Return every parameter of a rank's chunks, and mark the ones that are split over tensor-parallel ranks.
 
@@ -68,12 +82,14 @@ def param_shards_of(
         decoder: The decoder's sizes.
         groups: The process groups.
         encoder_slices: A function that returns the stored slices behind a tensor of an encoder, given its name there.
+        experts: The names of the modules of experts in transformers' model, by the numbers of their layers.
+        lora: The LoRA settings.
     """
     param_shards: list[ParamShard] = []
     for chunk in chunks:
         if chunk.encoders is not None:
             param_shards += _of_encoders(chunk.encoders, encoder_slices, groups)
-        layers = {f"{name}.weight": layer for name, layer in adapted_layers([chunk])}
+        layers = dict(adapted_weights(chunk, lora.scale)) if lora.rank else {}
         for local_name, parameter in [*chunk.named_parameters(), *_buffers(chunk)]:
             if local_name.startswith(ENCODERS):
                 continue
@@ -88,7 +104,7 @@ def param_shards_of(
                 name = "embedding.word_embeddings.weight"
             factor_match = _FACTOR.match(name)
             if factor_match is not None:
-                rule, names = adapter_rule(family, *factor_match.groups())
+                rule, names = adapter_rule(family, factor_match.groups(), experts, decoder)
             else:
                 rule, names = family.rule(name)
                 names = tuple(family.stored(stored_name) for stored_name in names)
@@ -120,7 +136,7 @@ def _of_encoders(
     encoders: Encoders, encoder_slices: Callable[[str, Tensor], Sequence[StoredSlice]], groups: ProcessGroupCollection
 ) -> Iterator[ParamShard]:
     """Yield the tensors of the encoders, of which every rank of a tensor-parallel group has a copy."""
-    layers = {name: AdaptedByPeft(layer) for name, layer in adapted_weights(encoders.base).items()}
+    layers = {name: AdaptedByPeft(layer) for name, layer in adapted_by_peft(encoders.base).items()}
     stored_names = encoders.base.state_dict(keep_vars=True).keys()
     tensors = [*encoders.base.named_parameters(), *((n, b) for n, b in encoders.base.named_buffers() if n in stored_names)]
     for name, tensor in tensors:
@@ -136,15 +152,27 @@ def _of_encoders(
         )
 
 
-def adapter_rule(family: Family, module: str, key: str, factor: str) -> tuple[Rule, tuple[str, ...]]:
+def adapter_rule(
+    family: Family, parameter: tuple[str | Any, ...], experts: Mapping[int, str], decoder: Decoder
+) -> tuple[Rule, tuple[str, ...]]:
     """Return the rule by which an adapter's factor is split, and the factor's name in peft's files.
 
     Args:
         family: The model's family.
-        module: The adapted layer's name in an unsharded model.
-        key: The last part of the Hugging Face module's name.
-        factor: The factor, either lora_A or lora_B.
+        parameter: The adapted layer's name in an unsharded model; the last part of the Hugging Face module's name, or of experts
+            megatron's name of the matrix; and the factor, lora_A or lora_B, of embeddings lora_embedding_A or lora_embedding_B.
+        experts: The names of the modules of experts in transformers' model, by the numbers of their layers.
+        decoder: The decoder's sizes.
     """
+    module, key, factor = parameter
+    if match := _EXPERTS.match(module):
+        assert decoder.experts is not None
+        first = key == "linear_fc1"
+        name = expert_factor(experts[int(match[1])], "gate_up_proj" if first else "down_proj", factor)
+        # Gate and up alternate in the columns of clamped experts, of which a rank has consecutive ones.
+        joined = 2 if first and decoder.experts.clamped is None else 1
+        axis = {("linear_fc1", "lora_B"): 1, ("linear_fc2", "lora_A"): 2}.get((key, factor))
+        return ExpertFactor(name, axis, joined if axis else 1), (name,)
     base, names = family.rule(f"{module}.weight")
     target = next(name for name in names if name.split(".")[-2] == key).removesuffix(".weight")
     split: Rule = RowParallel(target) if isinstance(base, RowParallel) else ColumnParallel(target)
@@ -153,6 +181,10 @@ def adapter_rule(family: Family, module: str, key: str, factor: str) -> tuple[Ru
         split = replace(base, module=target)
     elif isinstance(base, HeadRows):
         split = base.of(next(module for module in base.modules if target.endswith(f".{module}")))
+    elif isinstance(base, VocabParallel):
+        split = VocabParallel(target, transposed=factor.startswith("lora_embedding_"))
+    if factor.startswith("lora_embedding_"):
+        return (split if factor.endswith("A") else Replicated(target)), (f"{PEFT_PREFIX}{target}.{factor}",)
     # A reads the layer's input and B produces its output, so the split factor is the one on the layer's own split side.
     is_split = (factor == "lora_A") == isinstance(base, RowParallel)
     return (split if is_split else Replicated(target)), (f"{PEFT_PREFIX}{target}.{factor}.weight",)
@@ -165,6 +197,7 @@ def add_adapters(
     groups: ProcessGroupCollection,
     targets: Set[str],
     lora: LoraConfig,
+    experts: Mapping[int, str],
 ) -> set[str]:
     """Add adapters to every layer behind a target.
 
@@ -175,6 +208,7 @@ def add_adapters(
         groups: The process groups.
         targets: The names of the Hugging Face modules to adapt.
         lora: The LoRA settings.
+        experts: The names of the modules of experts in transformers' model, by the numbers of their layers.
 
     Returns:
         The targets that this rank's chunks contain.
@@ -182,11 +216,25 @@ def add_adapters(
     part = TensorPart(groups.tp.size(), groups.tp.rank())
     adapted: set[str] = set()
     for chunk in chunks:
-        for local_name, module in chunk.named_modules():
+        chunk.lora = lora
+        for local_name, module in list(chunk.named_modules()):
+            name, layer = _global_name(chunk, local_name), cast("Any", module)
+            if isinstance(module, AdaptedExperts):
+                match = _EXPERTS.match(name)
+                assert match is not None
+                if (target := experts[int(match[1])]) in targets:
+                    module.adapt(lora)
+                    adapted.add(target)
+                continue
+            if name in _VOCABULARY:
+                target = family.rule(f"{name}.weight")[1][0].removesuffix(".weight")
+                if target in targets and (layer.weight is not None):
+                    adapt_vocabulary(layer, target.rpartition(".")[2], lora.rank, embeddings=name == _VOCABULARY[0])
+                    adapted.add(target)
+                continue
             if not isinstance(module, Adapted) or _EXPERT in local_name:
                 continue
-            layer: Any = module
-            rule, names = family.rule(f"{_global_name(chunk, local_name)}.weight")
+            rule, names = family.rule(f"{name}.weight")
             stored_slices = rule.stored_slices(names, tuple(layer.weight.shape), part, decoder)
             target_names = [name for name in names if name.removesuffix(".weight") in targets]
             if target_names:

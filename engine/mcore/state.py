@@ -228,8 +228,7 @@ class ModelState:
         if param_shard.layer is None:
             return value
         factors = [
-            (self._stored(self._by_parameter[a.lora_A]), self._stored(self._by_parameter[a.lora_B]))
-            for a in param_shard.layer.adapters.values()
+            (self._stored(self._by_parameter[a]), self._stored(self._by_parameter[b])) for a, b in param_shard.layer.factors
         ]
         merged: Tensor = param_shard.layer.merged(value, factors)
         return merged

@@ -17,6 +17,7 @@ from helpers.engines import OPTIM, build, close_to, share, steps
 from helpers.harness import run_ranks
 
 FAST = replace(OPTIM, lr=1e-2)
+VOCABULARY = {"targets": ("all-linear", "embed_tokens", "lm_head")}
 
 
 def peft_model(folder: str | Path, adapter: str | Path) -> Any:
@@ -50,7 +51,7 @@ def rank_lora(folder: str, out: str, lora: LoraConfig, settings: dict[str, Any])
     engine.close()
     return {
         "steps": found,
-        "disabled_equals_base": torch.equal(base, again),
+        "disabled_from_base": float((base - again).abs().max()),
         "training_changed": not torch.equal(base, trained),
         "resumed": more == resumed,
     }
@@ -58,9 +59,10 @@ def rank_lora(folder: str, out: str, lora: LoraConfig, settings: dict[str, Any])
 
 def check(folder: Path, out: Path, lora: LoraConfig, settings: dict[str, Any], nproc: int = 1) -> None:
     found = run_ranks(rank_lora, nproc, str(folder), str(out), lora, settings)
-    # Modules that are trained in full stay trained without the adapters.
-    assert all(f["disabled_equals_base"] != bool(lora.modules_to_save) for f in found)
-    assert all(f["training_changed"] and f["resumed"] for f in found)
+    # Modules that are trained in full stay trained without the adapters. Compiled layers, and the memory layout of embeddings, round
+    # in other ways with adapters that add zeros.
+    assert all((f["disabled_from_base"] <= 2e-6) != bool(lora.modules_to_save) for f in found), found
+    assert all(f["training_changed"] and f["resumed"] for f in found), found
     model = peft_model(folder, out / "start")
     trainable = [p for p in model.parameters() if p.requires_grad]
     reference = PlainReference(folder, FAST)
@@ -83,25 +85,61 @@ def check(folder: Path, out: Path, lora: LoraConfig, settings: dict[str, Any], n
 @pytest.mark.parametrize(
     ("nproc", "axes", "lora"),
     [
+        (1, {"backend": "mcore"}, VOCABULARY),
+        pytest.param(2, {"backend": "mcore", "tp": 2}, VOCABULARY, marks=pytest.mark.slow),
+        pytest.param(4, {"backend": "mcore", "tp": 2, "tp_sequence": True, "pp": 2}, VOCABULARY, marks=pytest.mark.slow),
+        pytest.param(2, {"backend": "mcore", "cp": 2}, VOCABULARY, marks=pytest.mark.slow),
         (1, {}, {}),
         pytest.param(2, {}, {}, marks=pytest.mark.slow),
         (2, {"cp": 2}, {}),
         (1, {}, {"modules_to_save": ("embed_tokens", "lm_head")}),
         pytest.param(2, {}, {"modules_to_save": ("lm_head", "layers.1.mlp.down_proj")}, marks=pytest.mark.slow),
-        (1, {}, {"targets": ("all-linear", "embed_tokens", "lm_head")}),
+        (1, {}, VOCABULARY),
         pytest.param(2, {"cp": 2}, {"targets": ("q_proj", "embed_tokens", "lm_head"), "dropout": 0.0}, marks=pytest.mark.slow),
         pytest.param(2, {}, {"targets": ("lm_head",)}, marks=pytest.mark.slow),
     ],
 )
 def test_lora_trains_as_peft_does(nproc: int, axes: dict[str, Any], lora: dict[str, Any], tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path / "model", "qwen3", tie_word_embeddings=False)
-    check(folder, tmp_path, LoraConfig(rank=3, alpha=12.0, **lora), {"parallel": axes}, nproc)
+    # A vocabulary that tensor parallelism does not divide.
+    folder = save_tiny_model(tmp_path / "model", "qwen3", tie_word_embeddings=False, vocab_size=257)
+    parallel = {name: value for name, value in axes.items() if name != "backend"}
+    settings = {"backend": axes.get("backend", "fsdp"), "parallel": parallel}
+    check(folder, tmp_path, LoraConfig(rank=3, alpha=12.0, **lora), settings, nproc)
 
 
 @pytest.mark.parametrize(
     ("family", "nproc", "settings", "lora"),
     [
         ("qwen3_moe", 1, {}, {}),
+        ("qwen3_moe", 1, {"backend": "mcore"}, {}),
+        pytest.param("gpt_oss", 1, {"backend": "mcore", "recompute": "selective"}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            "mixtral", 1, {"backend": "mcore", "recompute": "full"}, {"targets": ("experts",)}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "gpt_oss",
+            4,
+            {"backend": "mcore", "parallel": {"tp": 2, "tp_sequence": True, "ep": 2, "pp": 2}},
+            {},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "qwen3_moe",
+            2,
+            {"backend": "mcore", "parallel": {"tp": 2, "tp_sequence": True, "etp": 2}},
+            {},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "qwen3_moe",
+            4,
+            {"backend": "mcore", "parallel": {"tp": 2, "tp_sequence": True, "etp": 2, "dp_shard": 2}},
+            {},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "qwen3_moe", 4, {"backend": "mcore", "parallel": {"cp": 2, "ep": 2, "dp_shard": 2}}, {}, marks=pytest.mark.slow
+        ),
         ("gpt_oss", 1, {"compile": True}, {"targets": ("experts",), "rslora": True}),
         pytest.param("nemotron_h", 1, {"recompute": "full"}, {}, marks=pytest.mark.slow),
         pytest.param("mixtral", 1, {"recompute": "selective"}, {"targets": ("*.layers.1.*.experts",)}, marks=pytest.mark.slow),
@@ -122,7 +160,11 @@ def test_experts_are_adapted_as_by_peft(
     ("family", "lora", "message"),
     [
         ("qwen3_moe", {"targets": ("experts",), "dropout": 0.1}, "no dropout for adapters of experts; set it to 0"),
-        ("qwen3", {"targets": ("experts",)}, "names experts, which is not an adaptable layer of Qwen3ForCausalLM; .* embed_tokens"),
+        (
+            "qwen3",
+            {"targets": ("experts",)},
+            "names experts, which is not an adaptable layer of Qwen3ForCausalLM; .* embed_tokens",
+        ),
         ("llama", {"targets": ("*.lm_head",)}, "names lm_head|names [*].lm_head"),
         ("qwen2", {"targets": ("embed_tokens",)}, "both the embeddings and the head .*modules_to_save"),
     ],

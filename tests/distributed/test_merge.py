@@ -35,6 +35,8 @@ from helpers.texts import byte_tokenizer, save_text_model
 
 LORA = {"lora": LoraConfig(rank=4, alpha=8.0)}
 RSLORA = {"lora": LoraConfig(rank=4, alpha=8.0, rslora=True)}
+EXPERTS = {"lora": LoraConfig(rank=3, alpha=8.0, targets=("q_proj", "experts"))}
+VOCABULARY = {"lora": LoraConfig(rank=3, alpha=8.0, targets=("all-linear", "embed_tokens", "lm_head"))}
 SAVED = {"lora": LoraConfig(rank=4, alpha=8.0, modules_to_save=("embed_tokens", "lm_head", "norm"))}
 """Embeddings, head and the last norm are trained in full beside the adapters; peft would take `norm` for the layers' norms too."""
 TIED = {"lora": LoraConfig(rank=4, alpha=8.0, modules_to_save=("embed_tokens",))}
@@ -81,6 +83,14 @@ def log_probs(model: Any) -> Tensor:
         pytest.param("phi3", "mcore", 2, {"tp": 2}, {"model": RSLORA}, marks=pytest.mark.slow),
         pytest.param("llama", "fsdp", 1, {}, {"model": RSLORA}, marks=pytest.mark.slow),
         ("llama", "fsdp", 2, {}, {"model": SAVED}),
+        ("qwen3_moe", "fsdp", 2, {"ep": 2}, {"model": EXPERTS}),
+        pytest.param("gpt_oss", "fsdp", 2, {}, {"model": EXPERTS}, marks=pytest.mark.slow),
+        pytest.param(
+            "mixtral", "mcore", 2, {"tp": 2, "tp_sequence": True, "etp": 2}, {"model": EXPERTS}, marks=pytest.mark.slow
+        ),
+        pytest.param("gpt_oss", "mcore", 2, {"pp": 2}, {"model": EXPERTS}, marks=pytest.mark.slow),
+        pytest.param("llama", "fsdp", 2, {}, {"model": VOCABULARY}, marks=pytest.mark.slow),
+        pytest.param("llama", "mcore", 2, {"tp": 2}, {"model": VOCABULARY}, marks=pytest.mark.slow),
         pytest.param("llama", "mcore", 2, {"tp": 2}, {"model": SAVED}, marks=pytest.mark.slow),
         pytest.param("llama", "mcore", 2, {"pp": 2}, {"model": SAVED}, marks=pytest.mark.slow),
         pytest.param("qwen2", "fsdp", 1, {}, {"model": TIED}, marks=pytest.mark.slow),

@@ -61,6 +61,20 @@ def rank_moves(folder: str, root: str, fsdp: dict[str, Any], mcore: dict[str, An
         pytest.param(
             "phi3", {"cp": 2}, {"tp": 2}, {"lora": LoraConfig(rank=4, alpha=8.0, rslora=True)}, marks=pytest.mark.slow
         ),
+        pytest.param(
+            "qwen3_moe",
+            {"ep": 2},
+            {"tp": 2, "tp_sequence": True, "etp": 2},
+            {"lora": LoraConfig(rank=4, alpha=8.0, targets=("experts", "embed_tokens", "lm_head"))},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "gpt_oss",
+            {"dp_shard": 2},
+            {"pp": 2},
+            {"lora": LoraConfig(rank=4, alpha=8.0, targets=("experts",))},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("smollm3", {"dp_shard": 2}, {"tp": 2}, {}, marks=pytest.mark.slow),
         pytest.param("olmo3", {"dp_shard": 2}, {"tp": 2}, {}, marks=pytest.mark.slow),
         pytest.param("qwen2_moe", {"dp_shard": 2}, {"tp": 2, "tp_sequence": True}, {}, marks=pytest.mark.slow),
