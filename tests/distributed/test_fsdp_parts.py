@@ -1,7 +1,6 @@
-"""What an FSDP engine can hold beside a plain language model: adapters, value heads, mixtures of experts."""
+"""What an FSDP engine can hold beside a plain language model: value heads, mixtures of experts."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from benchmarks.host_syncs import HostSyncs
 from drivetrain.engine.config import (
-    LoraConfig,
     MicroBatchConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -19,7 +17,6 @@ from drivetrain.engine.config import (
 from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import ConfigError
-from drivetrain.engine.export import export_hf
 from drivetrain.engine.fsdp import attention as attention_module
 from drivetrain.engine.loss import LossSums, OutputRequest, TokenOutputs
 from drivetrain.engine.ops import linear_head as linear_head_module
@@ -27,83 +24,8 @@ from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
 from drivetrain.losses.sft import SFTLoss
-from helpers.engines import OPTIM, build, close_to, share, steps, weights
+from helpers.engines import OPTIM, build, share, weights
 from helpers.harness import run_ranks
-
-# ---- adapters --------------------------------------------------------------------------------------------------------
-
-
-def peft_reference(folder: str | Path, adapter: str | Path) -> Any:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    return PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
-
-
-def rank_lora(folder: str, out: str, axes: dict[str, Any], modules: tuple[str, ...]) -> dict[str, Any]:
-    lora = {"lora": LoraConfig(rank=3, alpha=12.0, modules_to_save=modules)}
-    engine = build(folder, model=lora, parallel=ParallelConfig(**axes), optim=replace(OPTIM, lr=1e-2))
-    export_hf(engine, f"{out}/start", adapters="only")
-    documents = tiny_documents(8, seed=0)
-    request = OutputRequest(log_probs=True)
-    base = engine.infer_batch(share(engine, documents), request)["log_probs"]
-    found = steps(engine)
-    trained = engine.infer_batch(share(engine, documents), request)["log_probs"]
-    with engine.disable_adapter():
-        again = engine.infer_batch(share(engine, documents), request)["log_probs"]
-    saved = engine.save_checkpoint(f"{out}/checkpoints", 3)
-    more = steps(engine, 1)
-    engine.close()
-    engine = build(folder, model=lora, parallel=ParallelConfig(**axes), optim=replace(OPTIM, lr=1e-2))
-    engine.load_checkpoint(saved)
-    resumed = steps(engine, 1)
-    engine.load_checkpoint(saved)
-    export_hf(engine, f"{out}/adapter", adapters="only")
-    export_hf(engine, f"{out}/merged")
-    engine.close()
-    return {
-        "steps": found,
-        "disabled_equals_base": torch.equal(base, again),
-        "training_changed": not torch.equal(base, trained),
-        "resumed": more == resumed,
-    }
-
-
-@pytest.mark.parametrize(
-    ("nproc", "axes", "modules"),
-    [
-        (1, {}, ()),
-        pytest.param(2, {}, (), marks=pytest.mark.slow),
-        (2, {"cp": 2}, ()),
-        (1, {}, ("embed_tokens", "lm_head")),
-        pytest.param(2, {}, ("lm_head", "layers.1.mlp.down_proj"), marks=pytest.mark.slow),
-    ],
-)
-def test_lora_trains_as_peft_does(nproc: int, axes: dict[str, Any], modules: tuple[str, ...], tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path / "model", "qwen3", tie_word_embeddings=False)
-    found = run_ranks(rank_lora, nproc, str(folder), str(tmp_path), axes, modules)
-    # Modules that are trained in full stay trained without the adapters.
-    assert all(f["disabled_equals_base"] != bool(modules) and f["training_changed"] and f["resumed"] for f in found)
-    model = peft_reference(folder, tmp_path / "start")
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    reference = PlainReference(folder, replace(OPTIM, lr=1e-2))
-    reference.model = model
-    reference.optimizer = torch.optim.AdamW(trainable, lr=1e-2, betas=OPTIM.betas, weight_decay=OPTIM.weight_decay)
-    want = [reference.step(tiny_documents(8, seed=s)) for s in range(3)]
-    close_to(found[0]["steps"], [(w.loss, w.grad_norm) for w in want])
-    documents = tiny_documents(4, seed=9)
-    exported = PlainReference(folder, OPTIM)
-    exported.model = peft_reference(folder, tmp_path / "adapter").eval()
-    merged = PlainReference(tmp_path / "merged", OPTIM)
-    plain = PlainReference(folder, OPTIM)
-    for document in documents[1:]:
-        want_lp = reference.log_probs(document)
-        torch.testing.assert_close(exported.log_probs(document), want_lp, rtol=0, atol=2e-4)
-        torch.testing.assert_close(merged.log_probs(document), want_lp, rtol=0, atol=2e-4)
-        assert (plain.log_probs(document) - want_lp).abs().max() > 1e-3
-    assert not (tmp_path / "merged" / "adapter_config.json").exists()
-
 
 # ---- value head, mixtures --------------------------------------------------------------------------------------------
 

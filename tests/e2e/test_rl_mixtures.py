@@ -16,6 +16,11 @@ from helpers.rl_runs import make_task, records, train
 ROUNDED = ["rollout.dtype=bfloat16", "engine.precision.compute=float32", "rl.importance=none", "rl.max_log_prob_gap=null"]
 
 
+def different(completion: str) -> float:
+    """A reward in which almost any answers differ."""
+    return sum(map(ord, completion)) % 97 / 97
+
+
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
     """The embedded task for a mixture of experts."""
@@ -110,3 +115,17 @@ def test_settings_that_cannot_work_are_named(tmp_path: Path, more: list[str], me
 def test_a_generator_that_knows_no_routes_is_refused(task: Path) -> None:
     with pytest.raises(ConfigError, match="generator=tensor_parallel, which does not say where tokens go"):
         run(task, "run", "rl.routing_replay=rollout", "rollout.generator=tensor_parallel")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["fsdp", "mcore"])
+def test_the_generator_gets_the_adapters_of_experts(task: Path, backend: str) -> None:
+    lora = ["model.lora.rank=4", "model.lora.targets=[experts,embed_tokens,lm_head]", "optim.lr=0.01"]
+    model = [f"model.path={task / 'mixture'}", f"engine.backend={backend}"]
+
+    train(task, task / "lora", *model, *lora, "trainer.max_steps=2", rewards=[different])
+    first, second = records(task / "lora")
+    # Its log-probabilities are the actor's again after a step that has changed them.
+    assert first["log_prob_gap_max"] < 1e-5
+    assert second["log_prob_gap_max"] < 1e-5
+    assert first["grad_norm"] > 0.01
