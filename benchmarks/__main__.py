@@ -20,7 +20,12 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
     """Return the commands of each benchmark."""
     step = ["-m", "benchmarks.step", "--steps", str(steps), "--layout"]
     return {
-        "step": [[*step, "none"], [*TORCHRUN, "2", *step, "replicate"], [*TORCHRUN, "2", *step, "shard"]],
+        "step": [
+            [*step, "none"],
+            [*step, "none", "--model", "mixture"],
+            [*TORCHRUN, "2", *step, "replicate"],
+            [*TORCHRUN, "2", *step, "shard"],
+        ],
         "mcore": [
             ["-m", "benchmarks.mcore", "--steps", str(steps)],
             [*TORCHRUN, "2", "-m", "benchmarks.mcore", "--steps", str(steps), "--layout", "tp"],

@@ -1,6 +1,6 @@
 """Hand-written training loops to compare the engine with: as fast as plain PyTorch gets on a packed batch, without abstractions.
 
-Packed documents, one SDPA call per document, the head on supervised tokens only, fused AdamW, clipping. Three kinds of
+Packed documents, one SDPA call per document, two grouped products for the experts of a layer, the head on supervised tokens only, fused AdamW, clipping. Three kinds of
 parallelism: none, an all-reduce of flat gradients, FSDP2.
 """
 
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from drivetrain.engine.packing.batch import IGNORE, PackedBatch
 
@@ -40,7 +41,19 @@ def segment_attention(
     return torch.cat(outs, 2).transpose(1, 2), None
 
 
+def grouped_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Apply the experts of a layer by two grouped products, in transformers' signature."""
+    flat = chosen.reshape(-1)
+    order = flat.argsort()
+    rows = order // chosen.shape[1]
+    ends = flat.bincount(minlength=module.num_experts).cumsum(0).to(torch.int32)
+    gate, up = F.grouped_mm(hidden[rows], module.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, -1)
+    out = F.grouped_mm(F.silu(gate) * up, module.down_proj.transpose(1, 2), offs=ends)
+    return torch.zeros_like(hidden).index_add(0, rows, out * weights.reshape(-1)[order, None])
+
+
 AttentionInterface.register("bare_segments", segment_attention)
+ALL_EXPERTS_FUNCTIONS.register("bare_grouped", grouped_experts)
 
 
 @dataclass
@@ -58,6 +71,9 @@ class BareLoop:
         self.model = AutoModelForCausalLM.from_config(
             copy.deepcopy(self.config), attn_implementation="bare_segments", dtype=torch.float32
         ).train()
+        if hasattr(self.config, "num_experts"):
+            # torch has no grouped products in float64.
+            self.model.set_experts_implementation("eager" if self.dtype == torch.float64 else "bare_grouped")
         # Created in float32 first, so that all dtypes start from the same weights.
         self.model.to(self.dtype)
         if self.sharding == "shard":

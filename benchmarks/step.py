@@ -2,6 +2,7 @@
 
     python -m benchmarks.step --layout none          one process
     torchrun --nproc-per-node 2 -m benchmarks.step --layout replicate | shard
+    python -m benchmarks.step --model mixture        a mixture of experts
 
 The bare loop, the engine and a second bare loop run every batch in turn; the ratio is the median over batches of the engine's rate divided
 by the bare loops', and the spread is that of the two bare loops. The gradient norms of the first batch are compared with float64.
@@ -15,10 +16,10 @@ import time
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from benchmarks.bare import BareLoop
-from benchmarks.workload import TOKENS, documents, model_config
+from benchmarks.workload import TOKENS, documents, mixture_config, model_config
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.loss import StepResult
 from drivetrain.engine.packing.batch import PackedBatch
@@ -37,7 +38,7 @@ def share(step: int, rank: int, size: int) -> tuple[PackedBatch, float]:
     return batch, float(sum(sum(s[1:]) for s in supervised))
 
 
-def float64_norm(config: Qwen3Config) -> float:
+def float64_norm(config: PreTrainedConfig) -> float:
     """Return the gradient norm of the first batch, computed in float64 in one process."""
     batch, total = share(0, 0, 1)
     exact = BareLoop(config, "none", 0.0, torch.float64)
@@ -49,12 +50,13 @@ def main() -> None:
     """Run the benchmark and print one line of JSON on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layout", choices=("none", "replicate", "shard"), default="none")
+    parser.add_argument("--model", choices=("dense", "mixture"), default="dense")
     parser.add_argument("--steps", type=int, default=16)
     args = parser.parse_args()
     torch.set_num_threads(1)
     init_distributed()
     rank, world = dist.get_rank(), dist.get_world_size()
-    config, lr = model_config(), 1e-4
+    config, lr = mixture_config() if args.model == "mixture" else model_config(), 1e-4
     with tempfile.TemporaryDirectory() as folder:
         path = [folder]
         dist.broadcast_object_list(path)
@@ -102,7 +104,7 @@ def main() -> None:
         print(
             json.dumps(
                 {
-                    "case": f"{world} process{'es' if world > 1 else ''}, {args.layout}",
+                    "case": f"{world} process{'es' if world > 1 else ''}, {args.layout}{', mixture' * (args.model == 'mixture')}",
                     "parameters": sum(p.numel() for p in again.model.parameters()),
                     "steps": len(rows),
                     "bare_tokens_per_cpu_s": round(statistics.median(TOKENS / r[0] for r in rows), 1),

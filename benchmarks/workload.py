@@ -3,7 +3,7 @@
 import math
 
 import torch
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 EXAMPLES, TOKENS, VOCABULARY = 16, 2048, 8192
 
@@ -17,6 +17,25 @@ def model_config(kv_heads: int = 3) -> Qwen3Config:
         num_hidden_layers=10,
         num_attention_heads=6,
         num_key_value_heads=kv_heads,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+
+
+def mixture_config() -> Qwen3MoeConfig:
+    """Return the config of a mixture with about 44 million parameters, of which a token uses about 16 million."""
+    return Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=384,
+        moe_intermediate_size=256,
+        num_experts=16,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        router_aux_loss_coef=0.0,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=3,
         head_dim=64,
         max_position_embeddings=2048,
         tie_word_embeddings=True,

@@ -231,7 +231,8 @@ class LoraConfig(Settings):
     dropout: float = setting(0.0, "dropout on the adapters' inputs during training")
     targets: tuple[str, ...] = setting(
         ("all-linear",),
-        "names of the linear layers that get an adapter, or patterns of their full names, such as *.visual.*; all-linear: all except the head",
+        "names of the layers that get an adapter, or patterns of their full names, such as *.visual.*; all-linear: all linear layers except "
+        "the head; the head, the embeddings and the experts of a mixture by their own names: lm_head, embed_tokens, experts",
     )
     modules_to_save: tuple[str, ...] = setting(
         (),
