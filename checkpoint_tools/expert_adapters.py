@@ -41,7 +41,7 @@ def read_as_peft(source: TensorSource, name: str, part: TensorSlice, room: Block
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptedExperts:
+class AdaptedTensor:
     """A tensor of the base model with matrices of experts that have adapters.
 
     Args:
@@ -86,7 +86,7 @@ class AdaptedExperts:
         return result.transpose(-1, -2) if self.stored.transposed else result
 
 
-def adapted_experts(adapters: Mapping[str, Entry], base: FolderSource) -> dict[str, AdaptedExperts]:
+def adapted_experts(adapters: Mapping[str, Entry], base: FolderSource) -> dict[str, AdaptedTensor]:
     """Return the tensors of the base model whose experts have adapters, by name.
 
     Args:
@@ -102,14 +102,14 @@ def adapted_experts(adapters: Mapping[str, Entry], base: FolderSource) -> dict[s
     import torch
 
     from ..engine.hf.config import read_config
-    from ..engine.hf.expert_adapters import expert_modules, matrices_of
+    from ..engine.hf.experts import expert_modules, matrices_of
     from ..engine.hf.media import media_config
     from ..engine.hf.model import empty_lm
 
     model = ModelConfig(path=str(base.folder))
     config = read_config(model)
     lm, layout, _ = empty_lm(config, model, torch.float32, media=media_config(model, config))
-    tensors: dict[str, AdaptedExperts] = {}
+    tensors: dict[str, AdaptedTensor] = {}
     for prefix, module in expert_modules(lm):
         for matrix in matrices_of(module):
             down, up = (expert_factor(prefix, matrix, factor) for factor in ("lora_A", "lora_B"))
@@ -124,7 +124,7 @@ def adapted_experts(adapters: Mapping[str, Entry], base: FolderSource) -> dict[s
                     "the model that the run started from"
                 )
             for stored in layout.stored_slices(f"{prefix}.{matrix}", shape):
-                tensors[stored.name] = AdaptedExperts(down=down, up=up, stored=stored, transposed=module.is_transposed)
+                tensors[stored.name] = AdaptedTensor(down=down, up=up, stored=stored, transposed=module.is_transposed)
     if factors:
         raise CheckpointError(f"{base.label} has no experts for {min(factors)}; use the model that the run started from")
     return tensors

@@ -106,6 +106,10 @@ class BaseEngine(Backend):
         """The backend's own settings: `engine.options`, or their defaults."""
         if self.options_type is None or isinstance(self.config.options, self.options_type):
             return self.config.options
+        if isinstance(self.config.options, Mapping):
+            raise ConfigError(
+                f"engine.options={dict(self.config.options)} is a mapping, which no backend reads; give a {self.options_type.__name__}"
+            )
         return self.options_type()
 
     @cached_property

@@ -1,11 +1,14 @@
-"""Tries every decoder of the installed transformers: `make decoders` prints a table, a slow test asserts that none is wrong.
+"""Tries every decoder of the installed transformers: `make decoders` writes a table into docs/families.md, a slow test asserts that none is
+wrong.
 
 A family that `check_family` accepts is trained for a step by the FSDP engine, at the trial's config and with all documents
 packed, and compared with plain Hugging Face, one document at a time.
 """
 
+import re
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,17 +16,26 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig
 from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.conformance.tiny import tiny_model
 from drivetrain.engine.errors import DrivetrainError
 from drivetrain.engine.fsdp.families import check_family
+from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.fsdp.trial import VOCABULARY, compare_packed, trial_config
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.registry import engine_class
 from drivetrain.losses.sft import SFTLoss
+
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+BEGIN, END = "<!-- every decoder -->", "<!-- end of every decoder -->"
 
 MIXED = ["conv", "conv", "full_attention", "conv"] * 8
 
@@ -103,7 +115,9 @@ def judge(family: str) -> Verdict:
     documents = [torch.randint(3, VOCABULARY - 8, (n,), generator=generator).tolist() for n in (7, 40, 1, 22, 60)]
     with tempfile.TemporaryDirectory() as folder:
         tiny_model(small).save_pretrained(Path(folder))
-        settings = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=256), options={"allow_unverified_family": True})
+        settings = EngineConfig(
+            micro_batch=MicroBatchConfig(max_tokens=256), options=FSDPOptions(allow_unverified_family=True)
+        )
         try:
             engine = engine_class("fsdp")(model=ModelConfig(path=folder), engine=settings, optim=OPTIM).initialize()
             got = engine.train_batch(from_lists(documents), SFTLoss())
@@ -116,19 +130,64 @@ def judge(family: str) -> Verdict:
     return Verdict(True, off, max(1e-5, 10 * compare_packed(small).noise))
 
 
+def outcome(family: str, verdict: Verdict) -> str:
+    """Return what the page of families says of a family."""
+    if verdict.accepted:
+        return "exact" if verdict.off <= verdict.allowed else f"WRONG by {verdict.off:.1e}"
+    if family in {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}:
+        return "no decoder: attends in both directions, or to an encoder"
+    if family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return "no decoder alone: has encoders"
+    return f"refused: {short(verdict.reason)}"
+
+
+def short(reason: str) -> str:
+    """Return the cause in an error's text, on one line."""
+    text = " ".join(reason.split())
+    for pattern in (
+        r"^\w+: ",
+        r"^model family '[\w-]+' (is not among the verified families, and )?(cannot run on packed sequences: )?",
+        r"trying it at small widths failed \((ModelError: )?",
+        r"\)?; engine\.options\.allow_unverified_family.*$",
+        r"; (use another model|it cannot run on packed sequences)$",
+        r": off by .*$",
+    ):
+        text = re.sub(pattern, "", text)
+    return text.replace("|", "/")[:160]
+
+
+def page(outcomes: dict[str, str]) -> str:
+    """Return the section of docs/families.md."""
+    counts = Counter(one.partition(":")[0] for one in outcomes.values())
+    said = f"{counts['exact']} are exact, {counts['refused']} are refused, {len(outcomes) - counts['exact'] - counts['refused']} are no decoders"
+    return "\n".join(
+        [
+            BEGIN,
+            f"What became of each of the {len(outcomes)} types that transformers {transformers.__version__} can build as a causal language model: {said}. Each that the",
+            "engine accepts was trained for a step on fsdp, at small widths and with all documents packed, and compared with plain transformers. `make decoders` writes this table.",
+            "",
+            "| type | packed on fsdp |",
+            "|---|---|",
+            *(f"| {family} | {one} |" for family, one in sorted(outcomes.items())),
+            END,
+        ]
+    )
+
+
 def main() -> int:
     from drivetrain.engine.parallel.process_groups import init_distributed
 
     transformers.logging.set_verbosity_error()
     init_distributed()
-    wrong = 0
+    outcomes = {}
     for family in sys.argv[1:] or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        verdict = judge(family)
-        bad = verdict.accepted and not verdict.off <= verdict.allowed
-        wrong += bad
-        what = f"off by {verdict.off:.1e}{' WRONG' if bad else ''}" if verdict.accepted else f"refused: {verdict.reason[:120]}"
-        print(f"{family:28s} {what}", flush=True)
-    return wrong
+        outcomes[family] = outcome(family, judge(family))
+        print(f"{family:28s} {outcomes[family]}", flush=True)
+    if not sys.argv[1:]:
+        text = PAGE.read_text()
+        start, end = text.index(BEGIN), text.index(END) + len(END)
+        PAGE.write_text(text[:start] + page(outcomes) + text[end:])
+    return sum("WRONG" in one for one in outcomes.values())
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from ..errors import ModelError, TopologyError
 from ..flops import ModelShape
 from ..heads import head_of
 from ..hf.config import check_model, logit_transform
+from ..hf.experts import use_grouped_experts
 from ..hf.layout import DiskLayout
 from ..hf.media import FAMILIES, check_media_support
 from ..hf.model import allocate, choose_trainable, empty_lm, vocabulary_names
@@ -150,6 +151,7 @@ def describe(
     """
     lm, layout, adapters = empty_lm(config, model, dtype, IMPLEMENTATION, media=media)
     carry_states_in_documents(lm)
+    use_grouped_experts(lm)
     routers = record_routers(lm, config)
     if media is not None:
         check_media_support(lm)

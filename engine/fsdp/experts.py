@@ -22,7 +22,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ..checkpoint.tensor_slices import TensorSlice
 from ..config import ParallelConfig
 from ..errors import TopologyError
-from ..hf.expert_adapters import adapted_experts_forward, expert_modules
+from ..hf.experts import expert_modules, grouped_experts_forward
 from ..hf.shape import experts_of
 from ..ops.router import count_tokens
 from ..parallel.topology import Topology
@@ -171,7 +171,7 @@ def expert_parallel_forward(module: Any, hidden_states: Tensor, top_k_index: Ten
         rows_rh = torch.cat([rows_rh, hidden_states.new_zeros(1, hidden_states.shape[1])])
         experts_r = chosen_s.new_zeros(1)
     ones = torch.ones_like(experts_r, dtype=top_k_weights.dtype)[:, None]
-    output_rh = adapted_experts_forward(module, rows_rh, experts_r[:, None], ones)
+    output_rh = grouped_experts_forward(module, rows_rh, experts_r[:, None], ones)
     returned_sh = _Exchange.apply(output_rh[:0] if empty else output_rh, received, sent, group)
     unsorted_sh = torch.empty_like(returned_sh).index_copy(0, order_s, returned_sh)
     weighted = unsorted_sh.view(*top_k_index.shape, -1) * top_k_weights[..., None]

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..errors import ModelError
 from ..tiny_configs import tested_configs
 from ..tiny_media import tiny_media_config
-from .trial import DESCRIPTION, TOKEN_ID, compare_packed, trial_config
+from .trial import DESCRIPTION, INDEXER, TOKEN_ID, compare_packed, trial_config
 
 EXACT = frozenset(
     {
@@ -23,7 +23,10 @@ EXACT = frozenset(
         "bamba",
         "cohere2",
         "deepseek_v3",
+        "dots1",
         "ernie4_5",
+        "ernie4_5_moe",
+        "exaone4",
         "falcon_h1",
         "gemma",
         "gemma2",
@@ -31,12 +34,15 @@ EXACT = frozenset(
         "gemma4_text",
         "glm4",
         "glm4_moe",
+        "glm4_moe_lite",
         "gpt2",
         "gpt_neox",
         "gpt_oss",
         "granite",
+        "granitemoe",
         "granitemoehybrid",
         "hunyuan_v1_dense",
+        "hy_v3",
         "jamba",
         "kimi_linear",
         "lfm2",
@@ -45,12 +51,14 @@ EXACT = frozenset(
         "llama4_text",
         "minimax",
         "minimax_m2",
+        "ministral3",
         "mistral",
         "mixtral",
         "nemotron_h",
         "olmo2",
         "olmo3",
         "olmo_hybrid",
+        "olmoe",
         "phi3",
         "qwen2",
         "qwen2_moe",
@@ -67,6 +75,8 @@ EXACT = frozenset(
 )
 
 UNSUPPORTED = {
+    "deepseek_v32": INDEXER,
+    "glm_moe_dsa": INDEXER,
     "phimoe": "its router draws experts at random in training, with a gradient of its own (SparseMixer, arXiv:2409.12136)",
 }
 

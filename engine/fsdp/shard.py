@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..checkpoint.tensor_slices import TensorSlice, whole
 from ..config import EngineConfig
 from ..errors import ModelError
-from ..hf.expert_adapters import expert_modules
+from ..hf.experts import expert_modules
 from ..hf.model import decoder_of
 from ..parallel.topology import Topology
 from .experts import ExpertShards

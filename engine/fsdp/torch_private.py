@@ -1,6 +1,6 @@
 """The private names of FSDP2 and DTensor that Drivetrain uses. Importing this module checks that they exist.
 
-Verified against the sources of torch 2.11, 2.12 and 2.13; see `engine/torch_private.py`.
+Verified against the sources of torch 2.11, 2.12, 2.13 and 2.15; see `engine/torch_private.py`.
 """
 
 from collections.abc import Iterator
@@ -23,11 +23,13 @@ require(
             hasattr(FSDPState, "_fsdp_param_group") or "_fsdp_param_group" in FSDPState.__init__.__code__.co_names,
         ),
         ("FSDPParam._unsharded_param", "_unsharded_param" in FSDPParam.__annotations__),
-        ("FSDPParam.unsharded_accumulated_grad", "unsharded_accumulated_grad" in FSDPParam.__annotations__),
         ("FSDPParam.sharded_param", "sharded_param" in FSDPParam.__annotations__),
         ("FSDPParam.to_sharded_dtensor", hasattr(FSDPParam, "to_sharded_dtensor")),
     )
 )
+
+_HAS_SUM = "unsharded_accumulated_grad" in FSDPParam.__annotations__
+"""Whether FSDP2 adds the gradients of micro-batches in a tensor of its own, as before torch 2.15, and not in those of the parameters."""
 
 
 def clear_unsharded_gradients(root: nn.Module) -> None:
@@ -37,7 +39,8 @@ def clear_unsharded_gradients(root: nn.Module) -> None:
         root: A module whose submodules may be sharded by `fully_shard`.
     """
     for parameter in _fsdp_parameters(root):
-        parameter.unsharded_accumulated_grad = None
+        if _HAS_SUM:
+            parameter.unsharded_accumulated_grad = None
         # FSDP2 sets this attribute when it gathers the parameter for the first time.
         unsharded = getattr(parameter, "_unsharded_param", None)
         if unsharded is not None:
@@ -48,7 +51,10 @@ def unsharded_gradients(root: nn.Module) -> Iterator[Tensor]:
     """Yield the unsharded gradients that FSDP2 keeps for the last micro-batch of a step."""
     for parameter in _fsdp_parameters(root):
         unsharded = getattr(parameter, "_unsharded_param", None)
-        for gradient in (parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
+        for gradient in (
+            parameter.unsharded_accumulated_grad if _HAS_SUM else None,
+            None if unsharded is None else unsharded.grad,
+        ):
             if gradient is not None:
                 yield gradient
 
@@ -63,9 +69,11 @@ def take_unsharded_gradients(root: nn.Module) -> None:
         unsharded = getattr(parameter, "_unsharded_param", None)
         if unsharded is None:
             continue
-        accumulated = parameter.unsharded_accumulated_grad
+        accumulated = parameter.unsharded_accumulated_grad if _HAS_SUM else None
         gradient = unsharded.grad if accumulated is None else accumulated
-        parameter.unsharded_accumulated_grad = unsharded.grad = None
+        unsharded.grad = None
+        if _HAS_SUM:
+            parameter.unsharded_accumulated_grad = None
         if gradient is None:
             continue
         parameter.sharded_param.grad = parameter.to_sharded_dtensor(gradient.to(parameter.sharded_param.dtype))

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..errors import ModelError
 from ..hf.config import logit_transform
+from ..hf.experts import use_grouped_experts
 from ..hf.model import decoder_of
 from ..hf.state_layers import carry_states_in_documents
 from ..ops.packed_context import PackedContext
@@ -29,6 +30,7 @@ VOCABULARY = 128
 WINDOW = 8
 MAX_PARAMETERS = 50_000_000
 # More than 256 tokens in one document: states that are kept per chunk, and keys that are compressed in blocks, begin there.
+INDEXER = "an indexer chooses the keys of each token (DeepSeek Sparse Attention) by scores over a mask of the whole sequence, which a packed one does not have"
 LENGTHS = (5, 37, 1, 290, 13)
 
 _DEPTH = re.compile(r"^(num_|n_)?(hidden_)?(decoder_)?layers?$|^num_blocks$")
@@ -317,6 +319,8 @@ def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
         if e.args != (IMPLEMENTATION,):
             raise
         raise ModelError("it takes attention from a list of its own, not from transformers' attention interface") from e
+    # Small widths may be no multiples of what grouped products take.
+    use_grouped_experts(model)
     if attention == IMPLEMENTATION:
         carry_states_in_documents(model)
     return model.eval()
@@ -332,6 +336,11 @@ def _check_interface(model: PreTrainedModel) -> None:
         decoder_of(model)(input_ids=torch.tensor([[3, 4]]), position_ids=torch.tensor([[0, 1]]), use_cache=False)
     except ModelError:
         return
+    except TypeError as e:
+        # An indexer looks for the mask before attention is called.
+        if any(name.rpartition(".")[2] == "indexer" for name, _ in model.named_modules()):
+            raise ModelError(INDEXER) from e
+        raise
     raise ModelError("it does not compute attention through transformers' attention interface")
 
 

@@ -23,7 +23,7 @@ from ..config import LoraConfig
 from ..errors import ModelError
 from ..ops.linear_head import HeadAdapter
 from ..ops.lora import adapter_product
-from .expert_adapters import ExpertAdapter, adapt_experts, expert_adapters, expert_modules, matrices_of
+from .experts import ExpertAdapter, adapt_experts, expert_adapters, expert_modules, matrices_of
 from .names import peft_shape
 
 EXPERT_NAMES = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}

@@ -16,7 +16,7 @@ from ..config import ModelConfig
 from ..errors import ModelError
 from ..flops import ModelShape
 from ..heads import head_of
-from ..hf.expert_adapters import expert_modules
+from ..hf.experts import expert_modules
 from ..hf.layout import DiskLayout
 from ..hf.media import FAMILIES, check_media_support
 from ..hf.media_family import MediaFamily

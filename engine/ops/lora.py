@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ALIGNED = 8
+ALIGNED = 8
 """Grouped products want rows of 16 bytes on a GPU: 8 numbers in 16 bits."""
 
 
@@ -36,7 +36,7 @@ def expert_adapter_output(
         scale: The scale, `LoraConfig.scale`.
         product: A function of tokens `[T, in]` and matrices `[E, in, out]` that multiplies each token by its expert's matrix.
     """
-    if padding := -down_eri.shape[1] % _ALIGNED:
+    if padding := -down_eri.shape[1] % ALIGNED:
         down_eri, up_eor = F.pad(down_eri, (0, 0, 0, padding)), F.pad(up_eor, (0, padding))
     return product(product(x_ti, down_eri.transpose(1, 2)), up_eor.transpose(1, 2)) * scale
 

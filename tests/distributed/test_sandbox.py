@@ -289,7 +289,7 @@ def test_programs_as_a_reward() -> None:
         RewardSample(prompt="p", completion=completion, columns={"tests": "assert f() == 1"})
         for completion in ("def f(): return 1", "def f(): return 2", "import time; time.sleep(60)")
     ]
-    with RewardScorer(RewardsConfig(use=("code",), settings={"code": {"seconds": 1.0}})) as scorer:
+    with RewardScorer(RewardsConfig(use=("code",), settings={"code": {"seconds": 3.0}})) as scorer:
         assert scorer.score(samples).rewards == [1.0, 0.0, 0.0]
     # Killed with its reward process, in the middle.
     with RewardScorer(RewardsConfig(use=("code",), timeout_s=1.0, settings={"code": {"seconds": 60.0}})) as scorer:

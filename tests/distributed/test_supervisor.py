@@ -120,11 +120,11 @@ def test_a_worker_that_worked_for_long_is_restarted_again() -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_does_not_come_to_where_it_was_is_ended() -> None:
-    with start_model_worker(make_model, {}, settings(restarts=1, start_s=25.0)) as worker:
+    with start_model_worker(make_model, {}, settings(restarts=1, start_s=45.0)) as worker:
         worker.remember("sleep", 600.0)
         with pytest.raises(WorkerLostError, match="something is wrong"):
             worker.call("die")
-        with pytest.raises(WorkerLostError, match=r"did not answer sleep within start_s=25; raise start_s"):
+        with pytest.raises(WorkerLostError, match=r"did not answer sleep within start_s=45; raise start_s"):
             worker.call("add", 1, 2)
         assert not Path(f"/proc/{worker.pid}").exists()
 

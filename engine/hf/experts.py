@@ -1,4 +1,7 @@
-"""Adapters on the experts of transformers' mixtures, whose matrices are one tensor for all experts of a layer.
+"""The experts of transformers' mixtures, whose matrices are one tensor for all experts of a layer, and their adapters.
+
+transformers' own function for grouped products copies tokens by advanced indexing, whose gradients are slow; here a token's way to its
+experts and back is one permutation, whose gradient is the way of the other direction.
 
 peft adapts such a tensor by adding the product of the factors to it in each forward pass (`target_parameters`): a second copy of all
 experts, in which 16 bits round small changes away. Here tokens are multiplied by the factors, as in other layers; the factors and the
@@ -13,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, _grouped_mm
 
-from ..ops.lora import expert_adapter_output, merge_experts
+from ..ops.lora import ALIGNED, expert_adapter_output, merge_experts
 from ..ops.router import count_tokens
 
-IMPLEMENTATION = "drivetrain_adapted_experts"
+IMPLEMENTATION = "drivetrain_grouped_experts"
 
 
 class ExpertAdapter(nn.Module):
@@ -64,14 +67,26 @@ def matrices_of(module: Any) -> tuple[str, str]:
 
 
 def adapt_experts(module: Any, rank: int, scale: float, dtype: torch.dtype) -> None:
-    """Add adapters to both matrices of a layer's experts, and have transformers call this module's implementation for them."""
+    """Add adapters to both matrices of a layer's experts."""
     module.adapters = nn.ModuleDict(
         {
             name: ExpertAdapter(getattr(module, name), rank, scale, dtype, transposed=module.is_transposed)
             for name in matrices_of(module)
         }
     )
-    module.config._experts_implementation = IMPLEMENTATION
+
+
+def use_grouped_experts(root: nn.Module) -> None:
+    """Have transformers call this module's function for the experts of a model where it would call its own for grouped products.
+
+    Experts whose rows grouped products do not take go on one after the other, as transformers' own "eager" function has them.
+    """
+    for _, module in expert_modules(root):
+        if hasattr(module, "adapters"):
+            module.config._experts_implementation = IMPLEMENTATION
+        elif module.config._experts_implementation == "grouped_mm":
+            aligned = all(p.shape[-1] % ALIGNED == 0 for p in module.parameters(recurse=False) if p.dim() == 3)
+            module.config._experts_implementation = IMPLEMENTATION if aligned else "eager"
 
 
 def expert_adapters(root: nn.Module) -> dict[str, ExpertAdapter]:
@@ -84,32 +99,57 @@ def expert_adapters(root: nn.Module) -> dict[str, ExpertAdapter]:
     }
 
 
-def adapted_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+class _ToExperts(torch.autograd.Function):
+    """A copy of each token's row for each of its experts, in the order of the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_th: Tensor, order_s: Tensor, inverse_s: Tensor) -> Tensor:
+        ctx.save_for_backward(order_s, inverse_s)
+        ctx.tokens = len(rows_th)
+        return rows_th.index_select(0, order_s // (len(order_s) // max(len(rows_th), 1)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _FromExperts.apply(grads[0], *ctx.saved_tensors, ctx.tokens), None, None
+
+
+class _FromExperts(torch.autograd.Function):
+    """The sum of the rows of each token's experts."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_sh: Tensor, order_s: Tensor, inverse_s: Tensor, tokens: int) -> Tensor:
+        ctx.save_for_backward(order_s, inverse_s)
+        return rows_sh.index_select(0, inverse_s).view(tokens, -1, rows_sh.shape[1]).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _ToExperts.apply(grads[0], *ctx.saved_tensors), None, None, None
+
+
+def grouped_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Apply the experts of a layer and their adapters, in transformers' signature.
 
     Hidden states are `[T, H]`, the chosen experts and their weights `[T, K]`, and the result `[T, H]`.
     """
-    adapters = getattr(module, "adapters", None)
-    if adapters is None or not all(adapter.enabled for adapter in adapters.values()):
-        plain: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
-        return plain
     chosen_s, order_s = torch.sort(top_k_index.reshape(-1), stable=True)
+    inverse_s = torch.empty_like(order_s).scatter_(0, order_s, torch.arange(len(order_s), device=order_s.device))
     ends_e = count_tokens(chosen_s, module.num_experts).cumsum(0, dtype=torch.int32)
+    adapters = getattr(module, "adapters", {})
 
     def linear(x_si: Tensor, name: str) -> Tensor:
         bias_so = getattr(module, f"{name}_bias")[chosen_s] if module.has_bias else None
         out_so = _grouped_linear(x_si, getattr(module, name), ends_e, bias=bias_so, is_transposed=module.is_transposed)
-        return out_so + adapters[name](x_si, ends_e)
+        return out_so + adapters[name](x_si, ends_e) if name in adapters and adapters[name].enabled else out_so
 
     up, down = matrices_of(module)
-    inner_si = linear(hidden_states[order_s // top_k_index.shape[1]], up)
+    inner_si = linear(_ToExperts.apply(hidden_states, order_s, inverse_s), up)
     inner_si = module._apply_gate(inner_si) if module.has_gate else module.act_fn(inner_si)
     output_sh = linear(inner_si, down)
     if module.has_post_expert_norm:
         output_sh = module.post_expert_norm(output_sh)
-    weighted_sh = output_sh * top_k_weights.reshape(-1)[order_s, None]
-    unsorted_sh = torch.empty_like(weighted_sh).index_copy(0, order_s, weighted_sh)
-    return unsorted_sh.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
+    weighted_sh = output_sh * top_k_weights.reshape(-1).index_select(0, order_s)[:, None]
+    result: Tensor = _FromExperts.apply(weighted_sh, order_s, inverse_s, len(hidden_states))
+    return result.to(hidden_states.dtype)
 
 
-ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, adapted_experts_forward)
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, grouped_experts_forward)
