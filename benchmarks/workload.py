@@ -36,7 +36,6 @@ def mixture_config() -> Qwen3MoeConfig:
         num_hidden_layers=8,
         num_attention_heads=6,
         num_key_value_heads=3,
-        head_dim=64,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
     )
