@@ -1,5 +1,5 @@
 # Everything a person types. Each target sets up what it needs; PYTHON=path takes an existing environment instead.
-.PHONY: setup demo demo-rl bench-trl test test-all test-share test-unit durations mutants coverage slow-map test-gpu test-vllm setup-vllm wheels-gpu check bench soak decoders docs clean
+.PHONY: setup demo demo-rl bench-trl test test-all test-share test-unit durations mutants coverage slow-map test-gpu test-vllm setup-vllm test-next setup-next wheels-gpu check bench soak decoders docs clean
 
 SHELL := bash
 # Tests start many processes, which would compile every module anew where the environment forbids to keep compiled ones.
@@ -114,6 +114,14 @@ check: $(SETUP) .types/drivetrain
 
 bench: $(SETUP)
 	$(PY) -m benchmarks
+
+# With the newest releases, on Python 3.12: the parity table, conformance of both engines, merge, and the engines' own tests.
+setup-next:
+	.ci/setup-next
+
+test-next: setup-next .types/drivetrain
+	PYTHONPATH=$(CURDIR)/.types:$(CURDIR)/tests OMP_NUM_THREADS=1 .venv-next/bin/python -m pytest -p no:cacheprovider -n 2 --dist loadfile -rs \
+		$(addprefix tests/distributed/test_,parity.py conformance.py merge.py mcore.py fsdp.py fsdp_parts.py families.py adapters.py)
 
 # In turns with TRL, which has an environment of its own.
 bench-trl: $(SETUP)

@@ -1,7 +1,6 @@
 """Every private name of Megatron-core that Drivetrain uses, checked when this module is imported.
 
-Checked against Megatron-core 0.16.1. `pyproject.toml` allows no later minor version; check the names again before raising its
-bound.
+Checked against Megatron-core 0.16.1 and 0.19.2; check the names again before `pyproject.toml` allows a later minor version.
 """
 
 from collections.abc import Mapping
@@ -13,11 +12,24 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as megatron_random
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import get_process_group_ranks
 
 State = dict[tuple[ModuleType, str], Any]
 """Values of megatron's globals, by module and name."""
+
+_IS_LATER = hasattr(parallel_state, "_GTP_WEIGHT_REMAT_GROUP")
+"""Whether this is megatron-core 0.19, rather than 0.16."""
+
+_LATER_GROUPS = {
+    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "dp",
+    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "dp_cp",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "dp_cp",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": "tp_ep_pp",
+    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "expt_dp",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "expt_dp",
+}
+"""Groups that 0.19 has with and without ranks over which it splits weights to gather them again, which is not used here."""
 
 _GROUPS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
@@ -38,6 +50,7 @@ _GROUPS = {
     "_EXPERT_DATA_PARALLEL_GROUP": "expt_dp",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "expt_dp",
     "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
+    **(_LATER_GROUPS if _IS_LATER else {}),
 }
 _GROUP_RANKS = {
     "_CONTEXT_PARALLEL_GLOBAL_RANKS": "cp",
@@ -55,7 +68,8 @@ _OTHERS = (
     "_GLOBAL_MEMORY_BUFFER",
 )
 _RANDOM = ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")
-_OPTIMIZER = ("_copy_main_params_to_model_params", "_get_model_param_range_map")
+_GRADS_FOR_NORM = "get_grads_for_grad_norm" if _IS_LATER else "get_main_grads_for_grad_norm"
+_OPTIMIZER = ("_copy_main_params_to_model_params", "_get_model_param_range_map", _GRADS_FOR_NORM)
 
 _missing = [
     f"{owner.__name__}.{name}"
@@ -118,6 +132,12 @@ def write_state(values: State) -> None:
 def copy_main_params(optimizer: DistributedOptimizer) -> None:
     """Copy the optimizer's parameters to the shards of the model's parameters."""
     optimizer._copy_main_params_to_model_params()
+
+
+def grads_for_norm(optimizer: DistributedOptimizer) -> list[Tensor]:
+    """Return the gradients that enter the norm, without copies of tensor-parallel peers and of tied embeddings."""
+    grads: list[Tensor] = getattr(optimizer, _GRADS_FOR_NORM)()
+    return grads
 
 
 def local_range(optimizer: DistributedOptimizer, parameter: nn.Parameter) -> Any:

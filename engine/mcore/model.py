@@ -24,7 +24,6 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..bridge.decoder import Decoder
@@ -46,7 +45,6 @@ from .modules import (
     PackedAttention,
     PackedSelfAttention,
     Rotary,
-    SplitHeadNorm,
     rotary_frequencies,
     slice_of,
 )
@@ -199,19 +197,6 @@ def row_parallel(decoder: Decoder, *, bias: bool) -> type[AdaptedRowParallelLine
     return BiasedRowParallelLinear if bias else AdaptedRowParallelLinear
 
 
-def head_norm(decoder: Decoder, heads: int, group: ProcessGroup) -> Any:
-    """Return the module or spec of the norm on query or key heads.
-
-    Args:
-        decoder: The decoder's sizes.
-        heads: The number of these heads in the model.
-        group: The tensor-parallel group.
-    """
-    if decoder.qk_norm == "all":
-        return ModuleSpec(module=SplitHeadNorm, params={"heads": heads // group.size(), "group": group})
-    return Norm if decoder.qk_norm == "head" else IdentityOp
-
-
 def layer_spec(
     decoder: Decoder, hf_config: PreTrainedConfig, number: int, groups: ProcessGroupCollection, *, deepstack: bool = False
 ) -> ModuleSpec:
@@ -245,7 +230,7 @@ def layer_spec(
         is_partial = 0 < rotated < decoder.head_dim
         attention = ModuleSpec(
             module=PackedSelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal, "rotary_kind": kind},
+            params={"attn_mask_type": AttnMaskType.causal, "rotary_kind": kind, "joint_norm": decoder.qk_norm == "all"},
             submodules=SelfAttentionSubmodules(
                 linear_qkv=AdaptedColumnParallelLinear,
                 core_attention=ModuleSpec(
@@ -260,19 +245,19 @@ def layer_spec(
                     },
                 ),
                 linear_proj=row_parallel(decoder, bias=decoder.proj_bias),
-                q_layernorm=head_norm(decoder, decoder.heads, groups.tp),
-                k_layernorm=head_norm(decoder, decoder.kv_heads, groups.tp),
+                q_layernorm=Norm if decoder.qk_norm == "head" else IdentityOp,
+                k_layernorm=Norm if decoder.qk_norm == "head" else IdentityOp,
             ),
         )
     linears = MLPSubmodules(linear_fc1=AdaptedColumnParallelLinear, linear_fc2=row_parallel(decoder, bias=False))
     sparse = decoder.experts is not None and decoder.experts.layers[number]
-    mlp = ModuleSpec(module=GatedMLP, submodules=linears)
+    # Megatron-core 0.16 passes the groups only to its own classes, not to subclasses; 0.19 passes them to all, as `pg_collection`.
+    mlp = ModuleSpec(module=GatedMLP, params={"groups": groups}, submodules=linears)
     if sparse:
         assert decoder.experts is not None
         mlp = ModuleSpec(
             module=PackedMoELayer,
-            # Megatron passes the groups only to its own class, not to a subclass.
-            params={"pg_collection": groups, "number": sum(decoder.experts.layers[:number])},
+            params={"groups": groups, "number": sum(decoder.experts.layers[:number])},
             submodules=MoESubmodules(
                 router=Router,
                 experts=ModuleSpec(module=GroupedExperts if decoder.experts.clamped is None else ClampedExperts),

@@ -183,12 +183,27 @@ class PackedSelfAttention(SelfAttention):
     """Self-attention that uses the angles of its layer's kind of rotary embeddings.
 
     Args:
+        args: Megatron's own arguments.
         rotary_kind: The index of the layer's kind among the model's kinds of rotary embeddings; None for a layer without.
+        joint_norm: Whether queries, and likewise keys, are normalized over all heads together.
+        kwargs: Megatron's own arguments.
     """
 
-    def __init__(self, *args: Any, rotary_kind: int | None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, rotary_kind: int | None, joint_norm: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rotary_kind = rotary_kind
+        if joint_norm:
+            # Not in the layer's spec, where megatron-core 0.19 takes norms only with `qk_layernorm`, which is wrong for these (`config.py`).
+            self.q_layernorm, self.k_layernorm = (
+                SplitHeadNorm(
+                    self.config,
+                    self.hidden_size_per_attention_head,
+                    self.config.layernorm_epsilon,
+                    heads=heads,
+                    group=self.pg_collection.tp,
+                )
+                for heads in (self.num_attention_heads_per_partition, self.num_query_groups_per_partition)
+            )
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
         """Run self-attention with the layer's kind of the angles `[kinds, T, 1, 1, 2 F]`."""

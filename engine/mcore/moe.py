@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -103,15 +104,15 @@ class PackedMoELayer(MoELayer):
 
     Args:
         args: Megatron's own arguments.
+        groups: The process groups.
         number: The index of the layer among those with experts.
         kwargs: Megatron's own arguments.
     """
 
-    def __init__(self, *args: Any, number: int = 0, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, groups: ProcessGroupCollection, number: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "pg_collection": groups})
         self.router.router_replay.number = number
         if not torch.cuda.is_available():
-            groups = kwargs.get("pg_collection")
             self.token_dispatcher = HostDispatcher(
                 self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=groups
             )

@@ -15,7 +15,7 @@ from ..config import OptimConfig
 from ..lr_schedule import is_decayed
 from ..ops.norm import sum_of_squares
 from ..torch_private import foreach_mul_
-from .megatron_private import copy_main_params, local_range
+from .megatron_private import copy_main_params, grads_for_norm, local_range
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -139,8 +139,7 @@ class ShardedOptimizer:
             part.prepare_grads()
         self._leave_out(device)
         for part in self._parts:
-            # The copies of tensor-parallel peers and of tied embeddings are left out.
-            total += sum_of_squares(part.get_main_grads_for_grad_norm(), device)
+            total += sum_of_squares(grads_for_norm(part), device)
         torch.distributed.all_reduce(total, group=self._groups.intra_dist_opt)
         norm = float(total.sqrt())
         if max_norm is not None and norm > max_norm and norm < float("inf"):
