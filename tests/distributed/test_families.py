@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -169,7 +170,7 @@ NO_INTERFACE = "does not compute attention through transformers' attention inter
     ("family", "reason"),
     [
         *((name, STATE) for name in ("lfm3", "recurrent_gemma", "zaya")),
-        *((name, NO_INTERFACE) for name in ("codegen", "gpt_neox_japanese", "rwkv", "xlstm")),
+        *((name, NO_INTERFACE) for name in ("gpt_neox_japanese", "rwkv", "xlstm")),
         ("deepseek_v4", "attends from 346 tokens to 348 keys"),
         ("inkling_text", "passes position_bias to its attention"),
         ("minimax_m3_vl_text", "passes block_indices to its attention"),
@@ -225,12 +226,14 @@ def test_attention_in_both_directions_is_refused() -> None:
 @pytest.mark.timeout(900)
 def test_no_decoder_of_transformers_is_accepted_and_wrong(process_group: None) -> None:
     outcomes = {family: outcome(family, judge(family)) for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-    # The page says the same of each.
-    assert {family: one.partition(":")[0] for family, one in outcomes.items()} == said_of_decoders()
+    if f"transformers {transformers.__version__} " in PAGE.read_text():
+        assert {family: one.partition(":")[0] for family, one in outcomes.items()} == said_of_decoders()
     assert not [family for family, one in outcomes.items() if one.startswith("WRONG")]
 
 
 def test_the_page_has_every_decoder() -> None:
+    if f"transformers {transformers.__version__} " not in PAGE.read_text():
+        pytest.skip("the page is that of another version of transformers")
     said = said_of_decoders()
     assert said.keys() == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
     assert {family for family, one in said.items() if one == "exact"} >= EXACT - {"gemma4_text", "llama4_text"} & said.keys()

@@ -302,7 +302,7 @@ def test_settings_of_models_that_take_media(tmp_path: Path, process_group: None)
         one_step(save(tmp_path / "other", "internvl"), {"lora": LoraConfig(rank=2, modules_to_save=("embed_tokens",))}, {}, [])
     with pytest.raises(ModelError, match="Qwen3ForCausalLM has no encoders"):
         one_step(save_tiny_model(tmp_path / "text", "qwen3"), {"freeze": ("encoders",)}, {}, [])
-    with pytest.raises(ModelError, match=r"model.lora.targets names \*.audio.\*, which is not an adaptable linear layer"):
+    with pytest.raises(ModelError, match=r"model.lora.targets names \*.audio.\*, which is not an adaptable layer"):
         one_step(folder, {"lora": LoraConfig(rank=2, targets=("*.audio.*",))}, {}, documents)
 
 
