@@ -1,7 +1,7 @@
 """The private names of torch that Drivetrain uses, except those of FSDP2 and DTensor, which take a second to import
 (`fsdp/torch_private.py`). Importing this module checks that they exist.
 
-Verified against the sources of torch 2.11, 2.12 and 2.13. `pyproject.toml` does not allow later minor versions; verify the
+Verified against the sources of torch 2.11, 2.12, 2.13 and 2.15. `pyproject.toml` does not allow other minor versions; verify the
 names again before raising its bound.
 """
 
