@@ -103,27 +103,28 @@ class _ToExperts(torch.autograd.Function):
     """A copy of each token's row for each of its experts, in the order of the experts."""
 
     @staticmethod
-    def forward(ctx: Any, rows_th: Tensor, order_s: Tensor, inverse_s: Tensor) -> Tensor:
+    def forward(ctx: Any, rows_th: Tensor, order_s: Tensor, inverse_s: Tensor, per_token: int) -> Tensor:
         ctx.save_for_backward(order_s, inverse_s)
-        ctx.tokens = len(rows_th)
-        return rows_th.index_select(0, order_s // (len(order_s) // max(len(rows_th), 1)))
+        ctx.per_token = per_token
+        return rows_th.index_select(0, order_s // per_token)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _FromExperts.apply(grads[0], *ctx.saved_tensors, ctx.tokens), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _FromExperts.apply(grads[0], *ctx.saved_tensors, ctx.per_token), None, None, None
 
 
 class _FromExperts(torch.autograd.Function):
     """The sum of the rows of each token's experts."""
 
     @staticmethod
-    def forward(ctx: Any, rows_sh: Tensor, order_s: Tensor, inverse_s: Tensor, tokens: int) -> Tensor:
+    def forward(ctx: Any, rows_sh: Tensor, order_s: Tensor, inverse_s: Tensor, per_token: int) -> Tensor:
         ctx.save_for_backward(order_s, inverse_s)
-        return rows_sh.index_select(0, inverse_s).view(tokens, -1, rows_sh.shape[1]).sum(1)
+        ctx.per_token = per_token
+        return rows_sh.index_select(0, inverse_s).unflatten(0, (len(rows_sh) // per_token, per_token)).sum(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _ToExperts.apply(grads[0], *ctx.saved_tensors), None, None, None
+        return _ToExperts.apply(grads[0], *ctx.saved_tensors, ctx.per_token), None, None, None
 
 
 def grouped_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -141,14 +142,15 @@ def grouped_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Ten
         out_so = _grouped_linear(x_si, getattr(module, name), ends_e, bias=bias_so, is_transposed=module.is_transposed)
         return out_so + adapters[name](x_si, ends_e) if name in adapters and adapters[name].enabled else out_so
 
+    way = (order_s, inverse_s, top_k_index.shape[1])
     up, down = matrices_of(module)
-    inner_si = linear(_ToExperts.apply(hidden_states, order_s, inverse_s), up)
+    inner_si = linear(_ToExperts.apply(hidden_states, *way), up)
     inner_si = module._apply_gate(inner_si) if module.has_gate else module.act_fn(inner_si)
     output_sh = linear(inner_si, down)
     if module.has_post_expert_norm:
         output_sh = module.post_expert_norm(output_sh)
     weighted_sh = output_sh * top_k_weights.reshape(-1).index_select(0, order_s)[:, None]
-    result: Tensor = _FromExperts.apply(weighted_sh, order_s, inverse_s, len(hidden_states))
+    result: Tensor = _FromExperts.apply(weighted_sh, *way)
     return result.to(hidden_states.dtype)
 
 
