@@ -1,6 +1,7 @@
 """The model and the documents of the CPU benchmarks of a training step. Imports nothing of this project: TRL's environment has none of it."""
 
 import math
+from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
@@ -8,36 +9,31 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 EXAMPLES, TOKENS, VOCABULARY = 16, 2048, 8192
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 384,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+
+
 def model_config(kv_heads: int = 3) -> Qwen3Config:
     """Return the config of a model with about 22 million parameters."""
-    return Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=384,
-        intermediate_size=1152,
-        num_hidden_layers=10,
-        num_attention_heads=6,
-        num_key_value_heads=kv_heads,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-    )
+    return Qwen3Config(intermediate_size=1152, num_hidden_layers=10, num_key_value_heads=kv_heads, head_dim=64, **SIZES)
 
 
 def mixture_config() -> Qwen3MoeConfig:
     """Return the config of a mixture with about 44 million parameters, of which a token uses about 16 million."""
     return Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=384,
         moe_intermediate_size=256,
         num_experts=16,
         num_experts_per_tok=4,
         norm_topk_prob=True,
         router_aux_loss_coef=0.0,
         num_hidden_layers=8,
-        num_attention_heads=6,
         num_key_value_heads=3,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
+        **SIZES,
     )
 
 

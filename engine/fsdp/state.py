@@ -113,8 +113,7 @@ def stream_weights(
     adapted = adapted_weights(root)
     if only_adapters and not adapted:
         return
-    parameters = dict(root.named_parameters())
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
 
     def whole_tensor(name: str, tensor: Tensor) -> Tensor:
         value = full(tensor.detach())

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..errors import ModelError
 from ..hf.config import logit_transform
-from ..hf.experts import use_grouped_experts
+from ..hf.experts import expert_modules, use_grouped_experts
 from ..hf.model import decoder_of
 from ..hf.state_layers import carry_states_in_documents
 from ..ops.packed_context import PackedContext
@@ -319,8 +319,12 @@ def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
         if e.args != (IMPLEMENTATION,):
             raise
         raise ModelError("it takes attention from a list of its own, not from transformers' attention interface") from e
-    # Small widths may be no multiples of what grouped products take.
-    use_grouped_experts(model)
+    if attention == IMPLEMENTATION:
+        use_grouped_experts(model)
+    else:
+        # By the family's own code, so that ours is compared with it.
+        for _, module in expert_modules(model):
+            module.config._experts_implementation = "eager"
     if attention == IMPLEMENTATION:
         carry_states_in_documents(model)
     return model.eval()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
@@ -97,6 +98,11 @@ def empty_lm(
             raise ModelError(
                 f"model.lora.modules_to_save={list(model.lora.modules_to_save)} with model.head={model.head}, which replaces the language-model head "
                 "and is trained anyway; remove the head"
+            )
+        if model.head != LM and isinstance(lm.get_output_embeddings(), LoraLayer):
+            raise ModelError(
+                f"model.lora.targets={list(model.lora.targets)} with model.head={model.head}, which replaces the language-model head and is "
+                "trained in full; remove the head"
             )
         rows = [lm.get_input_embeddings(), lm.get_output_embeddings()]
         if model.added_tokens and not all(m.weight.requires_grad for m in rows if m is not None):

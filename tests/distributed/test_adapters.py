@@ -165,10 +165,12 @@ def test_experts_are_adapted_as_by_peft(
             {"targets": ("experts",)},
             "names experts, which is not an adaptable layer of Qwen3ForCausalLM; .* embed_tokens",
         ),
+        ("llama", {"targets": ("lm_head",)}, "with model.head=value, which replaces the language-model head"),
         ("qwen2", {"targets": ("embed_tokens",)}, "both the embeddings and the head .*modules_to_save"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused(family: str, lora: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path, family, tie_word_embeddings=family == "qwen2")
+    head = "value" if "model.head" in message else "lm"
     with pytest.raises(ModelError, match=message):
-        build(str(folder), model={"lora": LoraConfig(rank=2, **lora)})
+        build(str(folder), model={"lora": LoraConfig(rank=2, **lora), "head": head})
