@@ -340,7 +340,7 @@ def _check_interface(model: PreTrainedModel) -> None:
         decoder_of(model)(input_ids=torch.tensor([[3, 4]]), position_ids=torch.tensor([[0, 1]]), use_cache=False)
     except ModelError:
         return
-    except TypeError as e:
+    except (AttributeError, TypeError) as e:
         # An indexer looks for the mask before attention is called.
         if any(name.rpartition(".")[2] == "indexer" for name, _ in model.named_modules()):
             raise ModelError(INDEXER) from e

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from peft.tuners.lora import LoraLayer
 from torch import nn
@@ -148,6 +149,11 @@ def _built(
                 trust_remote_code=model.trust_remote_code,
             )
     except Exception as e:  # of many types, by what a family does with the value
+        if isinstance(e, ValueError) and str(e).startswith("Unrecognized configuration class"):
+            raise ModelError(
+                f"model.path={model.path}: transformers {transformers.__version__} has no causal language model of type {config.model_type!r} alone, "
+                "without the encoders of the whole model; use the path of a model of text, or of a family that docs/families.md names"
+            ) from e
         if not model.overrides:
             raise
         raise ModelError(

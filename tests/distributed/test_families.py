@@ -21,6 +21,7 @@ from drivetrain.engine.errors import ModelError
 from drivetrain.engine.fsdp import trial
 from drivetrain.engine.fsdp.attention import attention_forward
 from drivetrain.engine.fsdp.families import EXACT, UNSUPPORTED, check_family, unseen_switches
+from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.fsdp.trial import compare_packed, layer_kinds, trial_config
 from drivetrain.engine.ops.packed_context import PackedContext
 from drivetrain.engine.packing.convert import from_lists
@@ -122,6 +123,13 @@ def test_wrong_family_is_refused_with_the_reason(family: str) -> None:
     config.model_type = family
     with pytest.raises(ModelError, match=re.escape(UNSUPPORTED[family])):
         check_family(config, allow_unverified=True)
+
+
+def test_decoder_that_is_no_model_alone_is_refused(process_group: None, tmp_path: Path) -> None:
+    AutoConfig.for_model("mllama").save_pretrained(tmp_path)
+    settings = EngineConfig(options=FSDPOptions(allow_unverified_family=True))
+    with pytest.raises(ModelError, match="no causal language model of type 'mllama_text_model' alone"):
+        engine_class("fsdp")(model=ModelConfig(path=str(tmp_path)), engine=settings, optim=OPTIM).initialize()
 
 
 def test_unknown_family_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
