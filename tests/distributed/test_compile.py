@@ -167,6 +167,7 @@ def test_compiled_layers_on_two_ranks(tmp_path: Path) -> None:
             close_to(got, want)
 
 
+@pytest.mark.slow
 def test_shared_prefixes_are_compiled(counted: CountingBackend, tmp_path: Path, process_group: None) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     question = list(range(3, 23))

@@ -139,6 +139,7 @@ def test_replayed_routes_do_not_count_and_biases_are_saved(tmp_path: Path) -> No
     assert all(torch.equal(bias, after[1][name]) for name, bias in after[0].items())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("backend", ["fsdp", "mcore"])
 def test_small_steps_are_not_lost_in_16_bits(tmp_path: Path, backend: str) -> None:

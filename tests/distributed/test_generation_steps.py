@@ -377,6 +377,7 @@ def test_the_controller_conforms(tied: bool, capsys: pytest.CaptureFixture[str])
     assert conformance(words) == 0, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_controller_conforms_alone(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tensor_parallel", "--only", *(name for name in CHECKS if name not in ("frequencies", "seeds"))]
     assert conformance(words) == 0, capsys.readouterr().out

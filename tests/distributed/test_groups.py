@@ -356,6 +356,7 @@ def test_a_wedged_rank_is_told_from_a_slow_one(start: Start) -> None:
         assert group["troubled"].echo(1) == [[1], {}]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_commands")
 def test_a_process_without_a_sign_of_life_is_killed() -> None:
     """Of a stopped process not even the I/O thread answers. Ray watches over its own."""

@@ -81,9 +81,10 @@ def test_families_with_windows_caps_sandwich_norms_and_latents_conform(axes: dic
     run_ranks(rank_families, 2, axes, ["gemma", "gemma2", "gemma3_text", "deepseek_v3"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
-    [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.slow), pytest.param({"cp": 2}, marks=pytest.mark.slow)],
+    [{"tp": 2}, {"pp": 2}, {"cp": 2}],
 )
 def test_families_with_fused_matrices_partial_rotation_and_norms_at_the_end_conform(axes: dict[str, Any]) -> None:
     run_ranks(rank_families, 2, axes, ["smollm3", "phi3", "olmo3"])
@@ -214,6 +215,7 @@ def rank_in_turns(folder: str) -> list[list[tuple[float, float]]]:
     return found
 
 
+@pytest.mark.slow
 def test_engines_of_different_layouts_train_in_turns(folder: Path) -> None:
     want = engines.reference_steps(folder)
     for results in run_ranks(rank_in_turns, 2, str(folder)):
@@ -325,6 +327,7 @@ def rank_drops(folder: str, sequence: bool) -> dict[str, Tensor]:
         return {h.name: h.parameter.detach().clone() for h in held if h.adapter and not h.parameter.tensor_model_parallel}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", [False, True])
 def test_factors_that_ranks_share_stay_equal_under_dropout(sequence: bool, folder: Path) -> None:
     one, other = run_ranks(rank_drops, 2, str(folder), sequence)

@@ -144,13 +144,16 @@ def rank_compare(folder: str, cases: Sequence[tuple[str, dict[str, Any]]]) -> li
     "cases",
     [
         [("fsdp", {"cp": 2}), ("fsdp", {})],
-        [
-            ("mcore", {"tp": 2}),
-            ("mcore", {"tp": 2, "tp_sequence": True}),
-            ("mcore", {"pp": 2}),
-            ("mcore", {"cp": 2}),
-            ("mcore", {}),
-        ],
+        pytest.param(
+            [
+                ("mcore", {"tp": 2}),
+                ("mcore", {"tp": 2, "tp_sequence": True}),
+                ("mcore", {"pp": 2}),
+                ("mcore", {"cp": 2}),
+                ("mcore", {}),
+            ],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["fsdp", "mcore"],
 )

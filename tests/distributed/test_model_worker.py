@@ -388,6 +388,7 @@ def test_a_comm_id_holds_an_address_and_a_run() -> None:
     listener.close()
 
 
+@pytest.mark.slow
 def test_meetings_that_fail_say_why() -> None:
     """A rank that never comes, another number of ranks, two of one rank, another run, a second controller."""
     with Worker(0, 3, "--init-timeout", "3") as first, Worker(1, 3, "--init-timeout", "3") as second:

@@ -106,6 +106,7 @@ def test_five_steps_on_each_engine_are_ten_on_either(
             close_to(found, alone, loss=1e-5, norm=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [("fsdp", "mcore"), ("mcore", "fsdp")])
 def test_a_trainers_run_goes_on_with_the_other_engine(
     first: str, second: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

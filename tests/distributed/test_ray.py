@@ -49,6 +49,7 @@ def actor_role(models: Path) -> RoleSpec:
     return RoleSpec(worker=ActorWorker, config=ActorConfig(model=model, engine=engine, optim=OptimConfig(lr=1e-3)))
 
 
+@pytest.mark.slow
 def test_a_function_of_the_program_itself_travels_with_ray() -> None:
     """A lambda too: Ray brings it to a process that could not import it."""
     reward = RoleSpec(worker=FunctionRewardWorker, config=FunctionRewardConfig(function=lambda some: [7.0 for _ in some]))

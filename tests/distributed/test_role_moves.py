@@ -180,13 +180,14 @@ def rank_moves(models: str, root: str, backend: str, parallel: dict[str, Any]) -
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "nproc", "parallel"),
     [
         ("fsdp", 1, {}),
         ("mcore", 1, {}),
-        pytest.param("fsdp", 2, {}, marks=pytest.mark.slow),
-        pytest.param("mcore", 2, {"tp": 2}, marks=pytest.mark.slow),
+        ("fsdp", 2, {}),
+        ("mcore", 2, {"tp": 2}),
     ],
 )
 def test_roles_of_every_kind_go_to_the_host_and_to_disk_and_come_back(

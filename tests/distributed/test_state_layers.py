@@ -29,7 +29,7 @@ KINDS = ("qwen3_next", "zamba2", "jamba", "lfm2")
 
 
 @pytest.mark.parametrize("family", KINDS)
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("recompute", [pytest.param("full", marks=pytest.mark.slow), "selective"])
 def test_recomputation_changes_no_number(family: str, recompute: Any, tmp_path: Path, process_group: None) -> None:
     folder = save_tiny_model(tmp_path / "model", family)
     close_to(steps(build(folder, recompute=recompute), 2), reference_steps(folder, 2))

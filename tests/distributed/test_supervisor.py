@@ -65,6 +65,7 @@ def test_a_model_is_served_and_its_process_ends_with_the_block(caplog: pytest.Lo
         worker.call("add", 1, 2)
 
 
+@pytest.mark.slow
 def test_the_event_loop_goes_on_while_a_model_loads() -> None:
     async def run() -> tuple[float, int, Any]:
         longest, ticks, last = 0.0, 0, time.monotonic()
@@ -179,6 +180,7 @@ def test_a_start_that_is_cancelled_leaves_no_process() -> None:
     assert until(lambda: not alive(pid))
 
 
+@pytest.mark.slow
 def test_a_call_may_be_made_when_another_one_is_done() -> None:
     with start_model_worker(make_model, {}, settings()) as worker:
         found: list[Any] = []
@@ -225,6 +227,7 @@ def test_a_signal_without_a_name_and_a_close_during_a_restart() -> None:
     assert not alive(worker.pid)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_made_is_the_reason_and_leaves_nothing() -> None:
     worker = start_model_worker(make_model, {"fails": True}, settings())
     with pytest.raises(WorkerError, match=r"^ValueError: no such model \[loading the model of model-worker\]") as found:

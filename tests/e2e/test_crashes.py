@@ -289,7 +289,8 @@ def pushed(task: Path, address: str, repo: str, *more: str, **variables: str) ->
     return subprocess.run(command, capture_output=True, text=True, env={**environment, **variables}, timeout=100, check=False)
 
 
-@pytest.mark.parametrize("model", [(), pytest.param(("model.lora.rank=4",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [(), ("model.lora.rank=4",)])
 def test_an_export_is_pushed_to_the_hub_when_asked(model: tuple[str, ...], tmp_path: Path) -> None:
     make_task(tmp_path)
     uploaded: dict[str, bytes] = {}

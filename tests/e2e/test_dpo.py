@@ -145,10 +145,13 @@ CASES: dict[str, dict[str, Any]] = {
     "cpo": {"label_smoothing": 0.1},
     "aot": {"beta": 0.5},
 }
+FAST_CASES = ("sigmoid, RPO", "simpo", "aot")
 
 
 @pytest.mark.parametrize("share", ["off", pytest.param("on", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in FAST_CASES else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_every_loss_equals_float64_document_by_document(pairs_task: Path, case: str, share: str) -> None:
     kind, options = case.partition(",")[0], CASES[case]
     settings = [f"dpo.{name}={str(value).lower()}" for name, value in options.items()]
@@ -200,6 +203,7 @@ def test_kto_equals_float64(pairs_task: Path) -> None:
     assert record["kl_baseline"] == pytest.approx(metrics["kl_baseline"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_cached_reference_gives_the_same_and_is_computed_once(pairs_task: Path, caplog: pytest.LogCaptureFixture) -> None:
     common = [f"reference.path={pairs_task / 'other'}", "reference.mode=cached", f"data.cache_dir={pairs_task / 'cache'}"]
     held_out = [f"data.eval=[{pairs_task / 'pairs.jsonl'}]", "trainer.best_metric=reward_margin", "trainer.eval_every=1"]
@@ -231,6 +235,7 @@ def test_a_cached_reference_gives_the_same_and_is_computed_once(pairs_task: Path
     assert len(list((pairs_task / "cache").glob("reference-*.npy"))) == 3
 
 
+@pytest.mark.slow
 def test_under_adapters_the_base_is_the_reference(pairs_task: Path) -> None:
     run = words(pairs_task, "lora", "model.lora.rank=4", "trainer.save_every=2")
     assert dpo.main(run) == 0
@@ -247,6 +252,7 @@ def test_under_adapters_the_base_is_the_reference(pairs_task: Path) -> None:
         assert (a["loss"], a["grad_norm"]) == (pytest.approx(b["loss"], rel=1e-6), pytest.approx(b["grad_norm"], rel=1e-5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_adapters_in_bfloat16_train_with_the_base_as_reference(pairs_task: Path, tmp_path: Path, nproc: int) -> None:
     """The engine's very first forward pass is one without adapters."""

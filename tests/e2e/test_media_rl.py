@@ -56,7 +56,8 @@ def train(task: Path, run: Path, *more: str, config_class: type[RLConfig] = GRPO
     return records(run)
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(["engine.backend=mcore"], marks=pytest.mark.slow)], ids=["fsdp", "mcore"])
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["engine.backend=mcore"]], ids=["fsdp", "mcore"])
 def test_a_step_can_be_repeated_from_its_bundle(more: list[str], task: Path, tmp_path: Path) -> None:
     steps = train(task, tmp_path / "run", *more)
     assert len(steps) == 2

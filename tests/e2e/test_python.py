@@ -107,6 +107,7 @@ def test_rows_in_memory_train_as_rows_of_a_file_do_and_as_the_command_does(task:
         SFTTrainer(config_of(task, "rows"), train_data=rows_of(task)[:39]).train()
 
 
+@pytest.mark.slow
 def test_formatting_is_applied_to_every_row_and_cached_by_what_it_does(task: Path) -> None:
     plain = rows_of(task)
     renamed = [{"question": row["messages"][:1], "solution": row["messages"][1:]} for row in plain]
@@ -247,6 +248,7 @@ def test_a_loss_of_the_users_own_is_minimized(task: Path) -> None:
         SFTTrainer(config, train_data=rows_of(task), loss=Doubled()).train()
 
 
+@pytest.mark.slow
 def test_pairs_in_memory_train_a_policy_and_a_reward_model(tmp_path: Path) -> None:
     write_model(tmp_path / "model", 0)
     write_pairs(tmp_path / "data", 0)

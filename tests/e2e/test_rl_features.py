@@ -44,7 +44,8 @@ def test_state_that_is_moved_away_changes_nothing(task: Path, tmp_path: Path) ->
     assert records(tmp_path / "away") == records(tmp_path / "here")
 
 
-@pytest.mark.parametrize("config_class", [GRPOConfig, pytest.param(PPOConfig, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("config_class", [GRPOConfig, PPOConfig])
 def test_the_generator_makes_room_for_everything_that_is_moved(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_class: Any
 ) -> None:
@@ -95,6 +96,7 @@ def test_the_policy_learns_at_its_rate_after_the_critic_has_warmed_up(task: Path
     assert first[2:] == [record["lr"] for record in records(tmp_path / "short")]
 
 
+@pytest.mark.slow
 def test_rewards_are_computed_while_the_workers_go_on(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: dict[str, list[tuple[float, float]]] = {}
 
@@ -251,6 +253,7 @@ def test_answers_that_never_end_are_warned_of(
     assert caplog.text.count("all answers of a step reached rollout.max_tokens=6 without an end") == int(warned)
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_exported(task: Path, tmp_path: Path) -> None:
     outcome = train(
         task,

@@ -44,12 +44,13 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "before", "told"),
     [
         (1, "3", "1 passed"),
-        pytest.param(1, None, "1 passed", marks=pytest.mark.slow),
-        pytest.param(0, "3", "1 skipped", marks=pytest.mark.slow),
+        (1, None, "1 passed"),
+        (0, "3", "1 skipped"),
     ],
 )
 def test_workers_of_xdist_know_of_the_gpus(count: int, before: str | None, told: str, tmp_path: Path) -> None:
@@ -67,6 +68,7 @@ def test_workers_of_xdist_know_of_the_gpus(count: int, before: str | None, told:
     assert told in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_every_test_of_the_gpu_is_collected_without_packages_of_other_tests(tmp_path: Path) -> None:
     make = ["make", "-n", "test-gpu", f"PYTHON={sys.executable}"]
     recipe = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout

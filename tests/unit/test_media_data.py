@@ -790,6 +790,7 @@ def test_nothing_is_decoded_twice_and_what_has_changed_is_decoded_again(
     assert fields_of([again.document(2, 0)], reader.store)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_several_processes_tokenize_the_same_media(tmp_path: Path) -> None:
     rows = [{"messages": question(image(data_uri(png(24, 16, i % 3))))} for i in range(40)]

@@ -84,9 +84,10 @@ def values(text: str) -> set[str]:
 def forbidden(path: str, text: str) -> list[str]:
     """The forbidden words of a file, with its path."""
     words = set(re.findall(r"[A-Za-z_]\w*", text))
+    assigned = values(text) if words & set(FORBIDDEN_VALUES) else set()
     allowed = ALLOWED.get(path, set())
     wrong = [name for name in FORBIDDEN_NAMES if name not in allowed and (name in words or f"_{name}" in words)]
-    wrong += [name for name in FORBIDDEN_VALUES if name not in allowed and name in values(text)]
+    wrong += [name for name in FORBIDDEN_VALUES if name not in allowed and name in assigned]
     wrong += [phrase for phrase in FORBIDDEN_PHRASES if re.search(phrase, text, re.IGNORECASE)]
     return [f"{path}: {word}" for word in wrong]
 

@@ -395,6 +395,7 @@ def test_a_second_backward_pass_of_the_head() -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 def test_many_kinds_of_flex_attention_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     # torch would compute all logits of a micro-batch beyond eight graphs: of windows, families, soft caps and numbers of heads.
     torch._dynamo.reset()

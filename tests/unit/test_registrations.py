@@ -166,6 +166,7 @@ def test_an_objective_is_one_file_which_an_entry_point_names(tmp_path: Path) -> 
         assert got["loss"] == pytest.approx(sum(each) / 2, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_an_estimator_and_a_loss_of_pairs_are_one_file_each(tmp_path: Path) -> None:
     path = with_file(with_entry_point(tmp_path, "linear", PAIRS), "losses/estimators/halves.py", ESTIMATOR)
     found = read(path, ["rl.algorithm=by_halves"], ["rl.advantage.estimator=halves", "rl.advantage.part=0.25"], more=OF_PAIRS)

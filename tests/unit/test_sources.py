@@ -497,6 +497,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "1", "completion": "2"}] * 400_000)
     (tmp_path / "program.py").write_text(ENDLESS)
