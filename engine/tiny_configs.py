@@ -61,6 +61,18 @@ _LATENT: dict[str, Any] = {
     "num_key_value_heads": 8,
     "head_dim": 8,
 }
+# Queries of tokens beyond the first 16 of a document are scaled by their position, as those beyond 8192 are in the models that are published.
+_SCALED_QUERIES: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+}
 _SIGMOID_ROUTER: dict[str, Any] = {
     "n_routed_experts": 4,
     "n_group": 1,
@@ -128,7 +140,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "ernie4_5": {},
     "minimax_m2": _MOE,
-    "ministral3": {},
+    "ministral3": _SCALED_QUERIES,
+    "mistral4": {**_MOE, **_LATENT, **_SCALED_QUERIES, "n_routed_experts": 4, "head_dim": 16},
     "hy_v3": {**_MOE, "num_shared_experts": 1, "first_k_dense_replace": 1},
     "glm4_moe_lite": {**_MOE, **_LATENT, **_SIGMOID_ROUTER},
     "exaone4": _ALTERNATING,

@@ -17,7 +17,6 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -30,6 +29,7 @@ from drivetrain.engine.errors import DrivetrainError
 from drivetrain.engine.fsdp.families import check_family
 from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.fsdp.trial import VOCABULARY, compare_packed, trial_config
+from drivetrain.engine.hf.auto_classes import CAUSAL_LMS, register_causal_lm
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.registry import engine_class
 from drivetrain.losses.sft import SFTLoss
@@ -96,6 +96,7 @@ class Verdict:
 def decoder_config(family: str) -> PreTrainedConfig:
     """Return a config that has all kinds of layers of a family, at the family's own sizes."""
     config: PreTrainedConfig = AutoConfig.for_model(family, **SETTINGS.get(family, {}))
+    register_causal_lm(config)
     return config
 
 
@@ -180,7 +181,7 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     init_distributed()
     outcomes = {}
-    for family in sys.argv[1:] or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    for family in sys.argv[1:] or CAUSAL_LMS:
         outcomes[family] = outcome(family, judge(family))
         print(f"{family:28s} {outcomes[family]}", flush=True)
     if not sys.argv[1:]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
+from ..hf.auto_classes import register_causal_lm
 from ..ops.scan.fused import without_kernels
 from ..tiny_configs import SPECIAL, VOCABULARY, tiny_model_config
 from ..tiny_media import MEDIA_FAMILIES, tiny_media_config
@@ -23,6 +24,7 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = tor
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        register_causal_lm(config)
         auto: Any = AutoModelForMultimodalLM if config.model_type in MEDIA_FAMILIES else AutoModelForCausalLM
         with without_kernels(config):
             model: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=dtype)

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..errors import ModelError
+from ..hf.auto_classes import CAUSAL_LMS
 from ..tiny_configs import tested_configs
 from ..tiny_media import tiny_media_config
 from .trial import DESCRIPTION, INDEXER, TOKEN_ID, compare_packed, trial_config
@@ -53,6 +53,7 @@ EXACT = frozenset(
         "minimax_m2",
         "ministral3",
         "mistral",
+        "mistral4",
         "mixtral",
         "nemotron_h",
         "olmo2",
@@ -132,7 +133,7 @@ def check_media_family(media: PreTrainedConfig, *, allow_unverified: bool) -> No
         ModelError: It is not, or is not known to be.
     """
     decoder = media.get_text_config()
-    if decoder.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if decoder.model_type in CAUSAL_LMS:
         check_family(decoder, allow_unverified=allow_unverified)
         return
     unseen = _unseen(decoder, [tiny_media_config(media.model_type).get_text_config()])

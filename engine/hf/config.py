@@ -11,6 +11,7 @@ from ..config import LoraConfig, ModelConfig
 from ..errors import ModelError
 from ..heads import head_of
 from ..ops.linear_head import LogitTransform
+from .auto_classes import register_causal_lm
 from .model_path import check_model_path, quiet_hub, reason
 from .overrides import override
 from .tokenizer import load_tokenizer
@@ -42,6 +43,7 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
         ModelError: The folder or its config.json is missing or unreadable.
     """
     config = whole_config(model).get_text_config()
+    register_causal_lm(config)
     stored = getattr(config, "quantization_config", None)
     if stored is not None:
         kind = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", stored)

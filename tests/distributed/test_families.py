@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from decoders import BEGIN, END, PAGE, decoder_config, judge, outcome
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
@@ -23,6 +22,7 @@ from drivetrain.engine.fsdp.attention import attention_forward
 from drivetrain.engine.fsdp.families import EXACT, UNSUPPORTED, check_family, unseen_switches
 from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.fsdp.trial import compare_packed, layer_kinds, trial_config
+from drivetrain.engine.hf.auto_classes import CAUSAL_LMS
 from drivetrain.engine.ops.packed_context import PackedContext
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
@@ -60,7 +60,7 @@ def test_lists_agree() -> None:
 # Those in which no layer is of a kind that others do not have.
 ALIKE = {
     *("apertus", "cohere2", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "glm4_moe_lite", "gpt2", "gpt_neox", "granitemoe"),
-    *("hunyuan_v1_dense", "hy_v3", "ministral3", "olmoe", "starcoder2"),
+    *("hunyuan_v1_dense", "hy_v3", "ministral3", "mistral4", "olmoe", "starcoder2"),
 }
 
 
@@ -249,7 +249,7 @@ def test_attention_in_both_directions_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_decoder_of_transformers_is_accepted_and_wrong(process_group: None) -> None:
-    outcomes = {family: outcome(family, judge(family)) for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    outcomes = {family: outcome(family, judge(family)) for family in CAUSAL_LMS}
     if f"transformers {transformers.__version__} " in PAGE.read_text():
         assert {family: one.partition(":")[0] for family, one in outcomes.items()} == said_of_decoders()
     assert not [family for family, one in outcomes.items() if one.startswith("WRONG")]
@@ -259,7 +259,7 @@ def test_the_page_has_every_decoder() -> None:
     if f"transformers {transformers.__version__} " not in PAGE.read_text():
         pytest.skip("the page is that of another version of transformers")
     said = said_of_decoders()
-    assert said.keys() == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    assert said.keys() == set(CAUSAL_LMS)
     assert {family for family, one in said.items() if one == "exact"} >= EXACT - {"gemma4_text", "llama4_text"} & said.keys()
     assert all(said[family] == "refused" for family in UNSUPPORTED)
     assert sum(one == "exact" for one in said.values()) >= 80
