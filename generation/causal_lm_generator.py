@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from ..engine.errors import ConfigError
 from ..engine.hf.config import read_config
 from .causal_lm import CausalLM
 from .generator import BaseGenerator
@@ -26,6 +27,7 @@ class CausalLMGenerator(BaseGenerator):
     """
 
     takes_media = True
+    can_be_invariant = True
     returns_routes = True
 
     @classmethod
@@ -54,7 +56,10 @@ class CausalLMGenerator(BaseGenerator):
 
     def take_media(self, title: str, prompt: list[int], media: Mapping[str, Tensor]) -> PromptMedia | None:
         """See `BaseGenerator.take_media`."""
-        return self._lm.take_media(title, prompt, media)
+        taken = self._lm.take_media(title, prompt, media)
+        if taken is not None and self.config.invariant:
+            raise ConfigError(f"{title} has media, which invariant=true does not take; use invariant=false")
+        return taken
 
     def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy new weights into the model."""

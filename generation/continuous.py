@@ -7,6 +7,7 @@ top_k and seed, and keeps its tokens when it is cancelled.
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..engine.errors import ConfigError, ModelError, is_out_of_memory
 from ..engine.hf.model import decoder_of
 from ..engine.hf.state_layers import carry_states_in_documents
 from .causal_lm_generator import CausalLMGenerator
+from .invariant import largest_invariant_pass, pad_pass, use_invariant_experts
 from .media import PromptMedia
 from .memory import PAGE_TOKENS_CUDA
 from .options import RolloutConfig, SamplingOptions
@@ -44,16 +46,23 @@ class ContinuousGenerator(CausalLMGenerator):
     A prompt that several waiting requests share is processed once, and prompts that begin alike share full pages of the cache.
     Requests begin in the order of their arrival; one that does not fit into the cache keeps those after it waiting.
 
+    With `config.invariant` a response has the same bits in any company: each forward pass has a number of rows at which a row does not depend
+    on the others, attention has shapes that follow from a token's own position, and a request begins when the cache has room for all of
+    its tokens, so that none is computed anew. Prompts of different requests share no pages.
+
     Args:
         config: The configuration.
 
     Raises:
         ModelError: The model cannot be loaded.
-        ConfigError: Its attention has no paged form.
+        ConfigError: Its attention has no paged form, or `config.invariant` cannot hold.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)
+        self._most_rows = config.target_tokens_per_batch
+        if config.invariant:
+            self._most_rows = min(self._most_rows, self._find_invariant_pass())
         self._page = PAGE_TOKENS_CUDA if self._lm.device.type == "cuda" else PAGE_TOKENS
         self._sampler = _Sampler(self)
         self._processor: Any = None
@@ -68,6 +77,19 @@ class ContinuousGenerator(CausalLMGenerator):
         """The layers that attend and their kind, in order, for a model with layers that do not; None if all do."""
         self._check_attention()
 
+    def _find_invariant_pass(self) -> int:
+        model, path = self._lm.model, self.config.model.path
+        if self._lm.device.type == "cuda":
+            raise ConfigError(
+                f"invariant=true for {path} on {self._lm.device}: there the order of sums in attention and in products depends on the size of a "
+                "batch; use invariant=false, or a CPU (CUDA_VISIBLE_DEVICES=)"
+            )
+        if not SUPPORTED:
+            raise ConfigError("invariant=true needs transformers 5.20 or later")
+        use_invariant_experts(model)
+        with torch.inference_mode():
+            return largest_invariant_pass(model, path)
+
     def _check_attention(self) -> None:
         """Compare a token's log-probability with that of a plain forward pass: for some models the pages have a wrong shape."""
         prompt = [0] * 2
@@ -79,6 +101,11 @@ class ContinuousGenerator(CausalLMGenerator):
         if "chunked_attention" in kinds:
             raise self._unfit(ModelError("its attention ends at chunks of a sequence, for which the cache has no layers"))
         if carry_states_in_documents(self._lm.model):
+            if self.config.invariant:
+                raise ConfigError(
+                    f"invariant=true for {self.config.model.path}, whose layers with state process a prompt in pieces that depend on other requests; "
+                    "use invariant=false"
+                )
             self._states, self._attending = RequestStates(self._lm.device), self._find_attention()
         stream = TokenStream(self.step, "check", prompt, SamplingOptions(max_tokens=1, temperature=0.0), frozenset(), 0)
         self.waiting[stream.id] = stream
@@ -151,6 +178,8 @@ class ContinuousGenerator(CausalLMGenerator):
 
     def _admit_waiting(self) -> None:
         """Pass waiting requests to the manager's scheduler, which begins with any that fits: it is given only what fits."""
+        if self.running and self.config.generator == "static":
+            return
         if self._processor.scheduler.waiting_requests:
             # One that was passed before does not fit after all, because of prefixes that nobody uses any more. (Before transformers 5.20
             # these give way by themselves.)
@@ -191,7 +220,7 @@ class ContinuousGenerator(CausalLMGenerator):
         return self._processor.cache.use_prefix_sharing and length > 1 and (length - 1) % self._page == 0
 
     def _pages(self, stream: TokenStream) -> int:
-        return -(-(stream.length + 1) // self._page)
+        return -(-(stream.length + (stream.remaining if self.config.invariant else 1)) // self._page)
 
     def _begin(self, family: list[TokenStream]) -> None:
         self._families += 1
@@ -257,11 +286,11 @@ class ContinuousGenerator(CausalLMGenerator):
 
     def _new_processor(self) -> Any:
         blocks = -(-self.config.max_batch_total_tokens // self._page)
-        chunk = self.config.target_tokens_per_batch
+        chunk, in_chunks = self._most_rows, self.config.enable_chunked_prefill or self.config.invariant
         settings: dict[str, Any] = {
             "page_size": self._page,
             "num_blocks": blocks,
-            "max_batch_tokens": min(chunk, blocks * self._page) if self.config.enable_chunked_prefill else blocks * self._page,
+            "max_batch_tokens": min(chunk, blocks * self._page) if in_chunks else blocks * self._page,
             "max_requests_per_batch": self.config.max_batch_size,
             # Tokens are read after every step.
             "use_async_batching": False,
@@ -285,8 +314,9 @@ class ContinuousGenerator(CausalLMGenerator):
         # It seeds torch's random state, which belongs to the models that train in this process.
         with torch.random.fork_rng(devices=[self._lm.device] if self._lm.device.type == "cuda" else []):
             processor = manager._create_batch_processor()
-        if self._states is not None or self._lm.recorder is not None:
-            # A page found in the cache would come without the states behind it, and nobody would know the experts of its tokens.
+        if self._states is not None or self._lm.recorder is not None or self.config.invariant:
+            # A page found in the cache would come without the states behind it, nobody would know the experts of its tokens, and those of a
+            # response were computed one by one, as those of a prompt are not.
             processor.cache.use_prefix_sharing = False
         return processor
 
@@ -373,19 +403,25 @@ class _SteppedModel:
     def __call__(self, **inputs: Any) -> Any:
         """Run the model."""
         self._give_media(inputs)
+        sampler, invariant = self._sampler, self._generator.config.invariant
         if self._is_paged:
-            sampler, attending = self._sampler, self._generator._attending
+            attending = self._generator._attending
             numbers = None if attending is None else {layer: i for i, layer in enumerate(attending)}
-            inputs["paged"] = prepare_step(inputs["cache"], inputs, sampler.queries, sampler.pasts, self._model, numbers)
+            prompts = sampler.prompts if invariant else None
+            inputs["paged"] = prepare_step(
+                inputs["cache"], inputs, sampler.queries, sampler.pasts, self._model, numbers, prompts
+            )
+        if invariant:
+            pad_pass(inputs, sum(sampler.queries))
         if self._generator._states is not None:
-            step = self._sampler
-            inputs["states"] = self._generator._states.begin_step(step.requests, step.queries, step.pasts)
+            inputs["states"] = self._generator._states.begin_step(sampler.requests, sampler.queries, sampler.pasts)
         recorder = self._generator._lm.recorder
-        if recorder is None:
-            return self._model(**inputs)
-        with recorder.recording():
+        with nullcontext() if recorder is None else recorder.recording():
             output = self._model(**inputs)
-        self._generator.add_routes(recorder.take())
+        if recorder is not None:
+            self._generator.add_routes(recorder.take())
+        if invariant and "logits_to_keep" in inputs:
+            output.logits = output.logits[:, : len(sampler.names)]
         return output
 
     def _give_media(self, inputs: dict[str, Any]) -> None:
@@ -426,6 +462,8 @@ class _Sampler(ContinuousBatchingLogitsProcessorList):
         """The number of tokens of each request in the step."""
         self.pasts: list[int] = []
         """The number of tokens of each that were processed before."""
+        self.prompts: list[int] = []
+        """The number of tokens of each with which it began."""
 
     def prepare_tensor_args(self, requests_in_batch: Any, arg_storage: Any) -> Any:
         """Note which requests get a token."""
@@ -433,6 +471,12 @@ class _Sampler(ContinuousBatchingLogitsProcessorList):
         self.requests = [request.state.request_id for request in requests_in_batch]
         self.queries = [request.query_length for request in requests_in_batch]
         self.pasts = [request.state.position_offset - request.query_length for request in requests_in_batch]
+        if self._generator.config.invariant and any(r.state._true_initial_tokens for r in requests_in_batch):
+            raise ModelError(
+                "the cache had no room for all tokens of a request, which was computed anew in other pieces, so that invariant=true does not hold; "
+                "raise max_batch_total_tokens"
+            )
+        self.prompts = [len(request.state.initial_tokens) for request in requests_in_batch]
         self.prefill_tokens = sum(r.query_length for r in requests_in_batch if not r.state.generated_tokens)
         return arg_storage
 

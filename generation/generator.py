@@ -69,6 +69,8 @@ class BaseGenerator(ABC):
 
     option_names: ClassVar[frozenset[str] | None] = frozenset()
     """The names in `RolloutConfig.options` that it knows; None if it checks them itself."""
+    can_be_invariant: ClassVar[bool] = False
+    """Whether it knows `RolloutConfig.invariant`."""
     returns_routes: ClassVar[bool] = False
     """Whether it says which experts tokens go to; see `RolloutConfig.return_routed_experts`."""
     takes_media: ClassVar[bool] = False
@@ -102,6 +104,11 @@ class BaseGenerator(ABC):
         Raises:
             ConfigError: A setting is invalid; the message names it and its value.
         """
+        if config.invariant and not cls.can_be_invariant:
+            raise ConfigError(
+                f"invariant=true with generator={config.generator}, whose numbers depend on what is generated at the same time; use continuous or "
+                "static on a CPU, or invariant=false"
+            )
         if config.return_routed_experts and not cls.returns_routes:
             raise ConfigError(
                 f"return_routed_experts=true with generator={config.generator}, which does not say where tokens go; use static, continuous, or vllm "

@@ -118,6 +118,8 @@ class RolloutConfig:
         enable_chunked_prefill: Whether a prompt that exceeds what is left of `target_tokens_per_batch` is processed in several
             forward passes, so that running responses do not wait for it. Only the generator `continuous` can do this.
         pad: The token id of padding; None uses the tokenizer's, or 0.
+        invariant: Whether a response's tokens and log-probabilities are equal to the bit whatever other requests are generated with it, in
+            any order of arrival. For the generators `static` and `continuous`, on a CPU.
         return_routed_experts: Whether responses say which experts their tokens went to; see `Generation.routed_experts`.
         options: The settings that only this generator has.
     """
@@ -130,6 +132,7 @@ class RolloutConfig:
     target_tokens_per_batch: int = 8192
     enable_chunked_prefill: bool = True
     pad: int | None = None
+    invariant: bool = False
     return_routed_experts: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 

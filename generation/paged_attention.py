@@ -23,19 +23,21 @@ from ..engine.errors import ModelError
 IMPLEMENTATION = "drivetrain_paged"
 SUPPORTED = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
 """Whether the cache of this version of transformers (5.20 or later) takes what attention here gives it."""
+CHUNK, WIDTH = 32, 64
+"""The number of tokens of a prompt that `InvariantLayout` computes together, and of keys that it pads to."""
 _LEAST_PADDING, _PADDING_SHARE = 64, 4
 """Requests that read one token each are computed together if a request is padded by at most this number of keys, or a fourth."""
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """Requests that are computed together.
 
     Args:
-        count: R. With several of them, each has one token.
-        tokens: T, those of all of them.
+        count: R.
+        tokens: T, those of all of them; each has the same number.
         keys: S, the number of keys of each, with padding.
-        mask: `[R, 1, 1, S]` or `[1, 1, T, S]`, to be added; None if every token may see what comes before it in its request.
+        mask: `[R, 1, T / R, S]`, to be added; None if every token may see what comes before it in its request.
     """
 
     count: int
@@ -67,9 +69,13 @@ class Layout:
         device: torch.device | str = "cpu",
     ) -> None:
         query_starts, key_starts = np.cumsum([0, *queries]), np.cumsum([0, *keys])
-        self.rows: list[_Rows] = []
+        self.rows: list[Rows] = []
+        self.each_alone = False
+        """Whether requests are computed one by one where torch's own attention is not used."""
         orders: list[Any] = []
         keys_of_rows: list[Any] = []
+        self.tokens = int(query_starts[-1])
+        """T."""
         for group in [[i] for i in range(len(queries))] if in_order else _groups(queries, keys):
             lengths = np.array([keys[i] for i in group])
             width, first = int(lengths[0]), group[0]
@@ -80,7 +86,7 @@ class Layout:
                 mask = None if (lengths == width).all() else torch.from_numpy(span >= lengths[:, None])[:, None, None]
             if mask is not None:
                 mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(mask, -torch.inf).to(device)
-            self.rows.append(_Rows(len(group), sum(queries[i] for i in group), width, mask))
+            self.rows.append(Rows(len(group), sum(queries[i] for i in group), width, mask))
             orders += [np.arange(query_starts[i], query_starts[i + 1]) for i in group]
             # What is padded is a key of the same request: it is masked, but 0 * NaN of another one would be NaN.
             keys_of_rows.append((key_starts[group][:, None] + np.where(span < lengths[:, None], span, 0)).reshape(-1))
@@ -120,11 +126,82 @@ def _causal_mask(queries: int, keys: int, window: int | None) -> Tensor | None:
     return (hidden if window is None else hidden | (distance >= window))[None, None]
 
 
+class InvariantLayout:
+    """Which keys the tokens of a step see, computed in shapes that depend on a token's own document alone.
+
+    Tokens of prompts are computed in chunks that begin at multiples of `CHUNK`, whichever of a chunk's tokens are in the step, and other
+    tokens one by one. Keys are padded to multiples of `WIDTH`. Torch's attention computes each head of each request by itself.
+
+    Args:
+        queries: The number of tokens of each request in the step, in their order in the batch.
+        keys: The number of keys of each, the last of which are those of its tokens.
+        pasts: The number of tokens of each that were processed before.
+        prompts: The number of tokens of each that are its prompt.
+        window: The number of keys that a token sees; None if that is not limited.
+        dtype: The data type of queries and keys.
+        device: Where these are.
+    """
+
+    each_alone = True
+
+    def __init__(
+        self,
+        queries: Sequence[int],
+        keys: Sequence[int],
+        pasts: Sequence[int],
+        prompts: Sequence[int],
+        *,
+        window: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        query_starts, key_starts = np.cumsum([0, *queries]), np.cumsum([0, *keys])
+        self.tokens = int(query_starts[-1])
+        blocks: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+        for i, (count, past, prompt) in enumerate(zip(queries, pasts, prompts, strict=True)):
+            position = past
+            while position < past + count:
+                size = CHUNK if position < prompt else 1
+                begin = position - position % size
+                end = min(begin + size, past + count, max(prompt, position + 1))
+                seen = begin + size - max(0, begin - (window or begin + 1) + 1)
+                blocks.setdefault((size, -(-seen // WIDTH) * WIDTH), []).append((i, begin, position, end))
+                position = end
+        self.rows: list[Rows] = []
+        orders, taken = [], []
+        rows_of_tokens = np.zeros(self.tokens, dtype=np.int64)
+        for (size, width), group in sorted(blocks.items()):
+            request, begin, first, end = np.array(group).T[..., None]
+            past, count = np.array(pasts)[request], np.array(keys)[request]
+            position = begin + np.arange(size)
+            is_token = (first <= position) & (position < end)
+            token = query_starts[request] + np.where(is_token, position, first) - past
+            before = sum(len(order) for order in orders)
+            rows_of_tokens[token[is_token]] = before + np.flatnonzero(is_token)
+            orders.append(token.reshape(-1))
+            seen = np.maximum(0, begin - (window or self.tokens + int(past.max()) + size) + 1) + np.arange(width)
+            oldest, newest = past + np.array(queries)[request] - count, past + np.array(queries)[request]
+            is_key = (oldest <= seen) & (seen < newest)
+            # What stands for a missing key is one of the same request: it is masked, but 0 * NaN of another one would be NaN.
+            taken.append((key_starts[request] + np.where(is_key, seen - oldest, 0)).reshape(-1))
+            distance = position[..., None] - seen[:, None]
+            hidden = (distance < 0) | ~is_key[:, None]
+            if window is not None:
+                hidden |= distance >= window
+            # A row without a token sees everything, for a softmax of nothing would be NaN.
+            hidden &= is_token[..., None]
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+            self.rows.append(Rows(len(group), len(group) * size, width, mask[:, None].to(device)))
+        self.order = torch.from_numpy(np.concatenate(orders)).to(device)
+        self.back = torch.from_numpy(rows_of_tokens).to(device)
+        self.keys = torch.from_numpy(np.concatenate(taken)).to(device)
+
+
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: Layout,
+    layout: "Layout | InvariantLayout",
     *,
     scale: float,
     softcap: float | None = None,
@@ -159,33 +236,44 @@ def attend(
             # The query heads of a key/value head take the place of tokens, so that keys are not repeated.
             own_q = own_q.transpose(0, 1).unflatten(1, (-1, groups))
         else:
-            own_q = own_q[None]
+            own_q = own_q.unflatten(1, (rows.count, -1)).transpose(0, 1)
             if groups > 1:
                 own_k, own_v = own_k.repeat_interleave(groups, 1), own_v.repeat_interleave(groups, 1)
         if softcap is None and sinks is None:
             causal = not one and rows.mask is None
             out = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=rows.mask, is_causal=causal, scale=scale)
+        elif layout.each_alone:
+            masks = [None] * rows.count if rows.mask is None else rows.mask.split(1)
+            parts = zip(own_q.split(1), own_k.split(1), own_v.split(1), masks, strict=True)
+            out = torch.cat([_explicit(*part, scale, softcap, sinks, one=one) for part in parts])
         else:
-            out = _explicit(own_q, own_k, own_v, rows, scale, softcap, sinks)
-        outs.append(out.flatten(1, 2) if one else out[0].transpose(0, 1))
+            out = _explicit(own_q, own_k, own_v, rows.mask, scale, softcap, sinks, one=one)
+        outs.append(out.flatten(1, 2) if one else out.transpose(1, 2).flatten(0, 1))
     result = outs[0] if len(outs) == 1 else torch.cat(outs)
     return result if layout.back is None else result.index_select(0, layout.back)
 
 
 def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, rows: _Rows, scale: float, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    *,
+    one: bool,
 ) -> Tensor:
     scores = (q @ k.transpose(-1, -2)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    mask = rows.mask
-    if mask is None and rows.tokens > rows.count:
+    if mask is None and not one:
         mask = torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu(1)
     if mask is not None:
         scores = scores + mask
     if sinks is None:
         return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
-    column = (sinks.view(1, *q.shape[1:3], 1) if rows.tokens == rows.count else sinks.view(1, -1, 1, 1)).to(scores.dtype)
+    column = (sinks.view(1, *q.shape[1:3], 1) if one else sinks.view(1, -1, 1, 1)).to(scores.dtype)
     scores = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], -1)
     return scores.softmax(-1, dtype=torch.float32)[..., :-1].to(v.dtype) @ v
 
@@ -200,7 +288,7 @@ class PagedStep:
         numbers: The number in the cache of each layer that attends; None if it is the layer's own.
     """
 
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, "Layout | InvariantLayout"]
     gathered: frozenset[str]
     numbers: Mapping[int, int] | None
 
@@ -212,6 +300,7 @@ def prepare_step(
     pasts: Sequence[int],
     model: Any,
     numbers: Mapping[int, int] | None = None,
+    prompts: Sequence[int] | None = None,
 ) -> PagedStep:
     """Make the layouts of a step, and have the cache gather keys in their order.
 
@@ -222,20 +311,21 @@ def prepare_step(
         pasts: The number of tokens of each that were processed before.
         model: The model, for its data type and device.
         numbers: See `PagedStep`.
+        prompts: The number of tokens of each request that are a prompt, for a layout that is the same in any company; None for the fastest.
     """
-    layouts, gathered = {}, set()
+    layouts: dict[str, Layout | InvariantLayout] = {}
+    gathered = set()
     read_index = list(inputs["read_index"])
     for kind, allocator in cache.cache_allocators.items():
         reads = read_index[allocator.index].numel() > 0
         window = getattr(allocator, "sliding_window", None)
-        layout = layouts[kind] = Layout(
-            queries,
-            [allocator.get_seqlen_k(past, count) for past, count in zip(pasts, queries, strict=True)],
-            window=window,
-            # Prompts from their first token on, of which nothing is read.
-            in_order=not reads,
-            dtype=model.dtype,
-            device=model.device,
+        keys = [allocator.get_seqlen_k(past, count) for past, count in zip(pasts, queries, strict=True)]
+        where = {"window": window, "dtype": model.dtype, "device": model.device}
+        layout = layouts[kind] = (
+            # Of prompts from their first token on, nothing is read.
+            Layout(queries, keys, in_order=not reads, **where)
+            if prompts is None
+            else InvariantLayout(queries, keys, pasts, prompts, **where)
         )
         if reads and window is None and layout.keys is not None:
             # The cache of a window needs its own order, in which it finds the tokens that it writes.
@@ -274,12 +364,15 @@ def paged_attention_forward(
     index = number if paged.numbers is None else paged.numbers[number]
     kind = cache.layer_to_allocator[index].layer_type
     layout = paged.layouts[kind]
+    # Behind the tokens of requests there may be empty rows.
+    rows, query = query.shape[2], query[:, :, : layout.tokens]
+    key, value = key[:, :, : layout.tokens], value[:, :, : layout.tokens]
     key, value = cache.update(key_states=key, value_states=value, layer_idx=index, kwargs=kwargs)
     k, v = key[0], value[0]
     if layout.keys is not None and kind not in paged.gathered:
         k, v = k.index_select(1, layout.keys), v.index_select(1, layout.keys)
     out = attend(query[0], k, v, layout, scale=scaling or query.shape[-1] ** -0.5, softcap=softcap, sinks=s_aux)
-    return out.contiguous()[None], None
+    return F.pad(out, (0, 0, 0, 0, 0, rows - layout.tokens)).contiguous()[None], None
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention_forward)

@@ -114,4 +114,6 @@ def build_generator(config: RolloutConfig) -> "BaseGenerator":
     """
     # It reads the model's config, for which it needs torch.
     with_cache_size = import_module(f"{_PACKAGE}.memory").with_cache_size
-    return generator_class(config.generator)(with_cache_size(config))
+    # Batch after batch, but by the same steps: those of the padded batch depend on its longest prompt.
+    name = "continuous" if config.invariant and config.generator == "static" else config.generator
+    return generator_class(name)(with_cache_size(config))

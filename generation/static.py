@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
+from ..engine.errors import ConfigError
 from .causal_lm import CausalLM
 from .causal_lm_generator import CausalLMGenerator
 from .options import RolloutConfig
@@ -31,9 +32,14 @@ class StaticGenerator(CausalLMGenerator):
 
     Raises:
         ModelError: The model cannot be loaded.
+        ConfigError: The configuration says `invariant`, for which `build_generator` builds another class.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
+        if config.invariant:
+            raise ConfigError(
+                "invariant=true with generator=static needs the steps of ContinuousGenerator; build it with build_generator"
+            )
         super().__init__(config)
         self._batch: _Batch | None = None
 

@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..parallel.topology import Topology
 from .local_shards import DTYPES, LocalShard, read_part
+from .machine import warn_of_another_machine
 from .manifest import CheckpointManifest, StoredTensor
 from .rng import check_rng, restore_rng, seed_all
 from .safetensors_io import TensorFiles
@@ -90,6 +91,8 @@ def restore_random_state(manifest: CheckpointManifest, topology: Topology, *part
     same = _same_layout(manifest, topology)
     if same:
         restore_rng(manifest.data["ranks"][topology.rank]["rng"])
+        if topology.is_main:
+            warn_of_another_machine(manifest.store, manifest.data["ranks"][0].get("machine"))
     else:
         seed_all(*parts, topology.seed_rank)
     return same

@@ -14,6 +14,7 @@ from ..parallel.collectives import all_gather_object, call_on_first, collective_
 from ..parallel.topology import Topology
 from ..pinned import empty_together
 from .local_shards import DTYPES, LocalShard, host_bytes
+from .machine import describe_machine
 from .manifest import FORMAT, MODEL, merge_index, write_manifest
 from .retention import folder_name
 from .rng import rng_state
@@ -147,7 +148,7 @@ def write_snapshot(
                 for path, data in snapshot.model_files().items():
                     folder.write(f"{MODEL}{path}", data)
                     files[f"{MODEL}{path}"] = {"bytes": len(data), "xxh3": digests_of(data)}
-        parts = all_gather_object((index, entry, snapshot.rng), group)
+        parts = all_gather_object((index, entry, {"rng": snapshot.rng, "machine": describe_machine()}), group)
         final = ""
         with collective_errors(group), _disk_errors(root):
             if main:
@@ -158,7 +159,7 @@ def write_snapshot(
                     "world_size": topology.size,
                     **snapshot.state,
                     "files": {**{f"rank-{r:05d}.safetensors": entry for r, (_, entry, _) in enumerate(parts)}, **files},
-                    "ranks": [{"rng": rng} for _, _, rng in parts],
+                    "ranks": [state for _, _, state in parts],
                     "tensors": merge_index([index for index, _, _ in parts]),
                 }
                 write_manifest(folder, manifest)

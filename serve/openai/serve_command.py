@@ -81,6 +81,11 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto is bfloat16 on a GPU, otherwise float32"
     )
     add("--quant", choices=("int8",), default=None, help="weights of 8 bits; needs --engine tensor_parallel")
+    add(
+        "--invariant",
+        action="store_true",
+        help="a response is the same to the bit whatever other requests there are; needs --engine transformers and a CPU",
+    )
     add("--max-batch-size", type=int, default=RolloutConfig.max_batch_size, metavar="N", help="responses at the same time")
     add(
         "--max-batch-total-tokens",
@@ -302,6 +307,7 @@ def _rollout_config(args: argparse.Namespace, folder: Path, generator: str) -> R
         dtype=_dtype(args),
         max_batch_size=args.max_batch_size,
         max_batch_total_tokens=args.max_batch_total_tokens,
+        invariant=args.invariant,
         options=options,
     )
 

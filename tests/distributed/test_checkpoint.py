@@ -137,6 +137,19 @@ def test_one_flipped_bit_is_found(checkpoint: tuple[BaseEngine, Path]) -> None:
         engine.load_checkpoint(folder)
 
 
+def test_a_checkpoint_of_another_machine_is_loaded_and_told(
+    checkpoint: tuple[BaseEngine, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, folder = checkpoint
+    engine.load_checkpoint(folder)
+    assert not [record for record in caplog.records if "not to the bit" in record.getMessage()]
+    edit(folder, lambda data: data["ranks"][0]["machine"].update(torch="1.0"))
+    engine.load_checkpoint(folder)
+    assert "was computed with torch 1.0 instead of" in caplog.text
+    edit(folder, lambda data: data["ranks"][0].pop("machine"))
+    engine.load_checkpoint(folder)
+
+
 def test_no_pickle_is_written(checkpoint: tuple[BaseEngine, Path]) -> None:
     _, folder = checkpoint
     kinds = {p.suffix for p in folder.rglob("*") if p.is_file()}

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from drivetrain.engine.checkpoint.machine import describe_machine, warn_of_another_machine
 from drivetrain.engine.checkpoint.manifest import CHECKSUM, CheckpointManifest, write_manifest
 from drivetrain.engine.checkpoint.retention import find_checkpoint, folder_name, latest, recover, rotate, steps
 from drivetrain.engine.checkpoint.safetensors_io import (
@@ -383,3 +384,20 @@ def test_model_files_are_no_weights(name: str, tmp_path: Path) -> None:
     write_manifest(LocalStore(tmp_path / "step-00000003"), data)
     with pytest.raises(CheckpointError, match="is not a file that belongs next to"):
         dict(find_checkpoint(tmp_path).model_files())
+
+
+@pytest.mark.parametrize(
+    ("stored", "told"),
+    [
+        ({}, "with threads 64 instead of"),
+        ({"torch": "1.0"}, "torch 1.0 instead of"),
+        (None, ""),
+        ("a word", ""),
+    ],
+)
+def test_another_machine_is_told(stored: Any, told: str, caplog: pytest.LogCaptureFixture) -> None:
+    here = describe_machine()
+    warn_of_another_machine("step-1", here)
+    assert not caplog.records
+    warn_of_another_machine("step-1", {**here, "threads": 64, **stored} if isinstance(stored, dict) else stored)
+    assert [told in record.getMessage() and "not to the bit" in record.getMessage() for record in caplog.records] == [True] * bool(told)

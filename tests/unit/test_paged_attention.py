@@ -1,5 +1,6 @@
 """The attention of continuous batching: each token sees its own request's keys, whatever else is in the step."""
 
+import itertools
 import math
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.generation.paged_attention import Layout, attend
+from drivetrain.generation.paged_attention import InvariantLayout, Layout, attend
 
 HEADS, GROUPS, SIZE = 2, 3, 8
 # Prompts, a prompt's piece after 5 tokens, and single tokens after few and many others, so that these are computed in several groups.
@@ -75,13 +76,83 @@ def test_each_token_sees_its_own_keys(
     torch.testing.assert_close(found.double(), want, rtol=0, atol=2e-6 if dtype == torch.float32 else 3e-2)
 
 
-def test_nan_of_a_request_stays_there() -> None:
+def run_invariant(
+    lengths: list[tuple[int, int]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    more: dict[str, Any],
+    prompts: list[int] | None = None,
+) -> Tensor:
+    """With keys of the whole document; of those a cache of a window gives the last ones. Tokens that come with others are of a prompt."""
+    queries, whole = (list(some) for some in zip(*lengths, strict=True))
+    pasts = [length - count for count, length in lengths]
+    keys = [length if window is None else min(length, window - 1 + count) for count, length in lengths]
+    ends = list(itertools.accumulate(whole))
+    kept = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, keys, strict=True)])
+    prompts = prompts or [length if count > 1 else 0 for count, length in lengths]
+    layout = InvariantLayout(queries, keys, pasts, prompts, window=window, dtype=q.dtype)
+    taken = kept[layout.keys]
+    return attend(q, k[:, taken], v[:, taken], layout, scale=0.3, **more)
+
+
+SETTINGS = pytest.mark.parametrize(
+    ("window", "more"),
+    [(None, {}), (4, {}), (40, {}), (None, {"softcap": 2.0}), (4, {"sinks": torch.linspace(-1, 1, HEADS * GROUPS)})],
+    ids=["plain", "window", "longer window", "softcap", "window, sinks"],
+)
+
+
+@pytest.mark.parametrize("lengths", [MIXED, SINGLE, PROMPTS, [(1, 1)], [(70, 70), (1, 65), (33, 64)]])
+@SETTINGS
+def test_each_token_sees_its_own_keys_in_shapes_of_its_own(
+    lengths: list[tuple[int, int]], window: int | None, more: dict[str, Any]
+) -> None:
+    q, k, v = tensors(lengths, torch.float32)
+    found = run_invariant(lengths, q, k, v, window, more)
+    torch.testing.assert_close(found.double(), expected(lengths, q, k, v, window, more), rtol=0, atol=2e-6)
+
+
+@SETTINGS
+def test_a_prompt_is_the_same_however_it_is_cut(window: int | None, more: dict[str, Any]) -> None:
+    q, k, v = tensors([(70, 70)], torch.float32)
+    whole = run_invariant([(70, 70)], q, k, v, window, more)
+    for cuts in ([70], [1] * 70, [20, 50], [31, 2, 1, 36], [32, 32, 6]):
+        past, parts = 0, []
+        for count in cuts:
+            # A request of another length beside it, in front of it or behind.
+            other_q, other_k, other_v = tensors([(1, 50 + past)], torch.float32)
+            own = (q[:, past : past + count], k[:, : past + count], v[:, : past + count])
+            other, mine = (1, 50 + past), (count, past + count)
+            first = past % 2
+            sides = [[x, y] if first else [y, x] for x, y in zip(own, (other_q, other_k, other_v), strict=True)]
+            lengths, prompts = ([mine, other], [70, 0]) if first else ([other, mine], [0, 70])
+            out = run_invariant(lengths, *(torch.cat(side, 1) for side in sides), window, more, prompts)  # type: ignore[arg-type]
+            parts.append(out[:count] if first else out[1:])
+            past += count
+        assert torch.equal(torch.cat(parts), whole), cuts
+
+
+def test_the_control_of_the_test_above() -> None:
+    """Cut anywhere, by the fastest layout, some token of the prompt has other bits."""
+    q, k, v = tensors([(70, 70)], torch.float32)
+    whole = run([(70, 70)], q, k, v, None, {}, True)
+    parts = [
+        run([(count, past + count)], q[:, past : past + count], k[:, : past + count], v[:, : past + count], None, {}, False)
+        for past, count in ((0, 1), (1, 20), (21, 49))
+    ]
+    assert not torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("run", [lambda *args: run(*args, False), run_invariant], ids=["fastest", "invariant"])
+def test_nan_of_a_request_stays_there(run: Any) -> None:
     """Padding comes from the request that is padded, because a masked NaN is NaN still."""
     lengths = [(1, 40), (1, 3), (1, 21)]
     q, k, v = tensors(lengths, torch.float32)
-    want = run(lengths, q, k, v, None, {}, False)
+    want = run(lengths, q, k, v, None, {})
     k[:, :40], v[:, :40] = math.nan, math.nan
-    found = run(lengths, q, k, v, None, {}, False)
+    found = run(lengths, q, k, v, None, {})
     assert found[0].isnan().all()
     assert torch.equal(found[1:], want[1:])
 

@@ -173,6 +173,10 @@ class RolloutSettings(Settings):
         "number of tokens of these answers and their prompts, which bounds the cache; null: as many as fit on the GPU if the generator has it to itself while it generates (group.pools.rollout, or group.offload), otherwise 32768 or what all answers of a call can need, if that is less",
     )
     target_tokens_per_batch: int = setting(8192, "number of tokens in a forward pass")
+    invariant: bool = setting(
+        False,
+        "whether an answer is the same to the bit whatever is generated at the same time; for continuous and static, on a CPU",
+    )
     options: dict[str, Any] = setting(factory=dict, help="settings that only this generator has")
 
     def check(self) -> None:

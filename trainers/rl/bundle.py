@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ...engine.checkpoint.machine import describe_machine
 from ...engine.checkpoint.retention import folder_name
 from ...engine.errors import CheckpointError, disk_error
 from ...engine.packing.batch import MediaField, PackedBatch
@@ -40,6 +41,7 @@ class Bundle:
         adaptive: The state of what the run adapts, before the step.
         checkpoints: The checkpoint of each role before the step, relative to the bundle.
         expected: The metrics of the step.
+        machine: What computed it; see `describe_machine`. None in a bundle of an older version.
     """
 
     batch: PackedBatch
@@ -49,6 +51,7 @@ class Bundle:
     adaptive: Mapping[str, Any] = field(default_factory=dict)
     checkpoints: Mapping[str, str] = field(default_factory=dict)
     expected: Mapping[str, float] = field(default_factory=dict)
+    machine: Mapping[str, Any] | None = field(default_factory=describe_machine)
 
     def write(self, path: Path) -> None:
         """Write the bundle, whole or not at all.
@@ -65,6 +68,7 @@ class Bundle:
             "adaptive": dict(self.adaptive),
             "checkpoints": dict(self.checkpoints),
             "expected": {name: value if math.isfinite(value) else None for name, value in self.expected.items()},
+            "machine": self.machine,
             "passengers": sorted(self.batch.extra_fields),
             "answers": [_completion_record(row) for row in self.rows],
         }
@@ -134,6 +138,7 @@ class Bundle:
                 step=int(about["step"]),
                 adaptive=about["adaptive"],
                 checkpoints=about["checkpoints"],
+                machine=about.get("machine"),
                 expected={n: math.nan if v is None else float(v) for n, v in about["expected"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:

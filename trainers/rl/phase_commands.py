@@ -19,6 +19,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from ...engine.checkpoint.machine import warn_of_another_machine
 from ...engine.config import ParallelConfig
 from ...engine.errors import CheckpointError, ConfigError
 from ...engine.ops.expert_routes import ROUTED_EXPERTS
@@ -227,6 +228,7 @@ def _train(paths: Sequence[Path], settings: Sequence[str]) -> int:
     print(json.dumps({name: value for name, value in update.metrics.items() if name.rpartition("/")[2] in names}))
     if update.exported:
         print(f"updated model: {update.exported}")
+    warn_of_another_machine("the bundle", update.bundle.machine)
     expected = update.bundle.expected
     return _compare(expected, update.metrics, update.config) if expected else 0
 

@@ -201,6 +201,7 @@ def rollout_config(config: RLConfig, most_tokens: int | None = None) -> RolloutC
         max_batch_size=rollout.max_batch_size,
         max_batch_total_tokens=rollout.max_batch_total_tokens or (0 if is_alone else shared),
         target_tokens_per_batch=rollout.target_tokens_per_batch,
+        invariant=rollout.invariant,
         return_routed_experts=config.rl.routing_replay == "rollout",
         options=rollout.options,
     )

@@ -1,0 +1,193 @@
+"""A response is the same to the bit in any company: `RolloutConfig.invariant`."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.engine.config import ModelConfig
+from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.errors import ConfigError
+from drivetrain.generation import continuous
+from drivetrain.generation.generator import BaseGenerator
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
+from drivetrain.generation.registry import build_generator
+from helpers.harness import run_ranks
+
+FAMILIES = ["llama", "gemma3_text", "qwen3_moe"]
+Response = tuple[list[int], list[float]]
+
+
+def build(folder: Path | str, generator: str = "continuous", **settings: Any) -> BaseGenerator:
+    sizes = {"max_batch_total_tokens": 2048, "max_batch_size": 24, "invariant": True}
+    return build_generator(RolloutConfig(model=ModelConfig(path=str(folder)), generator=generator, **{**sizes, **settings}))
+
+
+def tokens(random: Random, count: int) -> list[int]:
+    return [random.randrange(250) for _ in range(count)]
+
+
+PROMPTS = [tokens(Random(length), length) for length in (1, 31, 33, 90)]
+
+
+def responses(generator: BaseGenerator, random: Random, company: int) -> list[Response]:
+    """The responses to `PROMPTS`, submitted at random times among others that come, end and are cancelled."""
+    others = [("other", tokens(random, random.choice((1, 2, 17, 32, 64, 130)))) for _ in range(company)]
+    arrivals = [*others, *((f"mine-{i}", prompt) for i, prompt in enumerate(PROMPTS))]
+    random.shuffle(arrivals)
+    mine, ids = {}, []
+    while arrivals or generator.waiting or generator.running:
+        for _ in range(min(random.choice((0, 1, 1, 3, 20)), len(arrivals))):
+            name, prompt = arrivals.pop()
+            options = SamplingOptions(max_tokens=40, temperature=1.0, ignore_eos=True, seed=5)
+            if name == "other":
+                options = SamplingOptions(
+                    max_tokens=random.randint(1, 60), temperature=random.choice((0.0, 1.3)), seed=len(ids)
+                )
+                ids.append(generator.submit(prompt, options, row=len(ids)).id)
+            else:
+                mine[name] = generator.submit(prompt, options, row=0)
+        if ids and random.random() < 0.1:
+            generator.cancel(random.choice(ids))
+        generator.step()
+    return [(mine[f"mine-{i}"].tokens, mine[f"mine-{i}"].log_probs) for i in range(len(PROMPTS))]
+
+
+def alone(generator: BaseGenerator) -> list[Response]:
+    options = SamplingOptions(max_tokens=40, temperature=1.0, ignore_eos=True, seed=5)
+    streams = []
+    for prompt in PROMPTS:
+        streams.append(generator.submit(prompt, options, row=0))
+        while not streams[-1].ended:
+            generator.step()
+    return [(stream.tokens, stream.log_probs) for stream in streams]
+
+
+def differences(generator: BaseGenerator, compositions: int) -> int:
+    reference = alone(generator)
+    assert all(len(taken) == 40 for taken, _ in reference)
+    random = Random(0)
+    return sum(responses(generator, random, random.choice((0, 1, 5, 20, 40))) != reference for _ in range(compositions))
+
+
+@pytest.mark.parametrize(
+    ("family", "generator", "compositions"),
+    [
+        *((family, "continuous", 3) for family in FAMILIES),
+        ("llama", "static", 2),
+        *(
+            pytest.param(family, generator, 100, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
+            for family in (*FAMILIES, "qwen3", "gpt_oss", "gemma2")
+            for generator in ("static", "continuous")
+        ),
+    ],
+)
+def test_a_response_is_the_same_in_any_company(tmp_path: Path, family: str, generator: str, compositions: int) -> None:
+    built = build(save_tiny_model(tmp_path, family), generator)
+    assert differences(built, compositions) == 0
+    built.close()
+
+
+@pytest.mark.parametrize(
+    "control",
+    [
+        "rows by the number of tokens",
+        "chunks by company",
+        *(pytest.param(control, marks=pytest.mark.slow) for control in ("without", "rows of experts")),
+    ],
+)
+def test_the_comparison_sees(tmp_path: Path, control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {}
+    if control == "without":
+        settings = {"invariant": False}
+    elif control == "rows by the number of tokens":
+        monkeypatch.setattr(continuous, "pad_pass", lambda inputs, count: None)
+    elif control == "rows of experts":
+        monkeypatch.setattr(continuous, "use_invariant_experts", lambda model: None)
+        # The trial would notice.
+        monkeypatch.setattr(continuous, "largest_invariant_pass", lambda model, path: 128)
+    built = build(save_tiny_model(tmp_path, "qwen3_moe" if control == "rows of experts" else "llama"), **settings)
+    if control == "chunks by company":
+        whole = continuous.prepare_step
+
+        def cut_anywhere(*args: Any) -> Any:
+            return whole(*args[:-1], None)
+
+        monkeypatch.setattr(continuous, "prepare_step", cut_anywhere)
+    assert differences(built, 2) > 0
+    built.close()
+
+
+def test_the_trial_refuses_what_depends_on_company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny_model(tmp_path, "qwen3_moe")
+    monkeypatch.setattr(continuous, "use_invariant_experts", lambda model: None)
+    with pytest.raises(
+        ConfigError, match=r"invariant=true cannot hold for .* on this processor with \d+ threads.*OMP_NUM_THREADS=1"
+    ):
+        build(folder)
+
+
+def test_passes_are_no_larger_than_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this processor's library added in another order from 64 rows on."""
+    folder, linear, largest = save_tiny_model(tmp_path, "llama"), torch.nn.functional.linear, 0
+
+    def other_order(x: Any, *args: Any) -> Any:
+        nonlocal largest
+        rows = x[..., 0].numel()
+        largest = max(largest, rows)
+        return linear(x, *args) * (1 if rows < 64 else 1 + 1e-6)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", other_order)
+    built = build(folder)
+    largest = 0
+    assert differences(built, 2) == 0
+    assert largest == 48
+    built.close()
+
+
+def rank_threads(folder: str) -> int:
+    torch.set_num_threads(2)
+    built = build(folder)
+    found = differences(built, 1)
+    built.close()
+    return found
+
+
+@pytest.mark.slow
+def test_it_holds_with_two_threads(tmp_path: Path) -> None:
+    assert run_ranks(rank_threads, 1, str(save_tiny_model(tmp_path, "llama")), timeout_s=240) == [0]
+
+
+def test_a_request_waits_until_the_cache_has_room_for_all_of_it(tmp_path: Path) -> None:
+    built = build(save_tiny_model(tmp_path, "llama"), max_batch_total_tokens=256)
+    options = SamplingOptions(max_tokens=80, ignore_eos=True, seed=1)
+    streams = [built.submit(PROMPTS[1], options, row=row) for row in range(5)]
+    running = set()
+    while not all(stream.ended for stream in streams):
+        built.step()
+        running.add(len(built.running))
+    assert max(running) == 2
+    assert all(stream.error is None for stream in streams)
+    built.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("llama", {"generator": "tensor_parallel"}, "invariant=true with generator=tensor_parallel.*use continuous or static"),
+        ("qwen3_next", {}, "invariant=true for .* whose layers with state"),
+    ],
+)
+def test_where_it_cannot_hold_it_is_refused(tmp_path: Path, family: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(save_tiny_model(tmp_path, family), **settings)
+
+
+def test_it_is_refused_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build(save_tiny_model(tmp_path, "llama"))
+    monkeypatch.setattr(built._lm, "device", torch.device("cuda", 0))  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"invariant=true for .* on cuda:0: there the order of sums"):
+        built._find_invariant_pass()  # type: ignore[attr-defined]
+    built.close()
