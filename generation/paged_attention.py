@@ -157,30 +157,32 @@ class InvariantLayout:
     ) -> None:
         query_starts, key_starts = np.cumsum([0, *queries]), np.cumsum([0, *keys])
         self.tokens = int(query_starts[-1])
-        blocks: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+        # By their size and the number of their keys: request, first position, those of its tokens that are in the step, first key.
+        blocks: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         for i, (count, past, prompt) in enumerate(zip(queries, pasts, prompts, strict=True)):
             position = past
             while position < past + count:
                 size = CHUNK if position < prompt else 1
                 begin = position - position % size
                 end = min(begin + size, past + count, max(prompt, position + 1))
-                seen = begin + size - max(0, begin - (window or begin + 1) + 1)
-                blocks.setdefault((size, -(-seen // WIDTH) * WIDTH), []).append((i, begin, position, end))
+                start = 0 if window is None else max(0, begin - window + 1)
+                width = -(-(begin + size - start) // WIDTH) * WIDTH
+                blocks.setdefault((size, width), []).append((i, begin, position, end, start))
                 position = end
         self.rows: list[Rows] = []
         orders, taken = [], []
         rows_of_tokens = np.zeros(self.tokens, dtype=np.int64)
+        rows = 0
         for (size, width), group in sorted(blocks.items()):
-            request, begin, first, end = np.array(group).T[..., None]
-            past, count = np.array(pasts)[request], np.array(keys)[request]
-            position = begin + np.arange(size)
+            request, begin, first, end, start = np.array(group).T[..., None]
+            past, newest = np.array(pasts)[request], np.array(pasts)[request] + np.array(queries)[request]
+            position, seen = begin + np.arange(size), start + np.arange(width)
             is_token = (first <= position) & (position < end)
             token = query_starts[request] + np.where(is_token, position, first) - past
-            before = sum(len(order) for order in orders)
-            rows_of_tokens[token[is_token]] = before + np.flatnonzero(is_token)
+            rows_of_tokens[token[is_token]] = rows + np.flatnonzero(is_token)
             orders.append(token.reshape(-1))
-            seen = np.maximum(0, begin - (window or self.tokens + int(past.max()) + size) + 1) + np.arange(width)
-            oldest, newest = past + np.array(queries)[request] - count, past + np.array(queries)[request]
+            rows += token.size
+            oldest = newest - np.array(keys)[request]
             is_key = (oldest <= seen) & (seen < newest)
             # What stands for a missing key is one of the same request: it is masked, but 0 * NaN of another one would be NaN.
             taken.append((key_starts[request] + np.where(is_key, seen - oldest, 0)).reshape(-1))
@@ -191,7 +193,7 @@ class InvariantLayout:
             # A row without a token sees everything, for a softmax of nothing would be NaN.
             hidden &= is_token[..., None]
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
-            self.rows.append(Rows(len(group), len(group) * size, width, mask[:, None].to(device)))
+            self.rows.append(Rows(len(group), token.size, width, mask[:, None].to(device)))
         self.order = torch.from_numpy(np.concatenate(orders)).to(device)
         self.back = torch.from_numpy(rows_of_tokens).to(device)
         self.keys = torch.from_numpy(np.concatenate(taken)).to(device)

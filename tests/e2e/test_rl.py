@@ -18,6 +18,7 @@ from drivetrain.engine.errors import CheckpointError, ConfigError, DataError, Re
 from drivetrain.trainers.config.algorithm import AlgorithmName
 from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
 from drivetrain.trainers.rl import evaluation
+from drivetrain.trainers.rl.bundle import Bundle, settings_of
 from drivetrain.trainers.rl.phase_commands import main as phases
 from drivetrain.trainers.rl.trainer import GRPOTrainer
 from helpers.reward_functions import fails_later, never, of_even_sums, polite, too_few
@@ -350,6 +351,23 @@ def test_answers_in_parts_are_trained_on_and_repeated_alike(
 
 
 @pytest.mark.slow
+def test_answers_are_the_same_to_the_bit_however_they_are_generated(task: Path, tmp_path: Path) -> None:
+    settings = ["trainer.max_steps=1", "trainer.bundle_every=1", "trainer.export_hf=false", "rollout.invariant=true"]
+    batches = []
+    for name, more in (
+        ("whole", []),
+        ("one by one", ["rollout.max_batch_size=1"]),
+        ("continuous", ["rollout.generator=continuous", "rollout.max_batch_size=3"]),
+    ):
+        train(task, tmp_path / name, *settings, *more)
+        batches.append(Bundle.read(tmp_path / name / "bundles" / "step-00000001.safetensors").batch)
+    first, *others = batches
+    for other in others:
+        assert torch.equal(other.input_ids, first.input_ids)
+        assert torch.equal(other.token_fields["rollout_log_probs"], first.token_fields["rollout_log_probs"])
+
+
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_skipped_and_another_model_refused(
     task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -425,8 +443,6 @@ def test_a_bundle_cannot_read_the_environment_and_keeps_its_distribution(
 ) -> None:
     import dataclasses
 
-    from drivetrain.trainers.rl.bundle import Bundle
-
     answers = tmp_path / "answers.safetensors"
     regex = "rewards.settings.format.regex='[0-4].*|(${a})?'"
     assert phases(["rollout", str(answers), *words(task, tmp_path / "unused", "rewards.settings.format.regex='x'")]) == 0
@@ -450,8 +466,6 @@ def test_a_bundle_cannot_read_the_environment_and_keeps_its_distribution(
 def test_functions_of_a_bundle_are_not_run_unless_repeated(
     task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from drivetrain.trainers.rl.bundle import Bundle, settings_of
-
     answers = str(tmp_path / "answers.safetensors")
     own = "rewards.use=[format,helpers.reward_functions:equal]"
     assert phases(["rollout", answers, *words(task, tmp_path / "unused", own)]) == 0

@@ -400,4 +400,6 @@ def test_another_machine_is_told(stored: Any, told: str, caplog: pytest.LogCaptu
     warn_of_another_machine("step-1", here)
     assert not caplog.records
     warn_of_another_machine("step-1", {**here, "threads": 64, **stored} if isinstance(stored, dict) else stored)
-    assert [told in record.getMessage() and "not to the bit" in record.getMessage() for record in caplog.records] == [True] * bool(told)
+    assert [told in record.getMessage() and "not to the bit" in record.getMessage() for record in caplog.records] == [
+        True
+    ] * bool(told)
