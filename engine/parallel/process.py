@@ -13,7 +13,7 @@ from typing import NoReturn
 from ..errors import DrivetrainError, RemoteError
 
 REMOTE_WAIT_SECONDS = 3.0
-"""How long a rank with another rank's error waits for that rank to report it."""
+"""How long a rank waits for another one, whose error it has or which failed before it, to report that."""
 
 
 def discard_output() -> None:
@@ -57,6 +57,7 @@ def report_failure(error: BaseException) -> int:
     if not isinstance(error, DrivetrainError):
         message = f"error: {_rank_prefix()}{type(error).__name__}: {error}"
     if not _is_reporter(error):
+        _wait_for_report()
         return 1
     # The reader of standard error may have exited, or the disk may be full.
     with suppress(Exception):
@@ -66,7 +67,10 @@ def report_failure(error: BaseException) -> int:
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun's own report ends with this message; `launch` then omits that report.
         with suppress(Exception):
-            Path(report).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+            timestamp = int(time.time())
+            Path(report).write_text(json.dumps({"message": message, "timestamp": timestamp}))
+            if (claimed := _first_failure(report)).exists():
+                claimed.write_text(str(timestamp))
     return 1
 
 
@@ -80,10 +84,31 @@ def _is_reporter(error: BaseException) -> bool:
     report, run = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get("TORCHELASTIC_RUN_ID")
     if report and run is not None and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         # torchrun gives each process its own folder, and the parent folder is shared.
-        return _claim(Path(report).parent.parent / "first-failure", patient=isinstance(error, RemoteError))
+        return _claim(_first_failure(report), patient=isinstance(error, RemoteError))
     # A single process, or ranks not started by torchrun: rank 0 prints errors known to all ranks, other ranks only their own.
     was_exchanged = isinstance(error, RemoteError) or bool(getattr(error, "raised_on_ranks", ()))
     return os.environ.get("RANK", "0") == "0" or not was_exchanged
+
+
+def _first_failure(report: str) -> Path:
+    return Path(report).parent.parent / "first-failure"
+
+
+def _wait_for_report() -> None:
+    """Stay until the first process that failed has reported its error, and a second has begun after that.
+
+    torchrun takes for the cause whichever process failed in the earliest second, and of several the one with the lowest rank; and it ends
+    the others as soon as it sees that one has ended.
+    """
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not report or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1":
+        return
+    deadline = time.monotonic() + REMOTE_WAIT_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(OSError, ValueError):
+            if int(_first_failure(report).read_text()) < int(time.time()):
+                return
+        time.sleep(0.02)
 
 
 def _claim(file: Path, *, patient: bool) -> bool:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from drivetrain.engine.errors import ConfigError, RemoteError
 from drivetrain.engine.parallel.process import report_failure
@@ -155,6 +156,21 @@ def test_a_group_of_one_is_given_back_after_an_error(task: Path) -> None:
 
     assert main(words(task, "data.train=[/nowhere.jsonl]")) == 1
     assert not dist.is_initialized()
+
+
+def test_the_rank_that_reports_is_the_cause_to_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    failures = {}
+    for rank in (1, 0):
+        report = tmp_path / str(rank) / "error.json"
+        report.parent.mkdir()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+        assert report_failure(ConfigError(f"of rank {rank}")) == 1
+        failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=1, error_file=str(report))
+    # In the order in which torchrun has them.
+    rank, failure = ChildFailedError("sft", {0: failures[0], 1: failures[1]}).get_first_failure()
+    assert (rank, failure.message) == (1, "error: of rank 1")
 
 
 def test_the_rank_that_has_an_error_reports_it_and_not_one_that_heard_of_it(
