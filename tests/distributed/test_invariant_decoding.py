@@ -37,7 +37,8 @@ def responses(generator: BaseGenerator, random: Random, company: int) -> list[Re
     others = [("other", tokens(random, random.choice((1, 2, 17, 32, 64, 130)))) for _ in range(company)]
     arrivals = [*others, *((f"mine-{i}", prompt) for i, prompt in enumerate(PROMPTS))]
     random.shuffle(arrivals)
-    mine, ids = {}, []
+    mine: dict[str, Any] = {}
+    ids: list[Any] = []
     while arrivals or generator.waiting or generator.running:
         for _ in range(min(random.choice((0, 1, 1, 3, 20)), len(arrivals))):
             name, prompt = arrivals.pop()
@@ -110,7 +111,7 @@ def test_the_comparison_sees(tmp_path: Path, control: str, monkeypatch: pytest.M
         monkeypatch.setattr(continuous, "largest_invariant_pass", lambda model, path: 128)
     built = build(save_tiny_model(tmp_path, "qwen3_moe" if control == "rows of experts" else "llama"), **settings)
     if control == "chunks by company":
-        whole = continuous.prepare_step
+        whole: Any = continuous.prepare_step
 
         def cut_anywhere(*args: Any) -> Any:
             return whole(*args[:-1], None)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -128,7 +129,8 @@ def test_a_prompt_is_the_same_however_it_is_cut(window: int | None, more: dict[s
             first = past % 2
             sides = [[x, y] if first else [y, x] for x, y in zip(own, (other_q, other_k, other_v), strict=True)]
             lengths, prompts = ([mine, other], [70, 0]) if first else ([other, mine], [0, 70])
-            out = run_invariant(lengths, *(torch.cat(side, 1) for side in sides), window, more, prompts)  # type: ignore[arg-type]
+            all_q, all_k, all_v = (torch.cat(side, 1) for side in sides)
+            out = run_invariant(lengths, all_q, all_k, all_v, window, more, prompts)
             parts.append(out[:count] if first else out[1:])
             past += count
         assert torch.equal(torch.cat(parts), whole), cuts
@@ -145,7 +147,7 @@ def test_the_control_of_the_test_above() -> None:
     assert not torch.equal(torch.cat(parts), whole)
 
 
-@pytest.mark.parametrize("run", [lambda *args: run(*args, False), run_invariant], ids=["fastest", "invariant"])
+@pytest.mark.parametrize("run", [partial(run, fresh=False), run_invariant], ids=["fastest", "invariant"])
 def test_nan_of_a_request_stays_there(run: Any) -> None:
     """Padding comes from the request that is padded, because a masked NaN is NaN still."""
     lengths = [(1, 40), (1, 3), (1, 21)]
