@@ -79,7 +79,9 @@ def differences(generator: BaseGenerator, compositions: int) -> int:
         *((family, "continuous", 3) for family in FAMILIES),
         ("llama", "static", 2),
         *(
-            pytest.param(family, generator, 100, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
+            pytest.param(
+                family, generator, 100 if family == "llama" else 20, marks=[pytest.mark.slow, pytest.mark.timeout(900)]
+            )
             for family in (*FAMILIES, "qwen3", "gpt_oss", "gemma2")
             for generator in ("static", "continuous")
         ),
