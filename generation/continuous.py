@@ -137,8 +137,9 @@ class ContinuousGenerator(CausalLMGenerator):
         return dict(sorted(layers.items()))
 
     def _unfit(self, error: Exception) -> ConfigError:
+        way_out = "use generator=static" + (" with invariant=false" if self.config.invariant else "")
         return ConfigError(
-            f"generator=continuous cannot run {self.config.model.path}: {type(error).__name__}: {error}; use generator=static"
+            f"generator=continuous cannot run {self.config.model.path}: {type(error).__name__}: {error}; {way_out}"
         )
 
     def run_step(self) -> None:

@@ -78,16 +78,17 @@ def use_invariant_experts(model: Any) -> None:
 
 def invariant_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Apply the experts of a layer, in transformers' signature: `[T, H]`, and `[T, K]` experts and weights."""
+    up, down = matrices_of(module)
     experts_s = top_k_index.reshape(-1)
     out_sh: Tensor | None = None
     for expert in experts_s.unique().tolist():
         pairs = (experts_s == expert).nonzero()[:, 0]
         rows = F.pad(hidden_states[pairs // top_k_index.shape[1]], (0, 0, 0, padded_rows(len(pairs)) - len(pairs)))
-        for name in matrices_of(module):
+        for name in (up, down):
             weight = getattr(module, name)[expert]
             bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
             rows = F.linear(rows, weight.T if module.is_transposed else weight, bias)
-            if name != matrices_of(module)[1]:
+            if name == up:
                 rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
         if module.has_post_expert_norm:
             rows = module.post_expert_norm(rows)

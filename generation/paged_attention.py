@@ -374,7 +374,9 @@ def paged_attention_forward(
     if layout.keys is not None and kind not in paged.gathered:
         k, v = k.index_select(1, layout.keys), v.index_select(1, layout.keys)
     out = attend(query[0], k, v, layout, scale=scaling or query.shape[-1] ** -0.5, softcap=softcap, sinks=s_aux)
-    return F.pad(out, (0, 0, 0, 0, 0, rows - layout.tokens)).contiguous()[None], None
+    if rows > layout.tokens:
+        out = F.pad(out, (0, 0, 0, 0, 0, rows - layout.tokens))
+    return out.contiguous()[None], None
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention_forward)

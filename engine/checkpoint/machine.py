@@ -2,6 +2,7 @@
 
 import logging
 import platform
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ def describe_machine() -> dict[str, Any]:
     return {"device": device, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
+@cache
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

@@ -321,12 +321,11 @@ def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
         raise ModelError("it takes attention from a list of its own, not from transformers' attention interface") from e
     if attention == IMPLEMENTATION:
         use_grouped_experts(model)
+        carry_states_in_documents(model)
     else:
         # By the family's own code, so that ours is compared with it.
         for _, module in expert_modules(model):
             module.config._experts_implementation = "eager"
-    if attention == IMPLEMENTATION:
-        carry_states_in_documents(model)
     return model.eval()
 
 

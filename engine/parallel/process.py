@@ -101,7 +101,7 @@ def _wait_for_report() -> None:
     the others as soon as it sees that one has ended.
     """
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not report or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1":
+    if not report or not _first_failure(report).exists():
         return
     deadline = time.monotonic() + REMOTE_WAIT_SECONDS
     while time.monotonic() < deadline:
