@@ -194,3 +194,11 @@ def test_it_is_refused_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match=r"invariant=true for .* on cuda:0: there the order of sums"):
         built._find_invariant_pass()  # type: ignore[attr-defined]
     built.close()
+
+
+def test_the_page_can_be_typed(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "invariance.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0].replace("MODEL", str(save_tiny_model(tmp_path, "llama"))), names)
+    assert len(names["alone"].response) == 8 or names["alone"].finish_reason == "stop"
+    names["generator"].close()
