@@ -60,6 +60,11 @@ class Backend(ABC):
         return None
 
     @property
+    def invariant_size(self) -> int | None:
+        """The number of tokens up to which documents of a call share a micro-batch with `EngineConfig.invariant`; None without it."""
+        return None
+
+    @property
     def routers(self) -> RouterShape | None:
         """The routers of a mixture of experts, if this backend can record and replay what they choose."""
         return None

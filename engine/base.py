@@ -140,7 +140,7 @@ class BaseEngine(Backend):
 
     def _sharing(self) -> SharePrefixes:
         """Return whether documents share prefixes, which needs positions that do not depend on what follows them."""
-        if not self.capabilities.shared_prefixes:
+        if not self.capabilities.shared_prefixes or self.config.invariant:
             return "off"
         kind = length_dependent_rope(self.hf_config)
         if kind is None:
@@ -192,7 +192,14 @@ class BaseEngine(Backend):
             with self.topology.collective_errors():
                 self.finish_build()
             self._planner = StepPlanner(
-                self.topology, self.config.micro_batch, self.model_config, self.model_shape, sharing, self.media, self.routers
+                self.topology,
+                self.config.micro_batch,
+                self.model_config,
+                self.model_shape,
+                sharing,
+                self.media,
+                self.routers,
+                self.invariant_size,
             )
         except BaseException:
             self.close()

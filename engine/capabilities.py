@@ -23,6 +23,7 @@ class Capabilities:
         quantizations: The supported values of `model.quantization`.
         shared_prefixes: Whether attention knows the parents of segments (`PackedContext.parents`), so that documents can share prefixes.
         media: Whether models take images, video or audio (`PackedBatch.media`).
+        invariant: Whether passes can be computed so that the numbers of a document do not depend on the others (`EngineConfig.invariant`).
     """
 
     axes: frozenset[str]
@@ -37,6 +38,7 @@ class Capabilities:
     quantizations: frozenset[str] = frozenset({"none"})
     shared_prefixes: bool = False
     media: bool = False
+    invariant: bool = False
 
     def check(self, engine: EngineConfig, model: ModelConfig, optimizer: str | None) -> None:
         """Check that the backend supports the settings.
@@ -91,6 +93,8 @@ class Capabilities:
             raise CapabilityError(
                 f"engine.share_prefixes=on: backend {engine.backend!r} does not support it; set it to auto or off"
             )
+        if engine.invariant:
+            self._check_invariant(engine)
         pair = (engine.precision.params, engine.precision.compute)
         if pair not in self.precisions:
             supported = "; ".join(f"params={a} with compute={b}" for a, b in sorted(self.precisions))
@@ -109,6 +113,26 @@ class Capabilities:
             raise CapabilityError(
                 f"engine.precision.reduce={reduce} with params={pair[0]} and compute={pair[1]}: use float32 or the format of "
                 "either, but no less than float64 with float64"
+            )
+
+    def _check_invariant(self, engine: EngineConfig) -> None:
+        if not self.invariant:
+            raise CapabilityError(f"engine.invariant=true: backend {engine.backend!r} does not support it; set it to false")
+        p = engine.parallel
+        for axis, size in (("cp", p.cp), ("tp", p.tp), ("pp", p.pp), ("ep", p.ep)):
+            if size > 1:
+                raise CapabilityError(
+                    f"engine.invariant=true with engine.parallel.{axis}={size}: the tokens of a document would be added up in parts; set "
+                    f"{axis} to 1, or engine.invariant to false (numbers then agree within rounding)"
+                )
+        if engine.compile is True:
+            raise CapabilityError(
+                "engine.invariant=true with engine.compile=true: compiled layers add in an order of their own; set either to false"
+            )
+        if engine.share_prefixes == "on":
+            raise CapabilityError(
+                "engine.invariant=true with engine.share_prefixes=on: a prefix would be computed with documents that share it; set "
+                "engine.share_prefixes to auto or off"
             )
 
     def _one_of(self, engine: EngineConfig, setting: str, value: str, allowed: frozenset[str]) -> None:

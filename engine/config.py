@@ -392,6 +392,10 @@ class EngineConfig(Settings):
         "auto",
         "compute what documents begin with in common once per micro-batch; auto: where that saves at least a tenth of the tokens; on: wherever it saves any",
     )
+    invariant: bool = setting(
+        False,
+        "compute a document's outputs and a call's gradients that are equal to the bit whatever else is in the batch; on a CPU",
+    )
     non_finite: NonFinitePolicy = setting("raise", "on a NaN or infinite loss or gradient: raise an error, or skip the step")
     seed: int = setting(0, "seed for random weights, new heads and adapters, and dropout", most=MOST_SEED)
     deterministic: bool = setting(False, "use deterministic kernels; an operation that has none fails")

@@ -14,6 +14,7 @@ from .hf.media_family import MediaFamily
 from .loss import HeadRequest, OutputRequest, TokenOutputs, loss_mask
 from .media import Share, select_items, share_items
 from .ops.expert_routes import FREE, ROUTED_EXPERTS, ExpertRoutes, RouterShape
+from .ops.invariance import padded_rows
 from .ops.packed_context import PackedContext, block_numbers
 from .ops.ulysses import exchange_rows, gather_tokens, slice_tokens
 from .packing.batch import IGNORE, Kind
@@ -111,6 +112,7 @@ class RankSlice:
         routers: RouterShape | None = None,
         records_routes: bool = False,
         counts_experts: bool = False,
+        invariant: bool = False,
     ) -> "RankSlice":
         """Return this rank's slice.
 
@@ -124,6 +126,7 @@ class RankSlice:
             routers: The model's routers; None if it has none.
             records_routes: Whether the experts that tokens go to are asked for afterward.
             counts_experts: Whether the tokens that each router sends to each expert are counted.
+            invariant: Whether the numbers of a token must not depend on the others; see `EngineConfig.invariant`.
         """
         batch, group, layout = micro_batch.batch, topology.cp, micro_batch.layout
         # The entropy or the most likely next token exists for every token, a log-probability only for tokens with a label.
@@ -144,9 +147,14 @@ class RankSlice:
             bounds, parents = layout.bounds, layout.parents
             cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(ids.device, non_blocking=True)
         tokens = bounds[-1]
+        if invariant:
+            # The head has as many rows as the rest.
+            padded_tokens, padded_mask = padded_rows(tokens), torch.ones_like(mask)
+            expected = None if expected is None else {k: v.masked_fill(~mask, 0.0) for k, v in expected.items()}
         padding = (padded_size(tokens, topology) if padded_tokens is None else padded_tokens) - tokens
         if padding:
-            ids, labels, padded_mask = (_extend(x, padding) for x in (ids, labels, padded_mask))
+            ids, labels = _extend(ids, padding), _extend(labels, padding)
+            padded_mask = torch.cat([padded_mask, padded_mask.new_full((padding,), invariant)])
             added = torch.arange(padding, device=ids.device) % PADDING_DOCUMENT
             positions = torch.cat([positions, added.expand(*positions.shape[:-1], -1)], -1)
             expected = None if expected is None else {k: _extend(v, padding) for k, v in expected.items()}
@@ -178,6 +186,7 @@ class RankSlice:
                 blocks_in_windows=family is not None and family.blocks_in_windows,
                 positions=positions if positions.dim() == 1 else None,
                 routes=routes,
+                by_position=invariant,
             ),
             selected=selected,
             targets=slice_tokens(labels, group)[selected].clamp_min(0),
@@ -211,10 +220,11 @@ class RankSlice:
     def _of_documents(self, value: Tensor) -> Tensor:
         slots = value.new_zeros(len(self.input_ids), *value.shape[1:])
         full = gather_tokens(slots.index_put((self.selected,), value), self.context.cp_group)
-        if self.origin is None:
-            return full[: len(self.mask)]
-        # Of a token that stands for several, not all need have been selected.
-        return full[self.origin].masked_fill(~self.mask.view(-1, *[1] * (full.dim() - 1)), 0)
+        of_batch = full[: len(self.mask)] if self.origin is None else full[self.origin]
+        if self.origin is None and not self.context.by_position:
+            return of_batch
+        # Of a token that stands for several, not all need have been selected; and more may have been computed than that.
+        return of_batch.masked_fill(~self.mask.view(-1, *[1] * (full.dim() - 1)), 0)
 
 
 def _routes(

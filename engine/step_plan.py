@@ -18,7 +18,7 @@ from .media import Items, MediaSummary, check_media, comparable_ids, items_of, p
 from .ops.expert_routes import ROUTED_EXPERTS, RouterShape, check_routes, route_numbers
 from .packing.batch import Kind, PackedBatch, check_read
 from .packing.convert import unsupervised
-from .packing.microbatch import count_units, partition
+from .packing.microbatch import count_units, invariant_partition, partition
 from .packing.prefixes import Prefixes
 from .packing.sharing import SharedLayout, find_prefixes, shared_layout
 from .parallel.topology import Topology
@@ -191,6 +191,7 @@ class StepPlanner:
         share: Whether documents share prefixes; see `EngineConfig.share_prefixes`.
         media: How the model takes media; None if it takes none.
         routers: The model's routers, if their choices can be recorded and replayed.
+        invariant_size: With `EngineConfig.invariant`, the number of tokens up to which documents of a call share a micro-batch; else None.
     """
 
     def __init__(
@@ -202,8 +203,9 @@ class StepPlanner:
         share: SharePrefixes = "off",
         media: MediaModel | None = None,
         routers: RouterShape | None = None,
+        invariant_size: int | None = None,
     ) -> None:
-        self._routers = routers
+        self._routers, self._invariant_size = routers, invariant_size
         self._topology, self._sizes, self._model, self._shape, self._share = topology, sizes, model, shape, share
         self._media, self._warned = media, False
         self.head = head_of(model)
@@ -253,6 +255,7 @@ class StepPlanner:
             share=self._share,
             media=self._media,
             routers=self._routers,
+            invariant_size=self._invariant_size,
             name=self._model.path,
         )
         self.warn_about_positions(plan.longest)
@@ -301,6 +304,7 @@ def plan_step(
     share: SharePrefixes = "off",
     media: MediaModel | None = None,
     routers: RouterShape | None = None,
+    invariant_size: int | None = None,
     name: str = "the model",
 ) -> StepPlan:
     """Compute the global weights and the common number of micro-batches, and split the batch. Collective.
@@ -316,6 +320,7 @@ def plan_step(
         share: Whether documents share prefixes.
         media: How the model takes media; None if it takes none.
         routers: The model's routers, if their choices can be recorded and replayed.
+        invariant_size: See `StepPlanner`.
         name: The name of the model, for messages.
 
     Raises:
@@ -326,7 +331,7 @@ def plan_step(
     """
     # Ranks that split a sequence get equal slices, so padding would exceed a budget that is not a multiple of their number.
     usable = budget.tokens // topology.token_multiple * topology.token_multiple
-    ratio = shape.attention_ratio
+    split = _Split(usable, budget.setting, shape.attention_ratio, invariant_size)
     local: _ShardSummary | None = None
     error: Exception | None = None
     prefixes: Prefixes | None = None
@@ -337,7 +342,7 @@ def plan_step(
         if media is not None and own_media.kinds and media.family.axes > 1 and batch.position_ids.dim() == 1:
             positions = positions_of(batch, media.family, media.base, own_media.kinds)
         prefixes = _shared_prefixes(batch, share, media, own_media.kinds)
-        local = _summarize_shard(topology, batch, loss, usable, budget.setting, shape, training, prefixes, own_media)
+        local = _summarize_shard(topology, batch, loss, split, shape, training, prefixes, own_media)
     except Exception as e:  # raised on all ranks by the exchange below, which every step needs anyway
         error = e
     summaries: list[_ShardSummary] = topology.all_gather_object(local, error=error)
@@ -354,7 +359,7 @@ def plan_step(
         totals = {term: sum(summary.weights[term] for summary in counted) for term in local.weights}
     sequences = sum(summary.sequences for summary in counted)
     _check_weights(totals, batch, sequences)
-    parts = _split(batch, usable, count, ratio, budget.setting, prefixes)
+    parts = split(batch, count, prefixes)
     parts += [[] for _ in range(count - len(parts))]
     return StepPlan(
         parts=parts,
@@ -389,8 +394,7 @@ def _summarize_shard(
     topology: Topology,
     batch: PackedBatch,
     loss: Loss | None,
-    budget: int,
-    setting: str,
+    split: "_Split",
     shape: ModelShape,
     training: bool,
     prefixes: Prefixes | None,
@@ -400,8 +404,10 @@ def _summarize_shard(
     weights: dict[str, float] = {}
     flops = 0.0
     check_ids(batch, shape.vocabulary)
-    count = len(_split(batch, budget, 1, shape.attention_ratio, setting, prefixes))
-    units, spared = count_units(batch.lengths, budget, _groups(batch), prefixes)
+    count = len(split(batch, 1, prefixes))
+    units, spared = count_units(batch.lengths, split.budget, _groups(batch), prefixes)
+    if split.invariant_size is not None:
+        units = count
     if loss is not None:
         for kind, fields in (("token_fields", batch.token_fields), ("sequence_fields", batch.sequence_fields)):
             if (read := getattr(loss, kind, None)) is not None:
@@ -476,18 +482,41 @@ def _groups(batch: PackedBatch) -> list[int] | None:
     return None if batch.group_ids is None else batch.groups()
 
 
-def _split(
-    batch: PackedBatch, budget: int, at_least: int, ratio: float, setting: str, prefixes: Prefixes | None
-) -> list[list[int]]:
-    if budget < 1:
-        raise BudgetError(f"{setting}={budget} is less than one token for each rank that splits a sequence; increase it")
-    return partition(
-        batch.lengths,
-        budget,
-        at_least=at_least,
-        groups=_groups(batch),
-        names=batch.names,
-        ratio=ratio,
-        setting=setting,
-        prefixes=prefixes,
-    )
+@dataclass(frozen=True)
+class _Split:
+    """How a shard is split into micro-batches.
+
+    Args:
+        budget: The maximum number of tokens of a micro-batch.
+        setting: The name of the setting that determines it, for messages.
+        ratio: The relative cost of attention.
+        invariant_size: See `StepPlanner`.
+    """
+
+    budget: int
+    setting: str
+    ratio: float
+    invariant_size: int | None
+
+    def __call__(self, batch: PackedBatch, at_least: int, prefixes: Prefixes | None) -> list[list[int]]:
+        """Return the sequences of each micro-batch, at least a number of these where that can be chosen."""
+        if self.budget < 1:
+            raise BudgetError(
+                f"{self.setting}={self.budget} is less than one token for each rank that splits a sequence; increase it"
+            )
+        lengths, groups = batch.lengths, _groups(batch)
+        if self.invariant_size is not None:
+            calls = None if batch.call_ids is None else batch.call_ids.tolist()
+            return invariant_partition(
+                lengths, self.budget, self.invariant_size, groups=groups, calls=calls, names=batch.names, setting=self.setting
+            )
+        return partition(
+            lengths,
+            self.budget,
+            at_least=at_least,
+            groups=groups,
+            names=batch.names,
+            ratio=self.ratio,
+            setting=self.setting,
+            prefixes=prefixes,
+        )

@@ -19,10 +19,11 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ..engine.errors import ConfigError, ModelError, is_out_of_memory
+from ..engine.hf.experts import use_invariant_experts
 from ..engine.hf.model import decoder_of
 from ..engine.hf.state_layers import carry_states_in_documents
 from .causal_lm_generator import CausalLMGenerator
-from .invariant import largest_invariant_pass, pad_pass, use_invariant_experts
+from .invariant import largest_invariant_pass, pad_pass
 from .media import PromptMedia
 from .memory import PAGE_TOKENS_CUDA
 from .options import RolloutConfig, SamplingOptions

@@ -15,7 +15,7 @@ from ..errors import ModelError, TopologyError
 from ..flops import ModelShape
 from ..heads import head_of
 from ..hf.config import check_model, logit_transform
-from ..hf.experts import use_grouped_experts
+from ..hf.experts import use_grouped_experts, use_invariant_experts
 from ..hf.layout import DiskLayout
 from ..hf.media import FAMILIES, check_media_support
 from ..hf.model import allocate, choose_trainable, empty_lm, vocabulary_names
@@ -138,7 +138,13 @@ def check_rope(config: PreTrainedConfig, path: str) -> None:
 
 
 def describe(
-    config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, aux_coef: float, media: PreTrainedConfig | None = None
+    config: PreTrainedConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    aux_coef: float,
+    media: PreTrainedConfig | None = None,
+    *,
+    invariant: bool = False,
 ) -> Described:
     """Return the model on the meta device, with its adapters and its head.
 
@@ -148,10 +154,13 @@ def describe(
         dtype: The dtype of the parameters.
         aux_coef: The coefficient of the router's load-balancing loss.
         media: The config of the whole model, if it takes media.
+        invariant: See `EngineConfig.invariant`.
     """
     lm, layout, adapters = empty_lm(config, model, dtype, IMPLEMENTATION, media=media)
     carry_states_in_documents(lm)
     use_grouped_experts(lm)
+    if invariant:
+        use_invariant_experts(lm)
     routers = record_routers(lm, config)
     if media is not None:
         check_media_support(lm)

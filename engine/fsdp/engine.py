@@ -42,6 +42,7 @@ from ..step_plan import MediaModel, MicroBatch
 from ..torch_private import foreach_mul_
 from . import compile as compile_module
 from .build import Described, FSDPBuild, build, check_config, describe
+from .invariant import invariant_size
 from .memory import memory_needs
 from .optimizer import ShardOptimizer
 from .options import FSDPOptions
@@ -77,6 +78,7 @@ class FSDPEngine(BaseEngine):
         optimizers=frozenset({"adamw", "sgd"}),
         shared_prefixes=True,
         media=True,
+        invariant=True,
     )
 
     options_type = FSDPOptions
@@ -85,6 +87,7 @@ class FSDPEngine(BaseEngine):
     _optimizer: ShardOptimizer | None = None
     _meta: Described | None = None
     _cores = 1
+    _invariant_size: int | None = None
 
     @property
     def _built(self) -> FSDPBuild:
@@ -105,7 +108,14 @@ class FSDPEngine(BaseEngine):
     def _described(self) -> Described:
         if self._meta is None:
             dtype = getattr(torch, self.config.precision.params)
-            self._meta = describe(self.hf_config, self.model_config, dtype, self.router_aux_coef, self._media_config)
+            self._meta = describe(
+                self.hf_config,
+                self.model_config,
+                dtype,
+                self.router_aux_coef,
+                self._media_config,
+                invariant=self.config.invariant,
+            )
         return self._meta
 
     @cached_property
@@ -121,6 +131,11 @@ class FSDPEngine(BaseEngine):
         return None if self._root.media is None else MediaModel(family=self._root.media, base=self._root.base)
 
     @property
+    def invariant_size(self) -> int | None:
+        """See `Backend.invariant_size`."""
+        return self._invariant_size
+
+    @property
     def routers(self) -> RouterShape | None:
         """See `Backend.routers`."""
         return self._root.routers
@@ -130,6 +145,11 @@ class FSDPEngine(BaseEngine):
         return router_biases(self._root.lm)
 
     def check_model(self, parallel: ParallelConfig) -> None:
+        if self.config.invariant and torch.cuda.is_available():
+            raise ConfigError(
+                "engine.invariant=true on CUDA, where the order of sums in products and attention depends on the size of a micro-batch; set it "
+                "to false, or use a CPU (CUDA_VISIBLE_DEVICES=)"
+            )
         if self.config.compile is True and parallel.ep > 1:
             raise ConfigError(
                 f"engine.compile=true with engine.parallel.ep={parallel.ep}: layers that exchange tokens between experts cannot be "
@@ -203,6 +223,9 @@ class FSDPEngine(BaseEngine):
         if self.config.offload.params == "host" and self.topology.device.type == "cuda":
             machine = socket.gethostname()
             self._cores = host_cores(self.topology.all_gather_object(machine).count(machine))
+        if self.config.invariant:
+            self._invariant_size = invariant_size(self._root, self.topology)
+            self._reshard()
 
     def step_threads(self) -> AbstractContextManager[None]:
         return host_threads(self._cores)
@@ -222,6 +245,7 @@ class FSDPEngine(BaseEngine):
             routers=self._root.routers,
             records_routes=consumer.records_routes,
             counts_experts=consumer.counts_experts,
+            invariant=self.config.invariant,
         )
 
         def scalar_of(output: dict[str, Tensor]) -> Tensor:

@@ -13,13 +13,16 @@ Axes: T tokens, K experts of a token, E experts, R rank, I inputs, O outputs, H 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, _grouped_mm
 
+from ..ops.invariance import padded_rows
 from ..ops.lora import ALIGNED, expert_adapter_output, merge_experts
 from ..ops.router import count_tokens
 
 IMPLEMENTATION = "drivetrain_grouped_experts"
+INVARIANT = "drivetrain_invariant_experts"
 
 
 class ExpertAdapter(nn.Module):
@@ -89,6 +92,13 @@ def use_grouped_experts(root: nn.Module) -> None:
             module.config._experts_implementation = IMPLEMENTATION if aligned else "eager"
 
 
+def use_invariant_experts(root: nn.Module) -> None:
+    """Have a mixture compute each expert in a number of rows that is a multiple of `ops.invariance.ROWS`; not where experts have adapters."""
+    for _, module in expert_modules(root):
+        if not hasattr(module, "adapters"):
+            module.config._experts_implementation = INVARIANT
+
+
 def expert_adapters(root: nn.Module) -> dict[str, ExpertAdapter]:
     """Return the adapters of experts by the names of the matrices that they adapt."""
     return {
@@ -155,3 +165,36 @@ def grouped_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Ten
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, grouped_experts_forward)
+
+
+def invariant_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Apply the experts of a layer, in transformers' signature: `[T, H]`, and `[T, K]` experts and weights.
+
+    No token's result depends on the others, if that of no row of a product does.
+    """
+    up, down = matrices_of(module)
+    experts_s = top_k_index.reshape(-1)
+    # Taken apart once: the gradient of one expert's matrix would be of the size of all.
+    names = [name for matrix in (up, down) for name in (matrix, f"{matrix}_bias")[: 1 + module.has_bias]]
+    parameters = {name: getattr(module, name).unbind() for name in names}
+    out_sh: Tensor | None = None
+    for expert in experts_s.unique().tolist():
+        pairs = (experts_s == expert).nonzero()[:, 0]
+        rows = F.pad(hidden_states[pairs // top_k_index.shape[1]], (0, 0, 0, padded_rows(len(pairs)) - len(pairs)))
+        for name in (up, down):
+            weight = parameters[name][expert]
+            bias = parameters[f"{name}_bias"][expert] if module.has_bias else None
+            rows = F.linear(rows, weight.T if module.is_transposed else weight, bias)
+            if name == up:
+                rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+        if module.has_post_expert_norm:
+            rows = module.post_expert_norm(rows)
+        if out_sh is None:
+            out_sh = rows.new_zeros(len(experts_s), rows.shape[1])
+        out_sh[pairs] = rows[: len(pairs)]
+    assert out_sh is not None
+    weighted_sh = out_sh * top_k_weights.reshape(-1, 1)
+    return weighted_sh.unflatten(0, top_k_index.shape).sum(1).to(hidden_states.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(INVARIANT, invariant_experts_forward)

@@ -350,6 +350,11 @@ def carry_states_in_documents(model: nn.Module) -> bool:
     return bool(subclasses)
 
 
+def has_state(model: nn.Module) -> bool:
+    """Return whether a model whose layers were replaced by `carry_states_in_documents` has layers with state."""
+    return any(isinstance(module, StateLayer) for module in model.modules())
+
+
 def has_biased_state(model: nn.Module) -> bool:
     """Return whether a layer with state, still of transformers' own class, has a bias in front of what carries the state."""
     layers = [module for module in model.modules() if type(module).__name__ in LAYERS]

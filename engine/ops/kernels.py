@@ -20,6 +20,8 @@ Kernel = Literal["varlen", "flex", "sdpa", "explicit"]
 LARGEST_HEAD = 256
 """The largest head of FlashAttention's kernel, and of those of FlexAttention that fit the memory of a multiprocessor."""
 HEAD_MULTIPLE = 8
+QUERIES = 32
+"""The number of queries that attend together in a context that is `by_position`."""
 # torch 2.11 passes fewer key/value heads than query heads to the kernel, which takes them, without this argument.
 NAMES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -220,11 +222,34 @@ def by_document(
     blocks = context.blocks(window)
     split_blocks = [None] * len(sizes) if blocks is None else blocks.split(sizes)
     documents = zip(q.split(sizes, 2), keys, values, split_blocks, strict=True)
-    if softcap is None and sinks is None:
+    if context.by_position and blocks is None:
+        outs = [_by_position(a, b, c, scale, window, softcap, sinks) for a, b, c, _ in documents]
+    elif softcap is None and sinks is None:
         outs = [_sdpa(a, b, c, scale, window, d) for a, b, c, d in documents]
     else:
         outs = [_explicit(a, b, c, scale, window, softcap, sinks, d) for a, b, c, d in documents]
     return torch.cat(outs, 2)[0].transpose(0, 1)
+
+
+def _by_position(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Have each `QUERIES` queries of a document attend to the keys that they see, up to the last of their own."""
+    length = q.shape[2]
+    q, k, v = (F.pad(x, (0, 0, 0, -length % QUERIES)) for x in (q, k, v))
+    outs: list[Tensor] = []
+    for start in range(0, length, QUERIES):
+        end = start + QUERIES
+        first = 0 if window is None else max(0, start - window + 1) // QUERIES * QUERIES
+        own_q, own_k, own_v = q[:, :, start:end], k[:, :, first:end], v[:, :, first:end]
+        if softcap is None and sinks is None:
+            seen = _visible(QUERIES, end - first, window, q.device, None)
+            grouped = q.shape[1] != k.shape[1]
+            out = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=seen, scale=scale, enable_gqa=grouped)
+        else:
+            out = _explicit(own_q, own_k, own_v, scale, window, softcap, sinks, None)
+        outs.append(out)
+    return torch.cat(outs, 2)[:, :, :length]
 
 
 def _visible(queries: int, keys: int, window: int | None, device: torch.device, blocks: Tensor | None) -> Tensor:

@@ -71,6 +71,8 @@ class PackedContext:
         blocks_in_windows: Whether they do so in layers with a window alone.
         positions: The position in its document of each token of this rank, `[t]`; None to count them.
         routes: Records the experts that tokens go to, or replays them; None if the routers are left alone.
+        by_position: Whether attention is computed in shapes that follow from a token's own position, so that its numbers do not depend on
+            how many tokens follow it. Not on CUDA, in compiled layers, or with parents.
     """
 
     def __init__(
@@ -84,8 +86,9 @@ class PackedContext:
         blocks_in_windows: bool = False,
         positions: Tensor | None = None,
         routes: "ExpertRoutes | None" = None,
+        by_position: bool = False,
     ) -> None:
-        self.routes = routes
+        self.routes, self.by_position = routes, by_position
         self.bounds, self.cu_seqlens, self.cp_group, self.parents = bounds, cu_seqlens, cp_group, parents
         self._blocks, self._blocks_in_windows = blocks, blocks_in_windows
         # Made here, since compiled layers read it, and would be compiled again for each way to make it.
@@ -138,6 +141,7 @@ class PackedContext:
             cu_seqlens=torch.tensor(bounds, dtype=torch.int32).to(self.cu_seqlens.device, non_blocking=True),
             cp_group=self.cp_group,
             parents=None if self.parents is None else tuple(parents),
+            by_position=self.by_position,
         )
 
     @cached_property

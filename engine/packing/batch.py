@@ -49,6 +49,8 @@ class PackedBatch:
         sequence_fields: Name -> `[N, ...]`, additional data for each sequence (rewards, ...).
         media: Name -> `MediaField`.
         group_ids: `[N]` int64, the group of each sequence; a group is never split over micro-batches or ranks.
+        call_ids: `[N]` int64, the call that each sequence belongs to, if the batch holds those of several callers: with
+            `EngineConfig.invariant`, no micro-batch has sequences of two calls.
         names: The origin of each sequence, for error messages (`data.jsonl:12`).
         extra_fields: The names of fields that are carried along and may remain unread. The engine rejects any other field that
             the loss does not read, because its name is most likely misspelled.
@@ -65,13 +67,14 @@ class PackedBatch:
     sequence_fields: Mapping[str, Tensor] = field(default_factory=dict)
     media: Mapping[str, MediaField] = field(default_factory=dict)
     group_ids: Tensor | None = None
+    call_ids: Tensor | None = None
     names: tuple[str, ...] | None = None
     extra_fields: frozenset[str] = frozenset()
     bounds: tuple[int, ...] = field(init=False)
     """A copy of `cu_seqlens` on the host, so that reading it never waits for a device."""
 
     def __post_init__(self) -> None:
-        for name in ("input_ids", "position_ids", "labels", "group_ids"):
+        for name in ("input_ids", "position_ids", "labels", "group_ids", "call_ids"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, as_int64(value))
         # Any integer dtype is accepted if its values fit into int32.
@@ -172,6 +175,7 @@ class PackedBatch:
             sequence_fields={k: v[rows] for k, v in self.sequence_fields.items()},
             media={k: _select_media(v, sequences) for k, v in self.media.items()},
             group_ids=None if self.group_ids is None else self.group_ids[rows],
+            call_ids=None if self.call_ids is None else self.call_ids[rows],
             names=None if self.names is None else tuple(self.names[i] for i in sequences),
             bounds=bounds,
         )
@@ -185,7 +189,7 @@ class PackedBatch:
     def concat(cls, batches: Sequence[Self]) -> Self:
         """Concatenate batches. All must have the same fields, except for those of media, of which a batch may have none.
 
-        Group ids are renumbered to be distinct between batches.
+        Group and call ids are renumbered to be distinct between batches.
 
         Raises:
             BatchError: There is no batch, or the fields differ.
@@ -206,7 +210,8 @@ class PackedBatch:
             token_fields={k: torch.cat([b.token_fields[k] for b in batches]) for k in first.token_fields},
             sequence_fields={k: torch.cat([b.sequence_fields[k] for b in batches]) for k in first.sequence_fields},
             media=_concat_media(batches),
-            group_ids=None if first.group_ids is None else _distinct_groups([b.group_ids for b in batches]),
+            group_ids=None if first.group_ids is None else _distinct([b.group_ids for b in batches]),
+            call_ids=None if first.call_ids is None else _distinct([b.call_ids for b in batches]),
             names=None if first.names is None else tuple(n for b in batches for n in b.names or ()),
             extra_fields=frozenset().union(*(b.extra_fields for b in batches)),
             bounds=bounds,
@@ -229,6 +234,7 @@ class PackedBatch:
             sequence_fields={k: fn(v) for k, v in self.sequence_fields.items()},
             media={k: MediaField(values=fn(v.values), counts=v.counts) for k, v in self.media.items()},
             group_ids=None if self.group_ids is None else fn(self.group_ids),
+            call_ids=None if self.call_ids is None else fn(self.call_ids),
         )
 
 
@@ -314,10 +320,9 @@ def _check(batch: PackedBatch) -> None:
             raise BatchError(
                 f"media field {name!r} has {len(media.values)} rows, but its counts add up to {int(media.counts.sum())}"
             )
-    if batch.group_ids is not None and (batch.group_ids.dtype != torch.int64 or batch.group_ids.shape != (count,)):
-        raise BatchError(
-            f"group_ids is {tuple(batch.group_ids.shape)} {batch.group_ids.dtype}; it must be [{count}] torch.int64"
-        )
+    for name, ids in (("group_ids", batch.group_ids), ("call_ids", batch.call_ids)):
+        if ids is not None and (ids.dtype != torch.int64 or ids.shape != (count,)):
+            raise BatchError(f"{name} is {tuple(ids.shape)} {ids.dtype}; it must be [{count}] torch.int64")
     if batch.names is not None and len(batch.names) != count:
         raise BatchError(f"names has {len(batch.names)} entries for {count} sequences")
     _check_labels(batch)
@@ -354,7 +359,7 @@ def _same_fields(a: PackedBatch, b: PackedBatch) -> None:
         left, right = set(getattr(a, name)), set(getattr(b, name))
         if left != right:
             raise BatchError(f"batches to concatenate differ in {name}: {sorted(left)} and {sorted(right)}")
-    for name in ("group_ids", "names"):
+    for name in ("group_ids", "call_ids", "names"):
         if (getattr(a, name) is None) != (getattr(b, name) is None):
             raise BatchError(f"batches to concatenate differ: only one has {name}")
     if a.position_ids.dim() != b.position_ids.dim():
@@ -363,11 +368,11 @@ def _same_fields(a: PackedBatch, b: PackedBatch) -> None:
         )
 
 
-def _distinct_groups(groups: Iterable[Tensor | None]) -> Tensor:
+def _distinct(numbers: Iterable[Tensor | None]) -> Tensor:
     shifted, start = [], 0
-    for ids in groups:
+    for ids in numbers:
         assert ids is not None
-        # Renumbered from `start`, so that groups of different batches are never merged.
+        # Renumbered from `start`, so that those of different batches are never merged.
         _, dense = torch.unique(ids, return_inverse=True)
         shifted.append(dense + start)
         start += int(dense.max()) + 1 if len(dense) else 0

@@ -27,6 +27,7 @@ def from_lists(
     sequence_fields: Mapping[str, Sequence[float]] | None = None,
     media: Mapping[str, MediaField] | None = None,
     group_ids: Sequence[int] | None = None,
+    call_ids: Sequence[int] | None = None,
     names: Sequence[str] | None = None,
 ) -> PackedBatch:
     """Pack lists of token ids.
@@ -38,6 +39,7 @@ def from_lists(
         sequence_fields: Name -> N numbers, one per sequence.
         media: Name -> `MediaField`.
         group_ids: The group of each sequence.
+        call_ids: The call that each sequence belongs to; see `PackedBatch`.
         names: The origin of each sequence, for error messages.
 
     Raises:
@@ -58,6 +60,7 @@ def from_lists(
         sequence_fields={k: torch.tensor(v, dtype=torch.float32) for k, v in (sequence_fields or {}).items()},
         media=media or {},
         group_ids=None if group_ids is None else torch.tensor(group_ids, dtype=torch.int64),
+        call_ids=None if call_ids is None else torch.tensor(call_ids, dtype=torch.int64),
         names=None if names is None else tuple(names),
     )
 

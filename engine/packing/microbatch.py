@@ -288,16 +288,7 @@ def partition(
         BudgetError: A single sequence or group exceeds the budget.
     """
     units = _units(lengths, groups, ratio, prefixes, _cut_to(lengths, prefixes, max_tokens))
-    for unit in units:
-        if unit.tokens > max_tokens:
-            first = names[unit.members[0]] if names else f"sequence {unit.members[0]}"
-            culprit = (
-                first if len(unit.members) == 1 else f"the group of {len(unit.members)} sequences that starts with {first}"
-            )
-            raise BudgetError(
-                f"{culprit} has {unit.tokens} tokens, more than {setting}={max_tokens}; raise the budget, or shorten the "
-                "sample (data.max_length, data.too_long)"
-            )
+    _check_units(units, max_tokens, names, setting)
     if not units:
         return []
     bins = _fewest(units, max_tokens)
@@ -309,6 +300,63 @@ def partition(
         _split_most_expensive(bins)
     bins = _refine(bins, budget=max_tokens)
     return sorted(sorted(i for unit in contents for i in unit.members) for contents in bins)
+
+
+def invariant_partition(
+    lengths: Sequence[int],
+    max_tokens: int,
+    size: int,
+    *,
+    groups: Sequence[int] | None = None,
+    calls: Sequence[int] | None = None,
+    names: Sequence[str] | None = None,
+    setting: str = "engine.micro_batch.max_tokens",
+) -> list[list[int]]:
+    """Split one rank's data-parallel shard into micro-batches that depend on the call that a sequence belongs to alone.
+
+    The sequences of a call are taken in order, as many as fit into `size` tokens. One of more tokens has a micro-batch of its own.
+
+    Args:
+        lengths: The number of tokens in each sequence.
+        max_tokens: The maximum number of tokens in a micro-batch.
+        size: The number of tokens up to which sequences share a micro-batch; 0 if none do.
+        groups: The group of each sequence; the sequences of a group stay together.
+        calls: The call that each sequence belongs to; None if all belong to one.
+        names: The names of the sequences, for messages.
+        setting: The name of the budget's setting, for messages.
+
+    Returns:
+        The micro-batches as lists of indices, in the order of the first sequence of each.
+
+    Raises:
+        BudgetError: A single sequence or group exceeds the budget.
+    """
+    units = sorted(_units(lengths, groups, 0.0), key=lambda unit: unit.members)
+    _check_units(units, max_tokens, names, setting)
+    parts: list[list[int]] = []
+    last: dict[int, tuple[list[int], int]] = {}
+    for unit in units:
+        call = 0 if calls is None else calls[unit.members[0]]
+        part, used = last.get(call, ([], 0))
+        if not part or used + unit.tokens > min(size, max_tokens):
+            part, used = [], 0
+            parts.append(part)
+        part += unit.members
+        last[call] = part, used + unit.tokens
+    return parts
+
+
+def _check_units(units: Sequence[_Unit], max_tokens: int, names: Sequence[str] | None, setting: str) -> None:
+    for unit in units:
+        if unit.tokens > max_tokens:
+            first = names[unit.members[0]] if names else f"sequence {unit.members[0]}"
+            culprit = (
+                first if len(unit.members) == 1 else f"the group of {len(unit.members)} sequences that starts with {first}"
+            )
+            raise BudgetError(
+                f"{culprit} has {unit.tokens} tokens, more than {setting}={max_tokens}; raise the budget, or shorten the "
+                "sample (data.max_length, data.too_long)"
+            )
 
 
 def count_units(
