@@ -5,16 +5,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from . import progress
 from .capabilities import Capabilities
 from .checkpoint.local_shards import LocalShard
 from .config import EngineConfig, OptimConfig, ParallelConfig
-from .errors import ConfigError
+from .errors import CapabilityError, ConfigError
 from .flops import ModelShape
 from .offload import StatePart
 from .ops.expert_routes import RouterShape
@@ -39,6 +40,23 @@ def check_adapters(adapters: str) -> None:
         raise ConfigError(f"adapters={adapters!r}; it must be 'merged' or 'only'{hint}")
 
 
+class NextTokenModel(Protocol):
+    """A model that computes one document at a time, to choose its next token."""
+
+    size: int
+    """The largest number of tokens of a document."""
+
+    def next_token(self, tokens: Sequence[int], temperature: float, choose: Callable[[Tensor], int]) -> tuple[int, float]:
+        """Return the token that follows a document, and its log-probability.
+
+        Args:
+            tokens: The document.
+            temperature: The number by which logits are divided first, in the log-probability.
+            choose: Returns a token, given the logits `[V]`.
+        """
+        ...
+
+
 class Backend(ABC):
     """The abstract part of `BaseEngine`. The driver calls each method on all ranks of the engine."""
 
@@ -58,6 +76,15 @@ class Backend(ABC):
     def media(self) -> MediaModel | None:
         """How the model takes images, video or audio; None if it takes none on this backend."""
         return None
+
+    @classmethod
+    def whole_model(cls, lm: Any, config: PreTrainedConfig, path: str) -> NextTokenModel:
+        """Return a model of transformers, which this process holds whole, as an engine with `EngineConfig.invariant` computes it.
+
+        Raises:
+            CapabilityError: The backend does not support that.
+        """
+        raise CapabilityError(f"{cls.__name__} has no passes that are equal to the bit in any company; use the backend fsdp")
 
     @property
     def invariant_size(self) -> int | None:

@@ -45,6 +45,7 @@ _GENERATORS: dict[str, GeneratorSpec] = {
         generator=f"{_PACKAGE.rpartition('.')[0]}.workers.tensor_parallel.generator:TensorParallelGenerator"
     ),
     "continuous": GeneratorSpec(generator=f"{_PACKAGE}.continuous:ContinuousGenerator"),
+    "exact": GeneratorSpec(generator=f"{_PACKAGE}.exact:ExactGenerator"),
 }
 
 ENGINES = {"transformers": "continuous", "tensor_parallel": "tensor_parallel", "vllm": "vllm"}

@@ -144,7 +144,9 @@ def check_prompt(
             f"{config.model.path}; shorten it"
         )
     if (needed := len(prompt) + options.max_tokens) > limits.tokens:
+        room = f"max_batch_total_tokens={config.max_batch_total_tokens}"
+        if limits.tokens < config.max_batch_total_tokens:
+            room = f"generator={config.generator} takes up to {limits.tokens} with this model on this processor"
         raise ConfigError(
-            f"{title} has {len(prompt)} tokens; with a response of up to max_tokens={options.max_tokens} it needs room for {needed} "
-            f"(max_batch_total_tokens={config.max_batch_total_tokens})"
+            f"{title} has {len(prompt)} tokens; with a response of up to max_tokens={options.max_tokens} it needs room for {needed} ({room})"
         )

@@ -42,7 +42,7 @@ from ..step_plan import MediaModel, MicroBatch
 from ..torch_private import foreach_mul_
 from . import compile as compile_module
 from .build import Described, FSDPBuild, build, check_config, describe
-from .invariant import invariant_size
+from .invariant import WholeModel, common_invariant_size
 from .memory import memory_needs
 from .optimizer import ShardOptimizer
 from .options import FSDPOptions
@@ -129,6 +129,11 @@ class FSDPEngine(BaseEngine):
     def media(self) -> MediaModel | None:
         """See `Backend.media`."""
         return None if self._root.media is None else MediaModel(family=self._root.media, base=self._root.base)
+
+    @classmethod
+    def whole_model(cls, lm: Any, config: PreTrainedConfig, path: str) -> WholeModel:
+        """See `Backend.whole_model`."""
+        return WholeModel(lm, config, path)
 
     @property
     def invariant_size(self) -> int | None:
@@ -224,7 +229,7 @@ class FSDPEngine(BaseEngine):
             machine = socket.gethostname()
             self._cores = host_cores(self.topology.all_gather_object(machine).count(machine))
         if self.config.invariant:
-            self._invariant_size = invariant_size(self._root, self.topology)
+            self._invariant_size = common_invariant_size(self._root, self.topology)
             self._reshard()
 
     def step_threads(self) -> AbstractContextManager[None]:

@@ -1,25 +1,39 @@
 """The size up to which documents share a micro-batch without a change in the numbers of any: `EngineConfig.invariant`."""
 
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedConfig
 
-from ..hf.experts import expert_adapters, expert_modules
+from ..errors import ConfigError
+from ..hf.config import logit_transform
+from ..hf.experts import expert_adapters, expert_modules, use_grouped_experts, use_invariant_experts
 from ..hf.shape import experts_of
-from ..hf.state_layers import has_state
+from ..hf.state_layers import carry_states_in_documents, has_state
 from ..loss import OUTPUTS, OutputRequest
-from ..ops.invariance import ROWS, largest_pass
+from ..ops.invariance import ROWS, largest_pass, padded_rows
 from ..ops.packed_context import PackedContext
 from ..parallel.topology import Topology
 from ..rank_slice import RankSlice
+from .attention import IMPLEMENTATION
+from .families import check_family
 from .packed_model import PackedModel
 
 SIZES = (ROWS, 32, 48, 64, 96, 128, 208, 256, 400, 512)
 """The numbers of rows of a pass that are tried."""
 
 
-def invariant_size(root: PackedModel, topology: Topology) -> int:
-    """Return the number of tokens up to which documents share a micro-batch; 0 if each has one of its own. Collective.
+def common_invariant_size(root: PackedModel, topology: Topology) -> int:
+    """Return the number of tokens up to which documents share a micro-batch on every rank. Collective."""
+    return min(topology.all_gather_object(invariant_size(root)))
+
+
+def invariant_size(root: PackedModel) -> int:
+    """Return the number of tokens up to which documents share a micro-batch; 0 if each has one of its own. Collective if it is sharded.
 
     Tries products and attention. Layers with state, encoders of media, adapters of experts and experts that are not transformers' compute
     several tokens in ways of their own, so that documents of models with these do not share micro-batches.
@@ -31,30 +45,41 @@ def invariant_size(root: PackedModel, topology: Topology) -> int:
     request = OutputRequest(
         **{name: True for name in names if name in OUTPUTS}, others=tuple(name for name in names if name not in OUTPUTS)
     )
-    vocabulary = root.lm.get_input_embeddings().num_embeddings
+    vocabulary: int = root.lm.get_input_embeddings().num_embeddings  # type: ignore[assignment]
     factors = _adapter_factors(root)
 
     def run(tokens: Tensor, rows: Tensor) -> Tensor:
-        outputs = root(_one_token_each(tokens, request))
+        outputs = root(whole_documents([1] * len(tokens), tokens, tokens, request))
         numbers = [outputs[name][rows].double().flatten() for name in names]
         # An adapter that has not learned anything adds nothing, whatever its first product is.
         numbers += [F.linear(_states(tokens, factor), factor)[rows].double().flatten() for factor in factors]
         return torch.cat(numbers)
 
     with torch.no_grad():
-        largest = largest_pass(vocabulary, SIZES, run)
-    return min(topology.all_gather_object(largest))
+        return largest_pass(vocabulary, SIZES, run)
 
 
-def _one_token_each(tokens: Tensor, request: OutputRequest) -> RankSlice:
-    """Return documents of one token each, whose targets follow from the tokens."""
-    bounds = tuple(range(len(tokens) + 1))
+def whole_documents(lengths: Sequence[int], tokens: Tensor, targets: Tensor, request: OutputRequest) -> RankSlice:
+    """Return documents that one rank computes whole, all outputs of all tokens; `RankSlice.from_micro_batch` makes the same of a micro-batch.
+
+    Args:
+        lengths: The number of tokens in each document.
+        tokens: `[T]`, the token ids.
+        targets: `[T]`, the tokens of which log-probabilities are computed.
+        request: The outputs to compute.
+    """
+    padding = padded_rows(len(tokens)) - len(tokens)
+    lengths = [*lengths, *([padding] if padding else [])]
+    bounds = (0, *accumulate(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])
     return RankSlice(
-        input_ids=tokens,
-        position_ids=torch.zeros_like(tokens),
-        context=PackedContext(bounds=bounds, cu_seqlens=torch.tensor(bounds, dtype=torch.int32), by_position=True),
-        selected=torch.arange(len(tokens)),
-        targets=tokens,
+        input_ids=F.pad(tokens, (0, padding)),
+        position_ids=positions,
+        context=PackedContext(
+            bounds=bounds, cu_seqlens=torch.tensor(bounds, dtype=torch.int32), positions=positions, by_position=True
+        ),
+        selected=torch.arange(bounds[-1]),
+        targets=F.pad(targets, (0, padding)),
         outputs=request,
         expected=None,
         real_tokens=len(tokens),
@@ -73,3 +98,46 @@ def _states(tokens: Tensor, factor: Tensor) -> Tensor:
     """Return inputs of a factor, which follow from the tokens."""
     columns = torch.arange(factor.shape[1])
     return torch.sin(tokens[:, None] * 0.37 + columns * 1.7).to(factor.dtype)
+
+
+class WholeModel:
+    """A model of transformers that this process holds whole, with the forward pass of an engine with `EngineConfig.invariant`.
+
+    Args:
+        lm: The model, which cannot be used in another way afterward.
+        config: Its config.
+        path: Its folder, for messages.
+
+    Raises:
+        ModelError: Packed attention is not correct for the family.
+        ConfigError: What a token is given depends on the tokens after it.
+    """
+
+    def __init__(self, lm: Any, config: PreTrainedConfig, path: str) -> None:
+        check_family(config, allow_unverified=False)
+        carry_states_in_documents(lm)
+        use_grouped_experts(lm)
+        use_invariant_experts(lm)
+        lm.set_attn_implementation(IMPLEMENTATION)
+        self._root = PackedModel(lm, head=None, transform=logit_transform(config), router=None)
+        self._root.eval()
+        self.size = invariant_size(self._root)
+        """The largest number of tokens of a document of which each beginning has the same numbers, to the bit."""
+        if not self.size:
+            raise ConfigError(
+                f"{path} cannot be computed exactly on this processor with {torch.get_num_threads()} threads: a token's numbers depend on the "
+                "number of tokens (as in layers with state), or on the row that it is in; try OMP_NUM_THREADS=1, or another generator"
+            )
+
+    def next_token(self, tokens: Sequence[int], temperature: float, choose: Callable[[Tensor], int]) -> tuple[int, float]:
+        """Return the token that follows a document, and its log-probability.
+
+        Args:
+            tokens: The document, of at most `size` tokens.
+            temperature: The number by which logits are divided first, in the log-probability.
+            choose: Returns a token, given the logits `[V]`.
+        """
+        ids = torch.tensor(tokens)
+        request = OutputRequest(log_probs=True, temperature=temperature)
+        part = whole_documents([len(ids)], ids, torch.zeros_like(ids), request)
+        return self._root.next_token(part, len(ids) - 1, choose)

@@ -4,7 +4,8 @@ Axes: T tokens of the packed sequence (this rank's slice under context paralleli
 H hidden size.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..hf.model import HFModel, decoder_of
 from ..hf.routers import follow
 from ..ops.expert_routes import RouterShape
 from ..ops.head_regions import HeadRegions
-from ..ops.linear_head import LogitTransform, linear_head
+from ..ops.linear_head import LogitTransform, final_logits, linear_head
 from ..ops.packed_context import PackedContext
 from ..ops.router import RouterSettings, balancing_loss
 from ..packing.batch import Kind
@@ -68,6 +69,35 @@ class PackedModel(HFModel):
         Returns:
             Output name -> `[S]`, and `router_aux` (a scalar) if the balancing loss is on.
         """
+        result = self._decode(part)
+        outputs = self._head(result.last_hidden_state[0].index_select(0, part.selected), part)
+        if self.router is not None:
+            if not result.router_logits:
+                raise ModelError("a router loss is requested, but this family's model returns no router logits")
+            outputs["router_aux"] = balancing_loss(result.router_logits, self.router, part.real_tokens, part.context.cp_group)
+        return outputs
+
+    def next_token(self, part: RankSlice, last: int, choose: Callable[[Tensor], int]) -> tuple[int, float]:
+        """Choose the token that follows a row of the slice, all of whose rows are selected.
+
+        Args:
+            part: The slice.
+            last: The row.
+            choose: Returns a token, given the logits `[V]`.
+
+        Returns:
+            The token, and its log-probability as `forward` computes it.
+        """
+        hidden_th = self._decode(part).last_hidden_state[0]
+        head = self.lm.get_output_embeddings()
+        token = choose(final_logits(hidden_th, head.weight, getattr(head, "bias", None), self.transform)[last])
+        targets = part.targets.clone()
+        targets[last] = token
+        log_probs = self._head(hidden_th, replace(part, targets=targets))["log_probs"]
+        return token, float(log_probs[last])
+
+    def _decode(self, part: RankSlice) -> Any:
+        """Run the model without its head; return what it returns."""
         self._follow(part.context)
         router = {} if self.router is None else {"output_router_logits": True}
         backbone: Any = decoder_of(self.lm)
@@ -91,12 +121,7 @@ class PackedModel(HFModel):
         if result.last_hidden_state.grad_fn is not None:
             # Compiled layers refer to the boundaries by a handle, which must be valid until the backward pass.
             result.last_hidden_state.grad_fn.metadata["packed"] = part.context
-        outputs = self._head(result.last_hidden_state[0].index_select(0, part.selected), part)
-        if self.router is not None:
-            if not result.router_logits:
-                raise ModelError("a router loss is requested, but this family's model returns no router logits")
-            outputs["router_aux"] = balancing_loss(result.router_logits, self.router, part.real_tokens, part.context.cp_group)
-        return outputs
+        return result
 
     def _follow(self, context: PackedContext) -> None:
         """Have the routers record or replay in this forward pass, and when its layers are recomputed; or leave them alone."""

@@ -152,6 +152,14 @@ def linear_head(
     )
 
 
+def final_logits(
+    hidden_th: Tensor, weight_vh: Tensor, bias_v: Tensor | None = None, transform: LogitTransform = PLAIN
+) -> Tensor:
+    """Return the logits `[T, V]` of a few tokens, equal to the bit to those that `linear_head` computes with a temperature of 1."""
+    settings = _Settings(transform, 1.0, False, False, False, len(hidden_th), None, None)
+    return _logits(_pairs(hidden_th, weight_vh, None, None), slice(None), bias_v, settings)[0]
+
+
 @dataclass(frozen=True)
 class _Settings:
     transform: LogitTransform

@@ -368,6 +368,16 @@ def test_answers_are_the_same_to_the_bit_however_they_are_generated(task: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("generator", "gap"), [("exact", 0.0), ("continuous", 1e-6)])
+def test_the_actor_computes_what_the_generator_sampled(task: Path, tmp_path: Path, generator: str, gap: float) -> None:
+    settings = [f"rollout.generator={generator}", "rollout.invariant=true", "engine.invariant=true", "rl.old_log_probs=actor"]
+    train(task, tmp_path / "run", "trainer.max_steps=3", "trainer.export_hf=false", *settings)
+    gaps = [record["log_prob_gap"] for record in records(tmp_path / "run")]
+    assert len(gaps) == 3
+    assert max(gaps) <= gap
+
+
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_skipped_and_another_model_refused(
     task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -305,10 +305,15 @@ class RLConfig(CommandConfig):
                 f"reward.model.path={self.reward.model.path} is not used; add {REWARD_MODEL} to rewards.use, or remove it"
             )
         overrides = (self.actor.model or self.model).overrides
-        if overrides and self.rollout.generator not in ("static", "continuous"):
+        if overrides and self.rollout.generator not in ("static", "continuous", "exact"):
             raise ConfigError(
                 f"model.overrides={overrides} with rollout.generator={self.rollout.generator}, which reads the config of the "
                 "folder; use static or continuous, or change config.json"
+            )
+        if self.rollout.generator == "exact" and not (self.actor.engine or self.engine).invariant:
+            raise ConfigError(
+                "rollout.generator=exact with engine.invariant=false: answers would cost a forward pass for each token, and their "
+                "log-probabilities would not be the actor's to the bit; set engine.invariant=true, or use static or continuous"
             )
         biased = {"top_p": self.rollout.top_p} if self.rollout.top_p < 1 else {}
         biased |= {"top_k": self.rollout.top_k} if self.rollout.top_k else {}

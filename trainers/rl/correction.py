@@ -14,7 +14,7 @@ from .roles import rollout_config
 
 log = logging.getLogger(__name__)
 
-_SAME_PROGRAM = ("static", "continuous", "tensor_parallel")
+_SAME_PROGRAM = ("static", "continuous", "exact", "tensor_parallel")
 """Generators that compute by transformers, as the actor does."""
 
 

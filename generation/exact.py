@@ -1,0 +1,78 @@
+"""Generation by the actor's own forward pass: a reference for what samplers compute, small and slow."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from ..engine.errors import ConfigError
+from ..engine.hf.config import read_config
+from ..engine.registry import engine_class
+from .causal_lm_generator import CausalLMGenerator
+from .options import RolloutConfig
+from .sampling import sample_tokens
+from .token_stream import CompletionLimits, TokenStream
+
+BACKEND = "fsdp"
+"""The backend whose forward pass it is."""
+
+
+class ExactGenerator(CausalLMGenerator):
+    """A generator that computes each token by a forward pass over all tokens before it, without a cache.
+
+    Log-probabilities are equal to the bit to those that an actor with `engine.invariant=true` computes of the whole response, on the same
+    processor with the same number of threads.
+
+    Args:
+        config: The configuration.
+
+    Raises:
+        ModelError: The model cannot be loaded, or packed attention is not correct for it.
+        ConfigError: It runs on CUDA, or the model's numbers depend on how many tokens follow.
+    """
+
+    takes_media = False
+    returns_routes = False
+
+    def __init__(self, config: RolloutConfig) -> None:
+        super().__init__(config)
+        if self._lm.device.type == "cuda":
+            raise ConfigError(
+                "generator=exact on CUDA, where the order of sums depends on the number of tokens; use another generator, or a CPU "
+                "(CUDA_VISIBLE_DEVICES=)"
+            )
+        if self._lm.media is not None:
+            raise ConfigError(
+                f"generator=exact takes models of text alone, which {config.model.path} is not; use continuous or static"
+            )
+        self._model = engine_class(BACKEND).whole_model(self._lm.model, read_config(config.model), config.model.path)
+
+    def limits(self) -> CompletionLimits:
+        """Return what this generator can take."""
+        limits = super().limits()
+        return replace(limits, tokens=min(limits.tokens, self._model.size))
+
+    def run_step(self) -> None:
+        """Generate the next token of each request."""
+        for stream in list(self.waiting.values())[: self.config.max_batch_size - len(self.running)]:
+            self.admit(stream)
+            self.prefill_tokens += stream.length
+        for stream in list(self.running.values()):
+            self.add_token(stream, *self._next(stream))
+
+    def _next(self, stream: TokenStream) -> tuple[int, float]:
+        def choose(logits: Tensor) -> int:
+            (token,), _ = sample_tokens(logits[None], [stream.draw()])
+            return token
+
+        return self._model.next_token(stream.so_far, stream.options.temperature or 1.0, choose)
+
+    def stop_request(self, stream: TokenStream) -> None:
+        """Do nothing: a request has nothing beside its tokens."""
+
+    def drop_caches(self) -> None:
+        """Do nothing: there are none."""
+
+    def close(self) -> None:
+        """Free the model."""
+        del self._model
+        self._lm.close()
