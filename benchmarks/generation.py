@@ -38,9 +38,9 @@ BATCH = 16
 Requests = list[tuple[list[int], int]]
 
 
-def make_requests(count: int) -> Requests:
+def make_requests(count: int, seed: int = 0) -> Requests:
     """Return prompts with the lengths of their responses."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     prompts = np.clip(rng.lognormal(4.0, 0.7, count), 4, 500).astype(int)
     responses = np.clip(rng.lognormal(3.6, 0.8, count), 4, 400).astype(int)
     return [(rng.integers(3, 8192, length).tolist(), int(n)) for length, n in zip(prompts, responses, strict=True)]
