@@ -177,8 +177,9 @@ def to_tensordict(batch: PackedBatch) -> "TensorDict":
     for name, media in batch.media.items():
         data[f"media/{name}"] = media.counts
         data[f"media_rows/{name}"] = _jagged(media.values, torch.tensor([0, *accumulate(media.counts.tolist())]))
-    if batch.group_ids is not None:
-        data["group_ids"] = batch.group_ids
+    for name in ("group_ids", "call_ids"):
+        if (ids := getattr(batch, name)) is not None:
+            data[name] = ids
     # A TensorDict cannot store one string per row, so the names are stored as non-tensor data of the entire batch.
     result = TensorDict(data, batch_size=[batch.num_sequences])
     if batch.names is not None:
@@ -214,8 +215,8 @@ def from_tensordict(data: "TensorDict") -> PackedBatch:
         elif str(key).startswith("media/"):
             name = str(key).removeprefix("media/")
             media[name] = MediaField(values=data[f"media_rows/{name}"].values(), counts=value)
-        elif key == "group_ids":
-            special["group_ids"] = value
+        elif key in ("group_ids", "call_ids"):
+            special[key] = value
         elif value.is_nested:
             if value.offsets().tolist() != bounds:
                 raise BatchError(
@@ -236,6 +237,7 @@ def from_tensordict(data: "TensorDict") -> PackedBatch:
         sequence_fields=sequences,
         media=media,
         group_ids=special.get("group_ids"),
+        call_ids=special.get("call_ids"),
         names=names,
     )
 

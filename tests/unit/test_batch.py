@@ -38,12 +38,13 @@ def make(lengths: list[int], seed: int = 0, **extra: Any) -> PackedBatch:
         sequence_fields={"rewards": torch.randn(len(lengths), generator=g).tolist()},
         media={"pixels": MediaField(values=torch.randn(int(counts.sum()), 2, 3, generator=g), counts=counts)},
         group_ids=[i // 2 for i in range(len(lengths))],
+        call_ids=[i // 4 for i in range(len(lengths))],
         names=[f"row {i}" for i in range(len(lengths))],
         **extra,
     )
 
 
-def same(a: PackedBatch, b: PackedBatch, *, groups: bool = True) -> None:
+def same(a: PackedBatch, b: PackedBatch, *, groups: bool = True, calls: bool = True) -> None:
     for name in ("input_ids", "position_ids", "cu_seqlens", "labels"):
         assert torch.equal(getattr(a, name), getattr(b, name)), name
         assert getattr(a, name).dtype == getattr(b, name).dtype, name
@@ -59,6 +60,10 @@ def same(a: PackedBatch, b: PackedBatch, *, groups: bool = True) -> None:
     assert a.names == b.names
     if groups:
         assert a.groups() == b.groups()
+    if groups and calls:
+        assert a.call_ids is not None
+        assert b.call_ids is not None
+        assert torch.equal(a.call_ids, b.call_ids)
 
 
 def test_labels_are_the_next_token_of_the_same_document() -> None:
@@ -95,6 +100,7 @@ def valid() -> dict[str, Any]:
         ({"token_fields": {"a": torch.zeros(4)}}, "token field 'a'"),
         ({"sequence_fields": {"r": torch.zeros(5)}}, "sequence field 'r'"),
         ({"group_ids": torch.tensor([0])}, "group_ids"),
+        ({"call_ids": torch.tensor([0])}, "call_ids"),
         ({"names": ("a",)}, "names"),
         ({"media": {"p": MediaField(values=torch.zeros(3, 2), counts=torch.tensor([1, 1]))}}, "counts add up to 2"),
         ({"media": {"p": MediaField(values=torch.zeros(0, 2), counts=torch.tensor([1, -1]))}}, "not negative"),
@@ -136,6 +142,8 @@ def test_concat_keeps_groups_apart_and_refuses_other_fields() -> None:
     a, b = make([3, 4, 2]), make([5, 1])
     joined = PackedBatch.concat([a, b])
     assert joined.groups() == [0, 0, 1, 2, 2]
+    assert joined.call_ids is not None
+    assert joined.call_ids.tolist() == [0, 0, 0, 1, 1]
     with pytest.raises(BatchError, match="differ in token_fields"):
         PackedBatch.concat([a, b.with_fields(extra=torch.zeros(6))])
     with pytest.raises(BatchError, match="at least one"):
@@ -167,7 +175,7 @@ def test_padded_round_trip(lengths: list[int], seed: int, side: Any, extra: int)
         group_ids=batch.group_ids,
         names=batch.names,
     )
-    same(back, batch._derive(media={}))
+    same(back, batch._derive(media={}), calls=False)
 
 
 def test_padded_input_is_checked() -> None:

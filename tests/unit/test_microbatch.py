@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.balance import imbalance, lengths, sorted_greedy
 from drivetrain.engine.errors import BudgetError
-from drivetrain.engine.packing.microbatch import attention_ratio, balance, cost, partition
+from drivetrain.engine.packing.microbatch import attention_ratio, balance, cost, invariant_partition, partition
 
 RATIO = attention_ratio(2048)
 
@@ -76,6 +76,35 @@ def test_partition_spreads_cost_not_tokens() -> None:
     assert len(parts) == 2
     assert [0] in parts
     assert max(loads) == cost(8192, 1 / 4096)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    sequences=st.lists(st.tuples(st.integers(1, 64), st.integers(0, 3)), max_size=40),
+    size=st.integers(0, 80),
+    width=st.integers(1, 2),
+)
+def test_micro_batches_follow_from_a_call_alone(sequences: list[tuple[int, int]], size: int, width: int) -> None:
+    sizes, calls = [n for n, _ in sequences], [call for _, call in sequences]
+    groups = [(call, i // width) for i, call in enumerate(calls)]
+    numbers = [sorted(set(groups)).index(group) for group in groups]
+    parts = invariant_partition(sizes, 200, size, groups=numbers, calls=calls)
+    assert sorted(i for part in parts for i in part) == list(range(len(sizes)))
+    for call in range(4):
+        own = [i for i, other in enumerate(calls) if other == call]
+        alone = invariant_partition([sizes[i] for i in own], 200, size, groups=[numbers[i] for i in own])
+        assert [part for part in parts if calls[part[0]] == call] == [[own[i] for i in part] for part in alone]
+    for part in parts:
+        assert sum(sizes[i] for i in part) <= size or len({numbers[i] for i in part}) == 1
+
+
+def test_sequences_that_fit_share_a_micro_batch() -> None:
+    assert invariant_partition([3, 5, 9, 2, 2], 20, 8) == [[0, 1], [2], [3, 4]]
+    assert invariant_partition([3, 5, 9, 2, 2], 20, 8, calls=[0, 1, 0, 1, 0]) == [[0], [1, 3], [2], [4]]
+    assert invariant_partition([3, 5], 20, 0) == [[0], [1]]
+    assert invariant_partition([], 20, 8) == []
+    with pytest.raises(BudgetError, match="sequence 1 has 21 tokens, more than engine.micro_batch.max_tokens=20"):
+        invariant_partition([3, 21], 20, 30)
 
 
 def test_over_budget_names_the_sample_and_both_numbers() -> None:
