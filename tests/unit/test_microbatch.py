@@ -103,7 +103,7 @@ def test_sequences_that_fit_share_a_micro_batch() -> None:
     assert invariant_partition([3, 5, 9, 2, 2], 20, 8, calls=[0, 1, 0, 1, 0]) == [[0], [1, 3], [2], [4]]
     assert invariant_partition([3, 5], 20, 0) == [[0], [1]]
     assert invariant_partition([], 20, 8) == []
-    with pytest.raises(BudgetError, match="sequence 1 has 21 tokens, more than engine.micro_batch.max_tokens=20"):
+    with pytest.raises(BudgetError, match=r"sequence 1 has 21 tokens, more than engine.micro_batch.max_tokens=20"):
         invariant_partition([3, 21], 20, 30)
 
 
