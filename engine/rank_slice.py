@@ -112,7 +112,7 @@ class RankSlice:
         routers: RouterShape | None = None,
         records_routes: bool = False,
         counts_experts: bool = False,
-        invariant: bool = False,
+        row_multiple: int | None = None,
     ) -> "RankSlice":
         """Return this rank's slice.
 
@@ -126,7 +126,7 @@ class RankSlice:
             routers: The model's routers; None if it has none.
             records_routes: Whether the experts that tokens go to are asked for afterward.
             counts_experts: Whether the tokens that each router sends to each expert are counted.
-            invariant: Whether the numbers of a token must not depend on the others; see `EngineConfig.invariant`.
+            row_multiple: With `EngineConfig.invariant`, the number of which that of rows is made a multiple; else None.
         """
         batch, group, layout = micro_batch.batch, topology.cp, micro_batch.layout
         # The entropy or the most likely next token exists for every token, a log-probability only for tokens with a label.
@@ -147,14 +147,14 @@ class RankSlice:
             bounds, parents = layout.bounds, layout.parents
             cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(ids.device, non_blocking=True)
         tokens = bounds[-1]
-        if invariant:
+        if row_multiple is not None:
             # The head has as many rows as the rest.
-            padded_tokens, padded_mask = padded_rows(tokens), torch.ones_like(mask)
+            padded_tokens, padded_mask = padded_rows(tokens, row_multiple), torch.ones_like(mask)
             expected = None if expected is None else {k: v.masked_fill(~mask, 0.0) for k, v in expected.items()}
         padding = (padded_size(tokens, topology) if padded_tokens is None else padded_tokens) - tokens
         if padding:
             ids, labels = _extend(ids, padding), _extend(labels, padding)
-            padded_mask = torch.cat([padded_mask, padded_mask.new_full((padding,), invariant)])
+            padded_mask = torch.cat([padded_mask, padded_mask.new_full((padding,), row_multiple is not None)])
             added = torch.arange(padding, device=ids.device) % PADDING_DOCUMENT
             positions = torch.cat([positions, added.expand(*positions.shape[:-1], -1)], -1)
             expected = None if expected is None else {k: _extend(v, padding) for k, v in expected.items()}
@@ -186,7 +186,7 @@ class RankSlice:
                 blocks_in_windows=family is not None and family.blocks_in_windows,
                 positions=positions if positions.dim() == 1 else None,
                 routes=routes,
-                by_position=invariant,
+                by_position=row_multiple is not None,
             ),
             selected=selected,
             targets=slice_tokens(labels, group)[selected].clamp_min(0),

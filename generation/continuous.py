@@ -19,11 +19,13 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ..engine.errors import ConfigError, ModelError, is_out_of_memory
-from ..engine.hf.experts import use_invariant_experts
+from ..engine.hf.experts import expert_modules, use_invariant_experts
 from ..engine.hf.model import decoder_of
+from ..engine.hf.shape import experts_of
 from ..engine.hf.state_layers import carry_states_in_documents
+from ..engine.ops.invariance import PassSizes
 from .causal_lm_generator import CausalLMGenerator
-from .invariant import largest_invariant_pass, pad_pass
+from .invariant import invariant_pass_sizes, pad_pass
 from .media import PromptMedia
 from .memory import PAGE_TOKENS_CUDA
 from .options import RolloutConfig, SamplingOptions
@@ -62,8 +64,10 @@ class ContinuousGenerator(CausalLMGenerator):
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)
         self._most_rows = config.target_tokens_per_batch
+        self._row_multiple = 1
         if config.invariant:
-            self._most_rows = min(self._most_rows, self._find_invariant_pass())
+            self._row_multiple, largest = self._find_pass_sizes()
+            self._most_rows = min(self._most_rows, largest)
         self._page = PAGE_TOKENS_CUDA if self._lm.device.type == "cuda" else PAGE_TOKENS
         self._sampler = _Sampler(self)
         self._processor: Any = None
@@ -78,7 +82,7 @@ class ContinuousGenerator(CausalLMGenerator):
         """The layers that attend and their kind, in order, for a model with layers that do not; None if all do."""
         self._check_attention()
 
-    def _find_invariant_pass(self) -> int:
+    def _find_pass_sizes(self) -> PassSizes:
         model, path = self._lm.model, self.config.model.path
         if self._lm.device.type == "cuda":
             raise ConfigError(
@@ -87,9 +91,15 @@ class ContinuousGenerator(CausalLMGenerator):
             )
         if not SUPPORTED:
             raise ConfigError("invariant=true needs transformers 5.20 or later")
+        text = model.config.get_text_config(decoder=True)
+        if experts_of(text) is not None and not expert_modules(model):
+            raise ConfigError(
+                f"invariant=true for {path}: the experts of {text.model_type} are not dispatched through transformers' experts interface, so the number "
+                "of rows of each depends on the other requests; use invariant=false"
+            )
         use_invariant_experts(model)
         with torch.inference_mode():
-            return largest_invariant_pass(model, path)
+            return invariant_pass_sizes(model, path)
 
     def _check_attention(self) -> None:
         """Compare a token's log-probability with that of a plain forward pass: for some models the pages have a wrong shape."""
@@ -102,12 +112,8 @@ class ContinuousGenerator(CausalLMGenerator):
         if "chunked_attention" in kinds:
             raise self._unfit(ModelError("its attention ends at chunks of a sequence, for which the cache has no layers"))
         if carry_states_in_documents(self._lm.model):
-            if self.config.invariant:
-                raise ConfigError(
-                    f"invariant=true for {self.config.model.path}, whose layers with state process a prompt in pieces that depend on other requests; "
-                    "use invariant=false"
-                )
-            self._states, self._attending = RequestStates(self._lm.device), self._find_attention()
+            self._states = RequestStates(self._lm.device, self._row_multiple if self.config.invariant else None)
+            self._attending = self._find_attention()
         stream = TokenStream(self.step, "check", prompt, SamplingOptions(max_tokens=1, temperature=0.0), frozenset(), 0)
         self.waiting[stream.id] = stream
         self.step()
@@ -414,7 +420,7 @@ class _SteppedModel:
                 inputs["cache"], inputs, sampler.queries, sampler.pasts, self._model, numbers, prompts
             )
         if invariant:
-            pad_pass(inputs, sum(sampler.queries))
+            pad_pass(inputs, sum(sampler.queries), self._generator._row_multiple)
         if self._generator._states is not None:
             inputs["states"] = self._generator._states.begin_step(sampler.requests, sampler.queries, sampler.pasts)
         recorder = self._generator._lm.recorder

@@ -4,11 +4,13 @@ Axes: R requests of a step, S slots, T tokens of a step.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..engine.ops.invariance import padded_rows
 from ..engine.ops.scan.carrier import Scan, StateKind
 from ..engine.ops.scan.segments import Segments
 
@@ -21,10 +23,12 @@ class RequestStates:
 
     Args:
         device: The device of the model.
+        multiple: To have tokens taken one by one, so that their numbers do not depend on how many of a request are in a step, nor on the other
+            requests: the number of which that of requests taken together is made a multiple. None to take a request's tokens together.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, multiple: int | None = None) -> None:
+        self._device, self._multiple = device, multiple
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
         self._values: dict[tuple[int, StateKind], Tensor] = {}
@@ -46,7 +50,11 @@ class RequestStates:
             self._slot(name)
         rows = torch.tensor([self._slots[name] for name in requests], device=self._device)
         fresh = torch.tensor([i for i, past in enumerate(pasts) if not past], dtype=torch.long, device=self._device)
-        return StepStates(self, Segments((0, *accumulate(queries)), self._device), rows, fresh)
+        bounds = (0, *accumulate(queries))
+        turns: list[Turn] | None = None
+        if self._multiple is not None:
+            turns = [_turn(bounds, number, self._multiple) for number in range(max(queries))]
+        return StepStates(self, Segments(bounds, self._device), rows, fresh, turns)
 
     def fork(self, requests: Iterable[str]) -> None:
         """Copy the states of requests to those that were forked from them; to be called before any of them goes on.
@@ -103,6 +111,30 @@ class RequestStates:
         return values
 
 
+class Turn(NamedTuple):
+    """A token of each request of a step that has so many.
+
+    Args:
+        tokens: `[N]` int64, the tokens; further ones fill the number up.
+        requests: `[N]` int64, the row of each one's request.
+        real: How many of them are not further ones.
+        segments: As many segments of one token.
+    """
+
+    tokens: Tensor
+    requests: Tensor
+    real: int
+    segments: Segments
+
+
+def _turn(bounds: Sequence[int], number: int, multiple: int) -> Turn:
+    requests = [i for i, (start, end) in enumerate(pairwise(bounds)) if number < end - start]
+    count = len(requests)
+    requests += requests[:1] * (padded_rows(count, multiple) - count)
+    tokens = torch.tensor([bounds[i] + number for i in requests])
+    return Turn(tokens, torch.tensor(requests), count, Segments(range(len(requests) + 1), torch.device("cpu")))
+
+
 class StepStates:
     """The states of the requests of a step.
 
@@ -111,10 +143,13 @@ class StepStates:
         segments: The tokens of each request.
         rows: `[R]` int64, the slots.
         fresh: The rows of requests that begin.
+        turns: The tokens one by one; None to take those of a request together.
     """
 
-    def __init__(self, states: RequestStates, segments: Segments, rows: Tensor, fresh: Tensor) -> None:
-        self.states, self.segments, self.rows, self.fresh = states, segments, rows, fresh
+    def __init__(
+        self, states: RequestStates, segments: Segments, rows: Tensor, fresh: Tensor, turns: Sequence[Turn] | None = None
+    ) -> None:
+        self.states, self.segments, self.rows, self.fresh, self.turns = states, segments, rows, fresh, turns
 
     def of_layer(self, layer: int) -> "LayerStates":
         """Return what a layer carries its states with."""
@@ -138,6 +173,30 @@ class LayerStates:
     def carry(self, kind: StateKind, scan: Scan, inputs: Sequence[Tensor | None]) -> Tensor:
         """See `StateCarrier.carry`."""
         step = self._step
-        out, after = scan(inputs, step.segments, step.states.load(self._layer, kind, step.rows, step.fresh))
+        before = step.states.load(self._layer, kind, step.rows, step.fresh)
+        if step.turns is None:
+            out, after = scan(inputs, step.segments, before)
+        else:
+            out, after = self._one_by_one(scan, inputs, before, step.turns)
         step.states.save(self._layer, kind, step.rows, after)
         return out
+
+    def _one_by_one(
+        self, scan: Scan, inputs: Sequence[Tensor | None], states: Tensor | None, turns: Sequence[Turn]
+    ) -> tuple[Tensor, Tensor]:
+        out: Tensor | None = None
+        for tokens, requests, real, segments in turns:
+            rows = [None if x is None else x.index_select(0, tokens) for x in inputs]
+            before = None if states is None else states.index_select(0, requests)
+            computed, after = scan(rows, segments, before)
+            if states is None:
+                states = after.new_zeros(len(self._step.rows), *after.shape[1:])
+            states = states.index_copy(0, requests[:real], after[:real])
+            if out is None:
+                # Empty rows behind the tokens of requests have no state.
+                most = max(len(x) for x in inputs if x is not None)
+                out = computed.new_zeros(most, *computed.shape[1:])
+            out.index_copy_(0, tokens[:real], computed[:real])
+        assert out is not None
+        assert states is not None
+        return out, states

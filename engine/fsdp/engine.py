@@ -33,6 +33,7 @@ from ..model_types import HEAD_PREFIX
 from ..offload import StatePart, host_cores, host_threads
 from ..ops.expert_loads import check_bias_rate
 from ..ops.expert_routes import RouterShape
+from ..ops.invariance import PassSizes
 from ..ops.norm import sum_of_squares
 from ..rank_slice import RankSlice
 from ..resolve import MemoryNeeds, choose
@@ -42,7 +43,7 @@ from ..step_plan import MediaModel, MicroBatch
 from ..torch_private import foreach_mul_
 from . import compile as compile_module
 from .build import Described, FSDPBuild, build, check_config, describe
-from .invariant import WholeModel, common_invariant_size
+from .invariant import WholeModel, common_pass_sizes
 from .memory import memory_needs
 from .optimizer import ShardOptimizer
 from .options import FSDPOptions
@@ -87,7 +88,7 @@ class FSDPEngine(BaseEngine):
     _optimizer: ShardOptimizer | None = None
     _meta: Described | None = None
     _cores = 1
-    _invariant_size: int | None = None
+    _pass_sizes: PassSizes | None = None
 
     @property
     def _built(self) -> FSDPBuild:
@@ -138,7 +139,7 @@ class FSDPEngine(BaseEngine):
     @property
     def invariant_size(self) -> int | None:
         """See `Backend.invariant_size`."""
-        return self._invariant_size
+        return None if self._pass_sizes is None else self._pass_sizes.largest
 
     @property
     def routers(self) -> RouterShape | None:
@@ -229,7 +230,7 @@ class FSDPEngine(BaseEngine):
             machine = socket.gethostname()
             self._cores = host_cores(self.topology.all_gather_object(machine).count(machine))
         if self.config.invariant:
-            self._invariant_size = common_invariant_size(self._root, self.topology)
+            self._pass_sizes = common_pass_sizes(self._root, self.topology)
             self._reshard()
 
     def step_threads(self) -> AbstractContextManager[None]:
@@ -250,7 +251,7 @@ class FSDPEngine(BaseEngine):
             routers=self._root.routers,
             records_routes=consumer.records_routes,
             counts_experts=consumer.counts_experts,
-            invariant=self.config.invariant,
+            row_multiple=None if self._pass_sizes is None else self._pass_sizes.multiple,
         )
 
         def scalar_of(output: dict[str, Tensor]) -> Tensor:

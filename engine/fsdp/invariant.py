@@ -15,7 +15,7 @@ from ..hf.experts import expert_adapters, expert_modules, use_grouped_experts, u
 from ..hf.shape import experts_of
 from ..hf.state_layers import carry_states_in_documents, has_state
 from ..loss import OUTPUTS, OutputRequest
-from ..ops.invariance import ROWS, largest_pass, padded_rows
+from ..ops.invariance import ROWS, PassSizes, find_pass_sizes, padded_rows
 from ..ops.packed_context import PackedContext
 from ..parallel.topology import Topology
 from ..rank_slice import RankSlice
@@ -23,24 +23,27 @@ from .attention import IMPLEMENTATION
 from .families import check_family
 from .packed_model import PackedModel
 
-SIZES = (ROWS, 32, 48, 64, 96, 128, 208, 256, 400, 512)
-"""The numbers of rows of a pass that are tried."""
+MOST_ROWS = 512
+"""The largest micro-batch that is tried."""
+ALONE = PassSizes(ROWS, 0)
+"""Each document has a micro-batch of its own."""
 
 
-def common_invariant_size(root: PackedModel, topology: Topology) -> int:
-    """Return the number of tokens up to which documents share a micro-batch on every rank. Collective."""
-    return min(topology.all_gather_object(invariant_size(root)))
+def common_pass_sizes(root: PackedModel, topology: Topology) -> PassSizes:
+    """Return the sizes of micro-batches with which documents share one on every rank. Collective."""
+    everywhere: list[PassSizes] = topology.all_gather_object(pass_sizes(root))
+    return PassSizes(max(sizes.multiple for sizes in everywhere), min(sizes.largest for sizes in everywhere))
 
 
-def invariant_size(root: PackedModel) -> int:
-    """Return the number of tokens up to which documents share a micro-batch; 0 if each has one of its own. Collective if it is sharded.
+def pass_sizes(root: PackedModel) -> PassSizes:
+    """Return the sizes of micro-batches with which documents share one; `ALONE` if they do not. Collective if the model is sharded.
 
     Tries products and attention. Layers with state, encoders of media, adapters of experts and experts that are not transformers' compute
     several tokens in ways of their own, so that documents of models with these do not share micro-batches.
     """
     foreign_experts = experts_of(root.lm.config) is not None and not expert_modules(root)
     if root.media is not None or has_state(root.lm) or expert_adapters(root) or foreign_experts:
-        return 0
+        return ALONE
     names = ("log_probs", "entropy") if root.head is None else tuple(root.head.outputs)
     request = OutputRequest(
         **{name: True for name in names if name in OUTPUTS}, others=tuple(name for name in names if name not in OUTPUTS)
@@ -48,18 +51,20 @@ def invariant_size(root: PackedModel) -> int:
     vocabulary: int = root.lm.get_input_embeddings().num_embeddings  # type: ignore[assignment]
     factors = _adapter_factors(root)
 
-    def run(tokens: Tensor, rows: Tensor) -> Tensor:
+    def run(tokens: Tensor) -> Tensor:
+        # The multiple is that of these numbers of tokens, which are not padded.
         outputs = root(whole_documents([1] * len(tokens), tokens, tokens, request))
-        numbers = [outputs[name][rows].double().flatten() for name in names]
+        numbers = [outputs[name].double().reshape(len(tokens), -1) for name in names]
         # An adapter that has not learned anything adds nothing, whatever its first product is.
-        numbers += [F.linear(_states(tokens, factor), factor)[rows].double().flatten() for factor in factors]
-        return torch.cat(numbers)
+        return torch.cat([*numbers, *(F.linear(_states(tokens, factor), factor).double() for factor in factors)], 1)
 
     with torch.no_grad():
-        return largest_pass(vocabulary, SIZES, run)
+        return find_pass_sizes(vocabulary, MOST_ROWS, run) or ALONE
 
 
-def whole_documents(lengths: Sequence[int], tokens: Tensor, targets: Tensor, request: OutputRequest) -> RankSlice:
+def whole_documents(
+    lengths: Sequence[int], tokens: Tensor, targets: Tensor, request: OutputRequest, multiple: int = 1
+) -> RankSlice:
     """Return documents that one rank computes whole, all outputs of all tokens; `RankSlice.from_micro_batch` makes the same of a micro-batch.
 
     Args:
@@ -67,8 +72,9 @@ def whole_documents(lengths: Sequence[int], tokens: Tensor, targets: Tensor, req
         tokens: `[T]`, the token ids.
         targets: `[T]`, the tokens of which log-probabilities are computed.
         request: The outputs to compute.
+        multiple: The number of which that of all tokens is made a multiple.
     """
-    padding = padded_rows(len(tokens)) - len(tokens)
+    padding = padded_rows(len(tokens), multiple) - len(tokens)
     lengths = [*lengths, *([padding] if padding else [])]
     bounds = (0, *accumulate(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])
@@ -121,7 +127,7 @@ class WholeModel:
         lm.set_attn_implementation(IMPLEMENTATION)
         self._root = PackedModel(lm, head=None, transform=logit_transform(config), router=None)
         self._root.eval()
-        self.size = invariant_size(self._root)
+        self._multiple, self.size = pass_sizes(self._root)
         """The largest number of tokens of a document of which each beginning has the same numbers, to the bit."""
         if not self.size:
             raise ConfigError(
@@ -139,5 +145,5 @@ class WholeModel:
         """
         ids = torch.tensor(tokens)
         request = OutputRequest(log_probs=True, temperature=temperature)
-        part = whole_documents([len(ids)], ids, torch.zeros_like(ids), request)
+        part = whole_documents([len(ids)], ids, torch.zeros_like(ids), request, self._multiple)
         return self._root.next_token(part, len(ids) - 1, choose)

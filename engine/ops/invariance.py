@@ -1,54 +1,73 @@
 """How forward passes are padded so that the numbers of a token do not depend on the tokens beside it.
 
-A row of a matrix product is the same in any number of rows, if that is a multiple of `ROWS` and not so large that the processor's library
-splits the sum over threads; with one row or a few, other kernels are used, which add in another order. Up to which size this holds for a
-model on a processor is tried, not assumed: `largest_pass`.
+A row of a matrix product is the same in any number of rows, if that is a multiple of 16 and not so large that the processor's library
+splits the sum over threads; with one row or a few, other kernels are used, which add in another order. Functions of single numbers are
+computed several at a time, and what is left over in another way, with other last bits; a gate of one number for each row needs 32 rows.
+For which numbers of rows this holds for a model on a processor is tried, not assumed: `find_pass_sizes`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import takewhile
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 ROWS = 16
-"""The number of rows of a pass is a multiple of this."""
-PROBES = 4
-"""How many tokens are computed in passes of different sizes."""
+"""The smallest number of rows of a product."""
+MULTIPLES = (ROWS, 32, 64)
+"""Of which the number of rows of a pass may be a multiple."""
+PROBES = 64
+"""How many different tokens are computed in passes of different sizes."""
 
 
-def padded_rows(count: int) -> int:
-    """Return the number of rows of a pass with `count` tokens."""
-    return -(-count // ROWS) * ROWS
+class PassSizes(NamedTuple):
+    """The numbers of rows of a forward pass with which no row depends on the others.
+
+    Args:
+        multiple: The number of which they are multiples.
+        largest: The largest of them.
+    """
+
+    multiple: int
+    largest: int
 
 
-def largest_pass(vocabulary: int, sizes: Iterable[int], run: Callable[[Tensor, Tensor], Tensor], tries: int = 1) -> int:
-    """Return the largest size of a pass up to which tokens have the same numbers, to the bit, in any row of a pass of any of the sizes.
+def padded_rows(count: int, multiple: int = ROWS) -> int:
+    """Return the smallest multiple that is at least `count`."""
+    return -(-count // multiple) * multiple
+
+
+def find_pass_sizes(vocabulary: int, most: int, run: Callable[[Tensor], Tensor]) -> PassSizes | None:
+    """Return the sizes up to which tokens have the same numbers, to the bit, in any row of a pass of any of these; None if there are none.
 
     Args:
         vocabulary: The number of tokens to choose from.
-        sizes: The sizes, in ascending order.
-        run: Returns what a pass computes for some of its rows, given the tokens of all rows `[T]`, each a document of its own, and these
-            rows `[PROBES]`.
-        tries: How often each size is tried, each time in other rows and beside other tokens; the first one more often.
-
-    Returns:
-        The size; 0 if numbers differ within the first size already.
+        most: The largest size that is tried.
+        run: Returns what a pass computes for each of its tokens `[T]`, which are documents of their own: numbers `[T, N]`.
     """
+    best = PassSizes(ROWS, 0)
+    for multiple in MULTIPLES:
+        largest = _largest(vocabulary, multiple, most, run) if best.largest < most else 0
+        # Every pass has at least so many rows, which has to be worth it.
+        if largest and largest >= 2 * best.largest:
+            best = PassSizes(multiple, largest)
+    return best if best.largest else None
+
+
+def _largest(vocabulary: int, multiple: int, most: int, run: Callable[[Tensor], Tensor]) -> int:
     generator = torch.Generator().manual_seed(0)
     probes = torch.randint(vocabulary, (PROBES,), generator=generator)
-    first: Tensor | None = None
+    expected = torch.cat([run(part) for part in probes.split(multiple)])
 
     def agrees(size: int) -> bool:
-        nonlocal first
-        for _ in range(tries + 2 * (first is None)):
-            tokens = torch.randint(vocabulary, (size,), generator=generator)
-            rows = torch.randperm(size, generator=generator)[:PROBES]
-            tokens[rows] = probes
-            numbers = run(tokens, rows)
-            first = numbers if first is None else first
-            if not torch.equal(numbers, first):
-                return False
-        return True
+        which = torch.randint(PROBES, (size,), generator=generator)
+        return torch.equal(run(probes[which]), expected[which])
 
-    return max(takewhile(agrees, sizes), default=0)
+    # The smallest one often, since it is what the others are compared with.
+    if not all(agrees(multiple) for _ in range(4)):
+        return 0
+    sizes = [multiple * n for n in range(2, most // multiple + 1)]
+    # Of larger sizes a few.
+    tried = [size for i, size in enumerate(sizes) if size <= 8 * ROWS or i % 8 == 7 or size == sizes[-1]]
+    return max(takewhile(agrees, tried), default=multiple)

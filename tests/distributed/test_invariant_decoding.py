@@ -10,6 +10,7 @@ import torch
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError
+from drivetrain.engine.ops.invariance import PassSizes
 from drivetrain.generation import continuous
 from drivetrain.generation.generator import BaseGenerator
 from drivetrain.generation.options import RolloutConfig, SamplingOptions
@@ -80,10 +81,14 @@ def differences(generator: BaseGenerator, compositions: int) -> int:
         ("llama", "static", 2),
         *(
             pytest.param(
-                family, generator, 100 if family == "llama" else 20, marks=[pytest.mark.slow, pytest.mark.timeout(900)]
+                family, generator, 100 if family in FAMILIES else 20, marks=[pytest.mark.slow, pytest.mark.timeout(900)]
             )
-            for family in (*FAMILIES, "qwen3", "gpt_oss", "gemma2")
+            for family in (*FAMILIES, "qwen3", "gpt_oss", "gemma2", "qwen3_next")
             for generator in ("static", "continuous")
+        ),
+        *(
+            pytest.param(family, "continuous", 5, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
+            for family in ("falcon_h1", "jamba", "lfm2", "minimax", "qwen3_5_text")
         ),
     ],
 )
@@ -106,11 +111,11 @@ def test_the_comparison_sees(tmp_path: Path, control: str, monkeypatch: pytest.M
     if control == "without":
         settings = {"invariant": False}
     elif control == "rows by the number of tokens":
-        monkeypatch.setattr(continuous, "pad_pass", lambda inputs, count: None)
+        monkeypatch.setattr(continuous, "pad_pass", lambda inputs, count, multiple: None)
     elif control == "rows of experts":
         monkeypatch.setattr(continuous, "use_invariant_experts", lambda model: None)
         # The trial would notice.
-        monkeypatch.setattr(continuous, "largest_invariant_pass", lambda model, path: 128)
+        monkeypatch.setattr(continuous, "invariant_pass_sizes", lambda model, path: PassSizes(16, 128))
     built = build(save_tiny_model(tmp_path, "qwen3_moe" if control == "rows of experts" else "llama"), **settings)
     if control == "chunks by company":
         whole: Any = continuous.prepare_step
@@ -124,8 +129,15 @@ def test_the_comparison_sees(tmp_path: Path, control: str, monkeypatch: pytest.M
 
 
 def test_the_trial_refuses_what_depends_on_company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save_tiny_model(tmp_path, "qwen3_moe")
-    monkeypatch.setattr(continuous, "use_invariant_experts", lambda model: None)
+    """As if this processor's library added in another order in every seventh row."""
+    folder, linear = save_tiny_model(tmp_path, "llama"), torch.nn.functional.linear
+
+    def by_row(x: Any, *args: Any) -> Any:
+        flat = x.reshape(-1, x.shape[-1])
+        odd = torch.arange(len(flat)).remainder(7)[:, None] * 1e-7
+        return linear((flat * (1 + odd)).view_as(x), *args)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", by_row)
     with pytest.raises(
         ConfigError, match=r"invariant=true cannot hold for .* on this processor with \d+ threads.*OMP_NUM_THREADS=1"
     ):
@@ -140,7 +152,7 @@ def test_passes_are_no_larger_than_what_holds(tmp_path: Path, monkeypatch: pytes
         nonlocal largest
         rows = x[..., 0].numel()
         largest = max(largest, rows)
-        return linear(x, *args) * (1 if rows < 64 else 1 + 1e-6)
+        return linear(x, *args) * (1 + 1e-6 * (rows // 64))
 
     monkeypatch.setattr(torch.nn.functional, "linear", other_order)
     built = build(folder)
@@ -180,7 +192,6 @@ def test_a_request_waits_until_the_cache_has_room_for_all_of_it(tmp_path: Path) 
     ("family", "settings", "message"),
     [
         ("llama", {"generator": "tensor_parallel"}, "invariant=true with generator=tensor_parallel.*use continuous or static"),
-        ("qwen3_next", {}, "invariant=true for .* whose layers with state"),
     ],
 )
 def test_where_it_cannot_hold_it_is_refused(tmp_path: Path, family: str, settings: dict[str, Any], message: str) -> None:
@@ -192,7 +203,7 @@ def test_it_is_refused_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     built = build(save_tiny_model(tmp_path, "llama"))
     monkeypatch.setattr(built._lm, "device", torch.device("cuda", 0))  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"invariant=true for .* on cuda:0: there the order of sums"):
-        built._find_invariant_pass()  # type: ignore[attr-defined]
+        built._find_pass_sizes()  # type: ignore[attr-defined]
     built.close()
 
 

@@ -135,7 +135,7 @@ def test_the_gradient_of_a_call_does_not_depend_on_other_calls(tmp_path: Path, f
 def test_the_comparison_sees(tmp_path: Path, control: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny_model(tmp_path, "llama")
     if control == "rows by the number of tokens":
-        monkeypatch.setattr(rank_slice, "padded_rows", lambda count: count)
+        monkeypatch.setattr(rank_slice, "padded_rows", lambda count, multiple: count)
     with built(folder, invariant=control != "without") as engine:
         if control == "calls in one pass":
             whole: Any = step_plan.invariant_partition
