@@ -3,7 +3,6 @@
 import argparse
 import json
 import re
-import signal
 import sys
 import threading
 import time
@@ -21,9 +20,6 @@ SHOWN = 10
 
 def main(command: str, words: Sequence[str]) -> int:
     """Run one of the commands and return its exit code: 0 for success, 1 for an error, 3 for two checkpoints that differ."""
-    if threading.current_thread() is threading.main_thread():
-        # The reader of a pipe may close it early, as `head` does.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     arguments = _parser(command).parse_args(list(words))
     try:
         return int({"merge": _merge, "inspect": _inspect, "verify": _verify, "import": _import}[command](arguments))

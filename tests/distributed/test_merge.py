@@ -4,6 +4,7 @@ import contextlib
 import filecmp
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -376,6 +377,19 @@ def test_the_commands(trained: tuple[BaseEngine, str], tmp_path: Path, capsys: p
     assert json.loads(capsys.readouterr().out)["step"] == 1
     assert main("inspect", [str(tmp_path / "nowhere")]) == 1
     assert "error: " in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_is_no_error(trained: tuple[BaseEngine, str], capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGPIPE)
+    assert main("inspect", [trained[1]]) == 0
+    # It would end a process that has sockets, which tests and programs of others do.
+    assert signal.getsignal(signal.SIGPIPE) == before
+    words = [sys.executable, "-m", "drivetrain.cli", "inspect", trained[1]]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        assert command.stderr is not None
+        command.stdout.close()
+        assert (command.stderr.read(), command.wait(60)) == ("", 0)
 
 
 def test_looking_at_a_checkpoint_loads_no_torch(trained: tuple[BaseEngine, str]) -> None:
