@@ -1,0 +1,358 @@
+"""Tickets: which prompt is answered with which version of the weights, decided by what is consumed and never by time.
+
+A ticket stands for a prompt and its group of completions. Tickets are numbered in the order of prompts, issued, answered in any order,
+and consumed in the order of their numbers. A version of the weights is the number of steps that they have been trained for; step `w + 1`
+is made with version `w`.
+
+*When tickets are issued depends on consumption alone*: `batch * (K + 1)` at the start; when a step has been applied, as many as it kept,
+with the version that it made; when a ticket is consumed and its group dropped, one more at once, with the version of that moment. So the
+tickets that are out and the groups that the current step has kept are `batch * (K + 1)` together, at any time. No ticket is consumed
+more than K versions after it was issued:
+
+1. Let a ticket be issued with version v when the current step has kept j groups. Then at most `batch * (K + 1) - j - 1` others are out.
+2. They have smaller numbers, so they are consumed before it; tickets that are issued later have larger numbers, and are consumed after it.
+3. Let it be consumed with version w. If w > v, step v + 1 kept `batch - j` groups after the ticket was issued, and the `w - v - 1` steps
+   after it `batch` each.
+4. All of these were consumed before it: `(w - v) * batch - j <= batch * (K + 1) - j - 1`, hence `w - v < K + 1`.
+
+Imports no torch, and knows neither clock nor threads.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...engine.errors import CheckpointError, DrivetrainError
+
+EventKind = Literal["begin", "issue", "start", "finish", "give_back", "keep", "drop", "apply"]
+
+
+class TicketError(DrivetrainError):
+    """Tickets were used in a way that the rules do not allow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """A prompt to be answered.
+
+    Args:
+        number: Its number, in the order of prompts.
+        version: The version of the weights that answers it.
+    """
+
+    number: int
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened to tickets.
+
+    Args:
+        kind: What; a run that is resumed has another `begin`, after which its tickets are issued again.
+        number: The ticket; of `begin` the number of the first one, of `apply` the number of groups that the step kept.
+        version: The version of the ticket; of `keep` and `drop` the version that it is consumed with, of `begin` and `apply` the
+            version from then on.
+    """
+
+    kind: EventKind
+    number: int
+    version: int
+
+
+class Tickets:
+    """The tickets of a run: a state machine that the scheduler of a run asks and tells.
+
+    Args:
+        batch: How many groups a step keeps.
+        staleness: K, how many versions older than the weights that are trained the oldest completion may be.
+        version: The version of the weights.
+        first: The number of the first ticket.
+        observe: Called with every event; see `check_events`.
+
+    Raises:
+        TicketError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        staleness: int,
+        *,
+        version: int = 0,
+        first: int = 0,
+        observe: Callable[[Event], object] = lambda event: None,
+    ) -> None:
+        if batch < 1 or staleness < 0:
+            raise TicketError(f"tickets with batch={batch} and staleness={staleness}; use at least 1, and at least 0")
+        self.batch, self.staleness, self.version = batch, staleness, version
+        self.kept = 0
+        """How many groups the current step has kept."""
+        self._observe, self._next = observe, first
+        self._out: deque[Ticket] = deque()
+        """The tickets that were issued and not consumed, in order."""
+        self._waiting: deque[Ticket] = deque()
+        self._running: dict[int, Ticket] = {}
+        self._finished: set[int] = set()
+        self._note("begin", first, version)
+        self._issue(batch * (staleness + 1))
+
+    def _note(self, kind: EventKind, number: int, version: int) -> None:
+        self._observe(Event(kind=kind, number=number, version=version))
+
+    def _issue(self, count: int) -> None:
+        for _ in range(count):
+            ticket = Ticket(number=self._next, version=self.version)
+            self._next += 1
+            self._out.append(ticket)
+            self._waiting.append(ticket)
+            self._note("issue", ticket.number, ticket.version)
+
+    # ---- for what generates ----------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> Sequence[Ticket]:
+        """The tickets that nobody answers yet, in order."""
+        return tuple(self._waiting)
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """The versions of the weights that tickets still need, which have no answer yet."""
+        return frozenset(ticket.version for ticket in (*self._waiting, *self._running.values()))
+
+    def start(self) -> Ticket:
+        """Take the next ticket that nobody answers yet.
+
+        Raises:
+            TicketError: There is none.
+        """
+        if not self._waiting:
+            raise TicketError("no ticket is waiting; consume some, or apply a step")
+        ticket = self._waiting.popleft()
+        self._running[ticket.number] = ticket
+        self._note("start", ticket.number, ticket.version)
+        return ticket
+
+    def finish(self, number: int) -> None:
+        """Note that a ticket has its answer.
+
+        Raises:
+            TicketError: It is not being answered.
+        """
+        ticket = self._taken(number)
+        self._finished.add(number)
+        self._note("finish", number, ticket.version)
+
+    def give_back(self, number: int) -> None:
+        """Note that whatever was answering a ticket is gone: it waits again, in its place and for its own version.
+
+        Raises:
+            TicketError: It is not being answered.
+        """
+        ticket = self._taken(number)
+        self._waiting = deque(sorted((*self._waiting, ticket), key=lambda one: one.number))
+        self._note("give_back", number, ticket.version)
+
+    def _taken(self, number: int) -> Ticket:
+        if number not in self._running:
+            raise TicketError(f"ticket {number} is not being answered; those that are: {sorted(self._running) or 'none'}")
+        return self._running.pop(number)
+
+    # ---- for what trains -------------------------------------------------------------------------------------------------
+
+    @property
+    def next(self) -> Ticket | None:
+        """The ticket to be consumed next, if it has its answer and the step is not full; None otherwise."""
+        if self.is_full or self._out[0].number not in self._finished:
+            return None
+        return self._out[0]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the current step has kept its groups."""
+        return self.kept == self.batch
+
+    def keep(self) -> Ticket:
+        """Consume the next ticket, and keep its group for the current step.
+
+        Raises:
+            TicketError: It has no answer, the step is full, or the answer is older than the bound allows.
+        """
+        ticket = self._consume("keep")
+        self.kept += 1
+        return ticket
+
+    def drop(self) -> Ticket:
+        """Consume the next ticket, and drop its group; another ticket is issued for it.
+
+        Raises:
+            TicketError: As for `keep`.
+        """
+        ticket = self._consume("drop")
+        self._issue(1)
+        return ticket
+
+    def _consume(self, kind: Literal["keep", "drop"]) -> Ticket:
+        ticket = self.next
+        if ticket is None:
+            state = "the step is full: apply it" if self.is_full else f"ticket {self._out[0].number} has no answer yet"
+            raise TicketError(f"no ticket can be consumed: {state}")
+        if self.version - ticket.version > self.staleness:
+            raise TicketError(
+                f"ticket {ticket.number} was answered by version {ticket.version} of the weights, and version {self.version} is trained; "
+                f"rl.staleness={self.staleness} allows {self.staleness} versions between them"
+            )
+        self._out.popleft()
+        self._finished.remove(ticket.number)
+        self._note(kind, ticket.number, self.version)
+        return ticket
+
+    def apply(self) -> int:
+        """Note that the current step has been applied; return the version that it made. As many tickets are issued as it kept.
+
+        A step that has fewer groups than its batch, because no more are to come, keeps those that it has.
+
+        Raises:
+            TicketError: The step has kept nothing.
+        """
+        if not self.kept:
+            raise TicketError("the step has kept no group; keep one first")
+        self.version += 1
+        kept, self.kept = self.kept, 0
+        self._note("apply", kept, self.version)
+        self._issue(kept)
+        return self.version
+
+    # ---- saving ----------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds, between two steps when nothing is being answered.
+
+        Raises:
+            TicketError: A ticket is being answered, or the current step has kept groups.
+        """
+        if self._running or self.kept:
+            raise TicketError(
+                f"tickets {sorted(self._running) or 'none'} are being answered, and the step has kept {self.kept} groups; save between two "
+                "steps, when those that were begun have their answers"
+            )
+        return {
+            "batch": self.batch,
+            "staleness": self.staleness,
+            "version": self.version,
+            "next": self._next,
+            "out": [[ticket.number, ticket.version, ticket.number in self._finished] for ticket in self._out],
+        }
+
+    @classmethod
+    def restore(
+        cls,
+        state: Mapping[str, Any],
+        *,
+        batch: int,
+        staleness: int,
+        observe: Callable[[Event], object] = lambda event: None,
+    ) -> "Tickets":
+        """Return the tickets of a checkpoint.
+
+        Raises:
+            CheckpointError: They were issued with other settings, or the state is damaged.
+        """
+        for name, now in (("batch", batch), ("staleness", staleness)):
+            if state.get(name) != now:
+                setting = {"batch": "data.batch_size", "staleness": "rl.staleness"}[name]
+                raise CheckpointError(
+                    f"it was saved with {setting} = {state.get(name)}, now it is {now}, by which other prompts would be out; keep the setting, or "
+                    "start over from the exported model in another trainer.output_dir"
+                )
+        made = cls.__new__(cls)
+        made.batch, made.staleness, made.kept = batch, staleness, 0
+        made._observe, made._running = observe, {}
+        try:
+            made.version, made._next = int(state["version"]), int(state["next"])
+            made._out = deque(Ticket(number=int(number), version=int(version)) for number, version, _ in state["out"])
+            made._finished = {int(number) for number, _, finished in state["out"] if finished}
+        except (KeyError, TypeError, ValueError) as e:
+            raise CheckpointError(f"it does not say which tickets are out ({e!r}); it was not saved by this trainer") from e
+        made._waiting = deque(ticket for ticket in made._out if ticket.number not in made._finished)
+        numbers = [ticket.number for ticket in made._out]
+        if len(numbers) != batch * (staleness + 1) or numbers != sorted({*numbers}) or numbers[-1] >= made._next:
+            raise CheckpointError(f"its tickets {numbers} are not those of a run with {batch * (staleness + 1)} tickets out")
+        made._note("begin", numbers[0], made.version)
+        for ticket in made._out:
+            made._note("issue", ticket.number, ticket.version)
+        for ticket in made._out:
+            if ticket.number in made._finished:
+                made._note("start", ticket.number, ticket.version)
+                made._note("finish", ticket.number, ticket.version)
+        return made
+
+
+def check_events(events: Iterable[Event], batch: int, staleness: int) -> int:
+    """Check the events of a run against the rules, from their definition: not by `Tickets`.
+
+    Args:
+        events: The events, in order; of a run that was resumed, several times from a `begin`.
+        batch: How many groups a step keeps.
+        staleness: The bound.
+
+    Returns:
+        The number of events.
+
+    Raises:
+        TicketError: One of them breaks a rule; the message names both.
+    """
+    issued: dict[int, int] = {}
+    running: set[int] = set()
+    finished: set[int] = set()
+    consumed = due = kept = version = count = 0
+    resumes = False
+
+    def require(holds: bool, event: Event, rule: str) -> None:
+        if not holds:
+            raise TicketError(f"event {count} ({event.kind} {event.number}, version {event.version}): {rule}")
+
+    for event in events:
+        count += 1
+        if event.kind == "begin":
+            issued, running, finished = {}, set(), set()
+            consumed, due, kept, version = event.number, batch * (staleness + 1), 0, event.version
+            resumes = True
+            continue
+        number = event.number
+        if event.kind == "issue":
+            require(due > 0, event, "no ticket is due")
+            require(number == consumed + len(issued), event, f"the next ticket is {consumed + len(issued)}")
+            # Those of a run that is resumed were issued before.
+            earlier = resumes and event.version < version
+            require(earlier or event.version == version, event, f"it is issued with version {version}")
+            issued[number], due = event.version, due - 1
+            resumes = resumes and due > 0
+            continue
+        require(not due, event, f"{due} tickets are due first")
+        if event.kind == "apply":
+            require(0 < kept == number <= batch, event, f"the step has kept {kept} groups, of at most {batch}")
+            require(event.version == version + 1, event, f"the step makes version {version + 1}")
+            version, due, kept = event.version, kept, 0
+            continue
+        require(number in issued, event, "the ticket is not out")
+        if event.kind == "start":
+            require(number not in running | finished, event, "the ticket is answered already")
+            running.add(number)
+        elif event.kind in ("finish", "give_back"):
+            require(number in running, event, "the ticket is not being answered")
+            running.remove(number)
+            finished |= {number} if event.kind == "finish" else set()
+        else:
+            require(number == consumed, event, f"ticket {consumed} is consumed before it")
+            require(number in finished, event, "the ticket has no answer")
+            require(event.version == version, event, f"version {version} is trained")
+            bound = f"its answer is of version {issued[number]}, and at most {staleness} versions may be between"
+            require(version - issued[number] <= staleness, event, bound)
+            require(kept < batch, event, "the step is full")
+            finished.remove(number)
+            del issued[number]
+            consumed += 1
+            kept, due = (kept + 1, due) if event.kind == "keep" else (kept, 1)
+    return count
