@@ -188,6 +188,21 @@ def test_a_request_waits_until_the_cache_has_room_for_all_of_it(tmp_path: Path) 
     built.close()
 
 
+def test_a_conversation_goes_on_as_if_it_were_new(tmp_path: Path) -> None:
+    """Pages of a response were computed token by token, as those of a prompt are not."""
+    built = build(save_tiny_model(tmp_path, "llama"))
+    options = SamplingOptions(max_tokens=70, ignore_eos=True, seed=5)
+    ((first,),) = built.generate([PROMPTS[1]], options)
+    prompt = PROMPTS[1] + first.response
+    before = built.stats().prefill_tokens
+    ((second,),) = built.generate([prompt], options)
+    assert built.stats().prefill_tokens - before == len(prompt)
+    built.drop_caches()
+    ((anew,),) = built.generate([prompt], options)
+    assert (second.response, second.log_probs) == (anew.response, anew.log_probs)
+    built.close()
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
