@@ -3,6 +3,7 @@
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ def actions(tickets: Tickets) -> dict[str, Action]:
     """Everything that may happen next, in whatever order and at whatever time."""
     found: dict[str, Action] = {"start": Tickets.start} if tickets.waiting else {}
     for number in tickets._running:
-        found[f"finish {number}"] = lambda one, number=number: one.finish(number)
-        found[f"give back {number}"] = lambda one, number=number: one.give_back(number)
+        found[f"finish {number}"] = partial(lambda number, one: one.finish(number), number)
+        found[f"give back {number}"] = partial(lambda number, one: one.give_back(number), number)
     if tickets.next is not None:
         found |= {"keep": lambda one: one.keep(), "drop": lambda one: one.drop()}
     if tickets.is_full:
