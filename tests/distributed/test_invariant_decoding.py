@@ -81,7 +81,10 @@ def differences(generator: BaseGenerator, compositions: int) -> int:
         ("llama", "static", 2),
         *(
             pytest.param(
-                family, generator, 100 if family in FAMILIES else 20, marks=[pytest.mark.slow, pytest.mark.timeout(900)]
+                family,
+                generator,
+                100 if family in (*FAMILIES, "qwen3") else 20,
+                marks=[pytest.mark.slow, pytest.mark.timeout(900)],
             )
             for family in (*FAMILIES, "qwen3", "gpt_oss", "gemma2", "qwen3_next")
             for generator in ("static", "continuous")
