@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain.engine.errors import CheckpointError
-from drivetrain.trainers.rl.tickets import Event, TicketError, Tickets, check_events
+from drivetrain.trainers.rl.tickets import TicketEvent, TicketError, Tickets, check_events
 
 Action = Callable[[Tickets], object]
 
@@ -114,8 +114,8 @@ def test_what_is_consumed_does_not_depend_on_time(batch: int, staleness: int, da
     """Whoever answers, dies and comes back, however late: the same tickets are consumed, with the same versions."""
     dropped = data.draw(st.sets(st.integers(0, 60), max_size=20))
 
-    def run(choose: Callable[[list[str]], str], steps: int) -> tuple[list[tuple[int, int, int]], list[Event]]:
-        events: list[Event] = []
+    def run(choose: Callable[[list[str]], str], steps: int) -> tuple[list[tuple[int, int, int]], list[TicketEvent]]:
+        events: list[TicketEvent] = []
         tickets = Tickets(batch, staleness, observe=events.append)
         consumed: list[tuple[int, int, int]] = []
         while tickets.version < steps:
@@ -193,7 +193,7 @@ def test_a_checkpoint_goes_on_with_the_same_tickets() -> None:
     tickets.keep()
     tickets.apply()
     tickets.finish(tickets.start().number)
-    events: list[Event] = []
+    events: list[TicketEvent] = []
     restored = Tickets.restore(tickets.state(), batch=2, staleness=1, observe=events.append)
     assert check_events(events, 2, 1) == 1 + 4 + 2 * 2
     assert relative(restored) == relative(tickets)
@@ -209,9 +209,9 @@ def test_a_checkpoint_goes_on_with_the_same_tickets() -> None:
         Tickets.restore({**tickets.state(), "out": [[1, 0, True]]}, batch=2, staleness=1)
 
 
-def events_of(text: str) -> list[Event]:
+def events_of(text: str) -> list[TicketEvent]:
     kinds: dict[str, Any] = {"b": "begin", "i": "issue", "s": "start", "f": "finish", "k": "keep", "d": "drop", "a": "apply"}
-    return [Event(kind=kinds[word[0]], number=int(word[1]), version=int(word[2])) for word in text.split()]
+    return [TicketEvent(kind=kinds[word[0]], number=int(word[1]), version=int(word[2])) for word in text.split()]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from ...engine.errors import CheckpointError, DrivetrainError
 
-EventKind = Literal["begin", "issue", "start", "finish", "give_back", "keep", "drop", "apply"]
+TicketEventKind = Literal["begin", "issue", "start", "finish", "give_back", "keep", "drop", "apply"]
 
 
 class TicketError(DrivetrainError):
@@ -46,7 +46,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class TicketEvent:
     """Something that happened to tickets.
 
     Args:
@@ -56,7 +56,7 @@ class Event:
             version from then on.
     """
 
-    kind: EventKind
+    kind: TicketEventKind
     number: int
     version: int
 
@@ -82,7 +82,7 @@ class Tickets:
         *,
         version: int = 0,
         first: int = 0,
-        observe: Callable[[Event], object] = lambda event: None,
+        observe: Callable[[TicketEvent], object] = lambda event: None,
     ) -> None:
         if batch < 1 or staleness < 0:
             raise TicketError(f"tickets with batch={batch} and staleness={staleness}; use at least 1, and at least 0")
@@ -98,8 +98,8 @@ class Tickets:
         self._note("begin", first, version)
         self._issue(batch * (staleness + 1))
 
-    def _note(self, kind: EventKind, number: int, version: int) -> None:
-        self._observe(Event(kind=kind, number=number, version=version))
+    def _note(self, kind: TicketEventKind, number: int, version: int) -> None:
+        self._observe(TicketEvent(kind=kind, number=number, version=version))
 
     def _issue(self, count: int) -> None:
         for _ in range(count):
@@ -252,7 +252,7 @@ class Tickets:
         *,
         batch: int,
         staleness: int,
-        observe: Callable[[Event], object] = lambda event: None,
+        observe: Callable[[TicketEvent], object] = lambda event: None,
     ) -> "Tickets":
         """Return the tickets of a checkpoint.
 
@@ -289,7 +289,7 @@ class Tickets:
         return made
 
 
-def check_events(events: Iterable[Event], batch: int, staleness: int) -> int:
+def check_events(events: Iterable[TicketEvent], batch: int, staleness: int) -> int:
     """Check the events of a run against the rules, from their definition: not by `Tickets`.
 
     Args:
@@ -309,7 +309,7 @@ def check_events(events: Iterable[Event], batch: int, staleness: int) -> int:
     consumed = due = kept = version = count = 0
     resumes = False
 
-    def require(holds: bool, event: Event, rule: str) -> None:
+    def require(holds: bool, event: TicketEvent, rule: str) -> None:
         if not holds:
             raise TicketError(f"event {count} ({event.kind} {event.number}, version {event.version}): {rule}")
 
