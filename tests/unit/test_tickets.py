@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain.engine.errors import CheckpointError
-from drivetrain.trainers.rl.tickets import TicketEvent, TicketError, Tickets, check_events
+from drivetrain.trainers.rl.tickets import TicketError, TicketEvent, Tickets, check_events
 
 Action = Callable[[Tickets], object]
 
