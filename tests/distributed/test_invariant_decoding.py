@@ -77,7 +77,7 @@ def differences(generator: BaseGenerator, compositions: int) -> int:
 @pytest.mark.parametrize(
     ("family", "generator", "compositions"),
     [
-        *((family, "continuous", 3) for family in FAMILIES),
+        *((family, "continuous", 3) for family in ("llama", "qwen3_moe", "lfm2")),
         ("llama", "static", 2),
         *(
             pytest.param(
