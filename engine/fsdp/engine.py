@@ -43,7 +43,7 @@ from ..step_plan import MediaModel, MicroBatch
 from ..torch_private import foreach_mul_
 from . import compile as compile_module
 from .build import Described, FSDPBuild, build, check_config, describe
-from .invariant import WholeModel, common_pass_sizes
+from .invariant import WholeModel, pass_sizes
 from .memory import memory_needs
 from .optimizer import ShardOptimizer
 from .options import FSDPOptions
@@ -230,7 +230,7 @@ class FSDPEngine(BaseEngine):
             machine = socket.gethostname()
             self._cores = host_cores(self.topology.all_gather_object(machine).count(machine))
         if self.config.invariant:
-            self._pass_sizes = common_pass_sizes(self._root, self.topology)
+            self._pass_sizes = pass_sizes(self._root, self.topology)
             self._reshard()
 
     def step_threads(self) -> AbstractContextManager[None]:

@@ -29,17 +29,15 @@ ALONE = PassSizes(ROWS, 0)
 """Each document has a micro-batch of its own."""
 
 
-def common_pass_sizes(root: PackedModel, topology: Topology) -> PassSizes:
-    """Return the sizes of micro-batches with which documents share one on every rank. Collective."""
-    everywhere: list[PassSizes] = topology.all_gather_object(pass_sizes(root))
-    return PassSizes(max(sizes.multiple for sizes in everywhere), min(sizes.largest for sizes in everywhere))
-
-
-def pass_sizes(root: PackedModel) -> PassSizes:
-    """Return the sizes of micro-batches with which documents share one; `ALONE` if they do not. Collective if the model is sharded.
+def pass_sizes(root: PackedModel, topology: Topology | None = None) -> PassSizes:
+    """Return the sizes of micro-batches with which documents share one; `ALONE` if they do not. Collective over the topology.
 
     Tries products and attention. Layers with state, encoders of media, adapters of experts and experts that are not transformers' compute
     several tokens in ways of their own, so that documents of models with these do not share micro-batches.
+
+    Args:
+        root: The model.
+        topology: The ranks that compute it, which may be of several kinds; None for this process alone.
     """
     foreign_experts = experts_of(root.lm.config) is not None and not expert_modules(root)
     if root.media is not None or has_state(root.lm) or expert_adapters(root) or foreign_experts:
@@ -58,8 +56,11 @@ def pass_sizes(root: PackedModel) -> PassSizes:
         # An adapter that has not learned anything adds nothing, whatever its first product is.
         return torch.cat([*numbers, *(F.linear(_states(tokens, factor), factor).double() for factor in factors)], 1)
 
+    def everywhere(holds: bool) -> bool:
+        return holds if topology is None else all(topology.all_gather_object(holds))
+
     with torch.no_grad():
-        return find_pass_sizes(vocabulary, MOST_ROWS, run) or ALONE
+        return find_pass_sizes(vocabulary, MOST_ROWS, run, everywhere) or ALONE
 
 
 def whole_documents(

@@ -38,31 +38,36 @@ def padded_rows(count: int, multiple: int = ROWS) -> int:
     return -(-count // multiple) * multiple
 
 
-def find_pass_sizes(vocabulary: int, most: int, run: Callable[[Tensor], Tensor]) -> PassSizes | None:
+def find_pass_sizes(
+    vocabulary: int, most: int, run: Callable[[Tensor], Tensor], everywhere: Callable[[bool], bool] = bool
+) -> PassSizes | None:
     """Return the sizes up to which tokens have the same numbers, to the bit, in any row of a pass of any of these; None if there are none.
 
     Args:
         vocabulary: The number of tokens to choose from.
         most: The largest size that is tried.
         run: Returns what a pass computes for each of its tokens `[T]`, which are documents of their own: numbers `[T, N]`.
+        everywhere: Returns whether something holds on all ranks that compute a pass together, which have to try the same sizes.
     """
     best = PassSizes(ROWS, 0)
     for multiple in MULTIPLES:
-        largest = _largest(vocabulary, multiple, most, run) if best.largest < most else 0
+        largest = _largest(vocabulary, multiple, most, run, everywhere) if best.largest < most else 0
         # Every pass has at least so many rows, which has to be worth it.
         if largest and largest >= 2 * best.largest:
             best = PassSizes(multiple, largest)
     return best if best.largest else None
 
 
-def _largest(vocabulary: int, multiple: int, most: int, run: Callable[[Tensor], Tensor]) -> int:
+def _largest(
+    vocabulary: int, multiple: int, most: int, run: Callable[[Tensor], Tensor], everywhere: Callable[[bool], bool]
+) -> int:
     generator = torch.Generator().manual_seed(0)
     probes = torch.randint(vocabulary, (PROBES,), generator=generator)
     expected = torch.cat([run(part) for part in probes.split(multiple)])
 
     def agrees(size: int) -> bool:
         which = torch.randint(PROBES, (size,), generator=generator)
-        return torch.equal(run(probes[which]), expected[which])
+        return everywhere(torch.equal(run(probes[which]), expected[which]))
 
     # The smallest one often, since it is what the others are compared with.
     if not all(agrees(multiple) for _ in range(4)):

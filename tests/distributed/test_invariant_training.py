@@ -83,6 +83,17 @@ def test_outputs_are_those_of_the_document_alone(tmp_path: Path, family: str, co
         assert differing(engine, compositions) == 0
 
 
+@pytest.mark.slow
+def test_values_of_a_critic_are_those_of_the_document_alone(tmp_path: Path) -> None:
+    with built(save_tiny_model(tmp_path, "llama"), model={"head": "value"}, optim=None) as engine:
+        assert engine.invariant_size
+        batch = documents(Random(3), 9)
+        request = OutputRequest(values=True)
+        together = engine.infer_batch(packed := from_lists(batch), request)["values"].split(packed.lengths)
+        alone = [engine.infer_batch(from_lists([document]), request)["values"] for document in batch]
+        assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+
+
 def gradients(engine: BaseEngine, calls: list[list[list[int]]], counted: int) -> dict[str, Tensor]:
     """The gradient of one of several calls in one batch, of which the others have no loss."""
     batch = [(number, document) for number, call in enumerate(calls) for document in call]
