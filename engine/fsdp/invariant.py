@@ -78,13 +78,11 @@ def whole_documents(
     padding = padded_rows(len(tokens), multiple) - len(tokens)
     lengths = [*lengths, *([padding] if padding else [])]
     bounds = (0, *accumulate(lengths))
-    positions = torch.cat([torch.arange(n) for n in lengths])
+    context = PackedContext(bounds=bounds, cu_seqlens=torch.tensor(bounds, dtype=torch.int32), by_position=True)
     return RankSlice(
         input_ids=F.pad(tokens, (0, padding)),
-        position_ids=positions,
-        context=PackedContext(
-            bounds=bounds, cu_seqlens=torch.tensor(bounds, dtype=torch.int32), positions=positions, by_position=True
-        ),
+        position_ids=context.positions,
+        context=context,
         selected=torch.arange(bounds[-1]),
         targets=F.pad(targets, (0, padding)),
         outputs=request,
