@@ -249,7 +249,8 @@ def test_layers_are_compiled_once_for_all_lengths(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     (graphs,) = run_ranks(rank_recompiles, 1, str(folder), cuda=True, timeout_s=280)
     assert 0 < graphs[0] <= 2
-    assert graphs[-1] == graphs[0]
+    # Outputs and gradient of the head are compiled for the first batch of several tokens.
+    assert graphs[-1] == graphs[1] == graphs[0] + 2
 
 
 def test_a_worker_meets_on_nccl_and_answers_from_its_gpu() -> None:

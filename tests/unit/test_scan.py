@@ -324,6 +324,7 @@ def test_kernels_are_called_as_they_are_written(
     for part in ("fla", "fla.ops", module):
         monkeypatch.setitem(sys.modules, part, fake)
     monkeypatch.setattr(fused, "is_installed", lambda package: True)
+    monkeypatch.setattr(fused, "gated_backward_is_refused", lambda: False)
     chosen = fused.choose_fused("cuda", torch.bfloat16, K, delta=delta, by_channel=by_channel)
     assert chosen is not None
     got, _ = fused.fused_attention(chosen, q, k, v, log_decay, beta, segments, state)
@@ -337,10 +338,37 @@ def test_kernels_are_for_16_bits_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(fused, "is_installed", lambda package: False)
     assert choose() is None
     monkeypatch.setattr(fused, "is_installed", lambda package: True)
+    monkeypatch.setattr(fused, "gated_backward_is_refused", lambda: False)
     assert choose() == "gated_delta_rule"
     assert choose(dtype=torch.float16, by_channel=True) == "kda"
     assert choose(delta=False) == "simple_gla"
     assert choose(dtype=torch.float32) is choose("cpu") is choose(size=512) is choose(delta=False, by_channel=True) is None
+    monkeypatch.setattr(fused, "gated_backward_is_refused", lambda: True)
+    assert choose() is choose(delta=False) is None
+    assert choose(by_channel=True) == "kda"
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "refused"),
+    [
+        ((9, 0), "3.6.0", True),
+        ((9, 0), "3.4.0", True),
+        ((9, 0), "3.7.0", True),
+        ((9, 0), "3.7.1", False),
+        ((9, 0), "3.10.0", False),
+        ((9, 0), "3.3.1", False),
+        ((10, 0), "3.6.0", False),
+    ],
+)
+def test_gated_kernels_are_not_used_where_they_refuse_their_gradients(
+    capability: tuple[int, int], version: str, refused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    triton = types.ModuleType("triton")
+    triton.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert fused.gated_backward_is_refused.__wrapped__() is refused
+    assert ("install Triton 3.7.1 or later" in caplog.text) is refused
 
 
 def test_modules_of_transformers_find_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

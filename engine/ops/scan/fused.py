@@ -1,9 +1,11 @@
-"""The kernels of other packages for CUDA: flash-linear-attention in 16 bits (read in version 0.6.0, run by nobody yet), and causal-conv1d.
+"""The kernels of other packages for CUDA: flash-linear-attention in 16 bits (version 0.6.0), and causal-conv1d.
 
 Axes: T tokens, N segments, G key heads, H value heads, K key size, V value size, C channels, W taps of a convolution.
 """
 
+import importlib
 import importlib.util
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +15,11 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from .segments import Segments
+
+log = logging.getLogger(__name__)
 
 Fused = Literal["gated_delta_rule", "kda", "simple_gla"]
 LARGEST_KEY = 256
@@ -59,11 +64,29 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+@cache
+def gated_backward_is_refused() -> bool:
+    """Return whether the backward passes of `gated_delta_rule` and `simple_gla` raise an error, and say so once.
+
+    Triton 3.4.0 to 3.7.0 computes them wrongly on Hopper GPUs, where flash-linear-attention refuses them (its issue 640).
+    """
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    version = TorchVersion(importlib.import_module("triton").__version__)
+    refused = hopper and version >= "3.4.0" and version < "3.7.1"
+    if refused:
+        log.warning(
+            "layers with state run in PyTorch, slower than by flash-linear-attention, which refuses gated layers on Hopper GPUs with "
+            "Triton %s, because their gradients would be wrong; install Triton 3.7.1 or later",
+            version,
+        )
+    return refused
+
+
 def choose_fused(device_type: str, dtype: torch.dtype, key_size: int, *, delta: bool, by_channel: bool) -> Fused | None:
     """Return the kernel for a linear attention; None for the chunks of `linear_attention`.
 
     Those serve float32 and float64 everywhere, in which the kernels would compute less exactly, and 16 bits where the kernels are
-    not installed.
+    not installed or would be refused.
 
     Args:
         device_type: "cuda" or another device's type.
@@ -79,9 +102,11 @@ def choose_fused(device_type: str, dtype: torch.dtype, key_size: int, *, delta: 
         or not is_installed("fla")
     ):
         return None
-    if delta:
-        return "kda" if by_channel else "gated_delta_rule"
-    return None if by_channel else "simple_gla"
+    if by_channel:
+        return "kda" if delta else None
+    if gated_backward_is_refused():
+        return None
+    return "gated_delta_rule" if delta else "simple_gla"
 
 
 def fused_attention(
