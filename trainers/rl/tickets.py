@@ -6,8 +6,8 @@ is made with version `w`.
 
 *When tickets are issued depends on consumption alone*: `batch * (K + 1)` at the start; when a step has been applied, as many as it kept,
 with the version that it made; when a ticket is consumed and its group dropped, one more at once, with the version of that moment. So the
-tickets that are out and the groups that the current step has kept are `batch * (K + 1)` together, at any time. No ticket is consumed
-more than K versions after it was issued:
+tickets that are out and the groups that the current step has kept are `batch * (K + 1)` together, at any time, and fewer only where the
+run has no steps left that could keep more. No ticket is consumed more than K versions after it was issued:
 
 1. Let a ticket be issued with version v when the current step has kept j groups. Then at most `batch * (K + 1) - j - 1` others are out.
 2. They have smaller numbers, so they are consumed before it; tickets that are issued later have larger numbers, and are consumed after it.
@@ -19,7 +19,7 @@ Imports no torch, and knows neither clock nor threads.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,7 +51,7 @@ class TicketEvent:
 
     Args:
         kind: What; a run that is resumed has another `begin`, after which its tickets are issued again.
-        number: The ticket; of `begin` the number of the first one, of `apply` the number of groups that the step kept.
+        number: The ticket; of `begin` the number of the first one, of `apply` the number of groups that a step keeps.
         version: The version of the ticket; of `keep` and `drop` the version that it is consumed with, of `begin` and `apply` the
             version from then on.
     """
@@ -69,6 +69,7 @@ class Tickets:
         staleness: K, how many versions older than the weights that are trained the oldest completion may be.
         version: The version of the weights.
         first: The number of the first ticket.
+        steps: The number of the run's last step, after which no groups are needed; None if there is none.
         observe: Called with every event; see `check_events`.
 
     Raises:
@@ -82,11 +83,12 @@ class Tickets:
         *,
         version: int = 0,
         first: int = 0,
+        steps: int | None = None,
         observe: Callable[[TicketEvent], object] = lambda event: None,
     ) -> None:
         if batch < 1 or staleness < 0:
             raise TicketError(f"tickets with batch={batch} and staleness={staleness}; use at least 1, and at least 0")
-        self.batch, self.staleness, self.version = batch, staleness, version
+        self.batch, self.staleness, self.version, self.steps = batch, staleness, version, steps
         self.kept = 0
         """How many groups the current step has kept."""
         self._observe, self._next = observe, first
@@ -95,19 +97,24 @@ class Tickets:
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
         self._finished: set[int] = set()
+        self._consumed: list[Ticket] = []
+        """The tickets that the current step has consumed."""
         self._note("begin", first, version)
-        self._issue(batch * (staleness + 1))
+        self._issue()
 
     def _note(self, kind: TicketEventKind, number: int, version: int) -> None:
         self._observe(TicketEvent(kind=kind, number=number, version=version))
 
-    def _issue(self, count: int) -> None:
-        for _ in range(count):
+    def _issue(self, *, begins_step: bool = True) -> None:
+        """Issue as many tickets as may be out."""
+        for _ in range(most_out(self.batch, self.staleness, self.version, self.steps) - self.kept - len(self._out)):
             ticket = Ticket(number=self._next, version=self.version)
             self._next += 1
             self._out.append(ticket)
             self._waiting.append(ticket)
             self._note("issue", ticket.number, ticket.version)
+        if begins_step:
+            self._consumed, self._next_at_begin = [], self._next
 
     # ---- for what generates ----------------------------------------------------------------------------------------------
 
@@ -164,9 +171,11 @@ class Tickets:
     @property
     def next(self) -> Ticket | None:
         """The ticket to be consumed next, if it has its answer and the step is not full; None otherwise."""
-        if self.is_full or self._out[0].number not in self._finished:
-            return None
-        return self._out[0]
+        return self._out[0] if self._can_consume else None
+
+    @property
+    def _can_consume(self) -> bool:
+        return bool(self._out) and not self.is_full and self._out[0].number in self._finished
 
     @property
     def is_full(self) -> bool:
@@ -190,20 +199,20 @@ class Tickets:
             TicketError: As for `keep`.
         """
         ticket = self._consume("drop")
-        self._issue(1)
+        self._issue(begins_step=False)
         return ticket
 
     def _consume(self, kind: Literal["keep", "drop"]) -> Ticket:
         ticket = self.next
         if ticket is None:
-            state = "the step is full: apply it" if self.is_full else f"ticket {self._out[0].number} has no answer yet"
-            raise TicketError(f"no ticket can be consumed: {state}")
+            first = f"ticket {self._out[0].number} has no answer yet" if self._out else f"step {self.steps} was the last one"
+            raise TicketError(f"no ticket can be consumed: {'the step is full: apply it' if self.is_full else first}")
         if self.version - ticket.version > self.staleness:
             raise TicketError(
                 f"ticket {ticket.number} was answered by version {ticket.version} of the weights, and version {self.version} is trained; "
                 f"rl.staleness={self.staleness} allows {self.staleness} versions between them"
             )
-        self._out.popleft()
+        self._consumed.append(self._out.popleft())
         self._finished.remove(ticket.number)
         self._note(kind, ticket.number, self.version)
         return ticket
@@ -211,38 +220,41 @@ class Tickets:
     def apply(self) -> int:
         """Note that the current step has been applied; return the version that it made. As many tickets are issued as it kept.
 
-        A step that has fewer groups than its batch, because no more are to come, keeps those that it has.
-
         Raises:
-            TicketError: The step has kept nothing.
+            TicketError: The step is not full.
         """
-        if not self.kept:
-            raise TicketError("the step has kept no group; keep one first")
+        if not self.is_full:
+            raise TicketError(f"the step has kept {self.kept} of {self.batch} groups; keep the others first")
         self.version += 1
-        kept, self.kept = self.kept, 0
-        self._note("apply", kept, self.version)
-        self._issue(kept)
+        self.kept = 0
+        self._note("apply", self.batch, self.version)
+        self._issue()
         return self.version
 
     # ---- saving ----------------------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds, between two steps when nothing is being answered.
+    def unanswered(self, before: int) -> int:
+        """Return how many tickets of versions before one have no answer yet."""
+        return sum(ticket.version < before for ticket in (*self._waiting, *self._running.values()))
+
+    def state(self, stored: Collection[int] = ()) -> dict[str, Any]:
+        """Return what a checkpoint holds: the tickets as they were when the last step had been applied.
+
+        Args:
+            stored: The numbers of the tickets whose answers are in the checkpoint too. The others are answered again.
 
         Raises:
-            TicketError: A ticket is being answered, or the current step has kept groups.
+            TicketError: A ticket is left to be answered again whose version of the weights is not that of the checkpoint.
         """
-        if self._running or self.kept:
-            raise TicketError(
-                f"tickets {sorted(self._running) or 'none'} are being answered, and the step has kept {self.kept} groups; save between two "
-                "steps, when those that were begun have their answers"
-            )
+        out = [ticket for ticket in (*self._consumed, *self._out) if ticket.number < self._next_at_begin]
+        if old := [ticket.number for ticket in out if ticket.version < self.version and ticket.number not in stored]:
+            raise TicketError(f"the checkpoint has no answers to the tickets {old}, and not the weights that make them")
         return {
             "batch": self.batch,
             "staleness": self.staleness,
             "version": self.version,
-            "next": self._next,
-            "out": [[ticket.number, ticket.version, ticket.number in self._finished] for ticket in self._out],
+            "next": self._next_at_begin,
+            "out": [[ticket.number, ticket.version, ticket.number in stored] for ticket in out],
         }
 
     @classmethod
@@ -252,6 +264,7 @@ class Tickets:
         *,
         batch: int,
         staleness: int,
+        steps: int | None = None,
         observe: Callable[[TicketEvent], object] = lambda event: None,
     ) -> "Tickets":
         """Return the tickets of a checkpoint.
@@ -259,43 +272,64 @@ class Tickets:
         Raises:
             CheckpointError: They were issued with other settings, or the state is damaged.
         """
+        try:
+            saved = {name: int(state[name]) for name in ("batch", "staleness", "version", "next")}
+            out = [Ticket(number=int(number), version=int(version)) for number, version, _ in state["out"]]
+            finished = {int(number) for number, _, is_finished in state["out"] if is_finished}
+        except (KeyError, TypeError, ValueError) as e:
+            raise CheckpointError(f"it does not say which tickets are out ({e!r}); it was not saved by this trainer") from e
+        first, made_by, most = saved["next"] - len(out), saved["version"], saved["batch"] * (saved["staleness"] + 1)
+        numbers = [ticket.number for ticket in out]
+        ages = [made_by - ticket.version for ticket in out]
+        in_order = numbers == list(range(first, saved["next"])) and ages == sorted(ages, reverse=True)
+        if not in_order or len(out) > most or not all(0 <= age <= saved["staleness"] for age in ages):
+            raise CheckpointError(f"its tickets {numbers} are not those of a run with {most} tickets out")
+        if not any(ages) and not finished:
+            # As if they had been issued now.
+            return cls(batch, staleness, version=made_by, first=first, steps=steps, observe=observe)
         for name, now in (("batch", batch), ("staleness", staleness)):
-            if state.get(name) != now:
+            if saved[name] != now:
                 setting = {"batch": "data.batch_size", "staleness": "rl.staleness"}[name]
                 raise CheckpointError(
-                    f"it was saved with {setting} = {state.get(name)}, now it is {now}, by which other prompts would be out; keep the setting, or "
+                    f"it was saved with {setting} = {saved[name]}, now it is {now}, by which other prompts would be out; keep the setting, or "
                     "start over from the exported model in another trainer.output_dir"
                 )
         made = cls.__new__(cls)
-        made.batch, made.staleness, made.kept = batch, staleness, 0
-        made._observe, made._running = observe, {}
-        try:
-            made.version, made._next = int(state["version"]), int(state["next"])
-            made._out = deque(Ticket(number=int(number), version=int(version)) for number, version, _ in state["out"])
-            made._finished = {int(number) for number, _, finished in state["out"] if finished}
-        except (KeyError, TypeError, ValueError) as e:
-            raise CheckpointError(f"it does not say which tickets are out ({e!r}); it was not saved by this trainer") from e
-        made._waiting = deque(ticket for ticket in made._out if ticket.number not in made._finished)
-        numbers = [ticket.number for ticket in made._out]
-        if len(numbers) != batch * (staleness + 1) or numbers != sorted({*numbers}) or numbers[-1] >= made._next:
-            raise CheckpointError(f"its tickets {numbers} are not those of a run with {batch * (staleness + 1)} tickets out")
-        made._note("begin", numbers[0], made.version)
-        for ticket in made._out:
+        made.batch, made.staleness, made.version, made.steps, made.kept = batch, staleness, made_by, steps, 0
+        made._observe, made._running, made._next = observe, {}, saved["next"]
+        made._out, made._finished = deque(out), finished
+        made._waiting = deque(ticket for ticket in out if ticket.number not in finished)
+        made._note("begin", first, made_by)
+        for ticket in out:
             made._note("issue", ticket.number, ticket.version)
-        for ticket in made._out:
-            if ticket.number in made._finished:
-                made._note("start", ticket.number, ticket.version)
-                made._note("finish", ticket.number, ticket.version)
+        # The run may have more steps now than when it was saved.
+        made._issue()
+        for number in sorted(finished):
+            made._note("start", number, made_by - ages[number - first])
+            made._note("finish", number, made_by - ages[number - first])
         return made
 
 
-def check_events(events: Iterable[TicketEvent], batch: int, staleness: int) -> int:
+def most_out(batch: int, staleness: int, version: int, steps: int | None) -> int:
+    """Return how many tickets may be out, together with the groups that the current step has kept.
+
+    Args:
+        batch: How many groups a step keeps.
+        staleness: The bound.
+        version: The version of the weights.
+        steps: The number of the run's last step; None if there is none.
+    """
+    return batch * (staleness + 1 if steps is None else max(0, min(staleness + 1, steps - version)))
+
+
+def check_events(events: Iterable[TicketEvent], batch: int, staleness: int, steps: int | None = None) -> int:
     """Check the events of a run against the rules, from their definition: not by `Tickets`.
 
     Args:
         events: The events, in order; of a run that was resumed, several times from a `begin`.
         batch: How many groups a step keeps.
         staleness: The bound.
+        steps: The number of the run's last step; None if there is none.
 
     Returns:
         The number of events.
@@ -317,7 +351,7 @@ def check_events(events: Iterable[TicketEvent], batch: int, staleness: int) -> i
         count += 1
         if event.kind == "begin":
             issued, running, finished = {}, set(), set()
-            consumed, due, kept, version = event.number, batch * (staleness + 1), 0, event.version
+            consumed, due, kept, version = event.number, most_out(batch, staleness, event.version, steps), 0, event.version
             resumes = True
             continue
         number = event.number
@@ -332,9 +366,10 @@ def check_events(events: Iterable[TicketEvent], batch: int, staleness: int) -> i
             continue
         require(not due, event, f"{due} tickets are due first")
         if event.kind == "apply":
-            require(0 < kept == number <= batch, event, f"the step has kept {kept} groups, of at most {batch}")
+            require(kept == number == batch, event, f"the step has kept {kept} groups of {batch}")
             require(event.version == version + 1, event, f"the step makes version {version + 1}")
-            version, due, kept = event.version, kept, 0
+            version, kept = event.version, 0
+            due = most_out(batch, staleness, version, steps) - len(issued)
             continue
         require(number in issued, event, "the ticket is not out")
         if event.kind == "start":
