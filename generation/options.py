@@ -121,6 +121,8 @@ class RolloutConfig:
         invariant: Whether a response's tokens and log-probabilities are equal to the bit whatever other requests are generated with it, in
             any order of arrival. For the generators `static` and `continuous`, on a CPU.
         return_routed_experts: Whether responses say which experts their tokens went to; see `Generation.routed_experts`.
+        held_versions: The number of versions of the weights that a role holds at the same time, of which one is in the generator and the others
+            are in host memory until a call asks for them. With 1, new weights take the place of the old ones at once.
         options: The settings that only this generator has.
     """
 
@@ -134,10 +136,16 @@ class RolloutConfig:
     pad: int | None = None
     invariant: bool = False
     return_routed_experts: bool = False
+    held_versions: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, least in (("max_batch_size", 1), ("max_batch_total_tokens", 0), ("target_tokens_per_batch", 1)):
+        for name, least in (
+            ("max_batch_size", 1),
+            ("max_batch_total_tokens", 0),
+            ("target_tokens_per_batch", 1),
+            ("held_versions", 1),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name}={value!r}; it must be an integer of at least {least}")

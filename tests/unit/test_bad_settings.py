@@ -19,7 +19,7 @@ from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
 from drivetrain.trainers.config.runs import DPOConfig, RMConfig, SFTConfig
 from drivetrain.trainers.config.trainer import TrainerConfig
 from drivetrain.trainers.offline.trainer import DPOTrainer, RewardTrainer, SFTTrainer
-from drivetrain.trainers.rl.collect import load_data
+from drivetrain.trainers.rl.prompts import load_data
 from drivetrain.trainers.rl.trainer import GRPOTrainer, OnlineDPOTrainer, PPOTrainer
 from drivetrain.trainers.tasks.addition import write_model
 from drivetrain.trainers.validate import unused_settings

@@ -40,6 +40,11 @@ class RLSettings(Settings):
     group_size: int = setting(8, "answers to each prompt", most=65536)
     mini_batch_size: int | None = setting(None, "answers per optimizer step; null: all answers of the step")
     epochs: int = setting(1, "passes over the answers of a step", most=10000)
+    staleness: int = setting(
+        0,
+        "K: answers are generated while the policy is trained, by weights of at most so many steps before; 0: in turns; needs group.pools.rollout",
+        most=1024,
+    )
     critic_warmup: int = setting(0, "steps at the beginning in which only the critic is trained")
     critic_clip: float = setting(0.5, "how far a value may move in a step before its loss is clipped; 0: no clipping")
     kl_target: float | None = setting(
@@ -107,7 +112,7 @@ class RLSettings(Settings):
             "warn_equal_steps",
         ):
             check_least(f"rl.{name}", getattr(self, name), 1)
-        for name in ("critic_warmup", "critic_clip"):
+        for name in ("critic_warmup", "critic_clip", "staleness"):
             check_least(f"rl.{name}", getattr(self, name), 0)
         for name in ("kl_target", "reward_clip", "max_log_prob_gap"):
             value = getattr(self, name)
@@ -173,6 +178,11 @@ class RolloutSettings(Settings):
         "number of tokens of these answers and their prompts, which bounds the cache; null: as many as fit on the GPU if the generator has it to itself while it generates (group.pools.rollout, or group.offload), otherwise 32768 or what all answers of a call can need, if that is less",
     )
     target_tokens_per_batch: int = setting(8192, "number of tokens in a forward pass")
+    held_versions: int | None = setting(
+        None,
+        "with rl.staleness: versions of the weights that the generator holds, of which it uses one, while the others are in host memory; new weights wait until the answers of older ones are complete; null: as many as rl.staleness, with which nobody waits",
+        most=1024,
+    )
     invariant: bool = setting(
         False,
         "whether an answer is the same to the bit whatever is generated at the same time; for continuous and static, on a CPU",
@@ -185,7 +195,14 @@ class RolloutSettings(Settings):
         Raises:
             ConfigError: A setting is invalid; the message names it and its value.
         """
-        for name in ("max_tokens", "prompts_per_call", "max_batch_size", "max_batch_total_tokens", "target_tokens_per_batch"):
+        for name in (
+            "max_tokens",
+            "prompts_per_call",
+            "max_batch_size",
+            "max_batch_total_tokens",
+            "target_tokens_per_batch",
+            "held_versions",
+        ):
             check_least(f"rollout.{name}", getattr(self, name), 1)
         check_least("rollout.top_k", self.top_k, 0)
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
@@ -296,6 +313,7 @@ class RLConfig(CommandConfig):
         self.optim.check(self.trainer.max_steps or 1)
         self._check_group_size()
         self._check_used()
+        self._check_staleness()
         if REWARD_MODEL in self.rewards.use and (self.reward.model is None or not self.reward.model.path):
             raise ConfigError(
                 f"rewards.use has {REWARD_MODEL}, but reward.model.path is not set; give the reward model's folder"
@@ -328,6 +346,28 @@ class RLConfig(CommandConfig):
             value = getattr(self.trainer, name)
             if value and not self.data.eval:
                 raise ConfigError(f"trainer.{name}={value} needs data.eval, which is not set")
+
+    def _check_staleness(self) -> None:
+        """Check that what answers meanwhile has processes of its own, and that answers of older weights can be learned from."""
+        staleness, held = self.rl.staleness, self.rollout.held_versions
+        if not staleness:
+            if held is not None:
+                raise ConfigError(f"rollout.held_versions={held} is not used without rl.staleness; set that, or remove it")
+            return
+        if "rollout" not in self.group.pools:
+            raise ConfigError(
+                f"rl.staleness={staleness}, but the generator has no processes of its own in which it could answer while the policy is trained; "
+                "set group.pools.rollout, or rl.staleness=0"
+            )
+        if held is not None and held > staleness:
+            raise ConfigError(
+                f"rollout.held_versions={held} with rl.staleness={staleness}, for which {staleness} suffice; lower it, or remove it"
+            )
+        if self.rl.algorithm == "remax":
+            raise ConfigError(
+                f"rl.staleness={staleness} with rl.algorithm=remax, whose baselines are answers of the present weights; set rl.staleness=0, or use "
+                "another algorithm"
+            )
 
     def _check_used(self) -> None:
         """Refuse settings that the algorithm would not read."""

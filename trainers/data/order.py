@@ -160,6 +160,20 @@ class BatchOrder:
                 epoch, position = epoch + 1, 0
             yield chosen.tolist(), Cursor(epoch=epoch, position=position)
 
+    def index(self, number: int) -> int:
+        """Return a sample by its number, counted over all epochs."""
+        epoch, position = divmod(number, len(self))
+        return int(self._sampler.epoch(epoch)[position])
+
+    def number(self, cursor: Cursor) -> int:
+        """Return the number of the next sample at a cursor, counted over all epochs."""
+        return cursor.epoch * len(self) + cursor.position
+
+    def cursor(self, number: int) -> Cursor:
+        """Return the cursor before the sample of a number, counted over all epochs."""
+        epoch, position = divmod(number, len(self))
+        return Cursor(epoch=epoch, position=position)
+
     def state(self, cursor: Cursor) -> dict[str, Any]:
         """Return the data to save in a checkpoint: the cursor, and everything that gives it its meaning."""
         progress: dict[str, Any] = {"epoch": cursor.epoch, "position": cursor.position}

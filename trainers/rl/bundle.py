@@ -18,15 +18,15 @@ from safetensors.torch import save_file
 from ...engine.checkpoint.machine import describe_machine
 from ...engine.checkpoint.retention import folder_name
 from ...engine.errors import CheckpointError, disk_error
-from ...engine.packing.batch import MediaField, PackedBatch
+from ...engine.packing.batch import PackedBatch
 from ..config.rl import RLConfig
 from ..data.prompts import Prompt
+from .batch_file import batch_from, tensors_of
 from .completions import Completion, Completions
 from .phases import Phases
 
 FORMAT = 1
 KEY = "drivetrain.bundle"
-_STRUCTURE = ("input_ids", "position_ids", "labels", "cu_seqlens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,20 +72,10 @@ class Bundle:
             "passengers": sorted(self.batch.extra_fields),
             "answers": [_completion_record(row) for row in self.rows],
         }
-        batch = self.batch
-        tensors = {name: getattr(batch, name) for name in _STRUCTURE}
-        tensors |= {f"token/{name}": values for name, values in batch.token_fields.items()}
-        tensors |= {f"sequence/{name}": values for name, values in batch.sequence_fields.items()}
-        tensors |= {f"media/{name}": field.values for name, field in batch.media.items()}
-        tensors |= {f"media_counts/{name}": field.counts for name, field in batch.media.items()}
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(
-                {name: values.contiguous() for name, values in tensors.items()},
-                temporary,
-                metadata={KEY: json.dumps(about, default=str)},
-            )
+            save_file(tensors_of(self.batch), temporary, metadata={KEY: json.dumps(about, default=str)})
             os.replace(temporary, path)
         except OSError as e:
             temporary.unlink(missing_ok=True)
@@ -117,17 +107,7 @@ class Bundle:
                 raise ValueError(f"its log-probabilities are of {about['log_probs']}, but its settings say {sampled}")
             if about["format"] != FORMAT:
                 raise CheckpointError(f"{path} has format {about['format']!r}; this version reads format {FORMAT}")
-            batch = PackedBatch(
-                **{name: tensors.pop(name) for name in _STRUCTURE},
-                token_fields={n.removeprefix("token/"): t for n, t in tensors.items() if n.startswith("token/")},
-                sequence_fields={n.removeprefix("sequence/"): t for n, t in tensors.items() if n.startswith("sequence/")},
-                media={
-                    n.removeprefix("media/"): MediaField(values=t, counts=tensors[f"media_counts/{n.removeprefix('media/')}"])
-                    for n, t in tensors.items()
-                    if n.startswith("media/")
-                },
-                extra_fields=frozenset(about["passengers"]),
-            )
+            batch = batch_from(tensors, about["passengers"])
             rows = tuple(_completion_of(record, batch, i) for i, record in enumerate(about["answers"]))
             if len(rows) != batch.num_sequences:
                 raise ValueError(f"it has {len(rows)} answers and {batch.num_sequences} documents")

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...engine.checkpoint.manifest import CheckpointManifest
 from ...engine.checkpoint.retention import find_checkpoint, folder_name, newest_first, recover, rotate, step_of, steps
+from ...engine.checkpoint.safetensors_io import DamagedError
 from ...engine.checkpoint.storage import Store, open_store
 from ...engine.errors import CheckpointError, DrivetrainError
 from ...engine.hf.model_path import fingerprint
@@ -15,6 +16,7 @@ from ...workers.groups.base import WorkerGroup
 from ..config.rl import RLConfig
 from ..loop.checkpoint_checks import check_fingerprint, check_method, check_no_later
 from ..loop.ranks import TrainerRanks
+from .kept_completions import digest_of
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +31,13 @@ class Restored:
         folder: Its folder.
         step: The last completed step.
         extra: The state of the trainer.
+        completions: Completions that were waiting to be learned from, as a file; None if there were none.
     """
 
     folder: str
     step: int
     extra: Mapping[str, Any]
+    completions: bytes | None = None
 
 
 class RunCheckpoints:
@@ -59,12 +63,17 @@ class RunCheckpoints:
     def _critic_root(root: str) -> str:
         return f"{root.rstrip('/')}/critic"
 
-    def save(self, step: int, extra: Mapping[str, Any], *, best: int | None) -> None:
+    @staticmethod
+    def _completions_store(root: str) -> Store:
+        return open_store(f"{root.rstrip('/')}/completions")
+
+    def save(self, step: int, extra: Mapping[str, Any], *, best: int | None, completions: bytes | None = None) -> None:
         """Write a checkpoint, and delete old ones.
 
         Args:
             step: The last completed step.
             extra: The state of the trainer.
+            completions: Completions that wait to be learned from, as a file; None if there are none.
             best: The step of the best evaluation so far, whose checkpoint is kept.
         """
         trainer = self._config.trainer
@@ -73,6 +82,11 @@ class RunCheckpoints:
             # First: what is found later is the actor's, and it is complete only with the critic.
             roots.insert(0, self._critic_root(self.root))
             self._group["critic"].save_checkpoint(roots[0], step, {})
+        store = self._completions_store(self.root)
+        if completions is not None:
+            data, name = completions, digest_of(completions)
+            self._ranks.run_on_rank0(lambda: store.child(folder_name(step)).write(f"{name}.safetensors", data))
+            extra = {**extra, "completions": name}
         self._group["actor"].save_checkpoint(self.root, step, {"method": METHOD, "config": asdict(self._config), **extra})
 
         def delete_old() -> None:
@@ -84,6 +98,10 @@ class RunCheckpoints:
                     keep_every=trainer.keep_every,
                     keep=() if best is None else (best,),
                 )
+            left = set(steps(open_store(self.root)))
+            for folder in steps(store):
+                if folder not in left:
+                    store.remove(folder)
 
         self._ranks.run_on_rank0(delete_old)
 
@@ -102,6 +120,7 @@ class RunCheckpoints:
                 return None
             folder, root, step, extra = checkpoint
             try:
+                completions = self._completions_of(root, Path(folder).name, extra)
                 self.load(folder, f"{self._critic_root(root)}/{Path(folder).name}")
             except DrivetrainError as e:
                 # Damage shows only when the bytes are read. All processes of a controller have this error.
@@ -111,7 +130,29 @@ class RunCheckpoints:
                 damaged.append(Path(folder).name)
                 continue
             log.info("resumed from %s, after step %d", folder, step)
-            return Restored(folder=folder, step=step, extra=extra)
+            return Restored(folder=folder, step=step, extra=extra, completions=completions)
+
+    def _completions_of(self, root: str, folder: str, extra: Mapping[str, Any]) -> bytes | None:
+        """Return the completions that belong to a checkpoint.
+
+        Raises:
+            DamagedError: They are not there, or are not those that were written.
+        """
+        digest = extra.get("completions")
+        if digest is None:
+            return None
+        store = self._completions_store(root).child(folder)
+
+        def read() -> bytes:
+            if (data := store.read(f"{digest}.safetensors")) and digest_of(data) == digest:
+                return data
+            raise CheckpointError("its bytes are not those that were written")
+
+        try:
+            # In each process: all of them put the completions into their stores.
+            return read()
+        except CheckpointError as e:
+            raise DamagedError(f"{store}/{digest}.safetensors cannot be used: {e}") from e
 
     def steps(self) -> set[int]:
         """Return the steps of which there are checkpoints in the folder of this run."""

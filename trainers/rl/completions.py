@@ -17,7 +17,7 @@ class Completion:
 
     Args:
         prompt: The prompt.
-        group: The number of the prompt in the step.
+        group: The number of the prompt in the run, or in an evaluation.
         tokens: The token ids of the completion.
         text: The completion without special tokens.
         finished: Whether it was ended by the model, and not by the length limit.
@@ -97,22 +97,35 @@ def join(parts: Sequence[Completions]) -> Completions:
         parts: The batches, at least one; the completions of different ones are to different prompts.
     """
     first = parts[0]
-    if len(parts) == 1:
-        return first
-    ids = [sample for part in parts for sample in part.ref.ids]
-    ref = DataRef.of(first.ref.buffer, ids)
-    # As for a single part: an update may distribute the completions to a prompt.
-    ref = replace(ref, extra_fields=first.ref.extra_fields).without_groups()
-    prefixes = [part.ref.prefixes for part in parts if part.ref.prefixes is not None]
-    if len(prefixes) == len(parts):
-        ref = ref.with_prefixes(Prefixes.join(prefixes))
+    rows = tuple(row for part in parts for row in part.rows)
+    ref = DataRef.of(first.ref.buffer, [sample for part in parts for sample in part.ref.ids])
+    # An update may distribute the completions to a prompt.
+    ref = replace(ref, extra_fields=first.ref.extra_fields).without_groups().with_prefixes(prefixes_of(rows))
     baselines = [part.baselines for part in parts if part.baselines is not None]
     return Completions(
         ref=ref,
-        rows=tuple(row for part in parts for row in part.rows),
+        rows=rows,
         pending=tuple(pending for part in parts for pending in part.pending),
         baselines=join(baselines) if baselines else None,
     )
+
+
+def split(completions: Completions) -> dict[int, Completions]:
+    """Return the completions to each prompt by themselves, by the number of the prompt.
+
+    Args:
+        completions: Completions whose rewards are not being computed yet.
+    """
+    rows: dict[int, list[int]] = {}
+    for i, group in enumerate(completions.groups):
+        rows.setdefault(group, []).append(i)
+    baselines = {} if completions.baselines is None else split(completions.baselines)
+    return {group: replace(completions.select(indices), baselines=baselines.get(group)) for group, indices in rows.items()}
+
+
+def prefixes_of(rows: Sequence[Completion]) -> Prefixes:
+    """Return which completions begin alike: those to one prompt."""
+    return Prefixes.of_prompts([row.group for row in rows], [len(row.prompt.ids) for row in rows])
 
 
 def equal_groups(completions: Sequence[Completion]) -> set[int]:

@@ -35,6 +35,8 @@ def resolve_importance(config: RLConfig, group: WorkerGroup) -> RLConfig:
         dtype = rollout_config(config).dtype
         generator = {"dtype": ("bfloat16" if device == "cuda" else "float32") if dtype == "auto" else dtype, "device": device}
     reason = difference(config, generator)
+    if reason is None and config.rl.staleness:
+        reason = f"answers may be of weights of {config.rl.staleness} steps before"
     unused = config.rl.old_log_probs == "rollout" or config.rl.algorithm == "online_dpo"
     importance: Literal["none", "truncate"] = "none" if unused or reason is None else "truncate"
     if not unused:

@@ -7,13 +7,15 @@ from typing import Any
 
 from ...rewards.pool import RewardTarget
 from ..config.rl import RLConfig
-from ..data.order import Cursor
 from .algorithms import Algorithm
-from .collect import Collector, Prompts
+from .collect import Collector
 from .metrics import shown
+from .prompts import Prompts
 from .roles import Roles
+from .rollouts import Rollouts
 from .session import controller_ranks, open_phases
 from .step import make_step
+from .tickets import Tickets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,9 @@ def dry_run(
     ):
         start = time.perf_counter()
         phases.memory_manager.sync(0)
-        completed = make_step(phases, Collector(config, phases, prompts), Cursor(), step=1)
+        tickets = Tickets(config.data.batch_size, config.rl.staleness, steps=1)
+        rollouts = Rollouts(config, phases, prompts, tickets)
+        completed = make_step(phases, Collector(config, phases, rollouts), rollouts)
         outcome = RLDryRun(
             total_steps=total_steps,
             prompts=len(prompts.order),

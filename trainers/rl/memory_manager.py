@@ -13,7 +13,7 @@ from ...engine.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-RolePart = Literal["parameters", "gradients", "optimizer", "cache"]
+RolePart = Literal["parameters", "gradients", "optimizer", "cache", "held_versions"]
 RolePlace = Literal["device", "host", "disk", "absent"]
 Phase = Literal["rollout", "score", "train"]
 PLACES: tuple[RolePlace, ...] = ("device", "host", "disk", "absent")
@@ -52,7 +52,7 @@ class RoleStates(Protocol):
     """The state of roles, which can be moved."""
 
     def allocations(self) -> Mapping[tuple[str, RolePart], Allocation]:
-        """Return what there is, by role and part: of `rollout` the parameters and the cache, of others the parameters and, if they are
+        """Return what there is, by role and part: of `rollout` the parameters, the cache and other versions of the parameters, of others the parameters and, if they are
         trained, gradients and optimizer.
         """
         ...
@@ -65,8 +65,13 @@ class RoleStates(Protocol):
         """Copy the actor's weights to the generator, which then have a version."""
         ...
 
-    def verify(self) -> None:
-        """Compare what the generator's processes have loaded, when they can generate."""
+    @property
+    def holds_versions(self) -> bool:
+        """Whether the generator holds several versions of the weights, and goes over to a new one when it is asked for it."""
+        ...
+
+    def verify(self, version: int) -> None:
+        """Compare what the generator's processes have loaded, when they can generate; they go over to this version."""
         ...
 
 
@@ -126,7 +131,8 @@ class MemoryManager:
         """
         if not self._takes_turns:
             self._states.sync(version)
-            self._states.verify()
+            if not self._states.holds_versions:
+                self._states.verify(version)
             return
         away = self._offload_place()
         self._move_generator("absent", "cache")
@@ -138,7 +144,11 @@ class MemoryManager:
         self.move("actor", away, "parameters")
         self._move_generator("device", "cache")
         self._phase, self._version = "rollout", version
-        self._states.verify()
+        self._states.verify(version)
+
+    def verify(self, version: int) -> None:
+        """Compare what the generator's processes make of a version of the weights that they hold, before it is used."""
+        self._states.verify(version)
 
     def _bring_generator(self) -> None:
         if self.place("rollout", "parameters") == "absent" or self._version is None:
@@ -238,6 +248,8 @@ class MemoryManager:
         return lines
 
     def _planned(self, role: str, part: RolePart, allocation: Allocation, phase: str) -> RolePlace:
+        if part == "held_versions":
+            return "host"
         if not self._takes_turns or not allocation.shared:
             return "device"
         if role == "rollout":

@@ -3,6 +3,7 @@
 drivetrain rl rollout OUT key=value ...             answers to all prompts of data.train, with log-probabilities and versions
 drivetrain rl score BUNDLE OUT key=value ...        adds rewards, and what reference, critic and reward model make of the answers
 drivetrain rl train BUNDLE [OUT] key=value ...      updates the policy; OUT is a folder for the updated model
+drivetrain rl check-log RUN                         checks which weights made what a run has learned from, and in which order
 
 `rollout` takes the settings of drivetrain grpo. The others take those of the bundle, changed by key=value, and run in this process unless
 group.* says otherwise. `train` on a bundle that trainer.bundle_every has written repeats its step and compares loss and gradient norm.
@@ -24,23 +25,22 @@ from ...engine.config import ParallelConfig
 from ...engine.errors import CheckpointError, ConfigError
 from ...engine.ops.expert_routes import ROUTED_EXPERTS
 from ...engine.packing.batch import PackedBatch
-from ...engine.packing.prefixes import Prefixes
 from ...engine.parallel.process import report_failure
 from ...engine.registry import is_installed
 from ...engine.resolve import compute_dtype
 from ..config.parse import parse, parse_over
 from ..config.rl import GroupConfig, GRPOConfig, RLConfig
-from ..data.order import Cursor
 from ..loop.logs import configure_logging
 from .algorithms import Algorithm, resolve
 from .bundle import Bundle, bundle_of, settings_of
-from .collect import load_data
-from .completions import Completions, join
+from .completions import Completions, join, prefixes_of
 from .phases import Phases
+from .prompts import load_data
 from .reward_runner import check_judged
 from .roles import Roles, build_roles, check_roles
 from .session import controller_ranks, open_phases
 from .step import train_on
+from .ticket_log import check_log
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,13 @@ loss and gradient norm are compared with those of the run, and the exit code is 
 
   drivetrain rl train scored.safetensors updated
   drivetrain rl train runs/grpo/bundles/step-00000010.safetensors""",
+    "check-log": """drivetrain rl check-log RUN
+
+Checks the log of a run's tickets (RUN/tickets.jsonl) against the rules: prompts are learned from in their order, each once; none is answered by
+weights older than rl.staleness allows; and which weights answer it depends on what was learned before, not on time. The exit code is 1 if the
+log breaks a rule.
+
+  drivetrain rl check-log runs/grpo""",
 }
 
 
@@ -78,7 +85,12 @@ def main(argv: Sequence[str]) -> int:
     if not words or any(word in ("-h", "--help") for word in words):
         print(HELP[words[0]] if words and words[0] in HELP else (__doc__ or "").strip())
         return 0
-    phases = {"rollout": (_rollout, 1, 1), "score": (_score, 2, 2), "train": (_train, 1, 2)}
+    phases = {
+        "rollout": (_rollout, 1, 1),
+        "score": (_score, 2, 2),
+        "train": (_train, 1, 2),
+        "check-log": (_check_log, 1, 1),
+    }
     if words[0] not in phases:
         print(f"error: unknown phase {words[0]!r}; the phases are {', '.join(phases)}", file=sys.stderr)
         return 2
@@ -123,17 +135,24 @@ def _rollout(paths: Sequence[Path], settings: Sequence[str]) -> int:
         open_phases(config, algorithm, roles, ranks, only=("rollout",), judges=False) as phases,
     ):
         parts = []
-        cursor = Cursor()
-        batches = prompts.order.indices(cursor)
-        first = 0
-        while cursor.epoch == 0:
-            chosen, cursor = next(batches)
-            prompts_of_batch = [prompts.train[i] for i in chosen]
-            parts.append(phases.rollout(prompts_of_batch, version=None, seed=phases.seed(0, first), first=first))
-            first += len(chosen)
+        for first in range(0, len(prompts.order), config.data.batch_size):
+            numbers = range(first, min(first + config.data.batch_size, len(prompts.order)))
+            parts.append(phases.rollout([prompts.of_ticket(number) for number in numbers], numbers, version=None))
         completions = join(parts)
         _write(phases, completions, paths[0], step=0)
-    print(f"{len(completions)} answers to {first} prompts: {paths[0]}")
+    print(f"{len(completions)} answers to {len(prompts.order)} prompts: {paths[0]}")
+    return 0
+
+
+def _check_log(paths: Sequence[Path], settings: Sequence[str]) -> int:
+    if settings:
+        raise ConfigError(f"drivetrain rl check-log takes no settings ({settings[0]}); give the folder of a run alone")
+    checked = check_log(paths[0])
+    print(
+        f"{checked.events} events of {checked.processes} process{'es' if checked.processes > 1 else ''}: {checked.kept} groups learned from, by weights at most "
+        f"{checked.oldest} version{'s' if checked.oldest != 1 else ''} newer than those that answered; {checked.dropped} dropped, "
+        f"{checked.given_back} given back: the rules hold"
+    )
     return 0
 
 
@@ -145,7 +164,7 @@ def _score(paths: Sequence[Path], settings: Sequence[str]) -> int:
     needed = needed or {"advantage"}
     with controller_ranks(config) as ranks, open_phases(config, algorithm, roles, ranks, only=needed) as phases:
         ref = phases.group.data.put(bundle.batch.with_extra_fields(*bundle.batch.token_fields)).with_prefixes(
-            _prefixes(bundle)
+            prefixes_of(bundle.rows)
         )
         completions = Completions(ref=ref, rows=bundle.rows, pending=phases.submit(bundle.rows))
         completions, counts = phases.collect_rewards(phases.score(completions))
@@ -197,7 +216,7 @@ def replay(path: Path, settings: Sequence[str] = (), out: Path | None = None) ->
         for role, folder in bundle.checkpoints.items():
             phases.group[role].load_checkpoint(str(_inside(path.parent, folder)))
         phases.adaptive.restore(bundle.adaptive)
-        ref = phases.group.data.put(_batch_for(bundle, config), role="actor").with_prefixes(_prefixes(bundle))
+        ref = phases.group.data.put(_batch_for(bundle, config), role="actor").with_prefixes(prefixes_of(bundle.rows))
         _, _, metrics = train_on(phases, Completions(ref=ref, rows=bundle.rows), {}, step=bundle.step)
         exported = None if out is None else phases.group["actor"].export(str(out.absolute()))
     return Replayed(bundle=bundle, config=config, metrics=metrics, exported=exported)
@@ -309,11 +328,6 @@ def _inside(folder: Path, relative: str) -> Path:
     if not path.is_relative_to(folder.resolve()):
         raise ConfigError(f"the bundle names the checkpoint {relative}, which is outside of {folder}")
     return path
-
-
-def _prefixes(bundle: Bundle) -> Prefixes:
-    """Return which completions begin alike, by which those of a step are put together."""
-    return Prefixes.of_prompts([row.group for row in bundle.rows], [len(row.prompt.ids) for row in bundle.rows])
 
 
 def _write(phases: Phases, completions: Completions, path: Path, *, step: int) -> None:

@@ -1,7 +1,7 @@
 """The phases of a step before its update, each a function of role handles and completions: rollout and score."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -13,15 +13,35 @@ from ...generation.sampling import seed_of
 from ...rewards.scorer import PendingScores
 from ...workers.data_plane.data_ref import DataRef
 from ...workers.groups.base import WorkerGroup
+from ...workers.groups.group_call import GroupCall
 from ..config.rl import RLConfig
 from ..data.prompts import Prompt, packed_prompts
 from ..loop.ranks import TrainerRanks
 from .adaptive import Adaptive
 from .algorithms import Algorithm
-from .completions import Completion, Completions, decoded
+from .completions import Completion, Completions, decoded, join
 from .memory_manager import MemoryManager, scoring_phase
 from .reward_runner import RewardRunner
 from .roles import Roles
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunningRollout:
+    """Completions that are being generated.
+
+    Args:
+        prompts: The prompts.
+        numbers: The number of each prompt in the run.
+        version: The version that the weights must have; None accepts any.
+        prompt_ref: The prompts in the stores of the generator's processes.
+        calls: The calls of the generator: the completions, and where the algorithm needs them the most likely ones.
+    """
+
+    prompts: tuple[Prompt, ...]
+    numbers: tuple[int, ...]
+    version: int | None
+    prompt_ref: DataRef
+    calls: tuple[GroupCall, ...]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -39,6 +59,7 @@ class Phases:
         memory_manager: What moves the state of roles.
         adaptive: The settings that a run adapts.
         is_random: Whether the policy computes random numbers while it is trained, as with dropout.
+        after_each: Called after each phase: what runs beside them may go on there.
         seconds: The duration of each phase in this step, by name.
         tokens: The number of tokens that each phase has processed in this step, by name.
     """
@@ -53,6 +74,7 @@ class Phases:
     memory_manager: MemoryManager
     adaptive: Adaptive
     is_random: bool = False
+    after_each: Callable[[], object] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
 
@@ -70,7 +92,8 @@ class Phases:
         """
         rl = self.config.rl
         return (
-            rl.mini_batch_size is None
+            rl.staleness == 0
+            and rl.mini_batch_size is None
             and rl.epochs == 1
             and not self.is_random
             and rl.importance == "none"
@@ -84,15 +107,6 @@ class Phases:
     def has_adapters(self) -> bool:
         """Whether the policy is trained through adapters."""
         return bool(self.roles.specs["actor"].config.model.lora.rank)
-
-    def seed(self, step: int, first: int) -> int:
-        """Return the seed of the completions to some prompts of a step.
-
-        Args:
-            step: The number of the step.
-            first: The number of the first prompt in the step.
-        """
-        return seed_of(self.config.data.seed, step, first)
 
     def reset_timing(self) -> None:
         """Begin to count durations and tokens from zero."""
@@ -124,34 +138,64 @@ class Phases:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
             self.tokens[name] = self.tokens.get(name, 0) + tokens
+        if self.after_each is not None:
+            self.after_each()
 
     # ---- rollout -----------------------------------------------------------------------------------------------------
 
-    def rollout(self, prompts: Sequence[Prompt], *, version: int | None, seed: int, first: int = 0) -> Completions:
-        """Generate `rl.group_size` completions to each prompt, whose rewards are computed from then on.
+    def rollout(self, prompts: Sequence[Prompt], numbers: Sequence[int], *, version: int | None) -> Completions:
+        """Generate `rl.group_size` completions to each prompt, and wait for them. No rewards are computed yet.
 
         Args:
             prompts: The prompts.
-            version: The version that the weights must have.
-            seed: The seed of the completions.
-            first: The number of the first prompt in the step.
+            numbers: The number of each prompt in the run, which seeds its completions.
+            version: The version that the weights must have; None accepts any.
         """
         self.memory_manager.enter("rollout")
+        return self.finish_rollout(self.begin_rollout(prompts, numbers, version=version))
+
+    def begin_rollout(self, prompts: Sequence[Prompt], numbers: Sequence[int], *, version: int | None) -> RunningRollout:
+        """Begin to generate completions; see `rollout`. The processes of the generator do nothing else until `finish_rollout`."""
         settings = self.config.rollout
-        options = SamplingOptions(
+        sampled = SamplingOptions(
             max_tokens=settings.max_tokens,
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
             samples=self.config.rl.group_size,
             stop_tokens=self.stop_tokens,
-            seed=seed,
+            seed=seed_of(self.config.data.seed),
         )
-        completions = self.generate(prompts, options, version=version, first=first)
-        if not self.algorithm.needs_baselines:
-            return completions
-        greedy = SamplingOptions(max_tokens=settings.max_tokens, temperature=0.0, stop_tokens=self.stop_tokens, seed=seed)
-        return replace(completions, baselines=self.generate(prompts, greedy, version=version, first=first))
+        greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0, samples=1)
+        kinds = [sampled, *([greedy] if self.algorithm.needs_baselines else [])]
+        with self.timed("rollout"):
+            prompt_ref = self.group.data.put(packed_prompts(prompts), role="rollout")
+            calls = [
+                self.group.submit(
+                    "rollout", "generate", prompt_ref, options, version=version, columns={"number": list(numbers)}
+                )
+                for options in kinds
+            ]
+            self.group.flush()
+        return RunningRollout(
+            prompts=tuple(prompts), numbers=tuple(numbers), version=version, prompt_ref=prompt_ref, calls=tuple(calls)
+        )
+
+    def finish_rollout(self, running: RunningRollout) -> Completions:
+        """Wait for completions, and return them.
+
+        Args:
+            running: What `begin_rollout` returned.
+
+        Raises:
+            WorkerError: A process of the generator failed.
+            ModelError: The generator used other weights than it was asked to.
+        """
+        with self.timed("rollout"):
+            refs = [call.result() for call in running.calls]
+            self.group.data.clear_data_cache(running.prompt_ref)
+        completions, *greedy = (self._read(ref, running.prompts, running.numbers, running.version) for ref in refs)
+        return replace(completions, baselines=greedy[0] if greedy else None)
 
     def generate(
         self, prompts: Sequence[Prompt], options: SamplingOptions, *, version: int | None, first: int = 0
@@ -162,40 +206,34 @@ class Phases:
             prompts: The prompts.
             options: The sampling options.
             version: The version that the weights must have; None accepts any.
-            first: The number of the first prompt in the step.
+            first: The number of the first prompt.
         """
         with self.timed("rollout"):
             prompt_ref = self.group.data.put(packed_prompts(prompts), role="rollout")
             ref = self.group["rollout"].generate(prompt_ref, options, version=version)
             self.group.data.clear_data_cache(prompt_ref)
-        rows = self._read(ref, prompts, options.samples, first)
-        if version is not None and (others := {made for row in rows for made in row.versions} - {version}):
-            raise ModelError(
-                f"tokens were made by version {min(others)} of the weights, but version {version} was asked for; the generator has "
-                "changed its weights on its own"
-            )
-        self.tokens["rollout"] = self.tokens.get("rollout", 0) + sum(len(row.tokens) for row in rows)
-        return Completions(ref=ref.without_groups(), rows=tuple(rows), pending=self.submit(rows))
+        completions = self._read(ref, prompts, range(first, first + len(prompts)), version)
+        return replace(completions, pending=self.submit(completions.rows))
 
     def submit(self, rows: Sequence[Completion]) -> tuple[PendingScores | None, ...]:
         """Begin to judge completions, if completions are judged."""
         return () if self.rewards is None else (self.rewards.submit(rows),)
 
-    def _read(self, ref: DataRef, prompts: Sequence[Prompt], samples: int, first: int) -> list[Completion]:
+    def _read(self, ref: DataRef, prompts: Sequence[Prompt], numbers: Sequence[int], version: int | None) -> Completions:
         """Read completions back. They are decoded here: this takes far less time than generating them, and the generator's processes need no
         tokenizer and send no texts.
         """
         with self.timed("read"):
             columns = self.group.data.get(ref, ["input_ids", "versions", "finished"])
             ids, versions = (columns[name].split(list(ref.lengths)) for name in ("input_ids", "versions"))
-        rows = []
+        rows, samples = [], len(ref) // max(1, len(prompts))
         for i, (tokens, made_by) in enumerate(zip(ids, versions, strict=True)):
             prompt = prompts[i // samples]
             completion = tokens[len(prompt.ids) :].tolist()
             rows.append(
                 Completion(
                     prompt=prompt,
-                    group=first + i // samples,
+                    group=numbers[i // samples],
                     tokens=completion,
                     text=decoded(self.tokenizer, completion),
                     finished=bool(columns["finished"][i]),
@@ -203,25 +241,39 @@ class Phases:
                     versions=tuple(sorted({*made_by.unique_consecutive().tolist()} - {-1})),
                 )
             )
-        return rows
+        if version is not None and (others := {made for row in rows for made in row.versions} - {version}):
+            raise ModelError(
+                f"tokens were made by version {min(others)} of the weights, but version {version} was asked for; the generator has "
+                "changed its weights on its own"
+            )
+        self.tokens["rollout"] = self.tokens.get("rollout", 0) + sum(len(row.tokens) for row in rows)
+        return Completions(ref=ref.without_groups(), rows=tuple(rows))
 
     # ---- score -------------------------------------------------------------------------------------------------------
 
-    def score_with_reward_model(self, completions: Completions) -> Completions:
-        """Let the reward model judge completions, if there is one."""
-        if (
-            self.rewards is None
-            or not self.rewards.asks_model
-            or completions.model_scores is not None
-            or not completions.pending
-        ):
-            return completions
+    def ask_reward_model(self, parts: Sequence[Completions]) -> list[Completions]:
+        """Let the reward model judge several batches of completions in one call, if there is one and it was not asked before."""
+        asked = [
+            one
+            for part in parts
+            for one in (part, part.baselines)
+            if one is not None and one.pending and one.model_scores is None
+        ]
+        if self.rewards is None or not self.rewards.asks_model or not asked:
+            return list(parts)
         self.memory_manager.enter("score")
-        with self.timed("reward_model", completions.ref.num_tokens):
-            scores = self.group["reward"].compute_rewards(completions.ref)
-            numbers = self.group.data.get(scores, ["rewards"])["rewards"].tolist()
-        baselines = None if completions.baselines is None else self.score_with_reward_model(completions.baselines)
-        return replace(completions, model_scores=tuple(numbers), baselines=baselines)
+        batch = asked[0].ref if len(asked) == 1 else join([replace(one, baselines=None) for one in asked]).ref
+        with self.timed("reward_model", batch.num_tokens):
+            rewards = self.group.data.get(self.group["reward"].compute_rewards(batch), ["rewards"])["rewards"]
+            scores = {
+                id(one): tuple(part.tolist())
+                for one, part in zip(asked, rewards.split([len(one) for one in asked]), strict=True)
+            }
+
+        def scored(one: Completions) -> Completions:
+            return replace(one, model_scores=scores.get(id(one), one.model_scores))
+
+        return [replace(scored(part), baselines=None if part.baselines is None else scored(part.baselines)) for part in parts]
 
     def collect_rewards(self, completions: Completions) -> tuple[Completions, dict[str, float]]:
         """Wait for the rewards of completions, unless they are there already.
@@ -232,7 +284,7 @@ class Phases:
         """
         if not completions.pending:
             return completions, {}
-        completions = self.score_with_reward_model(completions)
+        (completions,) = self.ask_reward_model([completions])
         with self.timed("reward_wait"):
             rows, counts = self.reward_runner.result(completions.rows, completions.pending, completions.model_scores)
         if completions.baselines is not None:
@@ -255,7 +307,7 @@ class Phases:
 
         The rewards are computed meanwhile.
         """
-        completions = self.score_with_reward_model(completions)
+        (completions,) = self.ask_reward_model([completions])
         batch = completions.ref
         if self.algorithm.needs_reference or self.algorithm.needs_critic:
             self.memory_manager.enter(

@@ -202,9 +202,18 @@ def rollout_config(config: RLConfig, most_tokens: int | None = None) -> RolloutC
         max_batch_total_tokens=rollout.max_batch_total_tokens or (0 if is_alone else shared),
         target_tokens_per_batch=rollout.target_tokens_per_batch,
         invariant=rollout.invariant,
+        held_versions=held_versions(config),
         return_routed_experts=config.rl.routing_replay == "rollout",
         options=rollout.options,
     )
+
+
+def held_versions(config: RLConfig) -> int:
+    """Return how many versions of the weights the generator holds.
+
+    As many as K suffice for nobody to wait: what the oldest version answers is what the next step waits for anyway.
+    """
+    return config.rollout.held_versions or max(1, config.rl.staleness)
 
 
 def start_group(config: RLConfig, roles: Roles) -> WorkerGroup:

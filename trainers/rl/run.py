@@ -11,7 +11,6 @@ from typing import Any
 from ...engine.errors import CheckpointError, RewardError
 from ...rewards.pool import RewardTarget, title_of
 from ..config.rl import RLConfig
-from ..data.order import Cursor
 from ..loop.callbacks import Callback
 from ..loop.early_stopping import EarlyStopping
 from ..loop.loggers import Display
@@ -21,13 +20,18 @@ from ..loop.training_run import EvaluationResult, TrainingRun
 from .algorithms import Algorithm
 from .bundle import StepBundles
 from .checkpoints import RunCheckpoints
-from .collect import Collector, Prompts
+from .collect import Collector
 from .evaluation import evaluate
+from .kept_completions import from_bytes, to_bytes
 from .metrics import PANELS, RLLines, RLSummary, shown
 from .phases import Phases
+from .prompts import Prompts
 from .roles import Roles
+from .rollouts import Rollouts
 from .session import controller_ranks, open_phases
 from .step import make_step
+from .ticket_log import TicketLog
+from .tickets import Tickets
 
 log = logging.getLogger(__name__)
 
@@ -40,21 +44,29 @@ class RLRun(TrainingRun):
         phases: The phases.
         prompts: The prompts.
         checkpoints: The checkpoints.
-        cursor: The position of the next prompt.
     """
 
     settings: RLConfig
     phases: Phases
     prompts: Prompts
     checkpoints: RunCheckpoints
-    cursor: Cursor = field(default_factory=Cursor)
+    rollouts: Rollouts = field(init=False)
+    """The completions to the run's tickets."""
 
     def __post_init__(self) -> None:
-        self.evaluates_first = self.phases.config.rl.eval_before_train
-        self._resume()
+        config = self.phases.config
+        self.evaluates_first = config.rl.eval_before_train
+        self._log = TicketLog(Path(config.trainer.output_dir) if self.ranks.is_first else None)
+        self._log.begin(config.data.batch_size, config.rl.staleness, self.total_steps)
+        self.rollouts = self._resume() or self._rollouts(
+            Tickets(config.data.batch_size, config.rl.staleness, steps=self.total_steps, observe=self._log.note)
+        )
         super().__post_init__()
-        self._collector = Collector(self.phases.config, self.phases, self.prompts)
+        self._collector = Collector(config, self.phases, self.rollouts)
         self._bundles = StepBundles(self.phases)
+
+    def _rollouts(self, tickets: Tickets) -> Rollouts:
+        return Rollouts(self.phases.config, self.phases, self.prompts, tickets)
 
     @property
     def checkpoint_root(self) -> str:
@@ -76,8 +88,9 @@ class RLRun(TrainingRun):
         start, phases = time.perf_counter(), self.phases
         # A judge, for example, cannot be reached.
         with self.saved_on(RewardError, f"the rewards of step {self.step + 1}"):
-            completed = make_step(phases, self._collector, self.cursor, step=self.step + 1, bundles=self._bundles)
-        self.step, self.cursor = self.step + 1, completed.cursor
+            completed = make_step(phases, self._collector, self.rollouts, bundles=self._bundles)
+        self.step += 1
+        self._log.write()
         self._collector.warn(completed.metrics)
         seconds = time.perf_counter() - start
         return {
@@ -86,7 +99,7 @@ class RLRun(TrainingRun):
             **phases.timing(),
             **phases.adaptive.metrics(),
             **phases.memory_manager.metrics(),
-            "epoch": self.cursor.epoch + self.cursor.position / len(self.prompts.order),
+            "epoch": self.rollouts.tickets.first / len(self.prompts.order),
             "seconds": seconds,
             "seconds/idle": seconds - sum(phases.seconds.values()) + phases.seconds.get("reward_wait", 0.0),
         }
@@ -94,6 +107,8 @@ class RLRun(TrainingRun):
     def evaluate(self, stop: StopSignal) -> EvaluationResult:
         """Answer the held-out prompts; see the base class. It is not interrupted."""
         assert self.prompts.held_out is not None
+        # The generator goes over to the newest weights.
+        self.rollouts.settle(self.step)
         with self.saved_on(RewardError, f"the rewards of the evaluation after step {self.step}", evaluation_due=True):
             metrics, judged = evaluate(self.phases, self.prompts.held_out, version=self.step)
         count = min(self.config.generate, len(judged))
@@ -103,16 +118,22 @@ class RLRun(TrainingRun):
         )
 
     def write_checkpoint(self, *, evaluation_due: bool, last: bool) -> None:
-        """Write the checkpoints of the actor and the critic."""
+        """Write the checkpoints of the actor and the critic, and the completions that wait to be learned from."""
+        kept = self.rollouts.kept()
+        tickets = self.rollouts.tickets.state(kept)
+        stored = {number: kept[number] for number, _, is_stored in tickets["out"] if is_stored}
+        self._log.write()
         # A checkpoint brings all of a role's state to the device for a moment.
         self.phases.memory_manager.enter("score")
         extra = {
-            "data": self.prompts.order.state(self.cursor),
+            "data": self.prompts.order.state(self.prompts.order.cursor(tickets["next"] - len(tickets["out"]))),
+            "tickets": tickets,
             "adaptive": self.phases.adaptive.state(),
             "watch": self.early_stopping.state(),
             "evaluate": evaluation_due,
         }
-        self.checkpoints.save(self.step, extra, best=self.early_stopping.best_step)
+        completions = to_bytes(stored) if stored else None
+        self.checkpoints.save(self.step, extra, best=self.early_stopping.best_step, completions=completions)
 
     def restore_step(self, step: int) -> None:
         """Load the actor's checkpoint of a step."""
@@ -127,18 +148,28 @@ class RLRun(TrainingRun):
         where: str = self.phases.group["actor"].export(str(folder.absolute()), adapters=adapters)
         return where
 
-    def _resume(self) -> None:
-        """Load the checkpoint to start from, if there is one."""
+    def _resume(self) -> Rollouts | None:
+        """Load the checkpoint to start from, if there is one; return the completions to the tickets that were out."""
         restored = self.checkpoints.resume()
         if restored is None:
-            return
+            return None
+        config, order = self.phases.config, self.prompts.order
+        size: dict[str, Any] = {"batch": config.data.batch_size, "staleness": config.rl.staleness}
         try:
-            self.cursor = self.prompts.order.restore(restored.extra["data"], epochs=self.config.max_steps is None)
+            first = order.number(order.restore(restored.extra["data"], epochs=self.config.max_steps is None))
+            # Runs from before there were tickets have none: their next prompts were not answered yet.
+            state = restored.extra.get("tickets", {**size, "version": restored.step, "next": first, "out": []})
+            tickets = Tickets.restore(state, **size, steps=self.total_steps, observe=self._log.note)
+            tokenizer = self.phases.tokenizer
+            kept = {} if restored.completions is None else from_bytes(restored.completions, self.prompts, tokenizer)
         except CheckpointError as e:
             raise CheckpointError(f"{restored.folder}: {e}") from e
+        rollouts = self._rollouts(tickets)
+        rollouts.restore(kept)
         self.step, self.evaluates_first = restored.step, bool(restored.extra.get("evaluate"))
         self.phases.adaptive.restore(restored.extra.get("adaptive", {}))
         self.early_stopping.restore(restored.extra.get("watch", {}), self.checkpoints.steps(), self.checkpoint_root)
+        return rollouts
 
 
 @contextmanager

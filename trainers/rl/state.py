@@ -9,6 +9,7 @@ from ...generation.options import SamplingOptions
 from ...workers.groups.base import WorkerGroup
 from ..config.rl import ROLES, RLConfig
 from .memory_manager import Allocation, RolePart, RolePlace
+from .roles import held_versions
 
 _PARTS = ("text_config", "ffn_config")
 """Configs inside a model's config that are those of a language model's layers."""
@@ -42,6 +43,12 @@ class GroupStates:
 
     def __init__(self, group: WorkerGroup, config: RLConfig) -> None:
         self._group, self._pools = group, config.group.pools
+        self._held = held_versions(config)
+
+    @property
+    def holds_versions(self) -> bool:
+        """See `RoleStates`."""
+        return self._held > 1
 
     def allocations(self) -> Mapping[tuple[str, RolePart], Allocation]:
         """Return what each role holds in a process, by role and part."""
@@ -49,7 +56,8 @@ class GroupStates:
         for role in (name for name in ROLES if name in self._group.roles):
             sizes: Mapping[RolePart, int] = self._group[role].state_bytes()
             for part, size in sizes.items():
-                allocations[role, part] = Allocation(bytes=size, shared=role not in self._pools)
+                place: RolePlace = "host" if part == "held_versions" else "device"
+                allocations[role, part] = Allocation(bytes=size, place=place, shared=role not in self._pools)
         return allocations
 
     def move(self, role: str, place: RolePlace, part: RolePart) -> None:
@@ -60,8 +68,8 @@ class GroupStates:
         """Copy the actor's weights to the generator."""
         self._group.sync_weights("actor", "rollout", version=version)
 
-    def verify(self) -> None:
-        """Compare what the processes of the generator make of one fixed prompt.
+    def verify(self, version: int) -> None:
+        """Compare what the processes of the generator make of one fixed prompt with a version of the weights.
 
         They have received the same bytes, but may have fused or quantized them, or have loaded them wrongly.
 
@@ -75,7 +83,7 @@ class GroupStates:
             return
         options = SamplingOptions(max_tokens=PROBE_TOKENS, temperature=0.0, ignore_eos=True, evaluation=True)
         # Prompts of one length, of which every model gets one.
-        completions = self._group["rollout"].generate([PROBE] * count, options)
+        completions = self._group["rollout"].generate([PROBE] * count, options, version=version)
         log_probs_by_model = [samples[0].log_probs for samples in completions]
         first = log_probs_by_model[0]
         gap = max(abs(a - b) for log_probs in log_probs_by_model for a, b in zip(log_probs, first, strict=True))

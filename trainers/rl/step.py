@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from ..data.order import Cursor
 from .bundle import StepBundles
 from .collect import Collector
 from .completions import Completions
 from .metrics import completion_metrics, staleness
 from .phases import Phases
 from .reward_runner import check_judged
+from .rollouts import Rollouts
 from .update import add_old_log_probs, estimate_advantages, update
 
 
@@ -19,26 +19,23 @@ class CompletedStep:
     Args:
         completions: The completions that were learned from, with their rewards. Their tensors are gone.
         metrics: The metrics of the step.
-        cursor: The position of the next prompt.
     """
 
     completions: Completions
     metrics: dict[str, float]
-    cursor: Cursor
 
 
 def make_step(
-    phases: Phases, collector: Collector, cursor: Cursor, *, step: int, bundles: StepBundles | None = None
+    phases: Phases, collector: Collector, rollouts: Rollouts, *, bundles: StepBundles | None = None
 ) -> CompletedStep:
-    """Make a step: roll out, score, estimate advantages, update, and sync the generator's weights.
+    """Make a step: take the completions to the next prompts, score them, estimate advantages, update, and sync the generator's weights.
 
     The version of the weights is the number of steps that they have been trained for.
 
     Args:
         phases: The phases.
-        collector: The collection of completions from the next prompts.
-        cursor: The position of the first prompt.
-        step: The number of the step, from 1.
+        collector: The collection of completions.
+        rollouts: The completions to the run's tickets.
         bundles: What writes replay bundles of steps; None writes none.
 
     Raises:
@@ -46,23 +43,24 @@ def make_step(
         ConfigError: The log-probabilities of actor and generator differ by more than `rl.max_log_prob_gap`.
     """
     phases.reset_timing()
+    version = rollouts.tickets.version
+    counts: dict[str, float] = {}
     if phases.algorithm.dynamic_sampling:
-        completions, counts, cursor = collector.collect_varied(cursor, step=step, version=step - 1)
+        completions, counts = collector.collect_varied()
     else:
-        completions, counts, cursor = collector.collect(cursor, step=step, version=step - 1)
+        completions = collector.collect()
     completions = phases.score(completions)
-    completions, counts, metrics = train_on(phases, completions, counts, step=step, bundles=bundles)
+    completions, counts, metrics = train_on(phases, completions, counts, step=version + 1, bundles=bundles)
     metrics = {
         **completion_metrics(completions.rows),
         **counts,
         "tokens": completions.ref.num_tokens,
-        "staleness": staleness(completions.rows, step - 1),
+        "staleness": staleness(completions.rows, version),
         **metrics,
     }
     phases.discard(completions.ref)
-    with phases.timed("sync"):
-        phases.memory_manager.sync(step)
-    return CompletedStep(completions=completions, metrics=metrics, cursor=cursor)
+    rollouts.apply()
+    return CompletedStep(completions=completions, metrics=metrics)
 
 
 def train_on(

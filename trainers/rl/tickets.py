@@ -171,11 +171,21 @@ class Tickets:
     @property
     def next(self) -> Ticket | None:
         """The ticket to be consumed next, if it has its answer and the step is not full; None otherwise."""
-        return self._out[0] if self._can_consume else None
+        return self._out[0] if not self.is_full and self.consumable(1) else None
 
     @property
-    def _can_consume(self) -> bool:
-        return bool(self._out) and not self.is_full and self._out[0].number in self._finished
+    def first(self) -> int:
+        """The number of the ticket that is consumed next, or will be."""
+        return self._out[0].number if self._out else self._next
+
+    def consumable(self, count: int) -> list[int]:
+        """Return the numbers of the tickets that can be consumed now, one after the other and at most so many."""
+        numbers: list[int] = []
+        for ticket in self._out:
+            if len(numbers) == count or ticket.number not in self._finished:
+                break
+            numbers.append(ticket.number)
+        return numbers
 
     @property
     def is_full(self) -> bool:

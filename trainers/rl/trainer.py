@@ -14,8 +14,8 @@ from ..loop.early_stopping import EarlyStopping
 from ..validate import check_outputs, unused_settings, warn_about_data
 from .adaptive import Adaptive
 from .algorithms import Algorithm, resolve
-from .collect import Prompts, load_data, most_tokens
 from .dry_run import RLDryRun, dry_run
+from .prompts import Prompts, load_data, most_tokens
 from .roles import Roles, build_roles, check_roles
 from .run import RLRun, evaluation_metrics, open_run
 
@@ -76,7 +76,7 @@ class RLTrainer(BaseTrainer[RLConfig, RLDryRun]):
         """Read the prompts, and check what depends on them; return them, the number of steps, and the roles. Reads no weights."""
         config, prompts = self.config, load_data(self.config)
         warn_about_data(config.data, config.data.batch_size, len(prompts.order), "prompts")
-        total_steps = config.trainer.max_steps or config.trainer.epochs * -(-len(prompts.order) // prompts.order.batch_size)
+        total_steps = config.trainer.max_steps or -(-config.trainer.epochs * len(prompts.order) // prompts.order.batch_size)
         if self._algorithm.needs_critic and config.rl.critic_warmup >= total_steps:
             raise ConfigError(
                 f"rl.critic_warmup={config.rl.critic_warmup} is as many steps as the run has ({total_steps}), so the policy would "

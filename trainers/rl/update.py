@@ -64,8 +64,8 @@ def estimate_advantages(phases: Phases, completions: Completions, step: int) -> 
     # The state of the actor is not there while the critic is updated.
     phases.memory_manager.enter("score" if phases.algorithm.needs_critic else "train")
     if isinstance(phases.algorithm.loss, PreferenceLoss):
-        return _pairs(phases, completions)
-    batch, metrics = _corrected(phases, completions)
+        return _pairs(phases, completions, step)
+    batch, metrics = _corrected(phases, completions, step)
     rewards = phases.adaptive.shape_rewards([row.reward for row in completions.rows])
     columns = {"rewards": torch.tensor(rewards, dtype=torch.float32)}
     if phases.algorithm.needs_baselines:
@@ -114,7 +114,7 @@ def update(
         metrics |= {f"critic/{name}": value for name, value in means(results).items()}
     # A step by itself, number 0, belongs to no warmup.
     if phases.algorithm.needs_critic and 0 < step <= phases.config.rl.critic_warmup:
-        return metrics | (_spot_check_log_prob_gap(phases, completions) if phases.is_on_policy else {})
+        return metrics | (_spot_check_log_prob_gap(phases, completions, step) if phases.is_on_policy else {})
     phases.memory_manager.enter("train")
     # A preference loss is the role's own; a policy loss depends on the step.
     loss = {} if isinstance(phases.algorithm.loss, PreferenceLoss) else {"loss": loss_of_step(phases)}
@@ -122,7 +122,7 @@ def update(
         results = phases.group["actor"].update(batch, mini_batches=mini_batches, **loss)
     # Entropy and KL divergence are those of the policy that answered, not the means over its updates.
     metrics = means(results) | metrics
-    _check_gap(phases, metrics)
+    _check_gap(phases, metrics, completions, step)
     phases.adaptive.adapt_kl(metrics.get("kl_per_response"), len(completions))
     return metrics
 
@@ -153,14 +153,14 @@ def _selected(phases: Phases, batch: DataRef, step: int) -> DataRef:
     return marks
 
 
-def _corrected(phases: Phases, completions: Completions) -> tuple[DataRef, dict[str, float]]:
+def _corrected(phases: Phases, completions: Completions, step: int) -> tuple[DataRef, dict[str, float]]:
     """Return the batch with importance weights, if they are asked for, and the numbers of its log-probabilities."""
     rl, batch = phases.config.rl, completions.ref
     if rl.old_log_probs == "rollout":
         metrics: dict[str, float] = phases.group["advantage"].summarize(batch)
         # The generator's log-probabilities are the old ones here, so their gap is not that between generator and actor.
         of_others = {name: value for name, value in metrics.items() if name not in GAPS}
-        return batch, of_others | _spot_check_log_prob_gap(phases, completions)
+        return batch, of_others | _spot_check_log_prob_gap(phases, completions, step)
     if rl.importance != "none":
         low, high = rl.importance_bounds
         batch |= phases.group["advantage"].compute_importance_weights(
@@ -169,7 +169,7 @@ def _corrected(phases: Phases, completions: Completions) -> tuple[DataRef, dict[
     if rl.rejection:
         batch |= phases.group["advantage"].reject(batch, limits=dict(rl.rejection))
     metrics = phases.group["advantage"].summarize(batch)
-    _check_gap(phases, metrics)
+    _check_gap(phases, metrics, completions, step)
     return batch, metrics
 
 
@@ -181,7 +181,7 @@ def _drop_rejected(phases: Phases, batch: DataRef) -> DataRef:
     return batch.select([row for row, mask in enumerate(accepted) if bool((mask > 0).any())])
 
 
-def _spot_check_log_prob_gap(phases: Phases, completions: Completions) -> dict[str, float]:
+def _spot_check_log_prob_gap(phases: Phases, completions: Completions, step: int) -> dict[str, float]:
     """Compare the generator's log-probabilities with the actor's for a few completions."""
     if phases.config.rl.max_log_prob_gap is None:
         return {}
@@ -189,11 +189,14 @@ def _spot_check_log_prob_gap(phases: Phases, completions: Completions) -> dict[s
     with phases.timed("old_log_probs", sample.num_tokens):
         sample |= phases.group["actor"].compute_log_probs(sample).rename(log_probs="old_log_probs")
     numbers: dict[str, float] = phases.group["advantage"].summarize(sample)
-    _check_gap(phases, numbers)
+    _check_gap(phases, numbers, completions, step)
     return {name: numbers[name] for name in GAPS}
 
 
-def _check_gap(phases: Phases, numbers: Mapping[str, float]) -> None:
+def _check_gap(phases: Phases, numbers: Mapping[str, float], completions: Completions, step: int) -> None:
+    if phases.config.rl.staleness and any(made < step - 1 for row in completions.rows for made in row.versions):
+        # What the policy has learned since is a part of the gap.
+        return
     gap, most = numbers.get("log_prob_gap", 0.0), phases.config.rl.max_log_prob_gap
     if most is not None and not gap <= most:
         raise ConfigError(
@@ -204,7 +207,7 @@ def _check_gap(phases: Phases, numbers: Mapping[str, float]) -> None:
         )
 
 
-def _pairs(phases: Phases, completions: Completions) -> tuple[DataRef, dict[str, float]]:
+def _pairs(phases: Phases, completions: Completions, step: int) -> tuple[DataRef, dict[str, float]]:
     """Return the best and the worst completion to each prompt, in pairs, and their number."""
     pairs = best_and_worst(completions.groups, [row.reward for row in completions.rows])
     chosen = completions.ref.select([row for pair in pairs for row in pair])
@@ -213,7 +216,7 @@ def _pairs(phases: Phases, completions: Completions) -> tuple[DataRef, dict[str,
     marks = torch.tensor([1.0, 0.0] * len(pairs))
     batch = chosen | phases.group.data.put_columns(chosen, rows={"chosen": marks})
     batch = batch.with_groups([i for i in range(len(pairs)) for _ in range(2)])
-    return batch, {"pairs": float(len(pairs)), **_spot_check_log_prob_gap(phases, completions)}
+    return batch, {"pairs": float(len(pairs)), **_spot_check_log_prob_gap(phases, completions, step)}
 
 
 def _mini_batches(phases: Phases, step: int) -> MiniBatches:

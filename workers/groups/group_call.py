@@ -90,6 +90,8 @@ class GroupCall:
     after: Sequence[PlannedHook] = ()
     collect: Callable[[], None] | None = field(default=None, init=False)
     """Waits for the flush, and sets the replies or the error of its calls; None before it is sent."""
+    arrived: Callable[[], bool] | None = field(default=None, init=False)
+    """Returns whether all replies to the flush have arrived, without waiting; None before it is sent."""
     replies: dict[WorkerId, ComputeReply] = field(default_factory=dict, init=False)
     error: BaseException | None = field(default=None, init=False)
     """Why there are no replies."""
@@ -169,6 +171,11 @@ class GroupCall:
             self._result = self._finish()
             self._finished = True
         return self._result
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        return self.error is not None or (self.arrived is not None and self.arrived())
 
     def hook_results(self) -> list[Any]:
         """Return what the hooks have returned, in the order in which they were given, those before the call first.

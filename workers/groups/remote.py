@@ -326,10 +326,14 @@ class RemoteWorkerGroup(WorkerGroup):
                     self._collect_flush(manifest, pending, channels)
                 collected = True
 
-        for call in manifest.calls:
-            call.collect = collect
         futures = [reply.future for replies in pending.values() for reply in replies]
-        self._flights.append((manifest, lambda: all(future.done() for future in futures), collect))
+
+        def arrived() -> bool:
+            return all(future.done() for future in futures)
+
+        for call in manifest.calls:
+            call.collect, call.arrived = collect, arrived
+        self._flights.append((manifest, arrived, collect))
 
     def _collect_done(self) -> None:
         for _, done, collect in list(self._flights):

@@ -1,6 +1,6 @@
 """The rollout role: generates responses to prompts with the policy's weights."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -44,6 +44,8 @@ class RolloutWorker:
         self.config = config
         self._ranks = ranks
         self._generator: BaseGenerator | None = None
+        self._held: dict[int, list[tuple[str, Tensor]]] = {}
+        """Newer weights than those of the generator, by version, in host memory."""
 
     def initialize(self) -> Self:
         """Load the model. Collective over the ranks of the role if the size of the cache depends on their memory.
@@ -89,9 +91,14 @@ class RolloutWorker:
         """The data type of all parameters; see `BaseGenerator.weight_dtype`."""
         return self.generator.weight_dtype
 
-    @register("dp", returns="objects")
+    @register("dp", returns="objects", columns="columns")
     def generate(
-        self, prompts: PackedBatch | Sequence[Sequence[int]], options: SamplingOptions, *, version: int | None = None
+        self,
+        prompts: PackedBatch | Sequence[Sequence[int]],
+        options: SamplingOptions,
+        *,
+        version: int | None = None,
+        columns: Mapping[str, Sequence[int]] | None = None,
     ) -> list[list[Generation]]:
         """Generate `options.samples` responses to each prompt, in order.
 
@@ -100,19 +107,20 @@ class RolloutWorker:
                 number of each prompt in the global batch, which seeds its sampling together with `options.seed`; a group adds
                 this field. Without it, the prompts are numbered from 0. It may have media.
             options: The sampling options.
-            version: The version that the weights must have; None accepts any.
+            version: The version that the weights must have; None accepts any. If it is held, see `RolloutConfig.held_versions`, the generator
+                goes over to it, and those before it are dropped.
+            columns: `number`: a number for each prompt instead of that in the batch.
 
         Raises:
             ModelError: The weights are of another version.
         """
         if version is not None and self.generator.version != version:
-            raise ModelError(
-                f"the generator has version {self.generator.version} of the weights, but version {version} was asked for; "
-                "sync_weights first"
-            )
+            self._use(version)
         token_ids = to_lists(prompts) if isinstance(prompts, PackedBatch) else check_prompts(prompts)
         numbers = prompts.sequence_fields.get("row") if isinstance(prompts, PackedBatch) else None
         rows = range(len(token_ids)) if numbers is None else numbers.tolist()
+        if columns is not None and "number" in columns:
+            rows = [int(number) for number in columns["number"]]
         media = None
         if isinstance(prompts, PackedBatch) and prompts.media:
             media = [_media_of(prompts, i) for i in range(prompts.num_sequences)]
@@ -120,12 +128,42 @@ class RolloutWorker:
         return self.generator.generate([[int(token) for token in ids] for ids in token_ids], options, rows, **more)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int | None = None) -> None:
-        """Load an actor's weights, as streamed by its `weights()`; None as a version is one more than the present one."""
-        self.generator.load_weights(weights, version=version)
+        """Load an actor's weights, as streamed by its `weights()`, or hold them until a call asks for their version.
+
+        Args:
+            weights: All weights by name.
+            version: Their version; None is one more than the newest one.
+        """
+        if self.config.held_versions == 1:
+            self.generator.load_weights(weights, version=version)
+            return
+        number = max(self.generator.version, *self._held, 0) + 1 if version is None else version
+        # The stream's tensors are views of memory that is used again.
+        self._held[number] = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in weights]
+        if len(self._held) == self.config.held_versions:
+            # Nobody asks for the generator's own any more.
+            self._use(min(self._held))
+
+    def _use(self, version: int) -> None:
+        """Go over to a version of the weights that is held.
+
+        Raises:
+            ModelError: It is not.
+        """
+        if version not in self._held:
+            newer = f" and holds {', '.join(map(str, sorted(self._held)))}" if self._held else ""
+            raise ModelError(
+                f"the generator has version {self.generator.version} of the weights{newer}, but version {version} was asked for; "
+                "sync_weights first"
+            )
+        weights = self._held.pop(version)
+        self._held = {number: held for number, held in self._held.items() if number > version}
+        self.generator.load_weights(iter(weights), version=version)
 
     @register("all", changes_weights=True)
     def discard_weights(self, reason: str) -> None:
         """Refuse to generate until complete weights have been loaded again; see `BaseGenerator.discard_weights`."""
+        self._held.clear()
         self.generator.discard_weights(reason)
 
     @register("all", changes_weights=True)
@@ -139,6 +177,7 @@ class RolloutWorker:
         Raises:
             ModelError: The files are missing or not those of the model.
         """
+        self._held.clear()
         self.generator.load_weights(stored_weights(folder), version=version)
         return self.generator.version
 
@@ -173,8 +212,12 @@ class RolloutWorker:
 
     @register("all")
     def state_bytes(self) -> dict[str, int]:
-        """Return the size of the parameters and of the full cache in this process, as estimated from the model's config."""
-        return estimated_bytes(self.config)
+        """Return the size of the parameters and of the full cache in this process, as estimated from the model's config, and of the
+        parameters of other versions than the generator's that it may hold.
+        """
+        sizes = estimated_bytes(self.config)
+        held = self.config.held_versions - 1
+        return {**sizes, "held_versions": held * sizes["parameters"]} if held else sizes
 
     @register("all")
     def to(self, place: str, part: str | None = None) -> None:
@@ -194,6 +237,7 @@ class RolloutWorker:
 
     def close(self) -> None:
         """Free the model."""
+        self._held.clear()
         if self._generator is not None:
             self._generator.close()
             self._generator = None

@@ -1,0 +1,94 @@
+"""Completions of tickets as a file of a checkpoint: those that were generated with older weights than the checkpoint has."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+from ...engine.errors import BatchError, CheckpointError
+from ...engine.packing.batch import PackedBatch
+from .batch_file import batch_from, tensors_of
+from .completions import Completion, decoded
+from .prompts import Prompts
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptCompletions:
+    """The completions to the prompt of a ticket, in the controller's memory.
+
+    Args:
+        batch: The documents, each the prompt with a completion, and their fields.
+        rows: The completions.
+    """
+
+    batch: PackedBatch
+    rows: tuple[Completion, ...]
+
+
+def to_bytes(kept: Mapping[int, KeptCompletions]) -> bytes:
+    """Return completions as the contents of a safetensors file.
+
+    Args:
+        kept: The completions by the number of their ticket; at least one.
+    """
+    batch = PackedBatch.concat([one.batch for one in kept.values()])
+    numbers = torch.tensor([number for number, one in kept.items() for _ in one.rows], dtype=torch.int64)
+    about = {"extra_fields": json.dumps(sorted(batch.extra_fields))}
+    return save({**tensors_of(batch), "numbers": numbers}, metadata=about)
+
+
+def from_bytes(data: bytes, prompts: Prompts, tokenizer: Any) -> dict[int, KeptCompletions]:
+    """Return the completions of a file, whose bytes are known to be those that were written.
+
+    Args:
+        data: The contents of the file.
+        prompts: The prompts of the run.
+        tokenizer: The tokenizer of the policy.
+
+    Raises:
+        CheckpointError: They are completions to other prompts, or of another format.
+    """
+    try:
+        tensors = load(data)
+        about = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        numbers: list[int] = tensors.pop("numbers").tolist()
+        batch = batch_from(tensors, json.loads(about["extra_fields"]))
+        versions, finished = batch.token_fields["versions"], batch.sequence_fields["finished"]
+    except (KeyError, ValueError, BatchError) as e:
+        raise CheckpointError(f"its completions are malformed: {type(e).__name__}: {e}") from e
+    rows: dict[int, list[int]] = {}
+    for row, number in enumerate(numbers):
+        rows.setdefault(number, []).append(row)
+    kept = {}
+    for number, chosen in rows.items():
+        prompt, completions = prompts.of_ticket(number), []
+        for row in chosen:
+            begin, end = batch.bounds[row], batch.bounds[row + 1]
+            ids: list[int] = batch.input_ids[begin:end].tolist()
+            if ids[: len(prompt.ids)] != prompt.ids:
+                raise CheckpointError(
+                    f"it has completions to another prompt than {prompt.name}, so the data have changed; use the same data, or start over from "
+                    "the exported model in another trainer.output_dir"
+                )
+            tokens = ids[len(prompt.ids) :]
+            completions.append(
+                Completion(
+                    prompt=prompt,
+                    group=number,
+                    tokens=tokens,
+                    text=decoded(tokenizer, tokens),
+                    finished=bool(finished[row]),
+                    versions=tuple(sorted({*versions[begin:end].unique_consecutive().tolist()} - {-1})),
+                )
+            )
+        kept[number] = KeptCompletions(batch=batch.select(chosen), rows=tuple(completions))
+    return kept
+
+
+def digest_of(data: bytes) -> str:
+    """Return the digest of a file's contents, by which it is named."""
+    return hashlib.sha256(data).hexdigest()

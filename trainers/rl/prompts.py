@@ -1,0 +1,111 @@
+"""The prompts of a run, in the order of its tickets."""
+
+from dataclasses import dataclass
+
+from ...engine.errors import ConfigError
+from ...engine.hf.config import read_config
+from ...engine.hf.shape import context_of
+from ...engine.hf.tokenizer import load_tokenizer
+from ...generation.memory import PAGE_TOKENS_CUDA
+from ..config.rl import REWARD_MODEL, RLConfig
+from ..data.dataset import Budget, micro_batch_budget
+from ..data.media import MediaReader
+from ..data.order import BatchOrder, Sampler
+from ..data.prompts import Prompt, PromptSet, empty_fields, load_prompts
+from ..data.tokenize import cache_folder
+from ..data.vocabulary import check_same_vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """The prompts of a run.
+
+    Args:
+        train: Those to train on.
+        order: Their order.
+        held_out: Those to evaluate on, or None.
+    """
+
+    train: PromptSet
+    order: BatchOrder
+    held_out: PromptSet | None
+
+    def of_ticket(self, number: int) -> Prompt:
+        """Return the prompt of a ticket: the prompts of all epochs follow each other."""
+        return self.train[self.order.index(number)]
+
+    @property
+    def sets(self) -> list[PromptSet]:
+        """Both of them, if there are both."""
+        return [self.train, *([self.held_out] if self.held_out is not None else [])]
+
+
+def load_data(config: RLConfig) -> Prompts:
+    """Load the prompts, and check that all models have the same tokenizer. Reads no weights.
+
+    Raises:
+        DataError: A source or a row cannot be used.
+        ConfigError: A model has another tokenizer.
+    """
+    data = config.data
+    tokenizer = load_tokenizer(config.model)
+    models = {"reference": config.reference.model}
+    if REWARD_MODEL in config.rewards.use:
+        models["reward"] = config.reward.model
+    models |= {"critic": config.critic.model, "actor": config.actor.model}
+    for role, model in models.items():
+        if model is not None and model.path != config.model.path:
+            check_same_vocabulary(config.model, model, f"{role}.model.path")
+    model = config.actor.model or config.model
+    positions = context_of(read_config(model))
+    budget = prompt_budget(config)
+    if positions is not None and positions <= budget.tokens:
+        budget = Budget(
+            tokens=positions - 1,
+            setting=f"the {positions} positions of {model.path} (max_position_embeddings) less one for an answer",
+        )
+    media = MediaReader.of(config.model, data, tokenizer, cache_folder(data))
+    train = load_prompts(data.train, tokenizer, data, budget, training=True, media=media)
+    sampler = Sampler(train.sizes, weights=data.weights, seed=data.seed, shuffle=data.shuffle)
+    prompts = Prompts(
+        train=train,
+        order=BatchOrder(sampler, batch_size=data.batch_size, digest=lambda: train.digest),
+        held_out=load_prompts(data.eval, tokenizer, data, budget, training=False, media=media) if data.eval else None,
+    )
+    fields = empty_fields(prompts.sets)
+    for one in prompts.sets:
+        one.check_media(config.rollout.generator, media)
+        one.set_media_fields(fields)
+    return prompts
+
+
+def prompt_budget(config: RLConfig) -> Budget:
+    """Return the largest number of tokens of a prompt, with which its longest completion still fits into a micro-batch.
+
+    Raises:
+        ConfigError: No prompt would fit.
+    """
+    usable, budget = micro_batch_budget(config.engine, infers=True)
+    room = usable - config.rollout.max_tokens
+    if room < 1:
+        raise ConfigError(
+            f"rollout.max_tokens={config.rollout.max_tokens} leaves no room for a prompt in {budget.setting}, which a prompt and its answer "
+            "have to fit into together; raise the latter"
+        )
+    return Budget(tokens=room, setting=f"{budget.setting} less rollout.max_tokens={config.rollout.max_tokens}")
+
+
+def most_tokens(config: RLConfig, prompts: Prompts) -> int:
+    """Return the size of a generator's cache, in tokens, that is not full even if all completions of a call are as long as allowed.
+
+    Args:
+        config: The run's settings.
+        prompts: The prompts.
+    """
+    sizes = [(prompts.train, config.data.batch_size * (config.rl.staleness + 1) * config.rl.group_size)]
+    if prompts.held_out is not None:
+        sizes.append((prompts.held_out, len(prompts.held_out) * config.rl.eval_samples))
+    completions = min(config.rollout.max_batch_size, max(count for _, count in sizes))
+    # One token more than these, and whole pages, as `continuous` reserves them.
+    tokens = max(part.longest for part, _ in sizes) + config.rollout.max_tokens + 1
+    return completions * -(-tokens // PAGE_TOKENS_CUDA) * PAGE_TOKENS_CUDA

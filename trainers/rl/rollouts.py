@@ -1,0 +1,185 @@
+"""Answers tickets with the generator: with K > 0 while the other roles go on, for which the generator has processes of its own."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ...engine.packing.batch import PackedBatch
+from ..config.rl import RLConfig
+from .completions import Completion, Completions, prefixes_of, split
+from .kept_completions import KeptCompletions
+from .phases import Phases, RunningRollout
+from .prompts import Prompts
+from .roles import held_versions
+from .tickets import Tickets
+
+
+class Rollouts:
+    """The completions to a run's tickets.
+
+    A call of the generator answers tickets of one version, at most `rollout.prompts_per_call` of them, and begins with the first that waits.
+    While it runs, nothing can be copied to the generator or from it. So with K > 0 completions go to the stores of the actor's processes
+    as soon as a call is done, and new weights are sent between two calls.
+
+    Args:
+        config: The run's settings.
+        phases: The phases.
+        prompts: The prompts.
+        tickets: The tickets.
+    """
+
+    def __init__(self, config: RLConfig, phases: Phases, prompts: Prompts, tickets: Tickets) -> None:
+        self.tickets = tickets
+        self._config, self._phases, self._prompts = config, phases, prompts
+        self._overlaps = config.rl.staleness > 0
+        self._running: RunningRollout | None = None
+        self._answered: dict[int, Completions] = {}
+        """The completions of tickets that were not consumed yet, whose rewards are being computed."""
+        self._kept: dict[int, KeptCompletions] = {}
+        """With K > 0: the completions of all tickets of the current step and later ones."""
+        self._advancing = False
+        self._verified: int | None = None
+        """The last version of the weights that the generator's processes were compared with."""
+        if self._overlaps:
+            phases.after_each = self.advance
+
+    # ---- the generator ---------------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """If the generator's call is done, take what it has made, and begin the next one. Does not wait."""
+        if self._advancing or self._running is None or not all(call.done for call in self._running.calls):
+            return
+        self._finish()
+        self._begin()
+
+    @contextmanager
+    def _no_advance(self) -> Iterator[None]:
+        # What is done here consists of phases itself, after each of which `advance` is called.
+        before, self._advancing = self._advancing, True
+        try:
+            yield
+        finally:
+            self._advancing = before
+
+    def _begin(self) -> None:
+        """Let the generator answer the first tickets that wait, if it does nothing."""
+        waiting = self.tickets.waiting
+        if self._running is not None or not waiting:
+            return
+        size = self._config.rollout.prompts_per_call or len(waiting)
+        count = sum(ticket.version == waiting[0].version for ticket in waiting[:size])
+        tickets = [self.tickets.start() for _ in range(count)]
+        prompts = [self._prompts.of_ticket(ticket.number) for ticket in tickets]
+        with self._no_advance():
+            if not self._overlaps:
+                self._phases.memory_manager.enter("rollout")
+            version = tickets[0].version
+            if held_versions(self._config) > 1 and version != self._verified:
+                self._phases.memory_manager.verify(version)
+                self._verified = version
+            self._running = self._phases.begin_rollout(prompts, [ticket.number for ticket in tickets], version=version)
+
+    def _finish(self) -> None:
+        """Wait for the generator's call, and hand its completions to the rewards."""
+        assert self._running is not None
+        with self._no_advance():
+            completions = self._phases.finish_rollout(self._running)
+            self._running = None
+            if self._overlaps:
+                completions = self._moved(completions)
+            for number, one in split(completions).items():
+                self._add(number, one)
+
+    def _add(self, number: int, completions: Completions) -> None:
+        # Each ticket by itself: which of them a call answers depends on time, and a reward may compare what it is given together.
+        greedy = completions.baselines
+        self._answered[number] = replace(
+            completions,
+            pending=self._phases.submit(completions.rows),
+            baselines=None if greedy is None else replace(greedy, pending=self._phases.submit(greedy.rows)),
+        )
+        self.tickets.finish(number)
+
+    def _moved(self, completions: Completions) -> Completions:
+        """Move completions to the stores of the actor's processes, and keep them here."""
+        data = self._phases.group.data
+        batch = data.get_batch(completions.ref)
+        data.clear_data_cache(completions.ref)
+        numbers: dict[int, list[int]] = {}
+        for row, number in enumerate(completions.groups):
+            numbers.setdefault(number, []).append(row)
+        for number, rows in numbers.items():
+            kept = tuple(completions.rows[row] for row in rows)
+            self._kept[number] = KeptCompletions(batch=batch.select(rows), rows=kept)
+        return self._put(batch, completions.rows)
+
+    def _put(self, batch: PackedBatch, rows: Sequence[Completion]) -> Completions:
+        ref = self._phases.group.data.put(batch, role="actor")
+        return Completions(ref=ref.without_groups().with_prefixes(prefixes_of(rows)), rows=tuple(rows))
+
+    # ---- the trainer -----------------------------------------------------------------------------------------------------
+
+    def answered(self, count: int) -> list[int]:
+        """Wait for the completions of the tickets that are consumed next; return their numbers, in order.
+
+        Args:
+            count: How many tickets at most. Without K they are all generated before this returns.
+        """
+        while self.tickets.next is None or (not self._overlaps and self.tickets.waiting):
+            self._begin()
+            self._finish()
+        if self._overlaps:
+            self._begin()
+        return self.tickets.consumable(count)
+
+    def completions(self, number: int) -> Completions:
+        """Return the completions of a ticket that has its answer and was not consumed."""
+        return self._answered[number]
+
+    def replace(self, number: int, completions: Completions) -> None:
+        """Note that more is known of the completions of a ticket, such as their rewards."""
+        self._answered[number] = completions
+
+    def keep(self) -> Completions:
+        """Consume the next ticket for the current step; return its completions."""
+        return self._answered.pop(self.tickets.keep().number)
+
+    def drop(self) -> Completions:
+        """Consume the next ticket, whose completions are not learned from; return them."""
+        return self._answered.pop(self.tickets.drop().number)
+
+    def apply(self) -> int:
+        """Note that the current step was applied, and send the new weights to the generator; return their version."""
+        first = self.tickets.first
+        self._kept = {number: kept for number, kept in self._kept.items() if number >= first}
+        version = self.tickets.apply()
+        self.settle(version - held_versions(self._config) + 1)
+        with self._phases.timed("sync"):
+            self._phases.memory_manager.sync(version)
+        if self._overlaps:
+            self._begin()
+        return version
+
+    def settle(self, before: int) -> None:
+        """Wait until the generator does nothing, and no ticket of a version before one is left to be answered."""
+        while self._running is not None or self.tickets.unanswered(before):
+            if self._running is None:
+                self._begin()
+            self._finish()
+
+    # ---- saving ----------------------------------------------------------------------------------------------------------
+
+    def kept(self) -> dict[int, KeptCompletions]:
+        """Return the completions that a checkpoint has to hold; nothing is generated afterwards until tickets are asked for.
+
+        With K = 0 these are none: all tickets are of the version that is saved, which answers them again.
+        """
+        self.settle(self.tickets.version)
+        return dict(self._kept)
+
+    def restore(self, kept: Mapping[int, KeptCompletions]) -> None:
+        """Take over the completions of a checkpoint, whose tickets have their answers already."""
+        self._kept = dict(kept)
+        for number, one in kept.items():
+            completions = self._put(one.batch, one.rows)
+            self._answered[number] = replace(completions, pending=self._phases.submit(one.rows))

@@ -1,0 +1,141 @@
+"""The log of a run's tickets, `tickets.jsonl`, and its check. Imports no torch.
+
+A line is a JSON array: `["settings", batch, staleness, steps]` before the first event of a process of the run, and then `[kind, number,
+version]` for every event.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from ...engine.errors import disk_error
+from .tickets import TicketError, TicketEvent, TicketEventKind, check_events
+
+NAME = "tickets.jsonl"
+
+
+class TicketLog:
+    """Writes the events of a run's tickets, after every step.
+
+    Args:
+        folder: The run's folder; None writes nothing, as a process that is not the first one does.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / NAME
+        self._lines: list[str] = []
+
+    def begin(self, batch: int, staleness: int, steps: int | None) -> None:
+        """Note the settings of the tickets whose events follow."""
+        self._lines.append(json.dumps(["settings", batch, staleness, steps]))
+
+    def note(self, event: TicketEvent) -> None:
+        """Note an event."""
+        self._lines.append(json.dumps([event.kind, event.number, event.version]))
+
+    def write(self) -> None:
+        """Write what has been noted since the last time.
+
+        Raises:
+            CheckpointError: The file cannot be written.
+        """
+        lines, self._lines = self._lines, []
+        if self._path is None or not lines:
+            return
+        try:
+            with self._path.open("ab+") as file:
+                # A process that was killed may have left half a line.
+                file.seek(max(0, file.tell() - 1))
+                torn = file.read(1) not in (b"", b"\n")
+                file.write(("\n" * torn + "".join(f"{line}\n" for line in lines)).encode())
+        except OSError as e:
+            raise disk_error(str(self._path), e) from e
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedLog:
+    """What a log of tickets says.
+
+    Args:
+        processes: How many processes have written it, one after the other.
+        events: The number of events.
+        kept: The number of groups that were learned from, with those of steps that were made again.
+        dropped: The number of groups that were dropped.
+        given_back: How often a ticket was given back, because what was answering it had ended.
+        oldest: The largest number of versions between a group that was learned from and the weights that learned from it.
+    """
+
+    processes: int
+    events: int
+    kept: int
+    dropped: int
+    given_back: int
+    oldest: int
+
+
+def check_log(path: Path) -> CheckedLog:
+    """Check the log of a run against the rules of tickets.
+
+    Args:
+        path: The run's folder, or the file.
+
+    Raises:
+        TicketError: There is no log, or it breaks a rule; the message names the event.
+    """
+    file = path / NAME if path.is_dir() else path
+    if not file.is_file():
+        raise TicketError(f"{file} does not exist; give the folder of a run of reinforcement learning")
+    parts = list(_parts(file))
+    kept = dropped = given_back = oldest = 0
+    for number, ((batch, staleness, steps), events) in enumerate(parts, 1):
+        try:
+            check_events(events, batch, staleness, steps)
+        except TicketError as e:
+            raise TicketError(f"{file}, process {number} of {len(parts)}: {e}") from e
+        issued = {event.number: event.version for event in events if event.kind == "issue"}
+        for event in events:
+            kept += event.kind == "keep"
+            dropped += event.kind == "drop"
+            given_back += event.kind == "give_back"
+            if event.kind == "keep":
+                oldest = max(oldest, event.version - issued[event.number])
+    return CheckedLog(
+        processes=len(parts),
+        events=sum(len(events) for _, events in parts),
+        kept=kept,
+        dropped=dropped,
+        given_back=given_back,
+        oldest=oldest,
+    )
+
+
+def _parts(file: Path) -> Iterator[tuple[tuple[int, int, int | None], list[TicketEvent]]]:
+    """Yield the settings and the events of each process that has written the log."""
+    settings: tuple[int, int, int | None] | None = None
+    events: list[TicketEvent] = []
+    lines = file.read_text().splitlines()
+    for i, line in enumerate(lines):
+        try:
+            kind, *values = json.loads(line)
+        except ValueError as e:
+            # The last line of a process that was killed while it wrote.
+            if i + 1 == len(lines) or lines[i + 1].startswith('["settings"'):
+                continue
+            raise TicketError(f"{file}:{i + 1} is not a line of a log of tickets") from e
+        if kind == "settings":
+            if settings is not None:
+                yield settings, events
+            settings, events = _settings(values), []
+        else:
+            if settings is None or kind not in get_args(TicketEventKind) or len(values) != 2:
+                raise TicketError(f"{file}:{i + 1} is not a line of a log of tickets")
+            events.append(TicketEvent(kind=kind, number=int(values[0]), version=int(values[1])))
+    if settings is not None:
+        yield settings, events
+
+
+def _settings(values: list[Any]) -> tuple[int, int, int | None]:
+    batch, staleness, steps = values
+    return int(batch), int(staleness), None if steps is None else int(steps)
