@@ -26,7 +26,10 @@ class _ByLength(BaseGenerator):
         """Generate; see `BaseGenerator.generate`."""
         streams = []
         for prompt, row in zip(prompts, range(len(prompts)) if rows is None else rows, strict=True):
-            own = [replace(options, max_tokens=length, stop_tokens=(), ignore_eos=True) for length in case.ANSWERS[row]]
+            own = [
+                replace(options, max_tokens=length, stop_tokens=(), ignore_eos=True)
+                for length in case.ANSWERS[row % len(case.ANSWERS)]
+            ]
             streams.append([self.submit(prompt, own[k], row=row, sample=k) for k in range(options.samples)])
         while not all(stream.ended for some in streams for stream in some):
             self.step()

@@ -23,6 +23,9 @@ _ESTIMATES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "k3": lambda x: torch.expm1(x) - x,
 }
 
+LEAST = 1e-6
+"""The smallest probability, of a token or of all others, that divergences of two choices are computed with."""
+
 
 def importance_weights(
     old_log_probs: Tensor,
@@ -48,7 +51,7 @@ def importance_weights(
         high: The upper bound.
 
     Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training", truncated importance
-    sampling; masked as in Liu et al. 2025, "When speed kills stability", sections on sequence-level masked importance sampling.
+    sampling; masked as IcePop does single tokens, arXiv:2510.18855, and Liu et al. 2025, "When speed kills stability", entire responses.
     """
     log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, torch.zeros_like(old_log_probs))
     if level == "sequence":
@@ -106,7 +109,7 @@ def accepted_tokens(
         ConfigError: A criterion is unknown, or its limit does not fit it.
 
     Source: the rejection of verl's rollout correction (Liu et al. 2025, "When speed kills stability"); the estimates are those of
-    KL(q || p) of Schulman 2020, "Approximating KL divergence".
+    KL(q || p) of Schulman 2020, "Approximating KL divergence". `token_binary_kl`: KPop, Guo et al. 2026, https://ringtech.notion.site/kpop.
     """
     log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, torch.zeros_like(old_log_probs))
     log_ratio = log_ratio.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -114,6 +117,9 @@ def accepted_tokens(
     counts = sequence_sums(mask.double(), batch).clamp(min=1)
     for kind, limit in limits.items():
         low, high = rejection_bounds(kind, limit)
+        if kind == "token_binary_kl":
+            accepted = accepted & (binary_divergence(old_log_probs, rollout_log_probs) <= high)
+            continue
         level, estimate = kind.rsplit("_", 1)
         values = torch.where(mask, _ESTIMATES[estimate](log_ratio), torch.zeros_like(log_ratio))
         if level == "seq_max":
@@ -123,3 +129,18 @@ def accepted_tokens(
             values = (sums / counts if level == "seq_mean" else sums)[rows]
         accepted = accepted & (values >= low) & (values <= high)
     return accepted
+
+
+def binary_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return the larger one of KL(p || q) and KL(q || p) of the choice between a token and all others, in nats.
+
+    Probabilities are at least `LEAST` away from 0 and 1: closer to 1, log-probabilities in float32 do not tell them apart.
+
+    Args:
+        log_p: `[T]`, the log-probability of each token by one policy, in nats.
+        log_q: `[T]`, by the other one.
+    """
+    p, q = (x.double().exp().clamp(LEAST, 1 - LEAST) for x in (log_p, log_q))
+    # Both divergences have the same two terms, weighed by the probabilities of one or the other.
+    token, others = (p / q).log(), ((1 - p) / (1 - q)).log()
+    return torch.maximum(p * token + (1 - p) * others, -q * token - (1 - q) * others)

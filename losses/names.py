@@ -20,5 +20,7 @@ Rejection = Literal[
     "seq_mean_k3",
     "seq_max_k2",
     "seq_max_k3",
+    "token_binary_kl",
 ]
-"""What of the difference is bounded: the estimates of single tokens, or their sum, mean or largest one in a response."""
+"""What of the difference is bounded: the estimates of single tokens, or their sum, mean or largest one in a response; or the divergences of a token
+against all others."""

@@ -54,7 +54,7 @@ def records(run: Path, split: str = "train") -> list[dict[str, Any]]:
         {
             name: value
             for name, value in line.items()
-            if not name.startswith(("seconds", "tokens_per_s", "memory")) and not name.endswith("peak_gib")
+            if not name.startswith(("seconds", "generating_s", "tokens_per_s", "memory")) and not name.endswith("peak_gib")
         }
         for line in lines
         if line.get("split", "train") == split

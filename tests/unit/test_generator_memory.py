@@ -25,7 +25,7 @@ from drivetrain.generation.vllm.model import gpu_arguments
 from drivetrain.serve.openai.replicas import gpus_of_replicas
 from drivetrain.trainers.config.rl import GroupConfig, GRPOConfig, RolloutSettings
 from drivetrain.trainers.data.prompts import Prompt, PromptSet
-from drivetrain.trainers.rl.collect import Prompts, most_tokens
+from drivetrain.trainers.rl.prompts import Prompts, most_tokens
 from drivetrain.trainers.rl.roles import rollout_config
 from drivetrain.workers.roles.generator import RolloutWorker
 

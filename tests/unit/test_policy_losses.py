@@ -28,7 +28,7 @@ from drivetrain.losses.advantages import (
     whiten,
 )
 from drivetrain.losses.covariance import covariances, random_keys, select_between, select_largest
-from drivetrain.losses.importance import importance_weights, rejection_bounds
+from drivetrain.losses.importance import accepted_tokens, binary_divergence, importance_weights, rejection_bounds
 from drivetrain.losses.objectives.base import Objective, TokenLosses
 from drivetrain.losses.objectives.cispo import CISPOObjective
 from drivetrain.losses.objectives.clipped import ClippedObjective
@@ -241,6 +241,7 @@ def test_settings_of_objectives_are_checked(settings: dict[str, Any], message: s
         ("seq_sum_k2", 0.0, "rejection.seq_sum_k2=0.0"),
         ("seq_sum_k2", math.nan, "rejection.seq_sum_k2=nan"),
         ("seq_sum_k2", True, "rejection.seq_sum_k2=True"),
+        ("token_binary_kl", (0.1, 0.2), "rejection.token_binary_kl=.*; give it one number above 0"),
         ("seq_max_k1", 2.0, "rejection.seq_max_k1: there is no such criterion; choose one of token_k1"),
     ],
 )
@@ -788,3 +789,29 @@ def test_a_sequence_without_a_response_has_no_weight() -> None:
     batch = from_lists([[1, 2, 3], [4]])
     assert aggregation_weight(batch, "seq-mean-token-mean") == 1.0
     assert aggregation_weight(batch, "token-mean") == 2.0
+
+
+def test_the_divergence_of_a_token_against_all_others() -> None:
+    def of_two(p: float, q: float) -> float:
+        return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+    pairs = [(0.5, 0.5), (0.5, 0.2), (0.2, 0.5), (0.9, 0.6), (1e-3, 4e-3), (0.999, 0.99)]
+    log_p, log_q = (torch.tensor([math.log(pair[i]) for pair in pairs]) for i in (0, 1))
+    values = binary_divergence(log_p, log_q)
+    assert values.tolist() == pytest.approx([max(of_two(p, q), of_two(q, p)) for p, q in pairs], rel=1e-3, abs=1e-9)
+    # A ratio of 4 is much for a frequent token and little for a rare one, which a mask by ratios does not tell.
+    assert float(values[4]) < 0.01 < 0.1 < of_two(0.8, 0.2)
+    certain = binary_divergence(torch.tensor([0.0, 0.0, -200.0, 0.0]), torch.tensor([0.0, -1e-7, -200.0, -200.0]))
+    assert torch.isfinite(certain).all()
+    assert float(certain[:3].max()) < 1e-5
+    assert float(certain[3]) > 10
+
+
+def test_tokens_that_differ_too_much_against_all_others_are_rejected() -> None:
+    batch = from_lists([[1, 2, 3], [4, 5]])
+    old, rollout = torch.log(t(0.5, 0.1, 0.5, 0.9, 0.5)), torch.log(t(0.5, 0.3, 0.5, 0.5, 0.5))
+    mask = torch.tensor([True, True, False, True, False])
+    limits: Any = {"token_binary_kl": 0.16}
+    assert accepted_tokens(old, rollout, mask, batch, limits).tolist() == [True, True, False, False, False]
+    limits = {"token_binary_kl": 0.05}
+    assert accepted_tokens(old, rollout, mask, batch, limits).tolist() == [True, False, False, False, False]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from ...engine.errors import BatchError, CheckpointError
@@ -58,7 +59,7 @@ def from_bytes(data: bytes, prompts: Prompts, tokenizer: Any) -> dict[int, KeptC
         numbers: list[int] = tensors.pop("numbers").tolist()
         batch = batch_from(tensors, json.loads(about["extra_fields"]))
         versions, finished = batch.token_fields["versions"], batch.sequence_fields["finished"]
-    except (KeyError, ValueError, BatchError) as e:
+    except (KeyError, ValueError, BatchError, SafetensorError) as e:
         raise CheckpointError(f"its completions are malformed: {type(e).__name__}: {e}") from e
     rows: dict[int, list[int]] = {}
     for row, number in enumerate(numbers):

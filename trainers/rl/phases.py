@@ -43,6 +43,11 @@ class RunningRollout:
     prompt_ref: DataRef
     calls: tuple[GroupCall, ...]
 
+    @property
+    def seconds(self) -> float:
+        """How long the generator has worked on them, in seconds, once they are there."""
+        return max(call.seconds() for call in self.calls if call.seconds is not None)
+
 
 @dataclass(kw_only=True, eq=False)
 class Phases:

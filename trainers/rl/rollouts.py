@@ -38,6 +38,7 @@ class Rollouts:
         self._kept: dict[int, KeptCompletions] = {}
         """With K > 0: the completions of all tickets of the current step and later ones."""
         self._advancing = False
+        self._generating_s: list[float] = []
         self._verified: int | None = None
         """The last version of the weights that the generator's processes were compared with."""
         if self._overlaps:
@@ -84,6 +85,7 @@ class Rollouts:
         assert self._running is not None
         with self._no_advance():
             completions = self._phases.finish_rollout(self._running)
+            self._generating_s.append(self._running.seconds)
             self._running = None
             if self._overlaps:
                 completions = self._moved(completions)
@@ -166,6 +168,11 @@ class Rollouts:
             if self._running is None:
                 self._begin()
             self._finish()
+
+    def generating_s(self) -> float:
+        """Return for how many seconds the generator has worked in calls that have ended since this was asked last."""
+        seconds, self._generating_s = sum(self._generating_s), []
+        return seconds
 
     # ---- saving ----------------------------------------------------------------------------------------------------------
 

@@ -92,6 +92,8 @@ class GroupCall:
     """Waits for the flush, and sets the replies or the error of its calls; None before it is sent."""
     arrived: Callable[[], bool] | None = field(default=None, init=False)
     """Returns whether all replies to the flush have arrived, without waiting; None before it is sent."""
+    seconds: Callable[[], float] | None = field(default=None, init=False)
+    """Returns the time from the sending of the flush to the last reply to it that has arrived, in seconds; None before it is sent."""
     replies: dict[WorkerId, ComputeReply] = field(default_factory=dict, init=False)
     error: BaseException | None = field(default=None, init=False)
     """Why there are no replies."""

@@ -1,5 +1,6 @@
 """A group in which every process is a controller: SPMD under torchrun, or a single process."""
 
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import count
@@ -91,6 +92,7 @@ class LocalWorkerGroup(WorkerGroup):
 
     def _run(self, manifest: FlushManifest) -> None:
         self._check_open()
+        sent = time.perf_counter()
         for call in manifest.calls:
             call.collect, call.arrived = _nothing, _at_once
         everyone = [worker_id(self._worker.pool, rank) for rank in range(dist.get_world_size())]
@@ -118,6 +120,9 @@ class LocalWorkerGroup(WorkerGroup):
                 call.fail(e)
                 continue
             call.replies = dict(zip(everyone, replies, strict=True))
+        seconds = time.perf_counter() - sent
+        for call in manifest.calls:
+            call.seconds = lambda: seconds
 
     def _collect_done(self) -> None:
         """A flush has run when it returns, so nothing is left to read."""

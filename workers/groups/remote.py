@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -328,11 +329,16 @@ class RemoteWorkerGroup(WorkerGroup):
 
         futures = [reply.future for replies in pending.values() for reply in replies]
 
+        sent = time.perf_counter()
+        times = [sent]
+
         def arrived() -> bool:
             return all(future.done() for future in futures)
 
+        for future in futures:
+            future.add_done_callback(lambda _: times.append(time.perf_counter()))
         for call in manifest.calls:
-            call.collect, call.arrived = collect, arrived
+            call.collect, call.arrived, call.seconds = collect, arrived, lambda: max(times) - sent
         self._flights.append((manifest, arrived, collect))
 
     def _collect_done(self) -> None:

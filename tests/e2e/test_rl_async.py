@@ -1,0 +1,265 @@
+"""Answers that are generated while the policy is trained: what a step learns from is what a program without any concurrency computes."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from drivetrain.engine.errors import CheckpointError, ConfigError
+from drivetrain.trainers.config.parse import parse
+from drivetrain.trainers.config.rl import GRPOConfig
+from drivetrain.trainers.rl.algorithms import resolve
+from drivetrain.trainers.rl.completions import equal_groups, join, split
+from drivetrain.trainers.rl.phase_commands import main as phases_command
+from drivetrain.trainers.rl.prompts import load_data
+from drivetrain.trainers.rl.roles import build_roles
+from drivetrain.trainers.rl.session import controller_ranks, open_phases
+from drivetrain.trainers.rl.step import train_on
+from drivetrain.trainers.rl.ticket_log import check_log
+from drivetrain.trainers.rl.trainer import RLTrainer
+from helpers.rl_runs import make_task, records, train, words
+
+BATCH = 4
+SETTINGS = [
+    "rewards.use=[format,helpers.hesitant:large]",
+    "rewards.weights.format=0",
+    "rollout.invariant=true",
+    "rl.importance=truncate",
+    "trainer.save_every=2",
+    "trainer.export_hf=false",
+]
+APART = ["group.kind=process", "group.pools.rollout=1", "rollout.generator=helpers.hesitant:HesitantGenerator"]
+VARIED = ["rl.dynamic_sampling=true", "rl.group_size=3"]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("task")
+    make_task(folder)
+    return folder
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step-{step:08d}" / "rank-00000.safetensors")
+
+
+def same(one: Path, other: Path, step: int) -> bool:
+    first, second = weights(one, step), weights(other, step)
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def sequential(task: Path, run: Path, staleness: int, steps: int, more: Sequence[str] = ()) -> list[dict[str, float]]:
+    """The steps of a run, one thing after the other, in one process: prompts are answered as soon as the rules issue them, and then wait."""
+    # Here nobody tells answers of older weights from those of a generator that computes other numbers.
+    config = parse(GRPOConfig, words(task, run, *SETTINGS, "rl.max_log_prob_gap=null", *more), "")
+    algorithm, prompts = resolve(config), load_data(config)
+    roles, numbers = build_roles(config, algorithm, total_steps=steps), iter(range(10**6))
+    with controller_ranks(config) as ranks, open_phases(config, algorithm, roles, ranks, prompts=prompts.sets) as phases:
+
+        def answer(count: int, version: int) -> list[Any]:
+            phases.memory_manager.sync(version)
+            if not count:
+                return []
+            chosen = [next(numbers) for _ in range(count)]
+            answered = phases.rollout([prompts.of_ticket(number) for number in chosen], chosen, version=version)
+            return [replace(one, pending=phases.submit(one.rows)) for one in split(answered).values()]
+
+        waiting, metrics = deque(answer(BATCH * (staleness + 1), 0)), []
+        for step in range(1, steps + 1):
+            kept: list[Any] = []
+            while len(kept) < BATCH:
+                one = waiting.popleft()
+                if algorithm.dynamic_sampling:
+                    one, _ = phases.collect_rewards(one)
+                    if equal_groups(one.rows):
+                        waiting += answer(1, step - 1)
+                        continue
+                kept.append(one)
+            completions, _, numbers_of_step = train_on(phases, phases.score(join(kept)), {}, step=step)
+            metrics.append({name: numbers_of_step[name] for name in ("loss", "grad_norm")})
+            phases.discard(completions.ref)
+            # Not more than the steps that are left can keep.
+            waiting += answer(BATCH * min(staleness + 1, steps - step) - len(waiting), step)
+        phases.group["actor"].save_checkpoint(str(run / "checkpoints"), steps, {})
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("staleness", "more"),
+    [
+        (0, []),
+        (0, VARIED),
+        (1, ["rollout.prompts_per_call=1"]),
+        (2, []),
+        (3, [*VARIED, "rollout.prompts_per_call=3"]),
+        (3, ["rollout.held_versions=1"]),
+    ],
+)
+@pytest.mark.slow
+def test_what_is_learned_does_not_depend_on_time(task: Path, tmp_path: Path, staleness: int, more: list[str]) -> None:
+    steps = 6 if staleness > 1 else 4
+    expected = sequential(task, tmp_path / "sequential", staleness, steps, more)
+    run = tmp_path / "run"
+    train(task, run, *SETTINGS, *APART, f"rl.staleness={staleness}", f"trainer.max_steps={steps}", *more)
+    made = records(run)
+    assert [{name: record[name] for name in ("loss", "grad_norm")} for record in made] == expected
+    assert same(run, tmp_path / "sequential", steps)
+    # The bound is reached, and no token is older.
+    assert [record["staleness"] for record in made] == [min(step, staleness) for step in range(steps)]
+    log = check_log(run)
+    assert (log.oldest, log.kept, log.processes) == (staleness, steps * BATCH, 1)
+    assert (log.dropped > 0) == bool(set(VARIED) <= set(more))
+    if staleness != 2:
+        return
+    # The control: with another bound it is another run.
+    sequential(task, tmp_path / "other", 1, steps, more)
+    assert not same(run, tmp_path / "other", steps)
+
+
+def test_a_resumed_run_learns_from_the_same_answers(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With groups that are dropped, an evaluation between the steps, and a step that was made, but not saved."""
+    expected = sequential(task, tmp_path / "sequential", 1, 3, VARIED)
+    more = [*SETTINGS, *APART, *VARIED, "rl.staleness=1", "trainer.max_steps=3", f"data.eval=[{task / 'held-out.jsonl'}]"]
+    run = tmp_path / "run"
+    with RLTrainer(parse(GRPOConfig, words(task, run, *more), "")).open_run() as begun:
+        begun.make_step()
+        begun.evaluate(None)  # type: ignore[arg-type]
+        begun.save()
+        begun.make_step()
+    (file,) = (run / "checkpoints" / "completions" / "step-00000001").iterdir()
+    train(task, run, *more, "trainer.keep_last=1")
+    made = records(run)
+    assert [{name: record[name] for name in ("loss", "grad_norm")} for record in made] == expected[1:]
+    assert [record["staleness"] for record in made] == [1, 1]
+    assert same(run, tmp_path / "sequential", 3)
+    assert not file.exists()
+    log = check_log(run)
+    assert (log.processes, log.oldest, log.dropped > 0) == (2, 1, True)
+    assert phases_command(["check-log", str(run)]) == 0
+    assert "of 2 processes" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_other_answers_is_refused(task: Path, tmp_path: Path) -> None:
+    more = [*SETTINGS, *APART, "rl.staleness=1", "trainer.max_steps=4"]
+    with RLTrainer(parse(GRPOConfig, words(task, tmp_path, *more), "")).open_run() as begun:
+        begun.make_step()
+        begun.save()
+    with pytest.raises(CheckpointError, match=r"saved with rl\.staleness = 1, now it is 2"):
+        train(task, tmp_path, *more, "rl.staleness=2")
+    checkpoint = f"trainer.resume={tmp_path / 'checkpoints' / 'step-00000001'}"
+    (file,) = (tmp_path / "checkpoints" / "completions" / "step-00000001").iterdir()
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="its bytes are not those that were written"):
+        train(task, tmp_path / "damaged", *more, checkpoint)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"completions/step-00000001/.* is missing"):
+        train(task, tmp_path / "missing", *more, checkpoint)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("real_commands")
+def test_a_run_that_is_killed_at_random_learns_the_same(task: Path, tmp_path: Path) -> None:
+    """The controller, its workers and the processes of the rewards, until it is done."""
+    steps, rng = 8, random.Random(5)
+    more = [*SETTINGS, *APART, *VARIED, "rl.staleness=1", f"trainer.max_steps={steps}", "trainer.save_every=1"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(task, whole, *more)
+    kills = 0
+    command = [sys.executable, "-m", "drivetrain.cli", "grpo", *words(task, killed, *more)]
+    for _ in range(20):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        try:
+            process.wait(rng.uniform(10, 20) if kills < 3 else 400)
+            break
+        except subprocess.TimeoutExpired:
+            victims = [process.pid, *descendants(process.pid)]
+            os.kill(victims[0] if kills == 0 else rng.choice(victims), signal.SIGKILL)
+            kills += 1
+            process.wait(120)
+            end_all(victims)
+    assert process.returncode == 0
+    assert kills == 3
+    assert same(killed, whole, steps)
+    assert check_log(killed).oldest == 1
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes that a process has started, and those that these have started."""
+    parents: dict[int, list[int]] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents.setdefault(int(fields[1]), []).append(int(status.parent.name))
+    found, ahead = [], [pid]
+    while ahead:
+        ahead += (children := parents.get(ahead.pop(), []))
+        found += children
+    return found
+
+
+def end_all(pids: Sequence[int]) -> None:
+    """Wait for processes to end by themselves, as those of a run do when its controller is gone, and kill what is left."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in pids):
+        time.sleep(0.2)
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["rl.staleness=1"], r"rl\.staleness=1, but the generator has no processes of its own"),
+        (["rl.staleness=-1"], r"rl\.staleness=-1"),
+        (["rollout.held_versions=2"], r"rollout\.held_versions=2 is not used without rl\.staleness"),
+        ([*APART, "rl.staleness=1", "rollout.held_versions=2"], "for which 1 suffice"),
+        (
+            [*APART, "rl.staleness=1", "rl.algorithm=remax"],
+            "rl.algorithm=remax, whose baselines are answers of the present weights",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_named(task: Path, tmp_path: Path, more: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(task, tmp_path, *more)
+
+
+def test_a_log_that_breaks_a_rule_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lines = [["settings", 1, 0, 2], ["begin", 0, 0], ["issue", 0, 0], ["start", 0, 0], ["finish", 0, 0], ["keep", 0, 0]]
+    lines += [["apply", 1, 1], ["issue", 1, 1]]
+    log = tmp_path / "tickets.jsonl"
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    # The end of a process that was killed while it wrote, and another one.
+    log.write_text(text + '["sta\n' + text)
+    assert phases_command(["check-log", str(tmp_path)]) == 0
+    assert "14 events of 2 processes: 2 groups learned from, by weights at most 0 versions newer" in capfd.readouterr().out
+    log.write_text(text.replace('["keep", 0, 0]\n', '["keep", 1, 0]\n'))
+    for path, message in (
+        (tmp_path, "process 1 of 1: event 5 (keep 1, version 0): the ticket is not out"),
+        (tmp_path / "other", "does not exist; give the folder of a run"),
+    ):
+        assert phases_command(["check-log", str(path)]) == 1
+        assert message in capfd.readouterr().err
+    log.write_text('{"step": 1}\n' + text)
+    assert phases_command(["check-log", str(log)]) == 1
+    assert "tickets.jsonl:1 is not a line of a log of tickets" in capfd.readouterr().err

@@ -1,0 +1,299 @@
+"""Rollouts with a generator that is as slow as chance wants: what is asked of it, and that what is learned from does not depend on it."""
+
+import random
+from dataclasses import dataclass, field
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from drivetrain.engine.config import ModelConfig
+from drivetrain.engine.errors import CheckpointError, ModelError
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
+from drivetrain.trainers.config.parse import parse
+from drivetrain.trainers.config.rl import GRPOConfig, RLConfig
+from drivetrain.trainers.data.prompts import Prompt
+from drivetrain.trainers.rl.completions import Completion, Completions
+from drivetrain.trainers.rl.kept_completions import KeptCompletions, from_bytes, to_bytes
+from drivetrain.trainers.rl.rollouts import Rollouts
+from drivetrain.trainers.rl.tickets import Tickets
+from drivetrain.workers.data_plane.data_ref import DataRef
+from drivetrain.workers.roles.generator import RolloutWorker
+
+GROUP = 2
+
+
+def prompt_of(number: int) -> Prompt:
+    return Prompt(name=f"prompt {number}", ids=[number + 3, 1], content=f"{number}")
+
+
+PROMPTS = cast(Any, SimpleNamespace(of_ticket=prompt_of))
+
+
+@cache
+def config_of(staleness: int, per_call: int | None, held: int | None) -> RLConfig:
+    words = [f"rl.staleness={staleness}", f"rl.group_size={GROUP}", "model.path=none"]
+    words += ["group.pools.rollout=1"] if staleness else []
+    words += [f"rollout.prompts_per_call={per_call}"] if per_call else []
+    words += [f"rollout.held_versions={held}"] if held else []
+    return parse(GRPOConfig, words, "")
+
+
+@dataclass
+class Call:
+    chance: random.Random
+
+    @property
+    def done(self) -> bool:
+        return self.chance.random() < 0.3
+
+
+@dataclass
+class FakePhases:
+    """A generator that holds versions as a RolloutWorker does, and stores that hold nothing."""
+
+    held_versions: int
+    chance: random.Random
+    after_each: Any = None
+    newest: int = 0
+    used: int = 0
+    busy: bool = False
+    in_stores: set[str] = field(default_factory=set)
+    calls: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.memory_manager: Any = SimpleNamespace(enter=lambda phase: None, sync=self.sync, verify=lambda version: None)
+        self.group: Any = SimpleNamespace(
+            data=SimpleNamespace(get_batch=self.batch_of, clear_data_cache=lambda ref: None, put=self.put)
+        )
+
+    def timed(self, name: str) -> Any:
+        return torch.no_grad()
+
+    def advance(self) -> None:
+        """As after each phase of a step."""
+        if self.after_each is not None:
+            self.after_each()
+
+    def sync(self, version: int) -> None:
+        assert not self.busy
+        assert version == self.newest + 1
+        self.newest = version
+        # What more would be held than may be: the oldest is given up.
+        self.used = max(self.used, version - self.held_versions + 1)
+
+    def begin_rollout(self, prompts: Any, numbers: Any, *, version: int) -> Any:
+        assert not self.busy
+        assert self.used <= version <= self.newest, f"version {version} was given up"
+        self.busy, self.used = True, version
+        self.calls.append((version, tuple(numbers)))
+        return SimpleNamespace(prompts=prompts, numbers=numbers, version=version, calls=[Call(self.chance)], seconds=1.0)
+
+    def finish_rollout(self, running: Any) -> Completions:
+        assert self.busy
+        self.busy = False
+        rows = [
+            Completion(
+                prompt=prompt, group=number, tokens=[running.version, k], text="", finished=True, versions=(running.version,)
+            )
+            for prompt, number in zip(running.prompts, running.numbers, strict=True)
+            for k in range(GROUP)
+        ]
+        return Completions(ref=self.ref(rows), rows=tuple(rows))
+
+    def ref(self, rows: Any) -> DataRef:
+        ids = tuple(f"{row.group}.{row.tokens[1]}" for row in rows)
+        return DataRef(ids=ids, lengths=(4,) * len(ids), keys={}, buffer=cast(Any, None))
+
+    def batch_of(self, ref: DataRef) -> Any:
+        self.moved = ref
+        numbers = [int(name.partition(".")[0]) for name in ref.ids]
+        return from_lists([[*prompt_of(number).ids, self.used, 0] for number in numbers])
+
+    def put(self, batch: Any, role: str) -> DataRef:
+        assert role == "actor"
+        return DataRef(
+            ids=tuple(str(i) for i in range(batch.num_sequences)),
+            lengths=tuple(batch.lengths),
+            keys={},
+            buffer=cast(Any, None),
+        )
+
+    def submit(self, rows: Any) -> tuple[None, ...]:
+        assert len({row.group for row in rows}) == 1
+        return (None,)
+
+
+Consumed = list[tuple[int, int, int]]
+
+
+def run(
+    staleness: int, batch: int, steps: int, dropped: set[int], per_call: int | None, held: int | None, chance: random.Random
+) -> tuple[Consumed, FakePhases]:
+    """Which tickets were consumed, made by which version, and learned from by which."""
+    config = config_of(staleness, per_call, held)
+    phases = FakePhases(held_versions=held or max(1, staleness), chance=chance)
+    rollouts = Rollouts(config, cast(Any, phases), PROMPTS, Tickets(batch, staleness, steps=steps))
+    consumed: Consumed = []
+    for _ in range(steps):
+        while not rollouts.tickets.is_full:
+            for number in rollouts.answered(batch - rollouts.tickets.kept):
+                taken = rollouts.drop() if number in dropped else rollouts.keep()
+                (made_by,) = {row.versions[0] for row in taken.rows}
+                assert {row.group for row in taken.rows} == {number}
+                assert [row.tokens[1] for row in taken.rows] == list(range(GROUP))
+                consumed.append((number, made_by, rollouts.tickets.version))
+                phases.advance()
+        for _ in range(chance.randrange(4)):
+            phases.advance()
+        rollouts.apply()
+        if chance.random() < 0.2:
+            # A checkpoint, from which nothing of an older version is missing.
+            rollouts.tickets.state(rollouts.kept())
+    return consumed, phases
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    staleness=st.integers(0, 3),
+    batch=st.integers(1, 3),
+    per_call=st.sampled_from([None, 1, 2]),
+    hold_one=st.booleans(),
+    dropped=st.sets(st.integers(0, 30), max_size=10),
+    seeds=st.tuples(st.integers(0, 99), st.integers(0, 99)),
+)
+def test_what_is_learned_from_does_not_depend_on_the_generator(
+    staleness: int, batch: int, per_call: int | None, hold_one: bool, dropped: set[int], seeds: tuple[int, int]
+) -> None:
+    held = 1 if hold_one and staleness else None
+    one, phases = run(staleness, batch, 6, dropped, per_call, held, random.Random(seeds[0]))
+    # One call at a time, one answer after the other.
+    other, _ = run(staleness, batch, 6, dropped, 1, held, random.Random(seeds[1]))
+    assert one == other
+    assert [number for number, _, _ in one] == list(range(len(one)))
+    assert all(0 <= now - made <= staleness for _, made, now in one)
+    asked = [number for _, numbers in phases.calls for number in numbers]
+    assert asked == list(range(len(asked)))
+    assert all(len(numbers) <= (per_call or len(numbers)) for _, numbers in phases.calls)
+
+
+def test_the_generator_works_while_others_do() -> None:
+    """A call that has ended is followed by the next one after any phase; without K nothing is begun before it is asked for."""
+    chance = random.Random(0)
+    for staleness, busy in ((0, False), (2, True)):
+        phases = FakePhases(held_versions=2, chance=chance)
+        rollouts = Rollouts(config_of(staleness, 1, None), cast(Any, phases), PROMPTS, Tickets(2, staleness))
+        rollouts.answered(2)
+        rollouts.keep()
+        assert phases.busy is busy
+        before = len(phases.calls)
+        for _ in range(20):
+            phases.advance()
+        assert (len(phases.calls) > before) is busy
+
+
+def test_stored_completions_are_taken_over() -> None:
+    batch = from_lists(
+        [[5, 1, 7, 8], [5, 1, 9]],
+        token_fields={
+            "versions": [[-1, 3, 3, -1], [-1, 3, -1]],
+            "rollout_log_probs": [[0.0, -0.5, -0.25, 0.0], [0.0, -1.0, 0.0]],
+        },
+        supervised=[[False, False, True, True], [False, False, True]],
+    ).with_sequence_fields(finished=torch.tensor([True, False]))
+    rows = tuple(Completion(prompt=prompt_of(2), group=2, tokens=[], text="", finished=True) for _ in range(2))
+    tokenizer = cast(Any, SimpleNamespace(decode=lambda tokens, skip_special_tokens: " ".join(map(str, tokens))))
+    data = to_bytes({2: KeptCompletions(batch=batch, rows=rows)})
+    (number, kept), *others = from_bytes(data, PROMPTS, tokenizer).items()
+    assert number == 2
+    assert not others
+    assert [(row.tokens, row.text, row.finished, row.versions, row.group) for row in kept.rows] == [
+        ([7, 8], "7 8", True, (3,), 2),
+        ([9], "9", False, (3,), 2),
+    ]
+    for name in ("input_ids", "labels", "position_ids"):
+        assert torch.equal(getattr(kept.batch, name), getattr(batch, name))
+    assert torch.equal(kept.batch.token_fields["rollout_log_probs"], batch.token_fields["rollout_log_probs"])
+    other = cast(Any, SimpleNamespace(of_ticket=lambda number: prompt_of(number + 1)))
+    with pytest.raises(CheckpointError, match="completions to another prompt than prompt 3, so the data have changed"):
+        from_bytes(data, other, tokenizer)
+    with pytest.raises(CheckpointError, match="its completions are malformed"):
+        from_bytes(data[:40], PROMPTS, tokenizer)
+
+
+# ---- versions that a generator's process holds ----------------------------------------------------------------------------
+
+
+class FakeGenerator:
+    """Says which weights it has."""
+
+    def __init__(self) -> None:
+        self.version, self.value = 0, 0.0
+
+    def load_weights(self, weights: Any, *, version: int) -> None:
+        self.version = version
+        for _, tensor in weights:
+            self.value = float(tensor)
+
+    def generate(self, prompts: Any, options: SamplingOptions, rows: Any) -> Any:
+        return [(self.version, self.value, row) for row in rows]
+
+    def discard_weights(self, reason: str) -> None:
+        self.version = -1
+
+
+def holder(held: int) -> Any:
+    worker: Any = RolloutWorker(RolloutConfig(model=ModelConfig(path="none"), held_versions=held))
+    worker._generator = FakeGenerator()
+    return worker
+
+
+def weights(value: float) -> Any:
+    tensor = torch.tensor(value)
+    yield "weight", tensor
+    # The memory of a transfer is used again.
+    tensor.fill_(-1)
+
+
+def answer(worker: Any, version: int) -> Any:
+    ((made_by, value, row),) = worker.generate([[1, 2]], SamplingOptions(), version=version, columns={"number": [7]})
+    assert row == 7
+    assert value == made_by
+    return made_by
+
+
+def test_new_weights_wait_until_they_are_asked_for() -> None:
+    worker = holder(2)
+    for version in (0, 1):
+        worker.load_weights(weights(version), version=version)
+    assert [answer(worker, version) for version in (0, 0, 1)] == [0, 0, 1]
+    with pytest.raises(ModelError, match="has version 1 of the weights, but version 0 was asked for"):
+        answer(worker, 0)
+    worker.load_weights(weights(2), version=2)
+    assert answer(worker, 1) == 1
+    # The third one: what is older than the versions that are held is given up.
+    worker.load_weights(weights(3), version=3)
+    with pytest.raises(ModelError, match="has version 2 of the weights and holds 3, but version 1 was asked for"):
+        answer(worker, 1)
+    assert [answer(worker, version) for version in (2, 3)] == [2, 3]
+    worker.load_weights(weights(4), version=4)
+    worker.discard_weights("broken")
+    with pytest.raises(ModelError, match="version 4 was asked for"):
+        answer(worker, 4)
+
+
+def test_without_held_versions_new_weights_are_used_at_once() -> None:
+    worker = holder(1)
+    worker.load_weights(weights(1), version=1)
+    assert answer(worker, 1) == 1
+    worker.load_weights(weights(2), version=2)
+    with pytest.raises(ModelError, match="version 1 was asked for"):
+        answer(worker, 1)
+    tensors: list[Tensor] = [tensor for kept in worker._held.values() for _, tensor in kept]
+    assert not tensors
