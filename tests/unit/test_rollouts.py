@@ -282,6 +282,13 @@ def test_new_weights_wait_until_they_are_asked_for() -> None:
     with pytest.raises(ModelError, match="has version 2 of the weights and holds 3, but version 1 was asked for"):
         answer(worker, 1)
     assert [answer(worker, version) for version in (2, 3)] == [2, 3]
+    # A version that nobody has asked for is given up with those before the next one.
+    other = holder(3)
+    for version in (1, 2):
+        other.load_weights(weights(version), version=version)
+    assert answer(other, 2) == 2
+    with pytest.raises(ModelError, match="has version 2 of the weights, but version 1 was asked for"):
+        answer(other, 1)
     worker.load_weights(weights(4), version=4)
     worker.discard_weights("broken")
     with pytest.raises(ModelError, match="version 4 was asked for"):

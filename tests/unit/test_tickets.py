@@ -64,6 +64,7 @@ def saved_alike(tickets: Tickets) -> None:
     restored = Tickets.restore(tickets.state(stored), batch=tickets.batch, staleness=tickets.staleness)
     assert [*restored._out] == begin
     assert restored._finished == stored
+    assert [*restored.waiting] == [ticket for ticket in begin if ticket.number not in stored]
     assert (restored.kept, restored.version, restored._next) == (0, tickets.version, tickets._next_at_begin)
 
 
