@@ -1,6 +1,7 @@
 """A rollout on several processes answers with the weights that all of them have, or with an error: never with a mixture."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,39 @@ def test_only_a_whole_set_of_weights_is_generated_with(group: WorkerGroup, monke
     with pytest.raises(WorkerLostError):
         group.sync_weights("source", "rollout", version=1)
     with pytest.raises(WorkerError):
+        answers(group)
+
+
+def test_only_changes_are_sent_and_all_weights_are_loaded(group: WorkerGroup) -> None:
+    receipt = group.sync_weights("source", "rollout", version=1, changes=True)
+    assert receipt == group.sync_weights("source", "rollout", version=1)
+    first = answers(group, 1)
+    for damage, most in (("one", 100), ("", 100), ("", 0), ("0.5", receipt.bytes)):
+        group["source"].set_damage(damage)
+        changed = group.sync_weights("source", "rollout", version=2, changes=True)
+        assert changed.sent_bytes <= most
+        assert (changed.bytes, changed.tensors) == (receipt.bytes, receipt.tensors)
+        made = answers(group, 2)
+        # All weights by themselves are the same.
+        everything = group.sync_weights("source", "rollout", version=2)
+        assert (everything.digest, everything.sent_bytes) == (changed.digest, receipt.bytes)
+        assert [g.log_probs for some in answers(group, 2) for g in some] == [g.log_probs for some in made for g in some]
+        assert (changed.digest == receipt.digest) is (damage == "")
+        if not damage:
+            assert [g.log_probs for some in made for g in some] == [g.log_probs for some in first for g in some]
+    # A transfer that has failed is followed by one of all weights.
+    group["source"].set_damage("lost")
+    with pytest.raises(WorkerError, match="1 parameters have no tensor"):
+        group.sync_weights("source", "rollout", version=3, changes=True)
+    group["source"].set_damage("")
+    assert group.sync_weights("source", "rollout", version=3, changes=True) == replace(receipt, version=3)
+    # Of other weights than the controller believes nothing is changed.
+    group._kept_weights["source", "rollout"] = "another"
+    with pytest.raises(
+        WorkerError, match=r"of tensors with the digest another, but this process has [0-9a-f]{12}; sync all weights"
+    ):
+        group.sync_weights("source", "rollout", version=4, changes=True)
+    with pytest.raises(WorkerError, match="are a mix of two models"):
         answers(group)
 
 

@@ -40,7 +40,12 @@ SETTINGS = [
     "trainer.save_every=2",
     "trainer.export_hf=false",
 ]
-APART = ["group.kind=process", "group.pools.rollout=1", "rollout.generator=helpers.hesitant:HesitantGenerator"]
+APART = [
+    "group.kind=process",
+    "group.pools.rollout=1",
+    "group.sync_changes=true",
+    "rollout.generator=helpers.hesitant:HesitantGenerator",
+]
 VARIED = ["rl.dynamic_sampling=true", "rl.group_size=3"]
 
 
@@ -229,6 +234,8 @@ def end_all(pids: Sequence[int]) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["group.sync_changes=true"], r"group\.sync_changes=true with no group\.pools\.rollout"),
+        ([*APART, "group.weight_sync=gloo"], r"group\.sync_changes=true with group\.weight_sync=gloo"),
         (["rl.staleness=1"], r"rl\.staleness=1, but the generator has no processes of its own"),
         (["rl.staleness=-1"], r"rl\.staleness=-1"),
         (["rollout.held_versions=2"], r"rollout\.held_versions=2 is not used without rl\.staleness"),

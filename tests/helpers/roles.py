@@ -315,7 +315,9 @@ class FolderSource:
 
     @register("all")
     def set_damage(self, damage: str) -> None:
-        """What goes wrong next time: lost, doubled, dies, or another factor of the weights; or `device`: they pass for tensors there."""
+        """What goes wrong next time: lost, doubled, dies, or another factor of the weights; `one`: an element is another; or `device`: they
+        pass for tensors there.
+        """
         self.damage = damage
         if damage == "device":
             digests.is_in_host = lambda tensor: not isinstance(tensor, OnDevice)  # type: ignore[assignment]
@@ -333,6 +335,8 @@ class FolderSource:
                 die(None)
             if i == 3 and self.damage == "lost":
                 continue
+            if i == 3 and self.damage == "one":
+                tensor.view(-1)[7] += 1
             yield name, (tensor * factor).as_subclass(OnDevice if self.damage == "device" else torch.Tensor)
             if i == 3 and self.damage == "doubled":
                 yield name, tensor

@@ -27,10 +27,11 @@ def memory_manager(offload_to: Any = "host", *, apart: bool = False, sync: Any =
         def move(self, role: str, place: RolePlace, part: RolePart) -> None:
             done.append(f"{role} {part} {place}")
 
-        def sync(self, version: int) -> None:
+        def sync(self, version: int) -> int:
             done.append(f"sync {version}")
             if sync is not None:
                 sync(found)
+            return 0
 
         holds_versions = False
 

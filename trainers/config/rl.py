@@ -252,6 +252,11 @@ class GroupConfig(Settings):
         "how weights go to a generator with processes of its own; nccl: from GPU to GPU; tcp: through host memory; auto: nccl if every process has a GPU, otherwise tcp; gloo: as nccl, on CPUs, for tests",
     )
 
+    sync_changes: bool | None = setting(
+        None,
+        "whether a generator with processes of its own is sent only the weights that have changed, for which both sides keep all weights in host memory; not with nccl; null: if its weights have 16 bits, of which few change in a step",
+    )
+
     def check(self) -> None:
         """Check these settings independently of the other sections.
 
@@ -271,6 +276,11 @@ class GroupConfig(Settings):
             raise ConfigError(
                 f"group.weight_sync={self.weight_sync} is not used, because actor and generator share their processes; remove it, or set "
                 "group.pools.rollout"
+            )
+        if self.sync_changes and ("rollout" not in self.pools or self.weight_sync in ("nccl", "gloo")):
+            other = f"group.weight_sync={self.weight_sync}" if "rollout" in self.pools else "no group.pools.rollout"
+            raise ConfigError(
+                f"group.sync_changes=true with {other}, where weights do not go from process to process through host memory; remove it"
             )
         if self.pools and self.kind == "local":
             raise ConfigError(

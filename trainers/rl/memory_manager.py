@@ -61,8 +61,8 @@ class RoleStates(Protocol):
         """Move a part of a role."""
         ...
 
-    def sync(self, version: int) -> None:
-        """Copy the actor's weights to the generator, which then have a version."""
+    def sync(self, version: int) -> int:
+        """Copy the actor's weights to the generator, which then have a version; return how many bytes were sent or handed on."""
         ...
 
     @property
@@ -88,6 +88,8 @@ class MemoryManager:
         self._offload_to = offload_to
         self._phase: Phase | None = None
         self._version: int | None = None
+        self.sent_bytes = 0
+        """How many bytes the last sync has sent, or handed on."""
 
     @property
     def _takes_turns(self) -> bool:
@@ -130,7 +132,7 @@ class MemoryManager:
             version: The version of the weights.
         """
         if not self._takes_turns:
-            self._states.sync(version)
+            self.sent_bytes = self._states.sync(version)
             if not self._states.holds_versions:
                 self._states.verify(version)
             return
@@ -140,7 +142,7 @@ class MemoryManager:
             self._move_all(role, away, but="parameters" if role == "actor" else None)
         self.move("actor", "device", "parameters")
         self._move_generator("device", "parameters")
-        self._states.sync(version)
+        self.sent_bytes = self._states.sync(version)
         self.move("actor", away, "parameters")
         self._move_generator("device", "cache")
         self._phase, self._version = "rollout", version

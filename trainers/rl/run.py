@@ -100,6 +100,7 @@ class RLRun(TrainingRun):
             **phases.adaptive.metrics(),
             **phases.memory_manager.metrics(),
             "epoch": self.rollouts.tickets.first / len(self.prompts.order),
+            "sync_bytes": float(phases.memory_manager.sent_bytes),
             "generating_s": self.rollouts.generating_s(),
             "seconds": seconds,
             "seconds/idle": seconds - sum(phases.seconds.values()) + phases.seconds.get("reward_wait", 0.0),

@@ -43,7 +43,7 @@ class GroupStates:
 
     def __init__(self, group: WorkerGroup, config: RLConfig) -> None:
         self._group, self._pools = group, config.group.pools
-        self._held = held_versions(config)
+        self._held, self._sync_changes = held_versions(config), config.group.sync_changes
 
     @property
     def holds_versions(self) -> bool:
@@ -64,9 +64,13 @@ class GroupStates:
         """Move a part of a role."""
         self._group[role].to(place, part)
 
-    def sync(self, version: int) -> None:
-        """Copy the actor's weights to the generator."""
-        self._group.sync_weights("actor", "rollout", version=version)
+    def sync(self, version: int) -> int:
+        """Copy the actor's weights to the generator; return how many bytes were sent or handed on."""
+        changes = self._sync_changes
+        if changes is None:
+            # Of float32 numbers an optimizer changes nearly all.
+            changes = "rollout" in self._pools and self._group.rank_infos("rollout")[0].weight_dtype in ("bfloat16", "float16")
+        return self._group.sync_weights("actor", "rollout", version=version, changes=changes).sent_bytes
 
     def verify(self, version: int) -> None:
         """Compare what the processes of the generator make of one fixed prompt with a version of the weights.

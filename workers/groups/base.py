@@ -36,12 +36,14 @@ class WeightReceipt:
         tensors: The number of tensors.
         bytes: Their size.
         digest: The digest of their names and bytes.
+        sent_bytes: The size of what was sent from process to process, or handed on.
     """
 
     version: int | None
     tensors: int
     bytes: int
     digest: str
+    sent_bytes: int = 0
 
 
 class RoleHandle:
@@ -94,6 +96,8 @@ class WorkerGroup(ABC):
         # Held by a call from its submission to its result, so that threads may share a group.
         self._lock = threading.RLock()
         self._planner = CallPlanner(self, self.data)
+        self._kept_weights: dict[tuple[str, str], str] = {}
+        """The digest of the weights that both roles of a transfer of changes have kept."""
 
     def __getitem__(self, name: str) -> RoleHandle:
         """Return the handle of a role.
@@ -262,7 +266,9 @@ class WorkerGroup(ABC):
                 f"{what} cannot be called: {self._submitted[0].title} has been submitted; flush() first, or withdraw() it"
             )
 
-    def sync_weights(self, source: str, target: str, *, eta: float = 1.0, version: int | None = None) -> WeightReceipt:
+    def sync_weights(
+        self, source: str, target: str, *, eta: float = 1.0, version: int | None = None, changes: bool = False
+    ) -> WeightReceipt:
         """Send the weights of one role to another, for example from an actor to its rollout, from worker to worker.
 
         All processes say what they have sent or loaded, and must agree.
@@ -272,6 +278,8 @@ class WorkerGroup(ABC):
             target: The name of a role with `load_weights`, on any pool.
             eta: The weight of the new weights in a moving average: target = eta x source + (1 - eta) x target.
             version: The version that the target's weights then have, if it is a rollout; None is one more than before.
+            changes: Whether just what has changed since the last such transfer is sent, where weights go to another pool through host memory.
+                The source's first process and the target's processes then keep all weights in host memory. What the target loads is the same.
 
         Raises:
             ConfigError: A role cannot do this.
@@ -280,13 +288,18 @@ class WorkerGroup(ABC):
         """
         with self._lock:
             self._check_nothing_submitted("sync_weights")
-            hook = SyncParams(source=source, target=target, eta=eta, version=version)
+            # Until this transfer has succeeded, nobody knows what both sides have.
+            base = self._kept_weights.pop((source, target), "") if changes and eta == 1 else None
+            hook = SyncParams(source=source, target=target, eta=eta, version=version, base=base)
             call = self._submit_hooks([hook], f"weights of {source} to {target}")
             self._flush_only(call)
             self._wait(call)
             replies = call.replies_to_hook("sync_params")
             try:
-                return agreed_receipt(replies)
+                receipt = agreed_receipt(replies)
+                if base is not None:
+                    self._kept_weights[source, target] = receipt.digest
+                return receipt
             except WorkerError as e:
                 if hasattr(self.role(target).worker, "discard_weights"):
                     self.call(target, "discard_weights", f"are not the same in all processes ({e})")
@@ -296,6 +309,7 @@ class WorkerGroup(ABC):
         """Forget all samples, which are lost, and what refers to them."""
         self.data.forget()
         self._submitted, self._in_flight, self._interrupted = [], [], []
+        self._kept_weights = {}
 
     def next_id(self) -> int:
         """Return the id of the next request."""

@@ -117,7 +117,13 @@ class BucketSums:
             hasher.update("".join(f"{name} {dtype} {list(shape)}\n" for name, dtype, shape, _ in contents).encode())
             hasher.update(f"{' '.join(map(str, sums))}\n".encode())
         tensors = sum(len(contents) for contents in self.contents)
-        return {"version": version, "tensors": tensors, "bytes": self.bytes, "digest": hasher.hexdigest()}
+        return {
+            "version": version,
+            "tensors": tensors,
+            "bytes": self.bytes,
+            "digest": hasher.hexdigest(),
+            "sent_bytes": self.bytes,
+        }
 
 
 # ---- the source ---------------------------------------------------------------------------------------------------------

@@ -5,9 +5,10 @@ itself. The others get them from the source's first process in buckets: within t
 connection to the target's first process, which broadcasts them there; `param_broadcast` has the way between GPUs. What travels is
 rounded at the source to the data type of the target, if all of its weights have the same: the target would round it likewise, and fewer
 bytes travel. A digest of each tensor travels with it, and one of all of them at the end; a target that received anything else refuses it.
+To another pool just the changes may be sent; see `data_plane.changes`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +19,7 @@ from ...engine.errors import ConfigError, ModelError, RemoteError
 from ...engine.parallel.process_groups import EngineGroups
 from ..data_plane.blocks import BlockPool
 from ..data_plane.buckets import BroadcastChannel, Bucket, BucketChannel, LinkChannel, Packer
+from ..data_plane.changes import SentTensors
 from ..data_plane.digests import StreamDigest
 from ..data_plane.plan import pool_of, rank_of
 from ..data_plane.store import DTYPES
@@ -43,6 +45,12 @@ def sync_params(worker: ModelWorker, hook: SyncParams) -> dict[str, Any] | None:
         RemoteError: The source failed.
     """
     is_source, is_target = worker.id in hook.sources, worker.id in hook.targets
+    if (
+        hook.base is not None
+        and not {*hook.sources} & {*hook.targets}
+        and pool_of(hook.sources[0]) != pool_of(hook.targets[0])
+    ):
+        return _sync_changes(worker, hook, hook.base)
     # One kind of digest in a transfer: what travels is in host memory.
     stream_digest = StreamDigest(in_host=not set(hook.targets) <= set(hook.sources))
     # And one kind of values, also in processes that hand on weights to themselves.
@@ -69,12 +77,72 @@ def sync_params(worker: ModelWorker, hook: SyncParams) -> dict[str, Any] | None:
         worker.data.blocks.trim(SETTLE_S)
     finally:
         groups.close()
+    return _receipt(hook, stream_digest, stream_digest.bytes)
+
+
+def _receipt(hook: SyncParams, tensors: StreamDigest, sent_bytes: int) -> dict[str, Any]:
     return {
         "version": hook.version,
-        "tensors": len(stream_digest),
-        "bytes": stream_digest.bytes,
-        "digest": stream_digest.digest(),
+        "tensors": len(tensors),
+        "bytes": tensors.bytes,
+        "digest": tensors.digest(),
+        "sent_bytes": sent_bytes,
     }
+
+
+def _sync_changes(worker: ModelWorker, hook: SyncParams, base: str) -> dict[str, Any] | None:
+    """Take part in a transfer to another pool of what has changed since the last one; see `sync_params`.
+
+    Args:
+        worker: The worker.
+        hook: The transfer.
+        base: The digest of the tensors that it begins with; empty if all are sent.
+    """
+    key = f"{hook.source} to {hook.target}"
+    pieces, results = StreamDigest(in_host=True), StreamDigest(in_host=True)
+    groups = EngineGroups(None)
+    try:
+        outgoing, incoming = _channels(worker, hook, groups)
+        if incoming is None and not outgoing:
+            # A process that only helps the source's first one to gather them.
+            with worker.host.weights(hook.source) as stream:
+                for _ in stream:
+                    progress.advance()
+            return None
+        # Kept anew only if the transfer succeeds.
+        sent = worker.sent_tensors.pop(key, None) or SentTensors()
+        if incoming is not None:
+            received = _received(incoming, outgoing, pieces, lambda: results.digest())
+            load_stream(worker, hook, _applied(sent, base, received, results))
+        else:
+            with worker.host.weights(hook.source) as stream:
+                changed = _encoded(sent, base, rounded(stream, hook.dtype), results)
+                for _ in _sent(changed, outgoing, pieces, worker.data.blocks, lambda: results.digest()):
+                    pass
+        worker.data.blocks.trim(SETTLE_S)
+    finally:
+        groups.close()
+    sent.digest = results.digest()
+    worker.sent_tensors[key] = sent
+    return _receipt(hook, results, pieces.bytes)
+
+
+def _encoded(sent: SentTensors, base: str, stream: NamedTensors, results: StreamDigest) -> NamedTensors:
+    sent.check(base)
+    for name, tensor in stream:
+        yield from sent.pieces(name, tensor, results)
+
+
+def _applied(sent: SentTensors, base: str, received: NamedTensors, results: StreamDigest) -> NamedTensors:
+    try:
+        sent.check(base)
+        yield from sent.tensors(received, results)
+    except ModelError:
+        # The others take part in the transfer, whose end has to be read.
+        with suppress(Exception):
+            for _ in received:
+                pass
+        raise
 
 
 def _channels(worker: ModelWorker, hook: SyncParams, groups: EngineGroups) -> tuple[list[BucketChannel], BucketChannel | None]:
@@ -139,9 +207,13 @@ def rounded(stream: NamedTensors, dtype: str) -> NamedTensors:
 
 
 def _sent(
-    stream: NamedTensors, channels: Sequence[BucketChannel], stream_digest: StreamDigest, blocks: BlockPool
+    stream: NamedTensors,
+    channels: Sequence[BucketChannel],
+    stream_digest: StreamDigest,
+    blocks: BlockPool,
+    more: Callable[[], str] = str,
 ) -> NamedTensors:
-    """Yield a stream, count it, and send it on in buckets."""
+    """Yield a stream, count it, and send it on in buckets, with its digest at the end and perhaps one `more`."""
     packer = Packer(channels, blocks)
     try:
         for name, tensor in stream:
@@ -157,10 +229,12 @@ def _sent(
             channel.send(Bucket(error=f"{type(e).__name__}: {e}"))
         raise
     for channel in channels:
-        channel.send(Bucket(total=stream_digest.digest()))
+        channel.send(Bucket(total=stream_digest.digest() + more()))
 
 
-def _received(incoming: BucketChannel, outgoing: Sequence[BucketChannel], stream_digest: StreamDigest) -> NamedTensors:
+def _received(
+    incoming: BucketChannel, outgoing: Sequence[BucketChannel], stream_digest: StreamDigest, more: Callable[[], str] = str
+) -> NamedTensors:
     """Yield the tensors of buckets as they arrive, after comparing their digests, and send the buckets on.
 
     Raises:
@@ -185,7 +259,7 @@ def _received(incoming: BucketChannel, outgoing: Sequence[BucketChannel], stream
         for channel in outgoing:
             channel.send(Bucket(error=str(e) if isinstance(e, RemoteError) else f"{type(e).__name__}: {e}"))
         raise
-    if not wrong and stream_digest.digest() != bucket.total:
+    if not wrong and stream_digest.digest() + more() != bucket.total:
         wrong = f"the {len(stream_digest)} tensors that arrived are not those that were sent"
     if wrong:
         raise ModelError(f"{wrong}; sync the weights again")

@@ -27,6 +27,7 @@ from ..protocol.names import Names, Program
 from ..protocol.operations import COMMON_ERRORS, ErrorKind, Op, Registry
 
 if TYPE_CHECKING:
+    from ..data_plane.changes import SentTensors
     from ..data_plane.manager import DataManager
     from .agreement import Agreement
     from .pool_communicator import PoolCommunicator
@@ -180,6 +181,8 @@ class ModelWorker:
         """The models that generation steps run on, by their ids."""
         self.communicators: dict[tuple[str, ...], PoolCommunicator] = {}
         """Communicators with processes of other pools, by their members."""
+        self.sent_tensors: dict[str, SentTensors] = {}
+        """What transfers of changes between two roles have sent or received last."""
         self._host: RoleHost | None = None
         self._data: DataManager | None = None
         self._agreement: Agreement | None = None

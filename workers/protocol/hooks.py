@@ -96,6 +96,8 @@ class SyncParams(HookStruct, tag="sync_params", kw_only=True):
         dtype: The data type in which weights of more bytes are sent to other processes; empty if all are sent as they are.
         backend: The backend of a communicator of the source's first process and all targets, in which weights are broadcast to another
             pool; empty if they are sent to its first process through host memory.
+        base: The digest of the weights that both sides kept at the last transfer, of which only the changes are sent; empty if all are sent,
+            and kept for the next one; null if nothing is kept.
     """
 
     source: str
@@ -107,6 +109,7 @@ class SyncParams(HookStruct, tag="sync_params", kw_only=True):
     version: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     dtype: WeightDType = ""
     backend: CommBackend = ""
+    base: str | None = None
 
 
 class Save(HookStruct, tag="save", kw_only=True):

@@ -1,0 +1,115 @@
+"""What has changed of a set of tensors since it was sent last: encoded by the process that sends, and applied by those that receive.
+
+Both keep what travelled last in host memory. A tensor is sent in pieces under names of its own: nothing but its name if no byte of it has
+changed, the positions and the new values of its elements if few have, and otherwise all of it.
+
+Axes: C changed elements.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...engine.errors import ModelError
+from .digests import StreamDigest
+
+SAME, POSITIONS, VALUES = "@same", "@positions", "@values"
+"""What follows the name of a tensor in the names of its pieces."""
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class SentTensors:
+    """The tensors that a process has sent, or has received, last."""
+
+    def __init__(self) -> None:
+        self.digest = ""
+        """The digest of all of them; empty while they are incomplete."""
+        self._tensors: dict[str, Tensor] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Their size in host memory."""
+        return sum(tensor.numel() * tensor.itemsize for tensor in self._tensors.values())
+
+    def check(self, digest: str) -> None:
+        """Check that a transfer of changes begins with these tensors.
+
+        Raises:
+            ModelError: It begins with others, or with none, or these are incomplete.
+        """
+        if digest and digest != self.digest:
+            raise ModelError(
+                f"only changes are sent, of tensors with the digest {digest[:12]}, but this process has {self.digest[:12] or 'none'}; sync all "
+                "weights"
+            )
+        if not digest:
+            self._tensors = {}
+        self.digest = ""
+
+    def pieces(self, name: str, tensor: Tensor, results: StreamDigest) -> Iterator[tuple[str, Tensor]]:
+        """Yield the pieces that a tensor is sent in, and keep it.
+
+        Args:
+            name: Its name.
+            tensor: The tensor, on any device.
+            results: The digest of all tensors as they are afterwards, to which this one is added.
+        """
+        now = tensor.detach().to("cpu").contiguous()
+        results.add(name, now)
+        before = self._tensors.get(name)
+        if before is None or before.shape != now.shape or before.dtype != now.dtype:
+            self._tensors[name] = now.clone()
+            yield name, now
+            return
+        # Bytes are compared: a NaN is equal to itself, and -0.0 is not 0.0.
+        changed = (_words(before) != _words(now)).nonzero().view(-1)
+        if not len(changed):
+            yield name + SAME, _NOTHING
+        elif now.numel() < 2**31 and len(changed) * (4 + now.itemsize) < now.numel() * now.itemsize:
+            values = now.view(-1)[changed]
+            before.view(-1)[changed] = values
+            yield name + POSITIONS, changed.to(torch.int32)
+            yield name + VALUES, values
+        else:
+            before.copy_(now)
+            yield name, now
+
+    def tensors(self, pieces: Iterator[tuple[str, Tensor]], results: StreamDigest) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of such pieces, and keep them. Each is valid until the next one is asked for.
+
+        Args:
+            pieces: The pieces in the order in which they were sent.
+            results: The digest of all tensors, to which each is added.
+
+        Raises:
+            ModelError: Pieces do not fit each other or what is here.
+        """
+        for name, piece in pieces:
+            if name.endswith(SAME):
+                name = name.removesuffix(SAME)
+                tensor = self._kept(name)
+            elif name.endswith(POSITIONS):
+                name = name.removesuffix(POSITIONS)
+                tensor, positions = self._kept(name), piece.to(torch.int64)
+                values_name, values = next(pieces, ("", _NOTHING))
+                fits = values_name == name + VALUES and values.dtype == tensor.dtype and values.shape == positions.shape
+                if not fits or not bool(((positions >= 0) & (positions < tensor.numel())).all()):
+                    raise ModelError(f"the changes of {name} do not fit it; sync all weights")
+                tensor.view(-1)[positions] = values
+            elif name.endswith(VALUES):
+                raise ModelError(f"values of {name.removesuffix(VALUES)} arrived without their positions; sync all weights")
+            else:
+                tensor = self._tensors[name] = piece.clone()
+            results.add(name, tensor)
+            yield name, tensor
+
+    def _kept(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise ModelError(f"changes of {name} arrived, but this process has no such tensor; sync all weights")
+        return self._tensors[name]
+
+
+def _words(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(_WORDS[tensor.itemsize])
