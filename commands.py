@@ -86,7 +86,10 @@ COMMANDS = {
         "preference learning on pairs of the policy's own completions (dpo.loss)",
         "same arguments as grpo",
     ),
-    "rl": Command("trainers.rl.phase_commands", "the phases of a step by themselves: rl rollout, rl score, rl train; and rl check-log, the check of which weights answered what"),
+    "rl": Command(
+        "trainers.rl.phase_commands",
+        "the phases of a step by themselves: rl rollout, rl score, rl train; and rl check-log, the check of which weights answered what",
+    ),
     "data": Command("trainers.data_show.data_command", "look at data before training: data show SOURCE ... --model MODEL"),
     "demo": Command(
         "trainers.demo.demo_command",

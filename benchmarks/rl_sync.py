@@ -1,8 +1,10 @@
-"""Copies of 1.2 GB of weights from role to role: in one process beside plain copies, and between two pools beside a bare socket.
+"""Copies of 1.2 GB of weights from role to role: in one process beside plain copies, and between two pools beside a bare socket; and of what has
+changed of 0.6 GB in bfloat16 after a step of AdamW, beside all of it.
 
     python -m benchmarks.rl_sync
 
-Both in turns, medians. `of_bare` is the ratio of the times, bare to ours.
+In turns, medians. `of_bare` is the ratio of the times, bare to ours; `of_all` that of all weights to changes, in bytes and seconds. The weights
+are normal with a standard deviation of 0.02, and each step moves every one by the learning rate, up or down.
 """
 
 import json
@@ -53,6 +55,25 @@ class Weights:
         return time.perf_counter() - start
 
 
+class RoundedWeights(Weights):
+    """A role that trains 150 tensors in float32, and streams them in bfloat16."""
+
+    def __init__(self, config: Any) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._tensors = {f"weight.{i}": 0.02 * torch.randn(ELEMENTS, generator=generator) for i in range(TENSORS)}
+
+    @contextmanager
+    def weights(self) -> Iterator[Any]:
+        """Stream the tensors, rounded."""
+        yield ((name, tensor.bfloat16()) for name, tensor in self._tensors.items())
+
+    @register("all")
+    def update(self, lr: float) -> None:
+        """Move every weight by the learning rate, as AdamW does."""
+        for tensor in self._tensors.values():
+            tensor += lr * (torch.randint(0, 2, tensor.shape) * 2 - 1)
+
+
 def report(case: str, ours: list[float], bare: list[float]) -> None:
     """Print the medians."""
     one, other = statistics.median(ours), statistics.median(bare)
@@ -92,6 +113,33 @@ def between_pools() -> None:
     report("sync between pools", ours, bare)
 
 
+def changes() -> None:
+    """Copy what has changed between two processes, and everything."""
+    roles = {name: RoleSpec(worker=RoundedWeights, config=None, pool=name) for name in ("source", "target")}
+    with ProcessWorkerGroup(roles, pools={"source": 1, "target": 1}) as group:
+        group.sync_weights("source", "target", changes=True)
+        for lr in (1e-6, 1e-5):
+            all_s, changes_s, sent, whole = [], [], [], 0
+            for _ in range(ROUNDS):
+                group["source"].update(lr)
+                all_s.append(timed_sync(group))
+                start = time.perf_counter()
+                receipt = group.sync_weights("source", "target", changes=True)
+                changes_s.append(time.perf_counter() - start)
+                sent.append(receipt.sent_bytes)
+                whole = receipt.bytes
+            one, other = statistics.median(changes_s), statistics.median(all_s)
+            row = {
+                "case": f"changes after a step with lr={lr:g}, bfloat16",
+                "mb_sent": round(statistics.median(sent) / 1e6, 1),
+                "mb_all": round(whole / 1e6, 1),
+                "bytes_of_all": round(whole / statistics.median(sent), 1),
+                "seconds": round(one, 3),
+                "seconds_of_all": round(other / one, 2),
+            }
+            print(json.dumps(row), flush=True)
+
+
 def through_a_socket(path: str) -> float:
     """Send as many bytes to another process; return the seconds until it has them."""
     listener = socket.socket(socket.AF_UNIX)
@@ -127,3 +175,4 @@ def _receive(path: str) -> None:
 if __name__ == "__main__":
     colocated()
     between_pools()
+    changes()

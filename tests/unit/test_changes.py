@@ -135,6 +135,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> tuple[SentTensors, list[Bucket]
     now["float32"][3] += 1
     now["float16"] += 1
     now["uint8"][5] = 77
+    now["float64"][:1] = 3
     now["scalar"] += 1
     send(source, now, wire)
     assert len(wire.messages) >= 4

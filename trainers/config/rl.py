@@ -254,7 +254,7 @@ class GroupConfig(Settings):
 
     sync_changes: bool | None = setting(
         None,
-        "whether a generator with processes of its own is sent only the weights that have changed, for which both sides keep all weights in host memory; not with nccl; null: if its weights have 16 bits, of which few change in a step",
+        "whether a generator with processes of its own is sent only the weights that have changed, for which both sides keep all weights in host memory; not with nccl; null: with group.kind=ray, if its weights have 16 bits, of which few change in a step",
     )
 
     def check(self) -> None:

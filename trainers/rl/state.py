@@ -43,7 +43,8 @@ class GroupStates:
 
     def __init__(self, group: WorkerGroup, config: RLConfig) -> None:
         self._group, self._pools = group, config.group.pools
-        self._held, self._sync_changes = held_versions(config), config.group.sync_changes
+        self._kind, self._sync_changes = config.group.kind, config.group.sync_changes
+        self._held = held_versions(config)
 
     @property
     def holds_versions(self) -> bool:
@@ -68,8 +69,9 @@ class GroupStates:
         """Copy the actor's weights to the generator; return how many bytes were sent or handed on."""
         changes = self._sync_changes
         if changes is None:
-            # Of float32 numbers an optimizer changes nearly all.
-            changes = "rollout" in self._pools and self._group.rank_infos("rollout")[0].weight_dtype in ("bfloat16", "float16")
+            # Of float32 numbers an optimizer changes nearly all, and on one machine the generator reads the actor's memory.
+            apart = "rollout" in self._pools and self._kind == "ray"
+            changes = apart and self._group.rank_infos("rollout")[0].weight_dtype in ("bfloat16", "float16")
         return self._group.sync_weights("actor", "rollout", version=version, changes=changes).sent_bytes
 
     def verify(self, version: int) -> None:
