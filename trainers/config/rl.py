@@ -59,7 +59,10 @@ class RLSettings(Settings):
         None,
         "replace groups whose rewards are all equal, which teach nothing, by those of further prompts; null: as in rl.algorithm",
     )
-    max_resamples: int = setting(10, "with dynamic sampling: how often further prompts are taken for one step")
+    max_resamples: int = setting(
+        10,
+        "with dynamic sampling: at most so many times the prompts of a step are replaced; then groups of equal rewards are kept",
+    )
     old_log_probs: OldLogProbs = setting(
         "actor",
         "log-probabilities that ratios compare with; actor: computed again by the actor; rollout: those of the generator",
@@ -166,7 +169,7 @@ class RolloutSettings(Settings):
     max_tokens: int = setting(256, "maximum number of tokens in an answer")
     prompts_per_call: int | None = setting(
         None,
-        "prompts that are answered together, whose answers are judged while the next ones are generated; null: all of a step",
+        "prompts that are answered together, whose answers are judged while the next ones are generated; null: all that are due",
     )
     dtype: Literal["float32", "bfloat16"] | None = setting(
         None,
