@@ -188,6 +188,13 @@ def test_no_message_may_be_lost_doubled_late_or_damaged(monkeypatch: pytest.Monk
     assert equal(deliver(target, [*messages, messages[-1]]), now)
 
 
+def test_what_was_kept_must_still_be_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, messages, _ = prepared(monkeypatch)
+    target._tensors["int64"][0] += 1
+    with pytest.raises(ModelError, match="are not those that were sent"):
+        deliver(target, messages)
+
+
 def test_changes_of_other_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target, messages, _ = prepared(monkeypatch)
     target.digest = "0123456789abcdef"
