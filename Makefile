@@ -134,6 +134,7 @@ decoders: $(SETUP)
 
 soak: $(SETUP)
 	$(PY) tests/soak.py --kills $(or $(KILLS),200)
+	PYTHONPATH=$(CURDIR)/.types:$(CURDIR)/tests $(PY) tests/rl_soak.py --kills $(or $(KILLS),100)
 
 docs: $(SETUP)
 	$(PY) -m docs.reference

@@ -1,12 +1,6 @@
 """Answers that are generated while the policy is trained: what a step learns from is what a program without any concurrency computes."""
 
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rl_soak import soak
 from safetensors.torch import load_file
 
 from drivetrain.engine.errors import CheckpointError, ConfigError
@@ -176,59 +171,12 @@ def test_a_checkpoint_of_other_answers_is_refused(task: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.usefixtures("real_commands")
-def test_a_run_that_is_killed_at_random_learns_the_same(task: Path, tmp_path: Path) -> None:
-    """The controller, its workers and the processes of the rewards, until it is done."""
-    steps, rng = 8, random.Random(5)
-    more = [*SETTINGS, *APART, *VARIED, "rl.staleness=1", f"trainer.max_steps={steps}", "trainer.save_every=1"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train(task, whole, *more)
-    kills = 0
-    command = [sys.executable, "-m", "drivetrain.cli", "grpo", *words(task, killed, *more)]
-    for _ in range(20):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-        try:
-            process.wait(rng.uniform(10, 20) if kills < 3 else 400)
-            break
-        except subprocess.TimeoutExpired:
-            victims = [process.pid, *descendants(process.pid)]
-            os.kill(victims[0] if kills == 0 else rng.choice(victims), signal.SIGKILL)
-            kills += 1
-            process.wait(120)
-            end_all(victims)
-    assert process.returncode == 0
-    assert kills == 3
-    assert same(killed, whole, steps)
-    assert check_log(killed).oldest == 1
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes that a process has started, and those that these have started."""
-    parents: dict[int, list[int]] = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = status.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        parents.setdefault(int(fields[1]), []).append(int(status.parent.name))
-    found, ahead = [], [pid]
-    while ahead:
-        ahead += (children := parents.get(ahead.pop(), []))
-        found += children
-    return found
-
-
-def end_all(pids: Sequence[int]) -> None:
-    """Wait for processes to end by themselves, as those of a run do when its controller is gone, and kill what is left."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in pids):
-        time.sleep(0.2)
-    for pid in pids:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_run_that_is_killed_at_random_learns_the_same(tmp_path: Path, staleness: int) -> None:
+    soaked = soak(tmp_path, 4, staleness=staleness, seed=staleness)
+    assert soaked.kills == dict.fromkeys(("controller", "actor", "generator", "rewards"), 1)
+    assert soaked.ended == 4
 
 
 @pytest.mark.parametrize(
