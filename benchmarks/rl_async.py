@@ -21,6 +21,8 @@ from typing import Any
 from benchmarks import rl_case as case
 from drivetrain.trainers.rl.tickets import Tickets
 
+BATCH = 4
+"""The number of prompts in a step."""
 WARM = 2
 """The number of steps of a run that are not measured."""
 
@@ -31,7 +33,7 @@ def settings(folder: Path, staleness: int, steps: int) -> list[str]:
     return [
         f"model.path={folder}",
         f"data.train=[{folder / 'prompts.jsonl'}]",
-        f"data.batch_size={len(case.PROMPTS)}",
+        f"data.batch_size={BATCH}",
         "data.shuffle=false",
         f"rl.group_size={case.GROUP}",
         f"rl.staleness={staleness}",
@@ -114,7 +116,7 @@ def main() -> None:
             # The first call of a run answers the tickets of K + 1 steps.
             batches = [calls[0] / (staleness + 1)] * (staleness + 1)
             batches += [call for call in calls[1:] if call]
-            training = [record["seconds"] - record["seconds/rollout"] for record in records]
+            training = [record["seconds"] - record.get("seconds/rollout", 0.0) for record in records]
             ends = least([*batches, *batches[-1:] * len(records)], training, staleness)
             measured = sum(record["seconds"] for record in records[WARM:])
             seconds[staleness] = measured / (len(records) - WARM)
@@ -122,7 +124,7 @@ def main() -> None:
                 case=f"K = {staleness}",
                 seconds_per_step=seconds[staleness],
                 generating_s=sum(calls[WARM:]) / (len(records) - WARM),
-                waiting_for_answers_s=sum(record["seconds/rollout"] for record in records[WARM:]) / (len(records) - WARM),
+                waiting_for_answers_s=sum(record.get("seconds/rollout", 0.0) for record in records[WARM:]) / (len(records) - WARM),
                 training_s=sum(training[WARM:]) / (len(records) - WARM),
                 sync_s=sum(record["seconds/sync"] for record in records[WARM:]) / (len(records) - WARM),
                 to_least=measured / (ends[-1] - ends[WARM - 1]),
