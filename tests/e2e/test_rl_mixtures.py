@@ -39,12 +39,14 @@ def run(task: Path, name: str, *more: str) -> list[dict[str, Any]]:
 
 
 def test_replayed_routes_bring_generator_and_actor_together(task: Path) -> None:
-    # So many tokens that some go elsewhere whatever is sampled; in a single update, since a second one sees other weights.
-    many = ["rl.group_size=16", "data.batch_size=8", "rl.mini_batch_size=128", "engine.micro_batch.max_tokens=1024"]
+    # So many tokens that some go elsewhere whatever is sampled: with eight seeds, by at least 0.08 nats, and at most 0.02 with their routes.
+    many = ["rl.group_size=16", "data.batch_size=8", "rl.mini_batch_size=128", "rollout.max_tokens=8", "optim.lr=1e-6"]
+    many += ["engine.micro_batch.max_tokens=1024"]
     free, rollout = (run(task, mode, f"rl.routing_replay={mode}", *many) for mode in ("off", "rollout"))
     assert "routing_mismatch" not in free[0]
-    assert 0 < rollout[0]["routing_mismatch"] < 0.2
-    assert rollout[0]["log_prob_gap_max"] < free[0]["log_prob_gap_max"] / 2
+    assert 0 < sum(step["routing_mismatch"] for step in rollout) < 0.2
+    largest = [max(step["log_prob_gap_max"] for step in steps) for steps in (free, rollout)]
+    assert largest[1] < largest[0] / 2
 
 
 @pytest.mark.slow
