@@ -1,6 +1,7 @@
 """A griffe extension: show a field that is declared by `setting(default, help)` with its help line and its default."""
 
 from ast import literal_eval
+from importlib import import_module
 from typing import Any
 
 import griffe
@@ -22,6 +23,17 @@ class Settings(griffe.Extension):
             text = attr.module[text.name].value
         if text is not None:
             # A bracket would begin a link.
-            attr.docstring = griffe.Docstring(literal_eval(str(text)).replace("[", r"\["), parent=attr)
+            attr.docstring = griffe.Docstring(_help(attr, str(text)).replace("[", r"\["), parent=attr)
         default = positional[0] if positional else keywords.get("default")
         attr.value = f"{keywords['factory']}()" if default is None and "factory" in keywords else default
+
+
+def _help(attr: griffe.Attribute, text: str) -> str:
+    """Return the help line of a setting, given its expression in the source."""
+    try:
+        return str(literal_eval(text))
+    except ValueError:
+        # It is computed, so only the class itself knows it.
+        assert attr.parent is not None
+        settings = getattr(import_module(attr.module.canonical_path), attr.parent.name)
+        return str(settings.__dataclass_fields__[attr.name].metadata["help"])

@@ -249,6 +249,14 @@ def _announce(run: RLRun) -> None:
         run.total_steps,
         prompts.order.batch_size * run.settings.rl.group_size,
     )
+    if (staleness := run.settings.rl.staleness) > 0:
+        exact = run.settings.rollout.invariant or run.settings.rollout.generator == "exact"
+        log.info(
+            "answers are generated while the policy is trained, by weights at most %d step%s before (rl.staleness); another run is the same %s",
+            staleness,
+            "s" if staleness > 1 else "",
+            "to the bit" if exact else "up to rounding, since rollout.invariant=false",
+        )
     for line in run.phases.group["actor"].describe_settings():
         log.info("actor: %s", line)
     log.info("loss: %s", algorithm.loss_text)
