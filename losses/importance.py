@@ -41,7 +41,7 @@ def importance_weights(
     """Compute importance weights `[T]`: p / q, bounded or masked; 0 outside the responses.
 
     Args:
-        old_log_probs: `[T]`, log p, computed by the trainer with the weights that generated the responses.
+        old_log_probs: `[T]`, log p, computed by the trainer before the update.
         rollout_log_probs: `[T]`, log q, reported by the generator.
         mask: `[T]` bool mask of the response tokens.
         batch: The batch that maps tokens to sequences.
@@ -99,7 +99,7 @@ def accepted_tokens(
     """Return a bool mask `[T]` of the response tokens that no criterion rejects.
 
     Args:
-        old_log_probs: `[T]`, log p, computed by the trainer with the weights that generated the responses.
+        old_log_probs: `[T]`, log p, computed by the trainer before the update.
         rollout_log_probs: `[T]`, log q, reported by the generator.
         mask: `[T]` bool mask of the response tokens.
         batch: The batch that maps tokens to sequences.

@@ -11,7 +11,9 @@ GIB = 2**30
 TRAINED = ("parameters", "gradients", "optimizer")
 
 
-def memory_manager(offload_to: Any = "host", *, apart: bool = False, sync: Any = None) -> tuple[MemoryManager, list[str]]:
+def memory_manager(
+    offload_to: Any = "host", *, apart: bool = False, sync: Any = None, holds: bool = True
+) -> tuple[MemoryManager, list[str]]:
     """A memory manager of four roles, and what it does."""
     done: list[str] = []
     allocations: dict[tuple[str, RolePart], Allocation] = {("actor", part): Allocation(bytes=GIB) for part in TRAINED}  # type: ignore[misc]
@@ -33,10 +35,10 @@ def memory_manager(offload_to: Any = "host", *, apart: bool = False, sync: Any =
                 sync(found)
             return 0
 
-        holds_versions = False
+        holds_versions = holds
 
         def verify(self, version: int) -> None:
-            pass
+            done.append(f"verify {version}")
 
     found = MemoryManager(States(), offload_to=offload_to)
     return found, done
@@ -170,3 +172,13 @@ def test_bytes_and_plan_are_those_of_the_moves() -> None:
         "device: actor parameters 1.00 GiB, actor gradients 1.00 GiB, actor optimizer 1.00 GiB; disk: critic" in plan["train"]
     )
     assert "device: actor parameters 1.00 GiB, rollout parameters 1.00 GiB; disk:" in plan["sync"]
+
+
+@pytest.mark.parametrize("offload_to", ["host", "none"])
+def test_a_generator_that_holds_versions_is_verified_when_it_uses_them(offload_to: Any) -> None:
+    for holds in (False, True):
+        found, done = memory_manager(offload_to, apart=True, holds=holds)
+        found.sync(3)
+        assert ("verify 3" in done) is not holds
+        found.verify(2)
+        assert done[-1] == "verify 2"

@@ -1,7 +1,7 @@
 """Rollouts with a generator that is as slow as chance wants: what is asked of it, and that what is learned from does not depend on it."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
@@ -152,6 +152,9 @@ def run(
                 phases.advance()
         for _ in range(chance.randrange(4)):
             phases.advance()
+        # The weights that are changed now were sent.
+        rollouts.send_weights()
+        assert phases.newest == rollouts.tickets.version
         rollouts.apply()
         if chance.random() < 0.2:
             # A checkpoint, from which nothing of an older version is missing.
@@ -196,6 +199,28 @@ def test_the_generator_works_while_others_do() -> None:
         for _ in range(20):
             phases.advance()
         assert (len(phases.calls) > before) is busy
+
+
+def test_the_trainer_does_not_wait_for_answers_that_the_next_step_does_not_need() -> None:
+    for staleness, offload, waits in ((1, "none", True), (2, "none", False), (2, "host", True)):
+        never = random.Random(0)
+        never.random = lambda: 1.0  # type: ignore[method-assign]
+        phases = FakePhases(held_versions=max(1, staleness), chance=never)
+        config = config_of(staleness, 1, None)
+        config = replace(config, group=replace(config.group, offload=offload))  # type: ignore[arg-type]
+        rollouts = Rollouts(config, cast(Any, phases), PROMPTS, Tickets(2, staleness))
+        while not rollouts.tickets.is_full:
+            rollouts.answered(1)
+            rollouts.keep()
+        # An answer to the next step, while a call is running.
+        rollouts.settle(0)
+        rollouts._begin()
+        begun = len(phases.calls)
+        assert rollouts.apply() == 1
+        assert (phases.newest == 0) is not waits
+        assert (len(phases.calls) == begun) is not waits
+        rollouts.send_weights()
+        assert phases.newest == 1
 
 
 def test_stored_completions_are_taken_over() -> None:

@@ -263,6 +263,24 @@ def test_a_checkpoint_goes_on_with_the_same_tickets() -> None:
             Tickets.restore({**state, "out": out, "next": 7 if len(out) == 5 else 5}, batch=2, staleness=1)
 
 
+def test_a_run_that_is_to_end_earlier_needs_fewer_tickets() -> None:
+    tickets = Tickets(2, 2, steps=8)
+    for _ in range(6):
+        tickets.finish(tickets.start().number)
+    tickets.keep()
+    tickets.keep()
+    tickets.apply()
+    state = tickets.state([2, 3, 4, 5])
+    events: list[TicketEvent] = []
+    restored = Tickets.restore(state, batch=2, staleness=2, steps=2, observe=events.append)
+    assert [ticket.number for ticket in restored._out] == [2, 3]
+    assert restored.answered == {2, 3}
+    restored.keep()
+    restored.keep()
+    restored.apply()
+    assert check_events(events, 2, 2, 2) == len(events)
+
+
 def test_a_checkpoint_without_answers_may_go_on_with_other_settings() -> None:
     tickets = Tickets(2, 0)
     for _ in range(2):

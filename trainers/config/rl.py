@@ -183,7 +183,7 @@ class RolloutSettings(Settings):
     target_tokens_per_batch: int = setting(8192, "number of tokens in a forward pass")
     held_versions: int | None = setting(
         None,
-        "with rl.staleness: versions of the weights that the generator holds, of which it uses one, while the others are in host memory; new weights wait until the answers of older ones are complete; null: as many as rl.staleness, with which nobody waits",
+        "with rl.staleness: versions of the weights that the generator holds, of which it uses one, while the others are in host memory; new weights wait until the answers of older ones are complete; null: as many as rl.staleness",
         most=1024,
     )
     invariant: bool = setting(
@@ -376,10 +376,10 @@ class RLConfig(CommandConfig):
             raise ConfigError(
                 f"rollout.held_versions={held} with rl.staleness={staleness}, for which {staleness} suffice; lower it, or remove it"
             )
-        if self.rl.algorithm == "remax":
+        if self._estimator is not None and "baselines" in self._estimator.needs:
             raise ConfigError(
-                f"rl.staleness={staleness} with rl.algorithm=remax, whose baselines are answers of the present weights; set rl.staleness=0, or use "
-                "another algorithm"
+                f"rl.staleness={staleness} with the estimator {self._estimator.name} (rl.algorithm={self.rl.algorithm}, rl.advantage.estimator="
+                f"{self.rl.advantage.estimator}), whose baselines are answers of the present weights; set rl.staleness=0, or use another one"
             )
 
     def _check_used(self) -> None:

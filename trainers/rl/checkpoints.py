@@ -21,6 +21,8 @@ from .kept_completions import digest_of
 log = logging.getLogger(__name__)
 
 METHOD = "rl"
+COMPLETIONS = "completions.safetensors"
+"""The file of completions that wait to be learned from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +86,9 @@ class RunCheckpoints:
             self._group["critic"].save_checkpoint(roots[0], step, {})
         store = self._completions_store(self.root)
         if completions is not None:
-            data, name = completions, digest_of(completions)
-            self._ranks.run_on_rank0(lambda: store.child(folder_name(step)).write(f"{name}.safetensors", data))
-            extra = {**extra, "completions": name}
+            data, digest = completions, digest_of(completions)
+            self._ranks.run_on_rank0(lambda: store.child(_completions_folder(step, digest)).write(COMPLETIONS, data))
+            extra = {**extra, "completions": digest}
         self._group["actor"].save_checkpoint(self.root, step, {"method": METHOD, "config": asdict(self._config), **extra})
 
         def delete_old() -> None:
@@ -98,9 +100,12 @@ class RunCheckpoints:
                     keep_every=trainer.keep_every,
                     keep=() if best is None else (best,),
                 )
-            left = set(steps(open_store(self.root)))
-            for folder in steps(store):
-                if folder not in left:
+            # Those of a step that is saved again may be others.
+            written = extra.get("completions")
+            left = {(step_of(name) or (0, 0))[0] for name in steps(open_store(self.root))} - {step}
+            for folder in store.folders():
+                number, _, name = folder.partition("-")
+                if number.isdigit() and int(number) not in left and (int(number) != step or name != written):
                     store.remove(folder)
 
         self._ranks.run_on_rank0(delete_old)
@@ -120,7 +125,7 @@ class RunCheckpoints:
                 return None
             folder, root, step, extra = checkpoint
             try:
-                completions = self._completions_of(root, Path(folder).name, extra)
+                completions = self._completions_of(root, step, extra)
                 self.load(folder, f"{self._critic_root(root)}/{Path(folder).name}")
             except DrivetrainError as e:
                 # Damage shows only when the bytes are read. All processes of a controller have this error.
@@ -132,7 +137,7 @@ class RunCheckpoints:
             log.info("resumed from %s, after step %d", folder, step)
             return Restored(folder=folder, step=step, extra=extra, completions=completions)
 
-    def _completions_of(self, root: str, folder: str, extra: Mapping[str, Any]) -> bytes | None:
+    def _completions_of(self, root: str, step: int, extra: Mapping[str, Any]) -> bytes | None:
         """Return the completions that belong to a checkpoint.
 
         Raises:
@@ -141,18 +146,14 @@ class RunCheckpoints:
         digest = extra.get("completions")
         if digest is None:
             return None
-        store = self._completions_store(root).child(folder)
-
-        def read() -> bytes:
-            if (data := store.read(f"{digest}.safetensors")) and digest_of(data) == digest:
-                return data
-            raise CheckpointError("its bytes are not those that were written")
-
+        store = self._completions_store(root).child(_completions_folder(step, digest))
         try:
-            # In each process: all of them put the completions into their stores.
-            return read()
+            data = store.read(COMPLETIONS)
         except CheckpointError as e:
-            raise DamagedError(f"{store}/{digest}.safetensors cannot be used: {e}") from e
+            raise DamagedError(f"{store}/{COMPLETIONS} cannot be used: {e}") from e
+        if digest_of(data) != digest:
+            raise DamagedError(f"{store}/{COMPLETIONS} cannot be used: its bytes are not those that were written")
+        return data
 
     def steps(self) -> set[int]:
         """Return the steps of which there are checkpoints in the folder of this run."""
@@ -234,3 +235,8 @@ class RunCheckpoints:
         except CheckpointError:
             return False
         return True
+
+
+def _completions_folder(step: int, digest: str) -> str:
+    """Return the name of the folder of a step's completions."""
+    return f"{step:08d}-{digest}"

@@ -133,8 +133,7 @@ class MemoryManager:
         """
         if not self._takes_turns:
             self.sent_bytes = self._states.sync(version)
-            if not self._states.holds_versions:
-                self._states.verify(version)
+            self._verify_sync(version)
             return
         away = self._offload_place()
         self._move_generator("absent", "cache")
@@ -146,7 +145,12 @@ class MemoryManager:
         self.move("actor", away, "parameters")
         self._move_generator("device", "cache")
         self._phase, self._version = "rollout", version
-        self._states.verify(version)
+        self._verify_sync(version)
+
+    def _verify_sync(self, version: int) -> None:
+        # A generator that holds versions would go over to the new one, while older ones are still needed.
+        if not self._states.holds_versions:
+            self._states.verify(version)
 
     def verify(self, version: int) -> None:
         """Compare what the generator's processes make of a version of the weights that they hold, before it is used."""

@@ -293,6 +293,8 @@ def _opened(bundle: Bundle, settings: Sequence[str]) -> tuple[RLConfig, Algorith
     alone = OmegaConf.to_container(OmegaConf.structured(GroupConfig(kind="local")))
     parallel = OmegaConf.to_container(OmegaConf.structured(ParallelConfig()))
     saved["group"] = alone
+    # What the answers of a bundle were made by is known; nothing is generated.
+    saved["rl"]["staleness"], saved["rollout"]["held_versions"] = 0, None
     for section in engines:
         section["parallel"] = parallel
         if not is_installed(str(section["backend"])):

@@ -211,7 +211,7 @@ def rollout_config(config: RLConfig, most_tokens: int | None = None) -> RolloutC
 def held_versions(config: RLConfig) -> int:
     """Return how many versions of the weights the generator holds.
 
-    As many as K suffice for nobody to wait: what the oldest version answers is what the next step waits for anyway.
+    With K of them no weights wait for the answers of older ones: what the oldest version answers is what the next step waits for anyway.
     """
     return config.rollout.held_versions or max(1, config.rl.staleness)
 

@@ -39,6 +39,8 @@ class Rollouts:
         """With K > 0: the completions of all tickets of the current step and later ones."""
         self._advancing = False
         self._generating_s: list[float] = []
+        self._unsent: int | None = None
+        """The version of the actor's weights, if the generator does not have it yet."""
         self._verified: int | None = None
         """The last version of the weights that the generator's processes were compared with."""
         if self._overlaps:
@@ -51,6 +53,7 @@ class Rollouts:
         if self._advancing or self._running is None or not all(call.done for call in self._running.calls):
             return
         self._finish()
+        self.send_weights()
         self._begin()
 
     @contextmanager
@@ -67,6 +70,8 @@ class Rollouts:
         waiting = self.tickets.waiting
         if self._running is not None or not waiting:
             return
+        if waiting[0].version == self._unsent:
+            self.send_weights()
         size = self._config.rollout.prompts_per_call or len(waiting)
         count = sum(ticket.version == waiting[0].version for ticket in waiting[:size])
         tickets = [self.tickets.start() for _ in range(count)]
@@ -75,10 +80,14 @@ class Rollouts:
             if not self._overlaps:
                 self._phases.memory_manager.enter("rollout")
             version = tickets[0].version
-            if held_versions(self._config) > 1 and version != self._verified:
-                self._phases.memory_manager.verify(version)
-                self._verified = version
+            self._verify(version)
             self._running = self._phases.begin_rollout(prompts, [ticket.number for ticket in tickets], version=version)
+
+    def _verify(self, version: int) -> None:
+        """Compare what the generator's processes make of a version of the weights that they hold, before it is used."""
+        if held_versions(self._config) > 1 and version != self._verified:
+            self._phases.memory_manager.verify(version)
+            self._verified = version
 
     def _finish(self) -> None:
         """Wait for the generator's call, and hand its completions to the rewards."""
@@ -151,16 +160,35 @@ class Rollouts:
         return self._answered.pop(self.tickets.drop().number)
 
     def apply(self) -> int:
-        """Note that the current step was applied, and send the new weights to the generator; return their version."""
+        """Note that the current step was applied; return the version of the weights that it made.
+
+        The generator is sent these weights at once if it does nothing, and otherwise after its call, unless the next step waits for that anyway.
+        """
         first = self.tickets.first
         self._kept = {number: kept for number, kept in self._kept.items() if number >= first}
-        version = self.tickets.apply()
-        self.settle(version - held_versions(self._config) + 1)
-        with self._phases.timed("sync"):
-            self._phases.memory_manager.sync(version)
+        version = self._unsent = self.tickets.apply()
+        # Where roles take turns on their devices, weights could not be sent in the middle of a step.
+        at_once = held_versions(self._config) == 1 or self._config.group.offload != "none"
+        if at_once or self._running is None or self.tickets.next is None:
+            self.send_weights()
         if self._overlaps:
             self._begin()
         return version
+
+    def send_weights(self) -> None:
+        """Send the actor's weights to the generator, unless it has them. Called before they are changed."""
+        if self._unsent is None:
+            return
+        version, self._unsent = self._unsent, None
+        self.settle(version - held_versions(self._config) + 1)
+        with self._phases.timed("sync"):
+            self._phases.memory_manager.sync(version)
+
+    def use_newest(self) -> None:
+        """Let the generator have the newest weights and nothing else to do, for an evaluation."""
+        self.send_weights()
+        self.settle(self.tickets.version)
+        self._verify(self.tickets.version)
 
     def settle(self, before: int) -> None:
         """Wait until the generator does nothing, and no ticket of a version before one is left to be answered."""

@@ -109,8 +109,7 @@ class RLRun(TrainingRun):
     def evaluate(self, stop: StopSignal) -> EvaluationResult:
         """Answer the held-out prompts; see the base class. It is not interrupted."""
         assert self.prompts.held_out is not None
-        # The generator goes over to the newest weights.
-        self.rollouts.settle(self.step)
+        self.rollouts.use_newest()
         with self.saved_on(RewardError, f"the rewards of the evaluation after step {self.step}", evaluation_due=True):
             metrics, judged = evaluate(self.phases, self.prompts.held_out, version=self.step)
         count = min(self.config.generate, len(judged))
@@ -167,7 +166,7 @@ class RLRun(TrainingRun):
         except CheckpointError as e:
             raise CheckpointError(f"{restored.folder}: {e}") from e
         rollouts = self._rollouts(tickets)
-        rollouts.restore(kept)
+        rollouts.restore({number: kept[number] for number in sorted(tickets.answered)})
         self.step, self.evaluates_first = restored.step, bool(restored.extra.get("evaluate"))
         self.phases.adaptive.restore(restored.extra.get("adaptive", {}))
         self.early_stopping.restore(restored.extra.get("watch", {}), self.checkpoints.steps(), self.checkpoint_root)
@@ -255,7 +254,9 @@ def _announce(run: RLRun) -> None:
             "answers are generated while the policy is trained, by weights at most %d step%s before (rl.staleness); another run is the same %s",
             staleness,
             "s" if staleness > 1 else "",
-            "to the bit" if exact else "up to rounding, since rollout.invariant=false",
+            "to the bit, if its rewards depend on nothing but the answer"
+            if exact
+            else "up to rounding, since rollout.invariant=false",
         )
     for line in run.phases.group["actor"].describe_settings():
         log.info("actor: %s", line)

@@ -1,5 +1,6 @@
 """A step of reinforcement learning, from prompts to the generator's new weights. The order of a step is decided here."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .bundle import StepBundles
@@ -50,7 +51,9 @@ def make_step(
     else:
         completions = collector.collect()
     completions = phases.score(completions)
-    completions, counts, metrics = train_on(phases, completions, counts, step=version + 1, bundles=bundles)
+    completions, counts, metrics = train_on(
+        phases, completions, counts, step=version + 1, bundles=bundles, before_update=rollouts.send_weights
+    )
     metrics = {
         **completion_metrics(completions.rows),
         **counts,
@@ -64,7 +67,13 @@ def make_step(
 
 
 def train_on(
-    phases: Phases, completions: Completions, counts: dict[str, float], *, step: int, bundles: StepBundles | None = None
+    phases: Phases,
+    completions: Completions,
+    counts: dict[str, float],
+    *,
+    step: int,
+    bundles: StepBundles | None = None,
+    before_update: Callable[[], object] = lambda: None,
 ) -> tuple[Completions, dict[str, float], dict[str, float]]:
     """Collect the rewards of scored completions, estimate advantages, and update the critic and the policy.
 
@@ -74,6 +83,7 @@ def train_on(
         counts: Numbers of what happened to other completions of the step, by name.
         step: The number of the step; 0 for one that belongs to no run.
         bundles: What writes replay bundles of steps; None writes none.
+        before_update: Called before the weights change.
 
     Returns:
         The completions that were learned from, with their rewards; numbers of what happened to others; and the metrics of the update.
@@ -90,6 +100,7 @@ def train_on(
 
     bundle = None if bundles is None else bundles.begin(completions, step)
     batch, metrics = estimate_advantages(phases, completions, step)
+    before_update()
     metrics = update(phases, completions, batch, metrics, step)
     if bundles is not None and bundle is not None:
         bundles.write(bundle, metrics)

@@ -118,7 +118,7 @@ def _parts(file: Path) -> Iterator[tuple[tuple[int, int, int | None], list[Ticke
     lines = file.read_text().splitlines()
     for i, line in enumerate(lines):
         try:
-            kind, *values = json.loads(line)
+            kind, *values = _words(line)
         except ValueError as e:
             # The last line of a process that was killed while it wrote.
             if i + 1 == len(lines) or lines[i + 1].startswith('["settings"'):
@@ -127,15 +127,31 @@ def _parts(file: Path) -> Iterator[tuple[tuple[int, int, int | None], list[Ticke
         if kind == "settings":
             if settings is not None:
                 yield settings, events
-            settings, events = _settings(values), []
+            batch, staleness, steps = values
+            settings, events = (batch, staleness, steps), []
+        elif settings is None:
+            raise TicketError(f"{file}:{i + 1} is an event before any settings; it is not a line of a log of tickets")
         else:
-            if settings is None or kind not in get_args(TicketEventKind) or len(values) != 2:
-                raise TicketError(f"{file}:{i + 1} is not a line of a log of tickets")
-            events.append(TicketEvent(kind=kind, number=int(values[0]), version=int(values[1])))
-    if settings is not None:
-        yield settings, events
+            events.append(TicketEvent(kind=kind, number=values[0], version=values[1]))
+    if settings is None:
+        raise TicketError(f"{file} has no events; the run has not made a step yet")
+    yield settings, events
 
 
-def _settings(values: list[Any]) -> tuple[int, int, int | None]:
-    batch, staleness, steps = values
-    return int(batch), int(staleness), None if steps is None else int(steps)
+def _words(line: str) -> list[Any]:
+    """Return what is in a line.
+
+    Raises:
+        ValueError: It is not a line of a log.
+    """
+    words = json.loads(line)
+    numbers = words[1:] if isinstance(words, list) else []
+    if not numbers or words[0] not in ("settings", *get_args(TicketEventKind)):
+        raise ValueError(f"{line!r:.80} is no event")
+    if words[0] == "settings" and len(numbers) == 3 and numbers[2] is None:
+        numbers = numbers[:2]
+    elif len(numbers) != (3 if words[0] == "settings" else 2):
+        raise ValueError(f"{line!r:.80} has {len(numbers)} numbers")
+    if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
+        raise ValueError(f"{line!r:.80} has something else than numbers")
+    return words

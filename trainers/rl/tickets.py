@@ -178,6 +178,11 @@ class Tickets:
         """The number of the ticket that is consumed next, or will be."""
         return self._out[0].number if self._out else self._next
 
+    @property
+    def answered(self) -> frozenset[int]:
+        """The numbers of the tickets that have their answers and were not consumed."""
+        return frozenset(self._finished)
+
     def consumable(self, count: int) -> list[int]:
         """Return the numbers of the tickets that can be consumed now, one after the other and at most so many."""
         numbers: list[int] = []
@@ -294,6 +299,8 @@ class Tickets:
         in_order = numbers == list(range(first, saved["next"])) and ages == sorted(ages, reverse=True)
         if not in_order or len(out) > most or not all(0 <= age <= saved["staleness"] for age in ages):
             raise CheckpointError(f"its tickets {numbers} are not those of a run with {most} tickets out")
+        # A run that has fewer steps now does not need the last ones.
+        out = out[: most_out(batch, staleness, made_by, steps)]
         if not any(ages) and not finished:
             # As if they had been issued now.
             return cls(batch, staleness, version=made_by, first=first, steps=steps, observe=observe)
@@ -306,17 +313,18 @@ class Tickets:
                 )
         made = cls.__new__(cls)
         made.batch, made.staleness, made.version, made.steps, made.kept = batch, staleness, made_by, steps, 0
-        made._observe, made._running, made._next = observe, {}, saved["next"]
-        made._out, made._finished = deque(out), finished
+        made._observe, made._running, made._next = observe, {}, first + len(out)
+        made._out, made._finished = deque(out), {ticket.number for ticket in out if ticket.number in finished}
         made._waiting = deque(ticket for ticket in out if ticket.number not in finished)
         made._note("begin", first, made_by)
         for ticket in out:
             made._note("issue", ticket.number, ticket.version)
         # The run may have more steps now than when it was saved.
         made._issue()
-        for number in sorted(finished):
-            made._note("start", number, made_by - ages[number - first])
-            made._note("finish", number, made_by - ages[number - first])
+        for ticket in out:
+            if ticket.number in finished:
+                made._note("start", ticket.number, ticket.version)
+                made._note("finish", ticket.number, ticket.version)
         return made
 
 

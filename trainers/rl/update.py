@@ -194,7 +194,7 @@ def _spot_check_log_prob_gap(phases: Phases, completions: Completions, step: int
 
 
 def _check_gap(phases: Phases, numbers: Mapping[str, float], completions: Completions, step: int) -> None:
-    if phases.config.rl.staleness and any(made < step - 1 for row in completions.rows for made in row.versions):
+    if any(made < step - 1 for row in completions.rows for made in row.versions):
         # What the policy has learned since is a part of the gap.
         return
     gap, most = numbers.get("log_prob_gap", 0.0), phases.config.rl.max_log_prob_gap
