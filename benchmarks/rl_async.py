@@ -124,7 +124,8 @@ def main() -> None:
                 case=f"K = {staleness}",
                 seconds_per_step=seconds[staleness],
                 generating_s=sum(calls[WARM:]) / (len(records) - WARM),
-                waiting_for_answers_s=sum(record.get("seconds/rollout", 0.0) for record in records[WARM:]) / (len(records) - WARM),
+                waiting_for_answers_s=sum(record.get("seconds/rollout", 0.0) for record in records[WARM:])
+                / (len(records) - WARM),
                 training_s=sum(training[WARM:]) / (len(records) - WARM),
                 sync_s=sum(record["seconds/sync"] for record in records[WARM:]) / (len(records) - WARM),
                 to_least=measured / (ends[-1] - ends[WARM - 1]),
