@@ -271,6 +271,10 @@ def compared(models: dict[str, Path], answers: Path, tmp_path_factory: pytest.Te
     return run / "bundles" / "step-00000001.safetensors"
 
 
+def _bound(name: str) -> float:
+    return BOUNDS.get(name.rpartition("/")[2], BOUND)
+
+
 def failures(got: Replayed, start: Path, wanted: Result) -> list[str]:
     """Names of the numbers that differ by more than float32's rounding, and `parameters`."""
     metrics = {
@@ -279,8 +283,7 @@ def failures(got: Replayed, start: Path, wanted: Result) -> list[str]:
     assert metrics.keys() == wanted.numbers.keys()
     found = []
     for name, (value, scale) in wanted.numbers.items():
-        bound = BOUNDS.get(name.rpartition("/")[2], BOUND)
-        if not abs(metrics[name] - value) <= bound * scale:
+        if not abs(metrics[name] - value) <= _bound(name) * scale:
             found.append(name)
     assert got.exported is not None
     before, after = (load_file(folder / "model.safetensors") for folder in (start, Path(got.exported)))
@@ -300,7 +303,9 @@ def assert_equal(got: Replayed, bundle: Path, models: dict[str, Path], formula: 
     assert failures(got, models["policy"], wanted) == []
     stretched = failures(got, models["policy"], replay(bundle, models, formula, training, stretch=1.0001))
     names = ("loss", "grad_norm", *(("critic/loss", "critic/grad_norm") if formula.advantage == "gae" else ()))
-    assert {*names} <= {*stretched}
+    # The loss of advantages whose mean is zero may be so near to zero that no such part of it can be seen.
+    visible = {name for name in names if 1e-4 * abs(wanted.numbers[name][0]) > 2 * _bound(name) * wanted.numbers[name][1]}
+    assert {"grad_norm"} <= visible <= {*stretched}
 
 
 @pytest.mark.parametrize("name", get_args(AlgorithmName))
