@@ -76,8 +76,8 @@ def test_many_clients_are_answered_as_a_generator_alone_would(folder: Path) -> N
                 assert {token.version for token in tokens} == {0}
                 assert stream.finish_reason == answer.finish_reason
             stats = await queue.acall("stats")
-            # All at the same time.
-            assert stats.steps < 40
+            # At the same time, however late a busy machine lets some of them begin: one after the other they take a step for each token.
+            assert stats.steps < stats.tokens / 5
             assert (stats.waiting, stats.running, stats.requests) == (0, 0, 30)
             # Without an event loop.
             alone = await asyncio.to_thread(lambda: [t.token for t in queue.stream(asked(PROMPTS[1], SAMPLED, row=1))])
