@@ -106,10 +106,7 @@ def main() -> None:
     seconds: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
-        case.write_model(folder)
-        case.write_tokenizer(folder)
-        rows = [json.dumps({"prompt": text}) for text in case.prompts()]
-        (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+        case.write_task(folder)
         for staleness in args.staleness:
             records = run(folder, staleness, args.steps)
             calls = [record["generating_s"] for record in records]

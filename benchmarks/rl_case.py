@@ -67,6 +67,14 @@ def prompts() -> list[str]:
     return [" ".join(f"w{rng.randrange(3, VOCABULARY)}" for _ in range(length)) for length in PROMPTS]
 
 
+def write_task(folder: Path) -> None:
+    """Write the model, the tokenizer and the prompts, as `prompts.jsonl`."""
+    write_model(folder)
+    write_tokenizer(folder)
+    rows = [json.dumps({"prompt": text}) for text in prompts()]
+    (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+
+
 def reward(completions: list[str], **columns: Any) -> list[float]:
     """Judge answers by one of their letters, in TRL's form."""
     return [float(completion.count("7") % 5) for completion in completions]

@@ -101,10 +101,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
-        case.write_model(folder)
-        case.write_tokenizer(folder)
-        rows = [json.dumps({"prompt": text}) for text in case.prompts()]
-        (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+        case.write_task(folder)
         usage, config = Usage(), config_of(folder, args.generator)
         RLTrainer(config, rewards=[case.reward], callbacks=[usage]).train()
         records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][1:]

@@ -150,8 +150,8 @@ def _check_log(paths: Sequence[Path], settings: Sequence[str]) -> int:
     checked = check_log(paths[0])
     print(
         f"{checked.events} events of {checked.processes} process{'es' if checked.processes > 1 else ''}: {checked.kept} groups learned from, by weights at most "
-        f"{checked.oldest} version{'s' if checked.oldest != 1 else ''} newer than those that answered; {checked.dropped} dropped, "
-        f"{checked.given_back} given back: the rules hold"
+        f"{checked.oldest} version{'s' if checked.oldest != 1 else ''} newer than those that answered; {checked.dropped} dropped: "
+        "the rules hold"
     )
     return 0
 

@@ -63,7 +63,6 @@ class CheckedLog:
         events: The number of events.
         kept: The number of groups that were learned from, with those of steps that were made again.
         dropped: The number of groups that were dropped.
-        given_back: How often a ticket was given back, because what was answering it had ended.
         oldest: The largest number of versions between a group that was learned from and the weights that learned from it.
     """
 
@@ -71,7 +70,6 @@ class CheckedLog:
     events: int
     kept: int
     dropped: int
-    given_back: int
     oldest: int
 
 
@@ -88,7 +86,7 @@ def check_log(path: Path) -> CheckedLog:
     if not file.is_file():
         raise TicketError(f"{file} does not exist; give the folder of a run of reinforcement learning")
     parts = list(_parts(file))
-    kept = dropped = given_back = oldest = 0
+    kept = dropped = oldest = 0
     for number, ((batch, staleness, steps), events) in enumerate(parts, 1):
         try:
             check_events(events, batch, staleness, steps)
@@ -98,7 +96,6 @@ def check_log(path: Path) -> CheckedLog:
         for event in events:
             kept += event.kind == "keep"
             dropped += event.kind == "drop"
-            given_back += event.kind == "give_back"
             if event.kind == "keep":
                 oldest = max(oldest, event.version - issued[event.number])
     return CheckedLog(
@@ -106,7 +103,6 @@ def check_log(path: Path) -> CheckedLog:
         events=sum(len(events) for _, events in parts),
         kept=kept,
         dropped=dropped,
-        given_back=given_back,
         oldest=oldest,
     )
 

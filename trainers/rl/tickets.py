@@ -123,11 +123,6 @@ class Tickets:
         """The tickets that nobody answers yet, in order."""
         return tuple(self._waiting)
 
-    @property
-    def versions(self) -> frozenset[int]:
-        """The versions of the weights that tickets still need, which have no answer yet."""
-        return frozenset(ticket.version for ticket in (*self._waiting, *self._running.values()))
-
     def start(self) -> Ticket:
         """Take the next ticket that nobody answers yet.
 

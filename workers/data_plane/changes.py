@@ -33,11 +33,6 @@ class SentTensors:
         """The digest of all of them; empty while they are incomplete."""
         self._tensors: dict[str, Tensor] = {}
 
-    @property
-    def bytes(self) -> int:
-        """Their size in host memory."""
-        return sum(tensor.numel() * tensor.itemsize for tensor in self._tensors.values())
-
     def check(self, digest: str) -> None:
         """Check that a transfer of changes begins with these tensors.
 
