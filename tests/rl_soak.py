@@ -21,6 +21,7 @@ from pathlib import Path
 from drivetrain.checkpoint_tools import compare
 from drivetrain.trainers.rl.ticket_log import NAME, check_log
 from helpers.rl_runs import make_task, records, words
+from helpers.search_path import python_path
 
 STEPS = 8
 VICTIMS = ("controller", "actor", "generator", "rewards")
@@ -100,7 +101,7 @@ def soak(folder: Path, kills: int, *, staleness: int = 1, seed: int = 0) -> Soak
 
 def _start(task: Path, run: Path, more: Sequence[str], log: object) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "drivetrain.cli", "grpo", *words(task, run, *more)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)  # type: ignore[call-overload,no-any-return]
 
 

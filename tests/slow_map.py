@@ -22,6 +22,7 @@ from pathlib import Path
 import coverage
 import pytest
 
+from helpers.search_path import python_path
 from helpers.slow_share import ROOT, load_slow_map, write_slow_map
 
 FOLDER = "DRIVETRAIN_SLOW_MAP"
@@ -81,12 +82,11 @@ def record(file: str) -> dict[str, set[str]]:
     """Run the slow tests of a file, and return what each executed."""
     with tempfile.TemporaryDirectory(prefix="drivetrain-slow-map-") as name:
         folder = Path(name)
-        path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
         options = ["-p", "no:cacheprovider", "-p", "slow_map", "-m", "slow", "-rfE"]
         done = subprocess.run(
             [sys.executable, "-m", "coverage", "run", "-m", "pytest", *options, file],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, FOLDER: name, "COVERAGE_FILE": f"{name}/data"},
+            env={**os.environ, "PYTHONPATH": python_path(), FOLDER: name, "COVERAGE_FILE": f"{name}/data"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

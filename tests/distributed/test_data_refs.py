@@ -33,9 +33,9 @@ from drivetrain.workers.roles.reference import ReferenceWorker, ReferenceWorkerC
 from helpers.harness import run_ranks
 from helpers.hybridflow import EXAMPLES, example
 from helpers.roles import Carrier, Trouble, samples
+from helpers.search_path import python_path
 
 EXAMPLE = example()
-TESTS = str(Path(__file__).parents[1])
 Start = Callable[..., Any]
 
 
@@ -124,7 +124,7 @@ def check_refs(group: Any) -> None:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     # Functions of the helpers are found by the processes.
-    os.environ["PYTHONPATH"] = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = python_path()
     # A group of an earlier test in this process may have started one.
     ray.shutdown()
     ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, logging_level=50)

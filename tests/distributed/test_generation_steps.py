@@ -29,6 +29,7 @@ from drivetrain.workers.supervision.child_process import ChildProcess
 from drivetrain.workers.tensor_parallel import ranks
 from drivetrain.workers.tensor_parallel.generator import TensorParallelGenerator
 from helpers.controller import Worker
+from helpers.search_path import TESTS, python_path
 from helpers.vision import image_uri, prompt_with, save_vision_model
 
 GREEDY = SamplingOptions(max_tokens=10, temperature=0.0, ignore_eos=True)
@@ -353,8 +354,7 @@ def test_weights_of_8_bits(folder: Path) -> None:
     found = Path(sys.prefix) / "torchao"
     if not found.is_dir():
         pytest.skip(f"needs torchao in {found}, where .ci/setup installs it")
-    search = os.pathsep.join([str(Path(__file__).parents[1]), str(found), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(TESTS, found), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "helpers.quantized", str(folder)]
     ran = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr

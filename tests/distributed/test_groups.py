@@ -41,10 +41,10 @@ from drivetrain.workers.roles.reward import FunctionRewardConfig, FunctionReward
 from helpers.harness import run_ranks
 from helpers.hybridflow import EXAMPLES, example, expected
 from helpers.roles import DiesWhileBuilt, FailingActor, FailsWhileBuilt, LateFailure, Trouble, Troubled, fails_on_nine
+from helpers.search_path import python_path
 
 EXAMPLE = example()
 ROWS = json.loads((EXAMPLES / "rollouts.json").read_text())
-TESTS = str(Path(__file__).parents[1])
 
 Start = Callable[..., Any]
 
@@ -52,7 +52,7 @@ Start = Callable[..., Any]
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     # Two processes whatever the machine, and functions of the helpers found by the processes.
-    os.environ["PYTHONPATH"] = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = python_path()
     # A group of an earlier test in this process may have started one.
     ray.shutdown()
     ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, logging_level=50)

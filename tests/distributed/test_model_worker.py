@@ -31,6 +31,7 @@ from drivetrain.workers.supervision.controller import CONTROLLERS, Controller, l
 from drivetrain.workers.supervision.zmq_controller import ZmqController
 from helpers.controller import Worker, flush_of, initialize
 from helpers.harness import run_ranks
+from helpers.search_path import python_path
 
 ALLOW = ("--allow", "helpers.roles:Troubled", "--allow", "helpers.roles:Trouble")
 ROOT = Path(__file__).parents[2]
@@ -339,9 +340,11 @@ if __name__ == "__main__":
 def test_no_process_outlives_a_killed_controller(tmp_path: Path, rank: int) -> None:
     program = tmp_path / "controller.py"
     program.write_text(CONTROLLER)
-    path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     controller = subprocess.Popen(
-        [sys.executable, str(program), str(rank)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+        [sys.executable, str(program), str(rank)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": python_path()},
     )
     assert controller.stdout is not None
     *pids, _address = controller.stdout.readline().split()

@@ -20,16 +20,16 @@ from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.roles.reward import FunctionRewardConfig, FunctionRewardWorker
 from helpers.hybridflow import EXAMPLES, example
 from helpers.roles import DiesWhileBuilt, Trouble
+from helpers.search_path import python_path
 
 EXAMPLE = example()
-TESTS = str(Path(__file__).parents[1])
 ROWS = json.loads((EXAMPLES / "rollouts.json").read_text())
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     # The functions of the helpers are found by the processes.
-    os.environ["PYTHONPATH"] = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = python_path()
     # A group of an earlier test in this process may have started one.
     ray.shutdown()
     ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, logging_level=50)

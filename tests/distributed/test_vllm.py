@@ -29,6 +29,7 @@ from drivetrain.generation.vllm.generator import VLLMGenerator
 from drivetrain.generation.vllm.model import SAMPLER, check_version
 from drivetrain.workers.roles.generator import RolloutWorker
 from drivetrain.workers.supervision.supervisor import SupervisorSettings, start_model_worker
+from helpers.search_path import python_path
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
 ROOT = Path(__file__).parents[2]
@@ -339,10 +340,9 @@ def test_over_the_ranks_of_torchrun(folder: Path, tmp_path: Path) -> None:
     forget_shared_memory()
     other = folder.parent / "other"
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "helpers.vllm_ranks", str(folder), str(other)]
-    search = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
         [sys.executable, *words, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=280,

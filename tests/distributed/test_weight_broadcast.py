@@ -21,6 +21,7 @@ from drivetrain.workers.process.role_host import RoleSpec
 from drivetrain.workers.protocol.hooks import SyncParams, WeightSync
 from drivetrain.workers.roles.generator import RolloutWorker
 from helpers.roles import Folder, FolderSource
+from helpers.search_path import python_path
 from helpers.weight_roles import Giver, Nothing, Taker, digest_of, tensors
 
 COUNT, BYTES = len(tensors(0)), sum(t.numel() * t.itemsize for _, t in tensors(0))
@@ -36,7 +37,7 @@ ROLES = {
 def cluster() -> Iterator[None]:
     # Functions of the helpers are imported by the processes.
     folder = str(Path(__file__).parents[1])
-    os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = python_path(folder)
     ray.shutdown()
     ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, logging_level=50)
     yield

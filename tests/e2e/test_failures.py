@@ -15,6 +15,7 @@ from drivetrain.engine.parallel.process import report_failure
 from drivetrain.trainers.loop import ranks, run_folder
 from helpers.harness import run_ranks
 from helpers.runs import words
+from helpers.search_path import python_path
 
 SPEC = """
 from drivetrain.engine.registry import BackendSpec
@@ -58,8 +59,7 @@ def planted(tmp_path: Path) -> dict[str, str]:
     (info / "entry_points.txt").write_text("[drivetrain.engines]\nplanted = planted_spec:SPEC\n")
     pids = tmp_path / "pids"
     pids.mkdir()
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PLANTED_FOLDER": str(pids)}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(folder), "PLANTED_FOLDER": str(pids)}
 
 
 def alive(pid: int) -> bool:

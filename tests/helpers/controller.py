@@ -7,10 +7,9 @@ import select
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any, Self
 
-TESTS = str(Path(__file__).parents[1])
+from helpers.search_path import python_path
 
 
 def initialize(role: str, worker: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -44,10 +43,14 @@ class Worker:
     def __init__(
         self, rank: int = 0, size: int = 1, *arguments: str, environment: dict[str, str | None] | None = None
     ) -> None:
-        path = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
         # A worker refuses another number of ranks than that of its launcher.
         inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        wanted: dict[str, str | None] = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(environment or {})}
+        wanted: dict[str, str | None] = {
+            **inherited,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": python_path(),
+            **(environment or {}),
+        }
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "drivetrain.workers.process", "--rank", str(rank), "--world-size", str(size)),

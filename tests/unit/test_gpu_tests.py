@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.search_path import python_path
+
 ROOT = Path(__file__).parents[2]
 FAKE = """
 import torch
@@ -82,7 +84,7 @@ def test_every_test_of_the_gpu_is_collected_without_packages_of_other_tests(tmp_
     # A machine with PyTorch, transformers, pytest without plugins, and what else pyproject.toml requires.
     (tmp_path / "absent.py").write_text(ABSENT)
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment["PYTHONPATH"] = python_path(tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "absent", "-p", "no:cacheprovider", "--collect-only", *words],
         env=environment,

@@ -16,6 +16,7 @@ from drivetrain.engine.errors import ConfigError
 from drivetrain.losses.algorithms import ALGORITHMS
 from drivetrain.losses.objectives.base import OBJECTIVES
 from drivetrain.losses.objectives.clipped import ClippedObjective
+from helpers.search_path import python_path
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = re.search(r"### One of your own.*?```python\n(.*?)```", (ROOT / "docs" / "rl.md").read_text(), re.DOTALL)
@@ -111,7 +112,7 @@ print(json.dumps(found))
 
 
 def run(code: str, *words: str, path: Path) -> "subprocess.CompletedProcess[str]":
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])}
+    env = {**os.environ, "PYTHONPATH": python_path(path)}
     return subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
 

@@ -24,6 +24,7 @@ from drivetrain.engine.ops.scan.linear_attention import linear_attention
 from drivetrain.engine.ops.scan.packed import packed_causal_conv, packed_linear_attention, packed_selective_scan
 from drivetrain.engine.ops.scan.segments import Segments
 from drivetrain.engine.ops.scan.selective_scan import selective_scan
+from helpers.search_path import python_path
 
 LENGTHS = (1, 63, 64, 65, 130, 5, 2)
 BOUNDS = (0, *itertools.accumulate(LENGTHS))
@@ -424,8 +425,9 @@ def test_kernels_are_not_called_by_models_that_this_program_imports(tmp_path: Pa
     (tmp_path / "causal_conv1d.py").write_text("def causal_conv1d_fn(*args, **kwargs):\n    raise RuntimeError('a kernel')\n")
     save_tiny_model(tmp_path / "model", "olmo_hybrid")
     words = [sys.executable, "-c", EACH_FIRST_IMPORT, str(tmp_path / "model")]
-    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, env=os.environ | {"PYTHONPATH": python_path(tmp_path)}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     # The last family was imported by transformers itself.
     assert done.stdout == "lfm2 a kernel\n"
