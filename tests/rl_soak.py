@@ -47,12 +47,12 @@ class SoakedRun:
 
     Args:
         kills: How often a process of each kind was killed.
-        ended: How many of these ended the run, which then went on.
+        survived: After how many of these the run went on by itself.
         processes: How many controllers have written the log.
     """
 
     kills: dict[str, int] = field(default_factory=dict)
-    ended: int = 0
+    survived: int = 0
     processes: int = 0
 
 
@@ -73,7 +73,7 @@ def soak(folder: Path, kills: int, *, staleness: int = 1, seed: int = 0) -> Soak
     make_task(task)
     rng, done = random.Random(seed), SoakedRun()
     # Longer by as many steps as are made between kills, since a run that is over cannot be killed.
-    more = [*SETTINGS, f"rl.staleness={staleness}", f"trainer.max_steps={STEPS + 2 * kills}"]
+    more = [*SETTINGS, f"rl.staleness={staleness}", f"trainer.max_steps={STEPS + 4 * kills}"]
     with open(folder / "log", "a") as log:
         assert _start(task, whole, more, log).wait(3600) == 0, (folder / "log").read_text()[-5000:]
         for number in range(kills):
@@ -81,17 +81,17 @@ def soak(folder: Path, kills: int, *, staleness: int = 1, seed: int = 0) -> Soak
             kind = VICTIMS[number % len(VICTIMS)]
             pids = _kill_one(process, run, kind, rng)
             done.kills[kind] = done.kills.get(kind, 0) + 1
-            if kind == "rewards":
+            if kind in ("rewards", "generator"):
                 # It is started again, and the run goes on; it is ended to let the next one be drawn.
-                time.sleep(rng.uniform(0.5, 1.5))
-                assert process.poll() is None, (folder / "log").read_text()[-5000:]
+                goes_on = _makes_steps(process, run)
+                done.survived += goes_on
+                assert goes_on, (folder / "log").read_text()[-5000:]
                 os.kill(process.pid, signal.SIGKILL)
             process.wait(120)
-            done.ended += process.returncode != 0
             _end_all(pids)
         assert _start(task, run, more, log).wait(3600) == 0, (folder / "log").read_text()[-5000:]
-    by_step = {record["step"]: record for record in records(run)}
-    assert [by_step[step + 1] for step in range(len(by_step))] == records(whole)
+    by_step = {record["step"]: record for record in _learned(run)}
+    assert [by_step[step + 1] for step in range(len(by_step))] == _learned(whole)
     assert compare(whole / "checkpoints", run / "checkpoints").same
     checked = check_log(run)
     assert checked.oldest == staleness
@@ -124,6 +124,24 @@ def _kill_one(process: "subprocess.Popen[bytes]", run: Path, kind: str, rng: ran
     with contextlib.suppress(ProcessLookupError):
         os.kill(rng.choice(of_kind), signal.SIGKILL)
     return [process.pid, *commands]
+
+
+def _learned(run: Path) -> list[dict[str, object]]:
+    # New processes of the generator are sent all weights, others what has changed.
+    return [{name: value for name, value in record.items() if name != "sync_bytes"} for record in records(run)]
+
+
+def _steps(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def _makes_steps(process: "subprocess.Popen[bytes]", run: Path, count: int = 2) -> bool:
+    """Wait until a run has made more steps, of which the first may have been under way; return whether it has."""
+    before = _steps(run)
+    while process.poll() is None and _steps(run) < before + count:
+        time.sleep(0.1)
+    return process.poll() in (None, 0)
 
 
 def _command(pid: int) -> str:

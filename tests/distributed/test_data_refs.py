@@ -549,6 +549,33 @@ def test_bytes_over_a_connection(tmp_path: Path) -> None:
         links.close()
 
 
+def test_what_came_from_a_worker_that_died_is_not_taken_for_its_successors(tmp_path: Path) -> None:
+    def connect(first: Links, second: Links, incarnation: int) -> None:
+        addresses = {"p/0": first.address, "p/1": second.address}
+        for links in (first, second):
+            links.set_addresses(addresses, {"p/0": 1, "p/1": incarnation})
+
+    one, two = links_of("p/0", f"ipc://{tmp_path}/0"), links_of("p/1", f"ipc://{tmp_path}/1")
+    connect(one, two, 1)
+    # What was half read, what has arrived, and what nobody has taken yet.
+    two.send("p/0", "1/a", [b"half", b"read"])
+    half = one.receive_header("p/1", "1/a")
+    two.send("p/0", "2/b", [b"old"])
+    one.send("p/1", "3/c", [b"for the old one"])
+    two.close()
+    again = Links("p/1", f"ipc://{tmp_path}/1-2", None, 1.0, incarnation=2)
+    connect(one, again, 2)
+    again.send("p/0", "4/d", [b"new"])
+    header = one.receive_header("p/1", "4/d")
+    into = bytearray(3)
+    one.receive_into(header, [into])
+    assert (bytes(into), half.size) == (b"new", 8)
+    one.send("p/1", "5/e", [b"for the new one"])
+    assert again.receive_header("p/0", "5/e").size == 15
+    for links in (one, again):
+        links.close()
+
+
 def test_a_connection_demands_the_keys_of_the_group() -> None:
     keys = new_keys()
     two = links_of("p/1", "tcp://127.0.0.1:*", keys)

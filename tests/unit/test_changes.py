@@ -15,6 +15,7 @@ from drivetrain.workers.data_plane.blocks import BlockPool
 from drivetrain.workers.data_plane.buckets import Bucket
 from drivetrain.workers.data_plane.changes import SentTensors
 from drivetrain.workers.data_plane.digests import StreamDigest
+from drivetrain.workers.data_plane.kept_versions import KeptVersions
 from drivetrain.workers.process.param_sync import _applied, _encoded, _received, _sent
 
 Tensors = dict[str, Tensor]
@@ -40,10 +41,10 @@ class Wire:
         return bucket
 
 
-def send(sent: SentTensors, tensors: Tensors, wire: Wire) -> int:
+def send(sent: SentTensors, tensors: Tensors, wire: Wire, *, stays: bool = False) -> int:
     """How many bytes were sent."""
     pieces, results = StreamDigest(in_host=True), StreamDigest(in_host=True)
-    stream = _encoded(sent, sent.digest, iter(tensors.items()), results)
+    stream = _encoded(sent, sent.digest, iter(tensors.items()), results, stays=stays)
     for _ in _sent(stream, [wire], pieces, BlockPool(), results.digest):
         pass
     sent.digest = results.digest()
@@ -222,3 +223,35 @@ def test_changes_of_other_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -
     ):
         with pytest.raises(ModelError, match=message):
             list(empty.tensors(iter(pieces_given), StreamDigest(in_host=True)))
+
+
+# ---- versions that can be sent again --------------------------------------------------------------------------------------
+
+
+def test_the_last_versions_can_be_sent_again() -> None:
+    """Also while their changes are sent, which shares memory with them."""
+    kept, sent, other, wire = KeptVersions(), SentTensors(), SentTensors(), Wire()
+    versions = [{name: tensor.clone() for name, tensor in weights().items()} for _ in range(5)]
+    for number, version in enumerate(versions):
+        for tensor in version.values():
+            # Nothing, little, and everything changes.
+            tensor.reshape(-1)[: number % 3 * tensor.numel() // 2] = number
+        live = {name: tensor.clone() for name, tensor in version.items()}
+        send(sent, dict(kept.keeping(number, 2, iter(live.items()))), wire, stays=True)
+        for tensor in live.values():
+            # The actor learns.
+            tensor.fill_(7)
+        assert equal(receive(other, wire), version)
+        for again in range(max(0, number - 1), number + 1):
+            assert equal(dict(kept.tensors(again)), versions[again])
+    with pytest.raises(
+        ModelError, match="version 2 of the weights is not kept, which was to be sent again; those that are: 3, 4"
+    ):
+        next(kept.tensors(2))
+    # Of a transfer that fails nothing is kept, and what is too old has gone before.
+    broken = kept.keeping(5, 2, iter([("a", torch.ones(1))]))
+    next(broken)
+    broken.close()
+    assert list(kept._versions) == [4]
+    assert not list(kept.keeping(6, 1, iter(())))
+    assert list(kept._versions) == [6]

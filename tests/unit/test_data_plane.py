@@ -435,6 +435,25 @@ def numbers(count: int) -> Sequence[Mapping[str, Any]]:
     return [{"input_ids": [i] * (i % 3 + 1), "worth": float(i), "group_id": i // 2} for i in range(count)]
 
 
+@given(situations(), st.sets(st.sampled_from(PLACES)))
+def test_what_workers_held_that_are_gone_is_forgotten(situation: tuple[SequenceBuffer, list[Need]], gone: set[str]) -> None:
+    buffer, _ = situation
+    before = has(buffer)
+    buffer.forget_workers(gone)
+    left = set()
+    for sample in [f"s{i}" for i in range(8)]:
+        for key in KEYS:
+            holders = {name for name, held in before.items() if (sample, key) in held} - gone
+            if holders:
+                left.add(sample)
+                assert buffer.holders(sample, key) == holders
+                assert buffer.origin(sample, key) in holders
+            elif sample in buffer:
+                with pytest.raises(DataMissingError):
+                    buffer.holders(sample, key)
+    assert {f"s{i}" for i in range(8) if f"s{i}" in buffer} == left
+
+
 @given(st.integers(1, 9), st.integers(1, 4), st.lists(st.integers(1, 12), min_size=1, max_size=5), st.booleans())
 def test_shares_do_not_overlap_and_cover(size: int, shares: int, fetches: list[int], shuffle: bool) -> None:
     spec = DatasetSpec(load=numbers, options={"count": size}, shuffle=shuffle, seed=3)

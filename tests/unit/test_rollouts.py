@@ -1,6 +1,9 @@
 """Rollouts with a generator that is as slow as chance wants: what is asked of it, and that what is learned from does not depend on it."""
 
 import random
+import sys
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import SimpleNamespace
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drivetrain.engine.config import ModelConfig
-from drivetrain.engine.errors import CheckpointError, ModelError
+from drivetrain.engine.errors import CheckpointError, ModelError, WorkerLostError
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.trainers.config.parse import parse
@@ -64,14 +67,40 @@ class FakePhases:
     newest: int = 0
     used: int = 0
     busy: bool = False
-    in_stores: set[str] = field(default_factory=set)
+    holds: set[int] = field(default_factory=lambda: {0})
     calls: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    dies: float = 0.0
+    """How probable it is that the generator dies in anything that it is asked."""
+    deaths: Counter[str] = field(default_factory=Counter)
+    lost_pools: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.memory_manager: Any = SimpleNamespace(enter=lambda phase: None, sync=self.sync, verify=lambda version: None)
-        self.group: Any = SimpleNamespace(
-            data=SimpleNamespace(get_batch=self.batch_of, clear_data_cache=lambda ref: None, put=self.put)
+        self.memory_manager: Any = SimpleNamespace(
+            enter=lambda phase: None, sync=self.sync, resend=self.resend, verify=lambda version: self.ask()
         )
+        self.group: Any = self
+        self.roles: Any = SimpleNamespace(specs={"rollout": SimpleNamespace(pool="rollout")})
+        self.data = SimpleNamespace(get_batch=self.batch_of, clear_data_cache=lambda ref: None, put=self.put)
+
+    def ask(self) -> None:
+        """As what the generator is asked begins: it may be dead, or die of it."""
+        if not self.lost_pools and self.chance.random() < self.dies:
+            self.lost_pools, self.busy = {"rollout": "killed"}, False
+            self.deaths[sys._getframe(1).f_code.co_name] += 1
+        if self.lost_pools:
+            raise WorkerLostError("the generator died")
+
+    def restart_pool(self, pool: str) -> None:
+        assert pool in self.lost_pools
+        self.lost_pools = {}
+        # Those of its model.
+        self.holds = set()
+        self.ask()
+
+    def resend(self, version: int) -> None:
+        self.ask()
+        assert self.newest - self.held_versions < version <= self.newest, "nobody has kept it"
+        self.holds.add(version)
 
     def timed(self, name: str) -> Any:
         return torch.no_grad()
@@ -83,19 +112,24 @@ class FakePhases:
 
     def sync(self, version: int) -> None:
         assert not self.busy
+        self.ask()
         assert version == self.newest + 1
         self.newest = version
+        self.holds.add(version)
         # What more would be held than may be: the oldest is given up.
         self.used = max(self.used, version - self.held_versions + 1)
 
     def begin_rollout(self, prompts: Any, numbers: Any, *, version: int) -> Any:
         assert not self.busy
+        self.ask()
         assert self.used <= version <= self.newest, f"version {version} was given up"
+        assert version in self.holds
         self.busy, self.used = True, version
         self.calls.append((version, tuple(numbers)))
         return SimpleNamespace(prompts=prompts, numbers=numbers, version=version, calls=[Call(self.chance)], seconds=1.0)
 
     def finish_rollout(self, running: Any) -> Completions:
+        self.ask()
         assert self.busy
         self.busy = False
         rows = [
@@ -112,6 +146,7 @@ class FakePhases:
         return DataRef(ids=ids, lengths=(4,) * len(ids), keys={}, buffer=cast(Any, None))
 
     def batch_of(self, ref: DataRef) -> Any:
+        self.ask()
         self.moved = ref
         numbers = [int(name.partition(".")[0]) for name in ref.ids]
         return from_lists([[*prompt_of(number).ids, self.used, 0] for number in numbers])
@@ -134,11 +169,20 @@ Consumed = list[tuple[int, int, int]]
 
 
 def run(
-    staleness: int, batch: int, steps: int, dropped: set[int], per_call: int | None, held: int | None, chance: random.Random
+    staleness: int,
+    batch: int,
+    steps: int,
+    dropped: set[int],
+    per_call: int | None,
+    held: int | None,
+    chance: random.Random,
+    dies: float = 0.0,
 ) -> tuple[Consumed, FakePhases]:
     """Which tickets were consumed, made by which version, and learned from by which."""
     config = config_of(staleness, per_call, held)
-    phases = FakePhases(held_versions=held or max(1, staleness), chance=chance)
+    if dies:
+        config = replace(config, rollout=replace(config.rollout, restarts=50))
+    phases = FakePhases(held_versions=held or max(1, staleness), chance=chance, dies=dies)
     rollouts = Rollouts(config, cast(Any, phases), PROMPTS, Tickets(batch, staleness, steps=steps))
     consumed: Consumed = []
     for _ in range(steps):
@@ -156,6 +200,8 @@ def run(
         rollouts.send_weights()
         assert phases.newest == rollouts.tickets.version
         rollouts.apply()
+        if chance.random() < 0.2:
+            rollouts.use_newest()
         if chance.random() < 0.2:
             # A checkpoint, from which nothing of an older version is missing.
             rollouts.tickets.state(rollouts.kept())
@@ -184,6 +230,55 @@ def test_what_is_learned_from_does_not_depend_on_the_generator(
     asked = [number for _, numbers in phases.calls for number in numbers]
     assert asked == list(range(len(asked)))
     assert all(len(numbers) <= (per_call or len(numbers)) for _, numbers in phases.calls)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    staleness=st.integers(1, 3),
+    batch=st.integers(1, 3),
+    per_call=st.sampled_from([None, 1, 2]),
+    hold_one=st.booleans(),
+    dropped=st.sets(st.integers(0, 30), max_size=10),
+    seed=st.integers(0, 999),
+)
+def test_what_is_learned_from_does_not_depend_on_deaths(
+    staleness: int, batch: int, per_call: int | None, hold_one: bool, dropped: set[int], seed: int
+) -> None:
+    held = 1 if hold_one else None
+    one, _ = run(staleness, batch, 6, dropped, per_call, held, random.Random(seed), dies=0.2)
+    other, _ = run(staleness, batch, 6, dropped, per_call, held, random.Random(seed))
+    assert one == other
+
+
+def test_the_generator_dies_in_all_that_it_is_asked() -> None:
+    """The control of the test above."""
+    deaths: Counter[str] = Counter()
+    for seed in range(30):
+        deaths += run(2, 2, 6, {3, 4}, 1, None, random.Random(seed), dies=0.2)[1].deaths
+    assert deaths.keys() == {"begin_rollout", "finish_rollout", "batch_of", "sync", "resend", "restart_pool", "<lambda>"}
+
+
+@pytest.mark.parametrize(
+    ("more", "lost", "raises"),
+    [
+        ({}, {"rollout": "killed"}, False),
+        # Too often, others too, and answers that nobody else has.
+        ({"restarts": 0}, {"rollout": "killed"}, True),
+        ({}, {"rollout": "killed", "main": "killed"}, True),
+        ({"staleness": 0}, {"rollout": "killed"}, True),
+    ],
+)
+def test_a_generator_is_not_replaced_where_that_cannot_help(more: dict[str, int], lost: dict[str, str], raises: bool) -> None:
+    phases = FakePhases(held_versions=1, chance=random.Random(0))
+    config = config_of(more.get("staleness", 1), 1, None)
+    config = replace(config, rollout=replace(config.rollout, restarts=more.get("restarts", 1)))
+    rollouts = Rollouts(config, cast(Any, phases), PROMPTS, Tickets(2, config.rl.staleness))
+    rollouts.answered(2)
+    phases.lost_pools, phases.busy = lost, False
+    with pytest.raises(WorkerLostError, match="the generator died") if raises else nullcontext():
+        rollouts.replace_generator(WorkerLostError("the generator died"))
+        assert not phases.lost_pools
+        assert rollouts.answered(2)
 
 
 def test_the_generator_works_while_others_do() -> None:

@@ -186,6 +186,11 @@ class RolloutSettings(Settings):
         "with rl.staleness: versions of the weights that the generator holds, of which it uses one, while the others are in host memory; new weights wait until the answers of older ones are complete; null: as many as rl.staleness",
         most=1024,
     )
+    restarts: int = setting(
+        3,
+        "with processes of its own (group.pools.rollout): how often in a row these are started again after one died, before the run ends; with rl.staleness the actor's first process keeps the versions that the generator holds in host memory for that; 0: never",
+        most=1000,
+    )
     invariant: bool = setting(
         False,
         "whether an answer is the same to the bit whatever is generated at the same time; for continuous and static, on a CPU",
@@ -208,6 +213,7 @@ class RolloutSettings(Settings):
         ):
             check_least(f"rollout.{name}", getattr(self, name), 1)
         check_least("rollout.top_k", self.top_k, 0)
+        check_least("rollout.restarts", self.restarts, 0)
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ConfigError(
                 f"rollout.temperature={self.temperature}; it must be more than 0, since answers are learned from"

@@ -13,7 +13,7 @@ from ...engine.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-RolePart = Literal["parameters", "gradients", "optimizer", "cache", "held_versions"]
+RolePart = Literal["parameters", "gradients", "optimizer", "cache", "held_versions", "kept_versions"]
 RolePlace = Literal["device", "host", "disk", "absent"]
 Phase = Literal["rollout", "score", "train"]
 PLACES: tuple[RolePlace, ...] = ("device", "host", "disk", "absent")
@@ -63,6 +63,10 @@ class RoleStates(Protocol):
 
     def sync(self, version: int) -> int:
         """Copy the actor's weights to the generator, which then have a version; return how many bytes were sent or handed on."""
+        ...
+
+    def resend(self, version: int) -> None:
+        """Copy a version that the generator had to processes of it that have been started again."""
         ...
 
     @property
@@ -146,6 +150,10 @@ class MemoryManager:
         self._move_generator("device", "cache")
         self._phase, self._version = "rollout", version
         self._verify_sync(version)
+
+    def resend(self, version: int) -> None:
+        """Copy a version that the generator had to processes of it that have been started again, and are its own."""
+        self._states.resend(version)
 
     def _verify_sync(self, version: int) -> None:
         # A generator that holds versions would go over to the new one, while older ones are still needed.
@@ -254,7 +262,7 @@ class MemoryManager:
         return lines
 
     def _planned(self, role: str, part: RolePart, allocation: Allocation, phase: str) -> RolePlace:
-        if part == "held_versions":
+        if part in ("held_versions", "kept_versions"):
             return "host"
         if not self._takes_turns or not allocation.shared:
             return "device"

@@ -216,6 +216,14 @@ def held_versions(config: RLConfig) -> int:
     return config.rollout.held_versions or max(1, config.rl.staleness)
 
 
+def kept_versions(config: RLConfig) -> int:
+    """Return how many versions the actor's first process keeps, for processes of the generator that take the place of those that died.
+
+    Without staleness the generator is only asked for the version that the actor has.
+    """
+    return held_versions(config) if config.rl.staleness and config.rollout.restarts else 0
+
+
 def start_group(config: RLConfig, roles: Roles) -> WorkerGroup:
     """Start the processes of a run and build its roles in them.
 

@@ -1,9 +1,11 @@
 """Answers tickets with the generator: with K > 0 while the other roles go on, for which the generator has processes of its own."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from ...engine.errors import WorkerLostError
 from ...engine.packing.batch import PackedBatch
 from ..config.rl import RLConfig
 from .completions import Completion, Completions, prefixes_of, split
@@ -13,6 +15,8 @@ from .prompts import Prompts
 from .roles import held_versions
 from .tickets import Tickets
 
+log = logging.getLogger(__name__)
+
 
 class Rollouts:
     """The completions to a run's tickets.
@@ -20,6 +24,9 @@ class Rollouts:
     A call of the generator answers tickets of one version, at most `rollout.prompts_per_call` of them, and begins with the first that waits.
     While it runs, nothing can be copied to the generator or from it. So with K > 0 completions go to the stores of the actor's processes
     as soon as a call is done, and new weights are sent between two calls.
+
+    If processes of the generator die that are its own, they are started again: they are sent the weights that they had, and answer the tickets
+    that were lost with them once more.
 
     Args:
         config: The run's settings.
@@ -32,6 +39,8 @@ class Rollouts:
         self.tickets = tickets
         self._config, self._phases, self._prompts = config, phases, prompts
         self._overlaps = config.rl.staleness > 0
+        self._deaths = 0
+        """How often in a row the generator's processes have been started again, without an answer in between."""
         self._running: RunningRollout | None = None
         self._answered: dict[int, Completions] = {}
         """The completions of tickets that were not consumed yet, whose rewards are being computed."""
@@ -72,11 +81,13 @@ class Rollouts:
             return
         if waiting[0].version == self._unsent:
             self.send_weights()
+            if self._running is not None or not (waiting := self.tickets.waiting):
+                return
         size = self._config.rollout.prompts_per_call or len(waiting)
         count = sum(ticket.version == waiting[0].version for ticket in waiting[:size])
         tickets = [self.tickets.start() for _ in range(count)]
         prompts = [self._prompts.of_ticket(ticket.number) for ticket in tickets]
-        with self._no_advance():
+        with self._no_advance(), self._replacing_generator():
             if not self._overlaps:
                 self._phases.memory_manager.enter("rollout")
             version = tickets[0].version
@@ -90,14 +101,18 @@ class Rollouts:
             self._verified = version
 
     def _finish(self) -> None:
-        """Wait for the generator's call, and hand its completions to the rewards."""
-        assert self._running is not None
+        """Wait for the generator's call, if there is one, and hand its completions to the rewards."""
+        if self._running is None:
+            return
         with self._no_advance():
-            completions = self._phases.finish_rollout(self._running)
+            with self._replacing_generator():
+                completions = self._phases.finish_rollout(self._running)
+                if self._overlaps:
+                    completions = self._moved(completions)
+            if self._running is None:
+                return
             self._generating_s.append(self._running.seconds)
-            self._running = None
-            if self._overlaps:
-                completions = self._moved(completions)
+            self._running, self._deaths = None, 0
             for number, one in split(completions).items():
                 self._add(number, one)
 
@@ -177,18 +192,19 @@ class Rollouts:
 
     def send_weights(self) -> None:
         """Send the actor's weights to the generator, unless it has them. Called before they are changed."""
-        if self._unsent is None:
-            return
-        version, self._unsent = self._unsent, None
-        self.settle(version - held_versions(self._config) + 1)
-        with self._phases.timed("sync"):
-            self._phases.memory_manager.sync(version)
+        while self._unsent is not None:
+            version = self._unsent
+            self.settle(version - held_versions(self._config) + 1)
+            with self._no_advance(), self._replacing_generator(), self._phases.timed("sync"):
+                self._phases.memory_manager.sync(version)
+                self._unsent = None
 
     def use_newest(self) -> None:
         """Let the generator have the newest weights and nothing else to do, for an evaluation."""
         self.send_weights()
         self.settle(self.tickets.version)
-        self._verify(self.tickets.version)
+        with self._replacing_generator():
+            self._verify(self.tickets.version)
 
     def settle(self, before: int) -> None:
         """Wait until the generator does nothing, and no ticket of a version before one is left to be answered."""
@@ -201,6 +217,53 @@ class Rollouts:
         """Return for how many seconds the generator has worked in calls that have ended since this was asked last."""
         seconds, self._generating_s = sum(self._generating_s), []
         return seconds
+
+    # ---- the generator's processes ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _replacing_generator(self) -> Iterator[None]:
+        # What the block was about is then to be done again.
+        try:
+            yield
+        except WorkerLostError as e:
+            self.replace_generator(e)
+
+    def replace_generator(self, error: WorkerLostError) -> None:
+        """Start the generator's processes again, because one has died; they get the weights that they had, and the tickets that they were answering.
+
+        Args:
+            error: How that was noticed.
+
+        Raises:
+            WorkerLostError: Others have died too, it has happened too often, or more than these tickets was lost.
+        """
+        group, pool = self._phases.group, self._phases.roles.specs["rollout"].pool
+        # Without K, completions stay in the stores of the generator's processes.
+        is_lost = not self._overlaps and bool(self._answered or self.tickets.kept)
+        if is_lost or "rollout" not in self._config.group.pools:
+            raise error
+        self._running, self._verified = None, None
+        for ticket in self.tickets.running:
+            self.tickets.give_back(ticket.number)
+        sent = self.tickets.version - (self._unsent is not None)
+        needed = sorted({sent, *(ticket.version for ticket in self.tickets.waiting if ticket.version <= sent)})
+        while True:
+            if {*group.lost_pools} != {pool} or self._deaths >= self._config.rollout.restarts:
+                raise error
+            self._deaths += 1
+            log.warning(
+                "%s; the generator's processes are started again (%d of %d times in a row, rollout.restarts)",
+                str(error).splitlines()[0],
+                self._deaths,
+                self._config.rollout.restarts,
+            )
+            try:
+                group.restart_pool(pool)
+                for version in needed:
+                    self._phases.memory_manager.resend(version)
+                return
+            except WorkerLostError as e:
+                error = e
 
     # ---- saving ----------------------------------------------------------------------------------------------------------
 

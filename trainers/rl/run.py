@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...engine.errors import CheckpointError, RewardError
+from ...engine.errors import CheckpointError, RewardError, WorkerLostError
 from ...rewards.pool import RewardTarget, title_of
 from ..config.rl import RLConfig
 from ..loop.callbacks import Callback
@@ -21,6 +21,7 @@ from .algorithms import Algorithm
 from .bundle import StepBundles
 from .checkpoints import RunCheckpoints
 from .collect import Collector
+from .completions import Completion
 from .evaluation import evaluate
 from .kept_completions import from_bytes, to_bytes
 from .metrics import PANELS, RLLines, RLSummary, shown
@@ -109,9 +110,14 @@ class RLRun(TrainingRun):
     def evaluate(self, stop: StopSignal) -> EvaluationResult:
         """Answer the held-out prompts; see the base class. It is not interrupted."""
         assert self.prompts.held_out is not None
-        self.rollouts.use_newest()
-        with self.saved_on(RewardError, f"the rewards of the evaluation after step {self.step}", evaluation_due=True):
-            metrics, judged = evaluate(self.phases, self.prompts.held_out, version=self.step)
+        judged: list[Completion] | None = None
+        while judged is None:
+            self.rollouts.use_newest()
+            with self.saved_on(RewardError, f"the rewards of the evaluation after step {self.step}", evaluation_due=True):
+                try:
+                    metrics, judged = evaluate(self.phases, self.prompts.held_out, version=self.step)
+                except WorkerLostError as e:
+                    self.rollouts.replace_generator(e)
         count = min(self.config.generate, len(judged))
         completions = shown([judged[i * len(judged) // count] for i in range(count)])
         return EvaluationResult(

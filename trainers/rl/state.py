@@ -9,7 +9,7 @@ from ...generation.options import SamplingOptions
 from ...workers.groups.base import WorkerGroup
 from ..config.rl import ROLES, RLConfig
 from .memory_manager import Allocation, RolePart, RolePlace
-from .roles import held_versions
+from .roles import held_versions, kept_versions
 
 _PARTS = ("text_config", "ffn_config")
 """Configs inside a model's config that are those of a language model's layers."""
@@ -44,7 +44,7 @@ class GroupStates:
     def __init__(self, group: WorkerGroup, config: RLConfig) -> None:
         self._group, self._pools = group, config.group.pools
         self._kind, self._sync_changes = config.group.kind, config.group.sync_changes
-        self._held = held_versions(config)
+        self._held, self._kept = held_versions(config), kept_versions(config)
 
     @property
     def holds_versions(self) -> bool:
@@ -59,6 +59,10 @@ class GroupStates:
             for part, size in sizes.items():
                 place: RolePlace = "host" if part == "held_versions" else "device"
                 allocations[role, part] = Allocation(bytes=size, place=place, shared=role not in self._pools)
+        if self._kept:
+            infos = self._group.rank_infos("rollout")
+            whole = allocations["rollout", "parameters"].bytes * len(infos) // infos[0].dp_size
+            allocations["actor", "kept_versions"] = Allocation(bytes=self._kept * whole, place="host", shared=False)
         return allocations
 
     def move(self, role: str, place: RolePlace, part: RolePart) -> None:
@@ -72,7 +76,15 @@ class GroupStates:
             # Of float32 numbers an optimizer changes nearly all, and on one machine the generator reads the actor's memory.
             apart = "rollout" in self._pools and self._kind == "ray"
             changes = apart and self._group.rank_infos("rollout")[0].weight_dtype in ("bfloat16", "float16")
-        return self._group.sync_weights("actor", "rollout", version=version, changes=changes).sent_bytes
+        receipt = self._group.sync_weights("actor", "rollout", version=version, changes=changes, keep=self._kept)
+        return receipt.sent_bytes
+
+    def resend(self, version: int) -> None:
+        """Send a version to new processes of the generator: as it was kept, or as the actor has it if none are kept."""
+        if self._kept:
+            self._group.sync_weights("actor", "rollout", version=version, keep=self._kept, resend=True)
+        else:
+            self.sync(version)
 
     def verify(self, version: int) -> None:
         """Compare what the processes of the generator make of one fixed prompt with a version of the weights.

@@ -123,6 +123,11 @@ class Tickets:
         """The tickets that nobody answers yet, in order."""
         return tuple(self._waiting)
 
+    @property
+    def running(self) -> Sequence[Ticket]:
+        """The tickets that are being answered, in order."""
+        return tuple(self._running[number] for number in sorted(self._running))
+
     def start(self) -> Ticket:
         """Take the next ticket that nobody answers yet.
 

@@ -48,33 +48,39 @@ class SentTensors:
             self._tensors = {}
         self.digest = ""
 
-    def pieces(self, name: str, tensor: Tensor, results: StreamDigest) -> Iterator[tuple[str, Tensor]]:
+    def pieces(self, name: str, tensor: Tensor, results: StreamDigest, *, stays: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the pieces that a tensor is sent in, and keep it.
 
         Args:
             name: Its name.
             tensor: The tensor, on any device.
             results: The digest of all tensors as they are afterwards, to which this one is added.
+            stays: Whether the tensor is in host memory that nobody changes, so that no copy is needed.
         """
         now = tensor.detach().to("cpu").contiguous()
         results.add(name, now)
         before = self._tensors.get(name)
         if before is None or before.shape != now.shape or before.dtype != now.dtype:
-            self._tensors[name] = now.clone()
+            self._tensors[name] = now if stays else now.clone()
             yield name, now
             return
         # Bytes are compared: a NaN is equal to itself, and -0.0 is not 0.0. NumPy compares and looks for them several times as fast as torch.
         differs = _words(before) != _words(now)
         count = int(np.count_nonzero(differs))
+        if stays:
+            # What was kept before may be of use as it is.
+            self._tensors[name] = now
         if not count:
             yield name + SAME, _NOTHING
         elif now.numel() < 2**31 and count * (4 + now.itemsize) * WORTH < now.numel() * now.itemsize:
             positions = np.flatnonzero(differs).astype(np.int32)
-            _words(before)[positions] = _words(now)[positions]
+            if not stays:
+                _words(before)[positions] = _words(now)[positions]
             yield name + POSITIONS, torch.from_numpy(positions)
             yield name + VALUES, now.view(-1)[positions]
         else:
-            before.copy_(now)
+            if not stays:
+                before.copy_(now)
             yield name, now
 
     def tensors(self, pieces: Iterator[tuple[str, Tensor]], results: StreamDigest) -> Iterator[tuple[str, Tensor]]:

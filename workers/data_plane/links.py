@@ -73,6 +73,7 @@ class Links:
 
     Args:
         name: The id of this worker.
+        incarnation: How often the worker of this id has been started.
         endpoint: Where to listen, for ZeroMQ: `ipc:///folder/file`, or `tcp://host:*`.
         keys: The keys; None on one machine.
         timeout_s: For how long to wait for a peer, in seconds.
@@ -86,12 +87,16 @@ class Links:
         keys: CurveKeySet | None,
         timeout_s: float,
         discard: Callable[[Header], None] = lambda header: None,
+        incarnation: int = 1,
     ) -> None:
         self._name, self._keys, self._timeout_s, self._discard = name, keys, timeout_s, discard
+        # A peer may still receive messages of a worker of the same name that died.
+        self._sender = f"{name}#{incarnation}"
         self._context = zmq.Context()
         self._authenticator: Any = None
         self._peers: dict[str, zmq.Socket[bytes]] = {}
         self._addresses: dict[str, str] = {}
+        self._incarnations: dict[str, int] = {}
         self._inbox: dict[str, deque[Any]] = defaultdict(deque)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         # A sender's messages wait in the memory of the sender.
@@ -115,9 +120,19 @@ class Links:
         """Return whether a peer with this public key may connect. Called by ZeroMQ's authenticator."""
         return self._keys is not None and key == self._keys.client_public.encode()
 
-    def set_addresses(self, addresses: Mapping[str, str]) -> None:
-        """Set the addresses of all workers."""
-        self._addresses = dict(addresses)
+    def set_addresses(self, addresses: Mapping[str, str], incarnations: Mapping[str, int] | None = None) -> None:
+        """Set the addresses of all workers. What is on its way to or from those that have been started again since is dropped.
+
+        Args:
+            addresses: The address of each.
+            incarnations: How often each has been started; once if not given.
+        """
+        now = {name: (incarnations or {}).get(name, 1) for name in addresses}
+        for name in [name for name, before in self._incarnations.items() if before != now.get(name)]:
+            self._inbox.pop(name, None)
+            if name in self._peers:
+                self._peers.pop(name).close(linger=0)
+        self._addresses, self._incarnations = dict(addresses), now
 
     def is_near(self, target: str) -> bool:
         """Return whether a worker is on this machine."""
@@ -149,11 +164,11 @@ class Links:
         socket = self._peer(target)
         views = [memoryview(piece).cast("B") for piece in pieces]
         size = sum(view.nbytes for view in views)
-        socket.send(msgspec.msgpack.encode(Header(self._name, title, size, error, about, block)))
+        socket.send(msgspec.msgpack.encode(Header(self._sender, title, size, error, about, block)))
         chunks = []
         for view in views:
             for begin in range(0, view.nbytes, CHUNK_BYTES):
-                socket.send(self._name.encode(), zmq.SNDMORE)
+                socket.send(self._sender.encode(), zmq.SNDMORE)
                 chunks.append(socket.send(view[begin : begin + CHUNK_BYTES], copy=False, track=True))
         return Sending(zmq.MessageTracker(*chunks))
 
@@ -246,11 +261,11 @@ class Links:
     def _arrived(self, timeout_ms: int) -> Iterator[tuple[str, Any]]:
         if self._socket.poll(timeout_ms):
             frames = self._socket.recv_multipart(copy=False)
-            if len(frames) == 1:
-                header = msgspec.msgpack.decode(frames[0].buffer, type=Header)
-                yield header.source, header
-            else:
-                yield frames[0].bytes.decode(), frames[1]
+            header = msgspec.msgpack.decode(frames[0].buffer, type=Header) if len(frames) == 1 else None
+            sender = frames[0].bytes.decode() if header is None else header.source
+            source, _, incarnation = sender.rpartition("#")
+            if incarnation == str(self._incarnations.get(source, 1)):
+                yield source, frames[1] if header is None else msgspec.structs.replace(header, source=source)
 
 
 def _number(title: str) -> int:

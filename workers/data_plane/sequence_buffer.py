@@ -163,6 +163,20 @@ class SequenceBuffer:
         if not self._samples:
             self._sets.clear()
 
+    def forget_workers(self, workers: Collection[str]) -> None:
+        """Forget what workers held that are gone. A column that nobody else holds is lost, and a sample that has no other."""
+        gone = frozenset(workers)
+        for sample, record in list(self._samples.items()):
+            for key, stored in list(record.columns.items()):
+                left = self._shared(stored.holders - gone)
+                if not left:
+                    del record.columns[key]
+                elif left != stored.holders:
+                    stored.holders = left
+                    stored.origin = min(left) if stored.origin in gone else stored.origin
+            if not record.columns:
+                del self._samples[sample]
+
     def give_back(self, ids: Iterable[str], call: str) -> None:
         """Let `ready` take samples for a call again, which has failed."""
         for sample in ids:

@@ -267,7 +267,15 @@ class WorkerGroup(ABC):
             )
 
     def sync_weights(
-        self, source: str, target: str, *, eta: float = 1.0, version: int | None = None, changes: bool = False
+        self,
+        source: str,
+        target: str,
+        *,
+        eta: float = 1.0,
+        version: int | None = None,
+        changes: bool = False,
+        keep: int = 0,
+        resend: bool = False,
     ) -> WeightReceipt:
         """Send the weights of one role to another, for example from an actor to its rollout, from worker to worker.
 
@@ -280,6 +288,9 @@ class WorkerGroup(ABC):
             version: The version that the target's weights then have, if it is a rollout; None is one more than before.
             changes: Whether just what has changed since the last such transfer is sent, where weights go to another pool through host memory.
                 The source's first process and the target's processes then keep all weights in host memory. What the target loads is the same.
+            keep: How many of the last versions that were sent to another pool, this one included, the source's first process keeps in host
+                memory.
+            resend: Whether to send the version as it was kept, whatever the source has now.
 
         Raises:
             ConfigError: A role cannot do this.
@@ -290,7 +301,7 @@ class WorkerGroup(ABC):
             self._check_nothing_submitted("sync_weights")
             # Until this transfer has succeeded, nobody knows what both sides have.
             base = self._kept_weights.pop((source, target), "") if changes and eta == 1 else None
-            hook = SyncParams(source=source, target=target, eta=eta, version=version, base=base)
+            hook = SyncParams(source=source, target=target, eta=eta, version=version, base=base, keep=keep, resend=resend)
             call = self._submit_hooks([hook], f"weights of {source} to {target}")
             self._flush_only(call)
             self._wait(call)
@@ -324,7 +335,7 @@ class WorkerGroup(ABC):
         return tuple(worker_id(spec.pool, rank) for rank in ranks)
 
     def all_workers(self) -> list[WorkerId]:
-        """Return all processes on which there is a role."""
+        """Return all processes on which there is a role, and which can be sent requests."""
         pools = sorted({role.pool for role in self.roles.values()})
         return [worker_id(pool, rank) for pool in pools for rank in range(self._pool_size(pool))]
 
@@ -347,6 +358,27 @@ class WorkerGroup(ABC):
     @abstractmethod
     def is_usable(self) -> bool:
         """Return whether the processes can be sent requests."""
+
+    @property
+    def lost_pools(self) -> Mapping[str, str]:
+        """The pools whose processes are gone, without which the others go on, and for each why."""
+        return {}
+
+    def restart_pool(self, pool: str) -> None:
+        """Start the processes of a pool again, lost or not, and build its roles in them. The other pools keep everything.
+
+        The roles of the pool begin with the weights of their models, and samples that only its processes had are lost. Calls that have been
+        submitted for it are withdrawn.
+
+        Args:
+            pool: The name of the pool.
+
+        Raises:
+            ConfigError: There is no such pool, or its processes are not the group's to start.
+            WorkerLostError: The group cannot be used, or the new processes died; the pool is then lost.
+            WorkerError: A role cannot be built.
+        """
+        raise ConfigError(f"{type(self).__name__} starts no processes, so pool {pool!r} cannot be started again")
 
     @abstractmethod
     def ask(self, what: str, requests: Mapping[WorkerId, Sequence[Request]]) -> dict[WorkerId, list[Any]]:

@@ -186,7 +186,14 @@ class CallPlanner:
                     f"sync_weights({hook.source!r}, {hook.target!r}): {worker.__name__}, the worker of {name!r}, has no method "
                     f"{method}"
                 )
+        if (hook.keep or hook.resend) and version is None:
+            raise ConfigError(
+                f"sync_weights({hook.source!r}, {hook.target!r}): versions that are kept need a number; give version="
+            )
         sources, targets = group.workers(hook.source), group.workers(hook.target)
+        if hook.resend:
+            # What was kept is here only, in host memory.
+            sources = sources[:1]
         # A moving average adds to what the target has, so its source is sent as it is.
         dtypes = {info.weight_dtype for info in group.rank_infos(hook.target)} if hook.eta == 1 else set()
         sync = replace(
@@ -195,7 +202,7 @@ class CallPlanner:
             targets=list(targets),
             title=f"{group.next_id()}/{hook.source} to {hook.target}",
             dtype=next((dtype for dtype in get_args(WeightDType) if dtypes == {dtype}), ""),
-            backend=group.sync_backend(hook.source, hook.target),
+            backend="" if hook.resend else group.sync_backend(hook.source, hook.target),
         )
         return PlannedHook(message=sync, workers=tuple(dict.fromkeys((*sources, *targets))))
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...engine.errors import BatchError, ConfigError
+from ...engine.errors import BatchError, ConfigError, WorkerLostError
 from ...engine.packing.batch import PackedBatch, media_costs
 from ...engine.packing.convert import from_lists
 from ...generation.options import check_prompts
@@ -107,6 +107,13 @@ class GroupData:
         """Forget all samples, which are lost."""
         self.buffer = SequenceBuffer()
         self._positions = {}
+
+    def forget_workers(self, workers: Sequence[WorkerId]) -> None:
+        """Forget what processes held that are gone."""
+        self.buffer.forget_workers(workers)
+        for role in self._group.roles:
+            if set(self._group.workers(role)) & set(workers):
+                self._positions.pop(role, None)
 
     def next_version(self) -> int:
         """Return the version of the next columns."""
@@ -347,7 +354,13 @@ class GroupData:
         self.buffer.drop(ref.ids, keys)
         if self._group.is_usable():
             request = d.ClearDataCache(ids=list(ref.ids), keys=list(keys))
-            self._group.ask("clearing the data cache", {worker: [request] for worker in workers})
+            usable = set(self._group.all_workers())
+            try:
+                self._group.ask("clearing the data cache", {worker: [request] for worker in workers if worker in usable})
+            except WorkerLostError:
+                # A process that is gone holds nothing any more; whoever needs it will notice.
+                if not self._group.is_usable():
+                    raise
 
     def check_ref(self, ref: DataRef) -> None:
         """Check that a reference can be used.

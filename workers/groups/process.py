@@ -4,6 +4,7 @@ import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -88,9 +89,10 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         self._comm_backend = comm_backend(weight_sync, self._gpus)
         self._environment = process_environment(environment, self._gpus)
         self._address = address
-        self._processes: list[ChildProcess] = []
+        self._processes: dict[str, list[ChildProcess]] = {}
         self._comm_ids: dict[str, CommId] = {}
         self._controller: Controller | None = None
+        self._curve_keys: CurveKeySet | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._start()
 
@@ -98,51 +100,58 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
     def _names(self) -> Names:
         return self._allowed_names
 
-    def _start_pools(self) -> Mapping[str, Sequence[Channel]]:
-        controller = listen(self._address, self._allowed_names, self._ids)
-        processes: list[ChildProcess] = []
-        # At the end of this program too; but not in a process that was forked from it.
-        self._finalizer = weakref.finalize(self, _end, os.getpid(), controller, processes)
-        self._controller, self._processes = controller, processes
-        channels: dict[str, list[Channel]] = {}
-        for pool, size in self._sizes.items():
-            self._comm_ids[pool], listener = comm_id.mint()
-            channels[pool] = []
-            for rank in range(size):
-                identity = f"{pool}-{rank}"
-                channel = controller.channel(identity)
-                channels[pool].append(channel)
-                environment = dict(self._environment)
-                if self._gpus:
-                    environment[VISIBLE] = visible_gpu(len(processes))
-                # All ranks are here; otherwise gloo would listen at the address that the machine's name stands for.
-                environment.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK))
-                limits = self._limits
-                processes.append(
-                    ChildProcess(
-                        identity,
-                        controller.address,
-                        arguments=[
-                            *(
-                                "--rank",
-                                str(rank),
-                                "--world-size",
-                                str(size),
-                                "--local-rank",
-                                "0" if self._gpus else str(rank),
-                            ),
-                            *("--init-timeout", str(limits.start_s), "--timeout", str(limits.timeout_s)),
-                            *("--watchdog", str(limits.watchdog_s), "--watchdog", f"initialize={limits.building_s}"),
-                            *("--beat", str(BEAT_S)),
-                        ],
-                        allow=self._allow,
-                        environment=environment,
-                        keys=controller.new_keys(),
-                        listener=listener if rank == 0 else None,
-                        on_exit=lambda process, channel=channel: channel.fail(_lost(process)),  # type: ignore[misc]
-                    )
+    def _start_pool(self, pool: str) -> Sequence[Channel]:
+        if self._finalizer is None or self._finalizer.peek() is None:
+            self._controller = listen(self._address, self._allowed_names, self._ids)
+            self._processes, self._curve_keys = {}, None
+            # At the end of this program too; but not in a process that was forked from it.
+            self._finalizer = weakref.finalize(self, _end, os.getpid(), self._controller, self._processes)
+        assert self._controller is not None
+        self._comm_ids[pool], listener = comm_id.mint()
+        channels: list[Channel] = []
+        processes = self._processes[pool] = []
+        limits, size = self._limits, self._sizes[pool]
+        for rank in range(size):
+            # Nothing that comes from a process that died must be taken for its successor's.
+            again = f"-{self._incarnations[pool]}" if self._incarnations[pool] > 1 else ""
+            identity = f"{pool}-{rank}{again}"
+            channel = self._controller.channel(identity)
+            channels.append(channel)
+            environment = dict(self._environment)
+            if self._gpus:
+                environment[VISIBLE] = visible_gpu(self._first_process(pool) + rank)
+            # All ranks are here; otherwise gloo would listen at the address that the machine's name stands for.
+            environment.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK))
+            local_rank = 0 if self._gpus else rank
+            processes.append(
+                ChildProcess(
+                    identity,
+                    self._controller.address,
+                    arguments=[
+                        *("--rank", str(rank), "--world-size", str(size), "--local-rank", str(local_rank)),
+                        *("--init-timeout", str(limits.start_s), "--timeout", str(limits.timeout_s)),
+                        *("--watchdog", str(limits.watchdog_s), "--watchdog", f"initialize={limits.building_s}"),
+                        *("--beat", str(BEAT_S)),
+                    ],
+                    allow=self._allow,
+                    environment=environment,
+                    keys=self._controller.new_keys(),
+                    listener=listener if rank == 0 else None,
+                    on_exit=lambda process, channel=channel: channel.fail(_lost(process)),  # type: ignore[misc]
                 )
+            )
         return channels
+
+    def _first_process(self, pool: str) -> int:
+        """Return how many processes the pools before one have."""
+        return sum(self._sizes[other] for other in list(self._sizes)[: list(self._sizes).index(pool)])
+
+    def _end_pool(self, pool: str) -> None:
+        processes = self._processes.get(pool, [])
+        for process in processes:
+            process.send_kill()
+        for process in processes:
+            process.wait(SHUTDOWN_S)
 
     def _comm_id(self, pool: str) -> str:
         return self._comm_ids[pool].hex()
@@ -150,12 +159,14 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
     def _link_endpoint(self, pool: str, rank: int) -> str:
         assert self._controller is not None
         if self._controller.folder is not None:
-            return f"ipc://{self._controller.folder}/{list(self._sizes).index(pool)}-{rank}"
+            return f"ipc://{self._controller.folder}/{list(self._sizes).index(pool)}-{rank}-{self._incarnations[pool]}"
         return "tcp://127.0.0.1:*"
 
     def _link_keys(self) -> CurveKeySet | None:
         assert self._controller is not None
-        return None if self._controller.folder is not None else new_keys()
+        if self._controller.folder is None and self._curve_keys is None:
+            self._curve_keys = new_keys()
+        return self._curve_keys
 
     def _end_processes(self, *, politely: bool) -> None:
         if self._finalizer is None or self._finalizer.peek() is None:
@@ -166,20 +177,20 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
                 for channels in self._channels.values():
                     for channel in channels:
                         channel.send([channel.encode(Shutdown(), [])])
-                for process in self._processes:
+                for process in chain.from_iterable(self._processes.values()):
                     process.wait(max(deadline - time.monotonic(), 0.0))
         finally:
             self._finalizer()
-            self._processes = []
+            self._processes = {}
 
 
-def _end(owner: int, controller: Controller, processes: Sequence[ChildProcess]) -> None:
+def _end(owner: int, controller: Controller, processes: Mapping[str, Sequence[ChildProcess]]) -> None:
     """Kill what is left of a group's processes, and close its socket."""
     if os.getpid() != owner:
         return
-    for process in processes:
+    for process in chain.from_iterable(processes.values()):
         process.send_kill()
-    for process in processes:
+    for process in chain.from_iterable(processes.values()):
         process.wait(SHUTDOWN_S)
     controller.close()
 

@@ -189,9 +189,9 @@ class RayWorkerGroup(RemoteWorkerGroup):
         # Ray's future versions will not hide the GPUs that a process has not asked for.
         self._comm_backend = comm_backend(weight_sync, gpus)
         self._environment = process_environment(environment, gpus)
-        self._actors: list[Any] = []
-        self._placements: list[Any] = []
-        self._by_pool: dict[str, list[Any]] = {}
+        self._actors: dict[str, list[Any]] = {}
+        self._placements: dict[str, Any] = {}
+        self._curve_keys: CurveKeySet | None = None
         self.names = Names(pickler=_pickler())
         self.codec = Codec(Registry(), binary=True)
         self._last_put: tuple[Sequence[FramePart], Any] = ((), None)
@@ -222,70 +222,67 @@ class RayWorkerGroup(RemoteWorkerGroup):
                     f"{kind.lower()}s"
                 )
 
-    def _start_pools(self) -> Mapping[str, Sequence[ReplyChannel]]:
+    def _start_pool(self, pool: str) -> Sequence[ReplyChannel]:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        channels: dict[str, list[ReplyChannel]] = {}
-        for pool, size in self._sizes.items():
-            placement = placement_group([dict(self._each) for _ in range(size)], strategy="PACK")
-            self._placements.append(placement)
-            if not placement.wait(PLACEMENT_TIMEOUT_S):
-                free = self._ray.available_resources()
-                needs = ", ".join(
-                    f"{size * each:g} {kind}s ({free.get(kind, 0):g} are free)" for kind, each in self._each.items()
-                )
-                raise ConfigError(
-                    f"pool {pool!r} needs {needs}, which are in use by others in the Ray cluster; free them, or make the pool "
-                    "smaller"
-                )
-            actors = [
-                self._ray.remote(**_THREADS)(_actor_class(self._ray))
-                .options(
-                    num_cpus=self._each["CPU"],
-                    num_gpus=self._each.get("GPU", 0),
-                    runtime_env={"env_vars": self._environment},
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank),
-                )
-                .remote(
-                    WorkerSettings(
-                        rank=rank,
-                        world_size=size,
-                        local_rank=0,
-                        init_s=self._limits.start_s,
-                        timeout_s=self._limits.timeout_s,
-                        watchdog_s=self._limits.watchdog_s,
-                        watchdog={"initialize": self._limits.building_s},
-                    ),
-                )
-                for rank in range(size)
-            ]
-            self._actors += actors
-            self._by_pool[pool] = actors
-            channels[pool] = [_RayChannel(self, actor) for actor in actors]
-        return channels
+        size = self._sizes[pool]
+        placement = self._placements[pool] = placement_group([dict(self._each) for _ in range(size)], strategy="PACK")
+        if not placement.wait(PLACEMENT_TIMEOUT_S):
+            free = self._ray.available_resources()
+            needs = ", ".join(f"{size * each:g} {kind}s ({free.get(kind, 0):g} are free)" for kind, each in self._each.items())
+            raise ConfigError(
+                f"pool {pool!r} needs {needs}, which are in use by others in the Ray cluster; free them, or make the pool "
+                "smaller"
+            )
+        self._actors[pool] = [
+            self._ray.remote(**_THREADS)(_actor_class(self._ray))
+            .options(
+                num_cpus=self._each["CPU"],
+                num_gpus=self._each.get("GPU", 0),
+                runtime_env={"env_vars": self._environment},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank),
+            )
+            .remote(
+                WorkerSettings(
+                    rank=rank,
+                    world_size=size,
+                    local_rank=0,
+                    init_s=self._limits.start_s,
+                    timeout_s=self._limits.timeout_s,
+                    watchdog_s=self._limits.watchdog_s,
+                    watchdog={"initialize": self._limits.building_s},
+                ),
+            )
+            for rank in range(size)
+        ]
+        return [_RayChannel(self, actor) for actor in self._actors[pool]]
+
+    def _end_pool(self, pool: str) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        for actor in self._actors.pop(pool, []):
+            self._ray.kill(actor)
+        if pool in self._placements:
+            remove_placement_group(self._placements.pop(pool))
 
     def _comm_id(self, pool: str) -> str:
         try:
-            return str(self._ray.get(self._by_pool[pool][0].comm_id.remote()))
+            return str(self._ray.get(self._actors[pool][0].comm_id.remote()))
         except self._ray.exceptions.RayError as e:
             raise WorkerLostError(f"rank 0 of pool {pool!r} died during starting: {_why(e)}") from None
 
     def _link_endpoint(self, pool: str, rank: int) -> str:
-        return f"tcp://{self._ray.get(self._by_pool[pool][rank].host.remote())}:*"
+        return f"tcp://{self._ray.get(self._actors[pool][rank].host.remote())}:*"
 
     def _link_keys(self) -> CurveKeySet | None:
-        return new_keys()
+        self._curve_keys = self._curve_keys or new_keys()
+        return self._curve_keys
 
     def _end_processes(self, *, politely: bool) -> None:
-        from ray.util.placement_group import remove_placement_group
-
-        for actor in self._actors:
-            self._ray.kill(actor)
-        for placement in self._placements:
-            remove_placement_group(placement)
-        self._actors, self._placements, self._by_pool = [], [], {}
-        self._last_put = ((), None)
+        for pool in self._sizes:
+            self._end_pool(pool)
+        self._curve_keys, self._last_put = None, ((), None)
 
 
 def _pickler() -> Any:

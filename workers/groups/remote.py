@@ -4,13 +4,13 @@ import os
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from typing import Any, get_args
 
 from ...engine.errors import ConfigError, WorkerError, WorkerLostError
-from ..data_plane.plan import CurveKeySet, pool_of, rank_of, worker_id
+from ..data_plane.plan import CurveKeySet, WorkerId, pool_of, rank_of, worker_id
 from ..process.role_host import RoleSpec
 from ..process.worker import MAX_SECONDS
 from ..protocol import data_messages, messages
@@ -140,8 +140,14 @@ class RemoteWorkerGroup(WorkerGroup):
         self._sizes, self._limits = dict(pools), limits
         self._comm_backend: CommBackend = ""
         self._channels: dict[str, list[ReplyChannel]] = {}
+        self._addresses: dict[WorkerId, str] = {}
+        """Where each process listens for the data of other pools."""
         self._infos: dict[str, list[RankInfo]] = {}
         self._broken: str | None = None
+        self._lost_pools: dict[str, str] = {}
+        """Why the processes of a pool are gone, of pools without which the others go on."""
+        self._incarnations = dict.fromkeys(pools, 0)
+        """How often the processes of each pool have been started."""
         self._started = False
         self._generation = 0
         self._flights: list[tuple[FlushManifest, Callable[[], bool], Callable[[], None]]] = []
@@ -152,8 +158,12 @@ class RemoteWorkerGroup(WorkerGroup):
     # ---- what a kind of group implements -----------------------------------------------------------------------------
 
     @abstractmethod
-    def _start_pools(self) -> Mapping[str, Sequence[ReplyChannel]]:
-        """Start all processes and return the channels of each pool, in rank order."""
+    def _start_pool(self, pool: str) -> Sequence[ReplyChannel]:
+        """Start the processes of a pool and return their channels, in rank order."""
+
+    @abstractmethod
+    def _end_pool(self, pool: str) -> None:
+        """End the processes of a pool by force, and release their resources."""
 
     @abstractmethod
     def _comm_id(self, pool: str) -> str:
@@ -173,7 +183,7 @@ class RemoteWorkerGroup(WorkerGroup):
 
     @abstractmethod
     def _link_keys(self) -> CurveKeySet | None:
-        """Return the keys of these connections; None if they stay on this machine."""
+        """Return the keys of these connections, always the same; None if they stay on this machine."""
 
     @property
     @abstractmethod
@@ -191,36 +201,53 @@ class RemoteWorkerGroup(WorkerGroup):
                 raise ConfigError(f"role {name!r}: {e}") from None
         with self._lock:
             try:
-                self._channels = {pool: list(channels) for pool, channels in self._start_pools().items()}
-                everyone = [worker_id(pool, rank) for pool, size in self._sizes.items() for rank in range(size)]
-                hello = {
-                    pool: messages.Hello(protocol=messages.PROTOCOL, world_size=size, pool=pool)
-                    for pool, size in self._sizes.items()
-                }
-                self._exchange("starting", {name: [hello[pool_of(name)]] for name in everyone}, limit_s=self._limits.start_s)
-                meet = {pool: messages.Init(comm_id=self._comm_id(pool)) for pool in self._sizes}
-                self._exchange("starting", {name: [meet[pool_of(name)]] for name in everyone})
-                if len(self._sizes) > 1:
-                    self._connect_pools(everyone)
-                self._initialize(requests)
+                self._start_processes(self._sizes, requests)
             except BaseException:
                 self.close()
                 raise
             self._started = True
 
-    def _connect_pools(self, everyone: Sequence[str]) -> None:
+    def _start_processes(self, pools: Collection[str], requests: Mapping[str, Initialize]) -> None:
+        """Start the processes of pools, let them meet, connect them to those of other pools, and build their roles."""
+        for pool in pools:
+            self._incarnations[pool] += 1
+            self._channels[pool] = list(self._start_pool(pool))
+        new = self._members(pools)
+        hello = {pool: messages.Hello(protocol=messages.PROTOCOL, world_size=self._sizes[pool], pool=pool) for pool in pools}
+        self._exchange("starting", {name: [hello[pool_of(name)]] for name in new}, limit_s=self._limits.start_s)
+        meet = {pool: messages.Init(comm_id=self._comm_id(pool)) for pool in pools}
+        self._exchange("starting", {name: [meet[pool_of(name)]] for name in new})
+        if len(self._sizes) > 1:
+            self._connect_pools(new)
+        self._initialize(pools, requests)
+
+    def _members(self, pools: Collection[str]) -> list[WorkerId]:
+        return [worker_id(pool, rank) for pool in pools for rank in range(self._sizes[pool])]
+
+    def _connect_pools(self, new: Sequence[WorkerId]) -> None:
+        """Let new processes listen for the data of other pools, and tell all where."""
         keys = self._link_keys()
         listen: dict[str, list[Request]] = {
-            name: [data_messages.Listen(endpoint=self._link_endpoint(pool_of(name), rank_of(name)), keys=keys)]
-            for name in everyone
+            name: [
+                data_messages.Listen(
+                    endpoint=self._link_endpoint(pool_of(name), rank_of(name)),
+                    keys=keys,
+                    incarnation=self._incarnations[pool_of(name)],
+                )
+            ]
+            for name in new
         }
         replies = self._exchange("connecting the pools", listen)
-        peers = data_messages.Peers(addresses={name: replies[name][0].address for name in everyone})
+        self._addresses |= {name: replies[name][0].address for name in new}
+        everyone = self._members([pool for pool in self._sizes if pool not in self._lost_pools])
+        peers = data_messages.Peers(
+            addresses=self._addresses, incarnations={name: self._incarnations[pool_of(name)] for name in self._addresses}
+        )
         self._exchange("connecting the pools", {name: [peers] for name in everyone})
 
-    def _initialize(self, requests: Mapping[str, Initialize]) -> None:
+    def _initialize(self, pools: Collection[str], requests: Mapping[str, Initialize]) -> None:
         """Build the roles: one after the other in each pool, and at the same time in different pools."""
-        by_pool = [[name for name, role in self.roles.items() if role.pool == pool] for pool in self._sizes]
+        by_pool = [[name for name, role in self.roles.items() if role.pool == pool] for pool in pools]
         for names in zip_longest(*by_pool):
             present = [name for name in names if name is not None]
             calls = [
@@ -244,7 +271,7 @@ class RemoteWorkerGroup(WorkerGroup):
             self.role(role).dispatch("load_checkpoint")
         with self._lock:
             self.close()
-            self._broken = None
+            self._broken, self._lost_pools = None, {}
             self._generation += 1
             self._flights = []
             self._forget_data()
@@ -262,7 +289,7 @@ class RemoteWorkerGroup(WorkerGroup):
         try:
             self._end_processes(politely=self._broken is None and not self._unread)
         finally:
-            self._channels, self._infos, self._unread = {}, {}, 0
+            self._channels, self._infos, self._addresses, self._unread = {}, {}, {}, 0
             self._broken = self._broken or "it was closed"
 
     def _end(self, reason: str) -> None:
@@ -270,13 +297,60 @@ class RemoteWorkerGroup(WorkerGroup):
         self._broken = self._broken or reason
         self.close()
 
-    def _check_whole(self) -> None:
+    def restart_pool(self, pool: str) -> None:
+        """See `WorkerGroup.restart_pool`."""
+        if pool not in self._sizes:
+            raise ConfigError(f"there is no pool {pool!r}; the pools are {', '.join(self._sizes)}")
+        requests = {name: role.request(name) for name, role in self.roles.items() if role.pool == pool}
+        with self._lock:
+            self._check_whole()
+            self._lose(pool, "its processes are started again")
+            # They have failed with their processes, which have gone; their replies are not those of the new ones.
+            for manifest, _, collect in list(self._flights):
+                if any(pool_of(worker) == pool for worker in manifest.workers):
+                    collect()
+            for call in [call for call in self._submitted if any(pool_of(worker) == pool for worker in call.members)]:
+                self.withdraw(call)
+            self.data.forget_workers(self._members([pool]))
+            self._kept_weights = {
+                roles: kept for roles, kept in self._kept_weights.items() if not requests.keys() & set(roles)
+            }
+            reason = self._lost_pools.pop(pool)
+            try:
+                self._start_processes([pool], requests)
+            except BaseException:
+                if self._broken is None:
+                    self._lose(pool, reason)
+                raise
+
+    @property
+    def lost_pools(self) -> Mapping[str, str]:
+        """See `WorkerGroup.lost_pools`."""
+        return dict(self._lost_pools)
+
+    def _lose(self, pool: str, reason: str) -> None:
+        """End what is left of a pool. The others go on."""
+        if pool not in self._lost_pools:
+            self._lost_pools[pool] = reason
+            self._end_pool(pool)
+
+    def _check_whole(self, pools: Collection[str] = ()) -> None:
         if self._broken is not None:
             raise WorkerLostError(f"this group cannot be used: {self._broken}; rebuild() it from the last checkpoints")
+        for pool in pools:
+            if pool in self._lost_pools:
+                raise WorkerLostError(
+                    f"pool {pool!r} cannot be used: {self._lost_pools[pool]}; restart_pool({pool!r}) starts its processes again, without "
+                    "their state"
+                )
 
     def is_usable(self) -> bool:
         """See `WorkerGroup.is_usable`."""
         return self._broken is None
+
+    def all_workers(self) -> list[WorkerId]:
+        """See `WorkerGroup.all_workers`."""
+        return [worker for worker in super().all_workers() if pool_of(worker) not in self._lost_pools]
 
     @property
     def controller_bytes(self) -> int:
@@ -294,8 +368,7 @@ class RemoteWorkerGroup(WorkerGroup):
 
     def rank_infos(self, role: str) -> Sequence[RankInfo]:
         """See `WorkerGroup.rank_infos`."""
-        self._check_whole()
-        self.role(role)
+        self._check_whole([self.role(role).pool])
         return self._infos[role]
 
     def ask(self, what: str, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Any]]:
@@ -304,7 +377,7 @@ class RemoteWorkerGroup(WorkerGroup):
         return self._exchange(what, requests)
 
     def _run(self, manifest: FlushManifest) -> None:
-        self._check_whole()
+        self._check_whole({pool_of(worker) for worker in manifest.workers})
         pools = {pool: [worker_id(pool, rank) for rank in range(size)] for pool, size in self._sizes.items()}
         pending = self._post(
             {name: [*manifest.requests_for(name), manifest.flush(pools[pool_of(name)])] for name in sorted(manifest.workers)}
@@ -424,7 +497,7 @@ class RemoteWorkerGroup(WorkerGroup):
             self._unread = max(self._unread - 1, 0)
 
     def _channel(self, name: str) -> ReplyChannel:
-        self._check_whole()
+        self._check_whole([pool_of(name)])
         return self._channels[pool_of(name)][rank_of(name)]
 
     def _collect(
@@ -450,7 +523,16 @@ class RemoteWorkerGroup(WorkerGroup):
         # Where processes died, the errors of others follow from that; and what one pool only reports, or only waits for, from another
         # one's.
         worst = min(outcomes, key=lambda outcome: (not outcome.ended, not outcome.own_errors, outcome.whole))
-        if not all(outcome.whole for outcome in outcomes):
-            self._end(worst.reason())
+        lost = [outcome.pool for outcome in outcomes if not outcome.whole]
+        hint = ""
+        # A pool whose processes have all answered can go on without the one that is lost.
+        if len({*self._lost_pools, *lost}) == len(self._sizes) or not self._started:
+            if lost:
+                self._end(worst.reason())
+            hint = "rebuild() restarts the group" if self._started else ""
+        else:
+            for pool in lost:
+                self._lose(pool, worst.reason())
+            hint = f"restart_pool({worst.pool!r}) starts these processes again, rebuild() the group"
         others = [outcome for outcome in outcomes if outcome is not worst]
-        worst.fail("rebuild() restarts the group" if self._started else "", others)
+        worst.fail(hint, others)

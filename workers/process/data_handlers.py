@@ -214,7 +214,14 @@ def listen(worker: ModelWorker, request: d.Listen) -> d.Listening:
     """Open the socket for the data of other pools."""
     if worker.data.links is not None:
         raise OpError("bad_request", f"{worker.id} listens already, at {worker.data.links.address}")
-    worker.data.links = Links(worker.id, request.endpoint, request.keys, worker.settings.timeout_s, worker.data.discard)
+    worker.data.links = Links(
+        worker.id,
+        request.endpoint,
+        request.keys,
+        worker.settings.timeout_s,
+        worker.data.discard,
+        incarnation=request.incarnation,
+    )
     return d.Listening(address=worker.data.links.address)
 
 
@@ -222,5 +229,5 @@ def peers(worker: ModelWorker, request: d.Peers) -> d.PeersOk:
     """Learn where the other workers listen."""
     if worker.data.links is None:
         raise OpError("bad_request", f"{worker.id} does not listen; send listen first")
-    worker.data.links.set_addresses(request.addresses)
+    worker.data.links.set_addresses(request.addresses, request.incarnations)
     return d.PeersOk()

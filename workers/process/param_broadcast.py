@@ -27,7 +27,7 @@ from ..data_plane.plan import aligned, pool_of
 from ..data_plane.store import DTYPE_NAMES, DTYPES
 from ..protocol import comm_id as comm_ids
 from ..protocol.hooks import SyncParams
-from .param_sync import load_stream, rounded
+from .param_sync import load_stream, outgoing_weights
 from .pool_communicator import Broadcast, PoolCommunicator
 from .worker import ModelWorker
 
@@ -67,7 +67,7 @@ def broadcast_params(worker: ModelWorker, hook: SyncParams) -> dict[str, Any] | 
         return sums.receipt(hook.version)
     if worker.id == hook.sources[0]:
         return _send_all(worker, links, hook)
-    with worker.host.weights(hook.source) as stream:
+    with outgoing_weights(worker, hook, hook.dtype) as stream:
         for _ in stream:
             progress.advance()
     return None
@@ -134,9 +134,9 @@ def _send_all(worker: ModelWorker, links: Links, hook: SyncParams) -> dict[str, 
     with ExitStack() as stack:
         stream: Iterator[tuple[str, Tensor]] = iter(())
         try:
-            stream = stack.enter_context(worker.host.weights(hook.source))
+            stream = stack.enter_context(outgoing_weights(worker, hook, hook.dtype))
             sender = BucketSender(_agreed_as_source(worker, links, hook), links, hook)
-            for name, tensor in rounded(stream, hook.dtype):
+            for name, tensor in stream:
                 progress.advance()
                 sender.add(name, tensor)
             sender.finish()

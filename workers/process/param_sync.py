@@ -9,7 +9,7 @@ To another pool just the changes may be sent; see `data_plane.changes`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..data_plane.blocks import BlockPool
 from ..data_plane.buckets import BroadcastChannel, Bucket, BucketChannel, LinkChannel, Packer
 from ..data_plane.changes import SentTensors
 from ..data_plane.digests import StreamDigest
+from ..data_plane.kept_versions import KeptVersions
 from ..data_plane.plan import pool_of, rank_of
 from ..data_plane.store import DTYPES
 from ..protocol.hooks import SyncParams
@@ -62,12 +63,12 @@ def sync_params(worker: ModelWorker, hook: SyncParams) -> dict[str, Any] | None:
             assert incoming is not None
             load_stream(worker, hook, _received(incoming, outgoing, stream_digest))
         else:
-            with worker.host.weights(hook.source) as stream:
+            with outgoing_weights(worker, hook, dtype) as stream:
                 if not is_target and not outgoing:
                     for _ in stream:
                         progress.advance()
                     return None
-                pairs = _sent(rounded(stream, dtype), outgoing, stream_digest, worker.data.blocks)
+                pairs = _sent(stream, outgoing, stream_digest, worker.data.blocks)
                 if is_target:
                     load_stream(worker, hook, pairs)
                 else:
@@ -98,14 +99,14 @@ def _sync_changes(worker: ModelWorker, hook: SyncParams, base: str) -> dict[str,
         hook: The transfer.
         base: The digest of the tensors that it begins with; empty if all are sent.
     """
-    key = f"{hook.source} to {hook.target}"
+    key = _key(hook)
     pieces, results = StreamDigest(in_host=True), StreamDigest(in_host=True)
     groups = EngineGroups(None)
     try:
         outgoing, incoming = _channels(worker, hook, groups)
         if incoming is None and not outgoing:
             # A process that only helps the source's first one to gather them.
-            with worker.host.weights(hook.source) as stream:
+            with outgoing_weights(worker, hook, hook.dtype) as stream:
                 for _ in stream:
                     progress.advance()
             return None
@@ -115,8 +116,8 @@ def _sync_changes(worker: ModelWorker, hook: SyncParams, base: str) -> dict[str,
             received = _received(incoming, outgoing, pieces, lambda: results.digest())
             load_stream(worker, hook, _applied(sent, base, received, results))
         else:
-            with worker.host.weights(hook.source) as stream:
-                changed = _encoded(sent, base, rounded(stream, hook.dtype), results)
+            with outgoing_weights(worker, hook, hook.dtype) as stream:
+                changed = _encoded(sent, base, stream, results, stays=hook.keep > 0)
                 for _ in _sent(changed, outgoing, pieces, worker.data.blocks, lambda: results.digest()):
                     pass
         worker.data.blocks.trim(SETTLE_S)
@@ -127,10 +128,10 @@ def _sync_changes(worker: ModelWorker, hook: SyncParams, base: str) -> dict[str,
     return _receipt(hook, results, pieces.bytes)
 
 
-def _encoded(sent: SentTensors, base: str, stream: NamedTensors, results: StreamDigest) -> NamedTensors:
+def _encoded(sent: SentTensors, base: str, stream: NamedTensors, results: StreamDigest, *, stays: bool) -> NamedTensors:
     sent.check(base)
     for name, tensor in stream:
-        yield from sent.pieces(name, tensor, results)
+        yield from sent.pieces(name, tensor, results, stays=stays)
 
 
 def _applied(sent: SentTensors, base: str, received: NamedTensors, results: StreamDigest) -> NamedTensors:
@@ -143,6 +144,35 @@ def _applied(sent: SentTensors, base: str, received: NamedTensors, results: Stre
             for _ in received:
                 pass
         raise
+
+
+def _key(hook: SyncParams) -> str:
+    return f"{hook.source} to {hook.target}"
+
+
+@contextmanager
+def outgoing_weights(worker: ModelWorker, hook: SyncParams, dtype: str) -> Iterator[NamedTensors]:
+    """Yield the weights that a process of the source sends, or helps to gather: those of the role, or a version that was kept.
+
+    Args:
+        worker: The worker.
+        hook: The transfer.
+        dtype: See `rounded`.
+
+    Raises:
+        ModelError: The version is not kept.
+    """
+    kept = worker.kept_versions.pop(_key(hook), None) or KeptVersions()
+    if hook.keep or hook.resend:
+        worker.kept_versions[_key(hook)] = kept
+    if hook.resend:
+        yield kept.tensors(hook.version)
+        return
+    with worker.host.weights(hook.source) as stream:
+        pairs = rounded(stream, dtype)
+        if hook.keep and hook.version is not None and worker.id == hook.sources[0] and remote_target(hook) is not None:
+            pairs = kept.keeping(hook.version, hook.keep, pairs)
+        yield pairs
 
 
 def _channels(worker: ModelWorker, hook: SyncParams, groups: EngineGroups) -> tuple[list[BucketChannel], BucketChannel | None]:

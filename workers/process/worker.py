@@ -28,6 +28,7 @@ from ..protocol.operations import COMMON_ERRORS, ErrorKind, Op, Registry
 
 if TYPE_CHECKING:
     from ..data_plane.changes import SentTensors
+    from ..data_plane.kept_versions import KeptVersions
     from ..data_plane.manager import DataManager
     from .agreement import Agreement
     from .pool_communicator import PoolCommunicator
@@ -183,6 +184,8 @@ class ModelWorker:
         """Communicators with processes of other pools, by their members."""
         self.sent_tensors: dict[str, SentTensors] = {}
         """What transfers of changes between two roles have sent or received last."""
+        self.kept_versions: dict[str, KeptVersions] = {}
+        """The last versions that transfers between two roles have sent, to be sent again."""
         self._host: RoleHost | None = None
         self._data: DataManager | None = None
         self._agreement: Agreement | None = None

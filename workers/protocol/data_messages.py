@@ -1,6 +1,8 @@
 """Messages of the data plane: what the data stores hold, and the connections between pools. Imports no torch."""
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta
 
 from ..data_plane.plan import Column, CurveKeySet
 from .messages import Count, Reply, Request
@@ -180,10 +182,12 @@ class Listen(Request, kw_only=True):
     Args:
         endpoint: Where to listen: `ipc:///folder/file`, or `tcp://host:*`.
         keys: The CURVE keys of the group; null for a socket of this machine.
+        incarnation: How often a worker of this id has been started in this group.
     """
 
     endpoint: str
     keys: CurveKeySet | None = None
+    incarnation: Annotated[int, Meta(ge=1)] = 1
 
 
 class Listening(Reply, kw_only=True):
@@ -201,9 +205,12 @@ class Peers(Request, kw_only=True):
 
     Args:
         addresses: The address of each worker, by `pool/rank`.
+        incarnations: How often each has been started, by `pool/rank`; once if it is missing. What is on its way to or from a worker that has
+            been started again is dropped.
     """
 
     addresses: dict[str, str]
+    incarnations: dict[str, int] = {}
 
 
 class PeersOk(Reply):

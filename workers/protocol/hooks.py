@@ -98,6 +98,8 @@ class SyncParams(HookStruct, tag="sync_params", kw_only=True):
             pool; empty if they are sent to its first process through host memory.
         base: The digest of the weights that both sides kept at the last transfer, of which only the changes are sent; empty if all are sent,
             and kept for the next one; null if nothing is kept.
+        keep: How many of the last versions that went to another pool the source's first process keeps in host memory, this one included.
+        resend: Whether the version is sent as it was kept, whatever the role has now. The source's first process alone takes part.
     """
 
     source: str
@@ -110,6 +112,8 @@ class SyncParams(HookStruct, tag="sync_params", kw_only=True):
     dtype: WeightDType = ""
     backend: CommBackend = ""
     base: str | None = None
+    keep: Annotated[int, Meta(ge=0)] = 0
+    resend: bool = False
 
 
 class Save(HookStruct, tag="save", kw_only=True):
