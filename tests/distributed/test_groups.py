@@ -633,6 +633,13 @@ def test_a_process_that_dies_in_the_middle_of_a_stream_is_told(
         assert time.monotonic() - float(note.read_text()) < 15
         with pytest.raises(WorkerLostError, match=f"cannot be used: {message}"):
             group.sync_weights("giver", "taker")
+        if dying == -1:
+            # The source is whole; the target takes part again once it has been started again.
+            assert group.lost_pools.keys() == {"taker"}
+            assert group["giver"].echo(1) == [[1], {}]
+            group.restart_pool("taker")
+            assert group.sync_weights("giver", "taker").tensors == 20
+            assert group["taker"].total() == 100 * sum(range(20))
 
 
 # ---- messages -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from drivetrain.engine.config import ModelConfig
-from drivetrain.engine.errors import WorkerError, WorkerLostError
+from drivetrain.engine.errors import ConfigError, DataMissingError, WorkerError, WorkerLostError
 from drivetrain.engine.hf.weights import stored_weights
 from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.trainers.tasks.addition import write_model
@@ -101,6 +101,54 @@ def test_processes_of_a_source_gather_to_the_end_when_a_transfer_fails() -> None
             sync(group, 1, "has no room")
         assert sync(group, 2).tensors == COUNT
         assert group["taker"].digests() == [digest_of(tensors(2))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "weight_sync", "changes"),
+    [(ProcessWorkerGroup, "gloo", False), (ProcessWorkerGroup, "tcp", True), (RayWorkerGroup, "tcp", False)],
+)
+def test_a_pool_is_started_again_and_sent_the_weights_that_it_had(
+    kind: Any, weight_sync: WeightSync, changes: bool, request: pytest.FixtureRequest
+) -> None:
+    options: dict[str, Any] = {}
+    if kind is RayWorkerGroup:
+        request.getfixturevalue("cluster")
+        options = {"cpus": 2 / 3}
+    pools = {"giving": 2, "taking": 1}
+    with kind(ROLES, pools=pools, weight_sync=weight_sync, timeout_s=60.0, grace_s=5.0, **options) as group:
+        for seed in (1, 2, 3):
+            group["giver"].set_trouble("", 0, seed)
+            group.sync_weights("giver", "taker", version=seed, keep=2, changes=changes)
+        here, there = (group.data.put([[1, 2, 3]], role=role) for role in ("giver", "taker"))
+        with pytest.raises(WorkerLostError, match=r"(?s)^rank 0 of pool 'taking' died .*restart_pool\('taking'\)"):
+            group["taker"].end()
+        # The others go on, with all that they have.
+        assert group.lost_pools.keys() == {"taking"}
+        group["giver"].set_trouble("", 0, 9)
+        assert group.data.get(here, ["input_ids"])["input_ids"].tolist() == [1, 2, 3]
+        for asks in (lambda: group["taker"].digests(), lambda: group.sync_weights("giver", "taker", version=9)):
+            with pytest.raises(WorkerLostError, match=r"^pool 'taking' cannot be used: rank 0 of pool 'taking' died"):
+                asks()
+        group.data.clear_data_cache(group.data.put([[4]], role="giver"))
+        with pytest.raises(ConfigError, match="there is no pool 'nope'; the pools are giving, taking"):
+            group.restart_pool("nope")
+        group.restart_pool("taking")
+        assert not group.lost_pools
+        with pytest.raises(DataMissingError):
+            group.data.get(there, ["input_ids"])
+        # What the role has now is not sent, and what is too old is gone.
+        for seed in (2, 3):
+            group.sync_weights("giver", "taker", version=seed, keep=2, resend=True)
+            assert group["taker"].digests() == [digest_of(tensors(seed))]
+        with pytest.raises(WorkerError, match="ModelError: version 1 of the weights is not kept"):
+            group.sync_weights("giver", "taker", version=1, keep=2, resend=True)
+        for _ in range(2):
+            group.sync_weights("giver", "taker", version=9, keep=2, changes=changes)
+            assert group["taker"].digests() == [digest_of(tensors(9))]
+        # One that is not lost can be started again too.
+        group.restart_pool("taking")
+        assert group["taker"].digests() == [digest_of([])]
 
 
 @pytest.mark.slow

@@ -184,8 +184,9 @@ class Troubled:
         if self.trouble.text == "reads too little":
             return
         for name, tensor in weights:
-            if self.trouble.text == "dies while fed" and len(self.loaded) == 5:
-                die(self.trouble.note)
+            note = self.trouble.note
+            if self.trouble.text == "dies while fed" and len(self.loaded) == 5 and not (note and note.exists()):
+                die(note)
             self.loaded[name] = tensor
 
 

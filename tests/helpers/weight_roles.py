@@ -114,6 +114,10 @@ class Giver(Party):
 class Taker(Party):
     """Keeps what it takes."""
 
+    @register("all")
+    def end(self) -> None:
+        die(None)
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.loaded = []
         for name, tensor in weights:

@@ -249,9 +249,7 @@ def test_the_last_versions_can_be_sent_again() -> None:
     ):
         next(kept.tensors(2))
     # Of a transfer that fails nothing is kept, and what is too old has gone before.
-    broken = kept.keeping(5, 2, iter([("a", torch.ones(1))]))
-    next(broken)
-    broken.close()
+    next(kept.keeping(5, 2, iter([("a", torch.ones(1))])))
     assert list(kept._versions) == [4]
     assert not list(kept.keeping(6, 1, iter(())))
     assert list(kept._versions) == [6]

@@ -35,6 +35,9 @@ def memory_manager(
                 sync(found)
             return 0
 
+        def resend(self, version: int) -> None:
+            done.append(f"resend {version}")
+
         holds_versions = holds
 
         def verify(self, version: int) -> None:
