@@ -325,7 +325,7 @@ def test_an_error_in_a_forward_pass_ends_the_group_and_is_shown_once(start: Star
 
 
 def process_ids(group: Any) -> list[int]:
-    return [process.pid for process in getattr(group, "_processes", [])]
+    return [process.pid for processes in getattr(group, "_processes", {}).values() for process in processes]
 
 
 def ended(pid: int) -> bool:

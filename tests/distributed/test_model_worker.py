@@ -330,7 +330,7 @@ from helpers.roles import Trouble, Troubled
 
 if __name__ == "__main__":
     group = ProcessWorkerGroup({"troubled": RoleSpec(worker=Troubled, config=Trouble(rank=int(sys.argv[1])))}, pools={"main": 2})
-    print(*[process.pid for process in group._processes], group._controller.address, flush=True)
+    print(*[process.pid for process in group._processes["main"]], group._controller.address, flush=True)
     group["troubled"].hang()
 """
 
