@@ -12,6 +12,7 @@ from ..engine.errors import ConfigError, ModelError
 from ..engine.hf.config import read_config
 from ..engine.hf.model_path import reason, resolve_folder
 from ..engine.hf.shape import context_of
+from ..engine.offload import free_bytes
 from .options import RolloutConfig
 
 TOKENS_WITHOUT_GPU = 32768
@@ -165,6 +166,24 @@ def with_cache_size(config: RolloutConfig) -> RolloutConfig:
     title = f"{config.generator} of {config.model.path}"
     tokens = TOKENS_WITHOUT_GPU if gpu is None else tokens_that_fit(gpu, memory_needs(config), title)
     return replace(config, max_batch_total_tokens=tokens)
+
+
+def check_held_versions(config: RolloutConfig) -> None:
+    """Check that this machine has the memory for the versions of the weights that one process may hold beside the generator's.
+
+    Raises:
+        ConfigError: It has not, even if there were nothing else.
+        ModelError: The model's config cannot be read.
+    """
+    if config.held_versions == 1:
+        return
+    each, room = memory_needs(config).parameters, int(free_bytes(torch.device("cpu"), 1))
+    if (config.held_versions - 1) * each > room:
+        raise ConfigError(
+            f"held_versions={config.held_versions}: {config.held_versions - 1} versions of the weights of {config.model.path} in host memory need "
+            f"{_gib((config.held_versions - 1) * each)}, and this machine has {_gib(room)}. Lower it (rollout.held_versions; 1 holds none, and "
+            "new weights wait for the answers of older ones), or rl.staleness"
+        )
 
 
 def devices_of(config: RolloutConfig) -> range:

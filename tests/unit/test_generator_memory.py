@@ -68,6 +68,22 @@ def test_what_does_not_fit_is_refused_with_its_sizes(free: int) -> None:
         utilization(gpu, NEEDS, 32768, "it")
 
 
+def test_versions_that_no_machine_can_hold_are_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_model(tmp_path, "qwen3")
+    config = RolloutConfig(model=ModelConfig(path=str(tmp_path)), max_batch_total_tokens=64, held_versions=4)
+    room = 3 * memory_needs(replace(config, dtype="float32")).parameters
+    monkeypatch.setattr(memory, "free_bytes", lambda device, processes: float(room))
+    memory.check_held_versions(replace(config, dtype="float32"))
+    memory.check_held_versions(replace(config, dtype="float32", held_versions=1))
+    room -= 1
+    monkeypatch.setattr("drivetrain.workers.roles.generator.build_generator", lambda config: pytest.fail("it was loaded"))
+    message = r"held_versions=4: 3 versions of the weights of .* need [\d.]+ GiB, and this machine has [\d.]+ GiB\. Lower it"
+    with pytest.raises(ConfigError, match=message):
+        RolloutWorker(replace(config, dtype="float32")).initialize()
+
+
 def test_the_arguments_of_vllm_on_a_gpu() -> None:
     config = replace(BARE, max_batch_total_tokens=32768)
     alone = gpu_arguments(config, ALONE, NEEDS, tp=1, joined=False)

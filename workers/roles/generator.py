@@ -15,7 +15,7 @@ from ...engine.packing.convert import to_lists
 from ...engine.parallel.collectives import all_gather_object
 from ...engine.parallel.process_groups import EngineGroups
 from ...generation.generator import BaseGenerator, GeneratorStats
-from ...generation.memory import estimated_bytes, with_cache_size
+from ...generation.memory import check_held_versions, estimated_bytes, with_cache_size
 from ...generation.options import RolloutConfig, SamplingOptions, check_prompts
 from ...generation.registry import build_generator, generator_class
 from ...generation.result import Generation
@@ -59,6 +59,7 @@ class RolloutWorker:
                 f"ranks={list(self._ranks)} with generator={self.config.generator}, in whose process group all processes of the pool "
                 "have to be; give the role a pool of its own"
             )
+        check_held_versions(self.config)
         if not self.config.max_batch_total_tokens:
             self.config = self._with_cache_size()
         self._generator = build_generator(self.config)
