@@ -28,7 +28,8 @@ class RewardPool:
     """Runs reward functions in processes of their own, with limits on time and memory. Use it with `with`, or close it.
 
     A process whose call takes too long is killed and replaced; so is one that ends by itself, or with all others when the system runs out
-    of memory. Calls that were running there have no value; those that wait are made when there is a process again.
+    of memory. A call that took too long has no value. One whose process ended is made once more, since something else may have ended it, and has
+    no value if that process ends too; those that wait are made when there is a process again.
 
     Args:
         workers: The number of processes.
@@ -110,14 +111,31 @@ class RewardPool:
             ConfigError: The pool was closed.
         """
         limit = self.timeout_s * calls
+
+        def call(finish: Callable[[Future[Any]], None]) -> None:
+            try:
+                outcome = self._pool.submit(_judge, target, list(samples), dict(settings), self.timeout_s, timeout_s=limit)
+            except PoolClosedError:
+                raise
+            except Exception as e:  # of pickle: the answers have something that cannot be sent
+                outcome = Future()
+                outcome.set_exception(e)
+            outcome.add_done_callback(finish)
+
+        def finish(ended: Future[Any]) -> None:
+            done(*_outcomes(ended, len(samples), limit))
+
+        def finish_first(ended: Future[Any]) -> None:
+            if not ended.cancelled() and isinstance(ended.exception(), ProcessEndedError):
+                with suppress(PoolClosedError):
+                    call(finish)
+                    return
+            finish(ended)
+
         try:
-            outcome = self._pool.submit(_judge, target, list(samples), dict(settings), self.timeout_s, timeout_s=limit)
+            call(finish_first)
         except PoolClosedError:
             raise ConfigError(_CLOSED) from None
-        except Exception as e:  # of pickle: the answers have something that cannot be sent
-            outcome = Future()
-            outcome.set_exception(e)
-        outcome.add_done_callback(lambda ended: done(*_outcomes(ended, len(samples), limit)))
 
     @property
     def closed(self) -> bool:

@@ -172,6 +172,7 @@ def test_a_checkpoint_of_other_answers_is_refused(task: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("real_commands")
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_a_run_that_is_killed_at_random_learns_the_same(tmp_path: Path, staleness: int) -> None:
     soaked = soak(tmp_path, 4, staleness=staleness, seed=staleness)
