@@ -561,17 +561,20 @@ def test_what_came_from_a_worker_that_died_is_not_taken_for_its_successors(tmp_p
     two.send("p/0", "1/a", [b"half", b"read"])
     half = one.receive_header("p/1", "1/a")
     two.send("p/0", "2/b", [b"old"])
-    one.send("p/1", "3/c", [b"for the old one"])
+    with pytest.raises(WorkerLostError, match="p/2 sent nothing"):
+        one.receive_header("p/2", "1/a")
+    two.send("p/0", "3/b", [b"older"])
+    one.send("p/1", "4/c", [b"for the old one"])
     two.close()
     again = Links("p/1", f"ipc://{tmp_path}/1-2", None, 1.0, incarnation=2)
     connect(one, again, 2)
-    again.send("p/0", "4/d", [b"new"])
-    header = one.receive_header("p/1", "4/d")
+    again.send("p/0", "5/d", [b"new"])
+    header = one.receive_header("p/1", "5/d")
     into = bytearray(3)
     one.receive_into(header, [into])
     assert (bytes(into), half.size) == (b"new", 8)
-    one.send("p/1", "5/e", [b"for the new one"])
-    assert again.receive_header("p/0", "5/e").size == 15
+    one.send("p/1", "6/e", [b"for the new one"])
+    assert again.receive_header("p/0", "6/e").size == 15
     for links in (one, again):
         links.close()
 

@@ -271,7 +271,8 @@ def test_the_generator_dies_in_all_that_it_is_asked() -> None:
 def test_a_generator_is_not_replaced_where_that_cannot_help(more: dict[str, int], lost: dict[str, str], raises: bool) -> None:
     phases = FakePhases(held_versions=1, chance=random.Random(0))
     config = config_of(more.get("staleness", 1), 1, None)
-    config = replace(config, rollout=replace(config.rollout, restarts=more.get("restarts", 1)))
+    rollout, group = replace(config.rollout, restarts=more.get("restarts", 1)), replace(config.group, pools={"rollout": 1})
+    config = replace(config, rollout=rollout, group=group)
     rollouts = Rollouts(config, cast(Any, phases), PROMPTS, Tickets(2, config.rl.staleness))
     rollouts.answered(2)
     phases.lost_pools, phases.busy = lost, False
