@@ -352,7 +352,7 @@ def test_modules_to_save_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("tied", [True, False])
-def test_modules_beside_adapters_are_stored_in_float32(tied: bool, tmp_path: Path) -> None:
+def test_modules_beside_adapters_are_stored_in_float32_and_saved(tied: bool, tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "llama", tie_word_embeddings=tied)
     lora = LoraConfig(rank=2, modules_to_save=("embed_tokens",) if tied else ("lm_head",))
     precision = PrecisionConfig(params="bfloat16", compute="bfloat16", reduce="float32")
@@ -364,6 +364,12 @@ def test_modules_beside_adapters_are_stored_in_float32(tied: bool, tmp_path: Pat
     # In bfloat16 so small an update would be rounded away.
     change = (weights(engine)[name] - before).abs()
     assert 0 < float(change.max()) < 1e-5
+    # And they are in checkpoints, unlike the weights under adapters.
+    saved, after = engine.save_checkpoint(str(tmp_path / "checkpoints"), 1), weights(engine)[name].clone()
+    steps(engine, 1)
+    assert not torch.equal(weights(engine)[name], after)
+    engine.load_checkpoint(saved)
+    assert torch.equal(weights(engine)[name], after)
     engine.close()
 
 
