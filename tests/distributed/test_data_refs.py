@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 import torch
@@ -20,7 +21,7 @@ from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.data_plane.dataset import DatasetSpec
-from drivetrain.workers.data_plane.links import Links, new_keys
+from drivetrain.workers.data_plane.links import Header, Links, new_keys
 from drivetrain.workers.groups.local import LocalWorkerGroup
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.groups.ray import RayWorkerGroup
@@ -563,7 +564,8 @@ def test_what_came_from_a_worker_that_died_is_not_taken_for_its_successors(tmp_p
     two.send("p/0", "2/b", [b"old"])
     with pytest.raises(WorkerLostError, match="p/2 sent nothing"):
         one.receive_header("p/2", "1/a")
-    two.send("p/0", "3/b", [b"older"])
+    # It died before it had sent the bytes that belong to this.
+    two._peer("p/0").send(msgspec.msgpack.encode(Header("p/1#1", "3/b", 8)))
     one.send("p/1", "4/c", [b"for the old one"])
     two.close()
     again = Links("p/1", f"ipc://{tmp_path}/1-2", None, 1.0, incarnation=2)
