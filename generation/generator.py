@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..engine import progress
+from ..engine.cancellation import cancelled
 from ..engine.errors import ConfigError, ModelError, is_out_of_memory
 from .options import RolloutConfig, SamplingOptions, check_prompts
 from .placement import GeneratorPlacement
@@ -311,8 +312,12 @@ class BaseGenerator(ABC):
         options: SamplingOptions,
         rows: Sequence[int] | None = None,
         media: Sequence[Mapping[str, Tensor]] | None = None,
+        begun: Sequence[Sequence[Generation] | None] | None = None,
     ) -> list[list[Generation]]:
         """Generate `options.samples` responses to each prompt, in order.
+
+        If the call is cancelled, see `engine.cancellation`, it ends before its next step: responses that go on have the tokens so far and the finish
+        reason `aborted`.
 
         Args:
             prompts: The token ids of the prompts.
@@ -320,9 +325,12 @@ class BaseGenerator(ABC):
             rows: The number of each prompt in the global batch. Seeds derived from it and `options.seed` give the same responses on
                 any process, and different responses for an equal prompt in another row. None numbers them from 0.
             media: The media of each prompt; see `submit`.
+            begun: For each prompt its responses of a call that was cancelled; None where there are none. Those that were aborted go on from their
+                tokens, whatever weights made them, and draw the same random numbers as if they had not been; the others are returned as they
+                are.
 
         Raises:
-            ConfigError: A prompt cannot be used, or the generator is paused.
+            ConfigError: A prompt or a response that was begun cannot be used, or the generator is paused.
             ModelError: The last weights were not loaded completely, or the model computes NaN.
         """
         streams: list[list[TokenStream]] = []
@@ -331,10 +339,16 @@ class BaseGenerator(ABC):
             for i, (prompt, row) in enumerate(zip(checked, range(len(checked)) if rows is None else rows, strict=True)):
                 streams.append([])
                 of_prompt = None if media is None else media[i]
+                before = None if begun is None else begun[i]
+                if before is not None and len(before) != options.samples:
+                    raise ConfigError(f"prompt {i} has {len(before)} responses that were begun, but samples={options.samples}")
                 for sample in range(options.samples):
-                    streams[-1].append(self._enqueue(f"prompt {i}", prompt, options, None, row, sample, (), of_prompt))
-            open_streams = [stream for samples in streams for stream in samples]
-            while open_streams:
+                    stream = self._enqueue(f"prompt {i}", prompt, options, None, row, sample, (), of_prompt)
+                    streams[-1].append(stream)
+                    if before is not None:
+                        self._go_on(f"prompt {i}", stream, before[sample])
+            open_streams = [stream for samples in streams for stream in samples if not stream.ended]
+            while open_streams and not self._is_cancelled():
                 if not self.step():
                     raise ConfigError("the generator is paused; call resume()")
                 for stream in open_streams:
@@ -453,6 +467,24 @@ class BaseGenerator(ABC):
                 context,
                 self.config.model.path,
             )
+
+    def _is_cancelled(self) -> bool:
+        """Return whether the call of `generate` is to end; on all processes that hold a model together alike."""
+        return self.ranks_per_model == 1 and cancelled()
+
+    def _go_on(self, title: str, stream: TokenStream, before: Generation) -> None:
+        """Give a request that waits the tokens of a response that was begun."""
+        count = len(before.response)
+        if before.prompt != stream.prompt or not count == len(before.log_probs) == len(before.versions):
+            raise ConfigError(
+                f"{title}: a response that was begun is one to another prompt, or has {count} tokens with {len(before.log_probs)} log-probabilities "
+                f"and {len(before.versions)} versions"
+            )
+        if before.finish_reason == "aborted" and not count < stream.options.max_tokens:
+            raise ConfigError(f"{title}: a response was begun with {count} tokens, which leaves none of max_tokens={stream.options.max_tokens}")
+        stream.take_over(before)
+        if before.finish_reason != "aborted":
+            self._end(stream, before.finish_reason)
 
     def _stop(self, stream: TokenStream) -> None:
         with torch.inference_mode():

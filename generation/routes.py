@@ -27,6 +27,12 @@ class RequestRoutes:
             self._parts.append(routes.clone())
             self._count += len(routes)
 
+    def take_over(self, routes: Tensor) -> None:
+        """Begin with what `of` has returned for the same tokens elsewhere."""
+        known = (routes != FREE).flatten(1).any(1).nonzero()
+        if len(known):
+            self.add(0, routes[: int(known[-1]) + 1])
+
     def of(self, tokens: int) -> Tensor | None:
         """Return the routes of a number of tokens, `[tokens, L, K]`: `FREE` for the last ones, which have not been processed.
 

@@ -94,6 +94,12 @@ class TokenStream:
         """The number of tokens that may still come."""
         return self.options.max_tokens - len(self.tokens)
 
+    def take_over(self, begun: Generation) -> None:
+        """Go on from the tokens of a response that was begun."""
+        self.tokens, self.log_probs, self.versions = list(begun.response), list(begun.log_probs), list(begun.versions)
+        if begun.routed_experts is not None:
+            self.routes.take_over(begun.routed_experts)
+
     def draw(self) -> Draw:
         """Return how its next token is sampled."""
         return Draw(self.options, self._uniform[len(self.tokens)] if self.options.temperature else 0.0)

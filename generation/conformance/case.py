@@ -44,6 +44,8 @@ class Case:
         self.models[1].save_pretrained(folder / "other")
         self._other = folder / "other"
         self._config = RolloutConfig(model=ModelConfig(path=str(folder)), **settings)
+        self.exact = self._config.dtype == "float32"
+        """Whether rounding is too small to change which token is drawn."""
         self.tolerance = LOG_PROB_TOLERANCES[self._config.dtype]
         """The largest difference of a log-probability, relative where it is beyond 1."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...engine.cancellation import cancellable
 from ...engine.errors import ConfigError, ModelError
 from ..options import SamplingOptions
 from ..result import Generation
@@ -171,6 +172,63 @@ def cancel(case: Case) -> None:
         expect(streams[0].tokens == again.tokens[:count], "the tokens so far are not those of the whole response")
 
 
+def begun(case: Case) -> None:
+    """A call that is cancelled ends with the tokens so far, and another one goes on from these, with the weights that there are then."""
+    options = SamplingOptions(max_tokens=24, temperature=1.5, samples=2, seed=3, ignore_eos=True)
+    asked = 0
+
+    def after_steps() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 8
+
+    with case.generator() as generator:
+        whole = generator.generate(PROMPTS, options)
+        with cancellable(after_steps):
+            parts = generator.generate(PROMPTS, options)
+        stats = generator.stats()
+        expect((stats.waiting, stats.running) == (0, 0), f"after a call that was cancelled requests are left: {stats}")
+        lengths = [len(answer.response) for samples in parts for answer in samples]
+        expect(0 < sum(lengths) < 24 * len(lengths), f"a call that is cancelled after 8 steps ends with {lengths} tokens of 24")
+        with cancellable(lambda: True):
+            expect(
+                generator.generate(PROMPTS, options, begun=parts) == parts, "a call that is cancelled at once changes its responses"
+            )
+        continued = generator.generate(PROMPTS, options, begun=parts)
+        generator.load_weights(case.weights())
+        mixed = generator.generate(PROMPTS, options, begun=parts)
+        expect(generator.generate(PROMPTS, options, begun=mixed) == mixed, "responses that were complete have changed")
+        for rows in zip(whole, parts, continued, mixed, strict=True):
+            for one, part, rest, other in zip(*rows, strict=True):
+                count = len(part.response)
+                reason = "aborted" if count < 24 else "length"
+                expect(part.finish_reason == reason, f"the finish reason after {count} tokens of 24 is {part.finish_reason}")
+                for what, answer, model in (("the same weights", rest, 0), ("new weights", other, 1)):
+                    expect(answer.finish_reason == "length", f"{what}: the finish reason is {answer.finish_reason}")
+                    expect(answer.response[:count] == part.response, f"{what}: the tokens so far have changed")
+                    expect(answer.log_probs[:count] == part.log_probs, f"{what}: their log-probabilities have changed")
+                    expect(
+                        answer.versions == [0] * count + [model] * (24 - count),
+                        f"{what}: after {count} tokens of version 0, versions are {answer.versions}",
+                    )
+                    reference = case.log_probs(
+                        [*answer.prompt, *part.response], answer.response[count:], options.temperature, model=model
+                    )
+                    expect_log_probs(answer.log_probs[count:], reference, f"{what}, after {count} tokens", case.tolerance)
+                if case.exact:
+                    expect(rest.response == one.response, "a response that goes on is not what it would have been")
+        expect(mixed != continued, "new weights change nothing")
+        ((first, *_), *others) = parts
+        for what, wrong in {
+            "one response of two": [[first], *others],
+            "a response to another prompt": [others[0], *others],
+            "a response without versions": [[replace(first, versions=[])] * 2, *others],
+            "a response that goes on after its last token": [[replace(whole[0][0], finish_reason="aborted")] * 2, *others],
+        }.items():
+            expect_error(ConfigError, what, lambda wrong=wrong: generator.generate(PROMPTS, options, begun=wrong))  # type: ignore[misc]
+        expect(generator.stats().waiting == 0, "after a refusal requests are left")
+
+
 def pause(case: Case) -> None:
     """Nothing is generated during a pause, and nothing is lost."""
     with case.generator() as generator:
@@ -325,6 +383,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
         stops,
         streams,
         cancel,
+        begun,
         pause,
         weights_in_flight,
         incomplete_weights,

@@ -10,6 +10,8 @@ from drivetrain.engine.errors import ModelError
 from drivetrain.generation.continuous import ContinuousGenerator
 from drivetrain.generation.options import SamplingOptions
 from drivetrain.generation.placement import GeneratorPlacement
+from drivetrain.generation.result import Generation
+from drivetrain.generation.sampling import UniformNumbers
 from drivetrain.generation.static import StaticGenerator
 from drivetrain.generation.token_stream import TokenStream
 
@@ -69,6 +71,14 @@ class LosesTokensOfCancelled(StaticGenerator):
         if stream is not None:
             stream.tokens.clear()
         return found
+
+
+class GoesOnWithOtherNumbers(StaticGenerator):
+    """It goes on with other random numbers."""
+
+    def _go_on(self, title: str, stream: TokenStream, before: Generation) -> None:
+        super()._go_on(title, stream, before)
+        stream._uniform = UniformNumbers(stream.seed + 1)
 
 
 class NeverPauses(StaticGenerator):
@@ -139,6 +149,7 @@ DEFECTS: dict[str, str] = {
     "GoesOnAfterStop": "stops",
     "AllAtOnce": "streams",
     "LosesTokensOfCancelled": "cancel",
+    "GoesOnWithOtherNumbers": "begun",
     "NeverPauses": "pause",
     "KeepsPrefixes": "weights_in_flight",
     "KeepsBatch": "weights_in_flight",

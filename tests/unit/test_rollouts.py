@@ -119,7 +119,8 @@ class FakePhases:
         # What more would be held than may be: the oldest is given up.
         self.used = max(self.used, version - self.held_versions + 1)
 
-    def begin_rollout(self, prompts: Any, numbers: Any, *, version: int) -> Any:
+    def begin_rollout(self, prompts: Any, numbers: Any, *, version: int, oldest: int, begun: Any) -> Any:
+        assert oldest == version or self.held_versions == 1
         assert not self.busy
         self.ask()
         assert self.used <= version <= self.newest, f"version {version} was given up"
@@ -280,6 +281,142 @@ def test_a_generator_is_not_replaced_where_that_cannot_help(more: dict[str, int]
         rollouts.replace_generator(WorkerLostError("the generator died"))
         assert not phases.lost_pools
         assert rollouts.answered(2)
+
+
+# ---- new weights inside of a completion ---------------------------------------------------------------------------------------
+
+
+MAX_TOKENS = 5
+
+
+def length_of(number: int, k: int) -> int:
+    return (3 * number + k) % MAX_TOKENS + 1
+
+
+@dataclass
+class FakeTokenPhases(FakePhases):
+    """A generator that can be cancelled. A token is made of its version and its place; the last one ends a completion, unless there are as many as possible."""
+
+    cancels: int = 0
+    begun: Any = None
+    finished: Any = None
+
+    def cancel(self, call: Call) -> bool:
+        self.ask()
+        assert self.busy
+        self.cancels += 1
+        # Or it ends just then.
+        self.is_cancelled = self.chance.random() < 0.9
+        return self.chance.random() < 0.9 or self.is_cancelled
+
+    def begin_rollout(self, prompts: Any, numbers: Any, *, version: int, oldest: int, begun: Any) -> Any:
+        self.is_cancelled, self.begun = False, begun
+        assert all(generation.versions <= [version] * MAX_TOKENS for ones in begun.values() for generation in ones)
+        assert begun.keys() <= {*numbers}
+        return super().begin_rollout(prompts, numbers, version=version, oldest=oldest, begun=begun)
+
+    def finish_rollout(self, running: Any) -> Completions:
+        self.ask()
+        self.busy = False
+        self.finished, rows = [], []
+        for prompt, number in zip(running.prompts, running.numbers, strict=True):
+            for k in range(GROUP):
+                before = self.begun[number][k] if number in self.begun else None
+                tokens = list(before.response) if before else []
+                versions = list(before.versions) if before else []
+                if before:
+                    assert before.prompt == prompt.ids
+                    assert before.log_probs == [-float(token) for token in tokens]
+                    ended = "stop" if length_of(number, k) < MAX_TOKENS else "length"
+                    assert before.finish_reason == ("aborted" if len(tokens) < length_of(number, k) else ended)
+                while len(tokens) < length_of(number, k) and not (self.is_cancelled and self.chance.random() < 0.3):
+                    tokens.append(100 * running.version + len(tokens))
+                    versions.append(running.version)
+                ended = len(tokens) == length_of(number, k) < MAX_TOKENS
+                made_by = tuple(sorted({*versions}))
+                rows.append(Completion(prompt=prompt, group=number, tokens=tokens, text=str(k), finished=ended, versions=made_by))
+                self.finished.append((prompt.ids, tokens, versions))
+        ids = tuple(f"{row.group}.{row.text}" for row in rows)
+        ref = DataRef(ids=ids, lengths=tuple(2 + len(row.tokens) for row in rows), keys={}, buffer=cast(Any, None))
+        return Completions(ref=ref, rows=tuple(rows))
+
+    def batch_of(self, ref: DataRef) -> Any:
+        self.ask()
+        return from_lists(
+            [[*prompt, *tokens] for prompt, tokens, _ in self.finished],
+            token_fields={
+                "rollout_log_probs": [[0.0, *(-float(t) for t in tokens), 0.0] for _, tokens, _ in self.finished],
+                "versions": [[-1, *versions, -1] for _, _, versions in self.finished],
+            },
+        )
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    staleness=st.integers(1, 3),
+    batch=st.integers(1, 3),
+    per_call=st.sampled_from([None, 1, 2]),
+    dropped=st.sets(st.integers(0, 30), max_size=10),
+    seed=st.integers(0, 999),
+    dies=st.sampled_from([0.0, 0.1]),
+)
+def test_new_weights_take_over_inside_completions(
+    staleness: int, batch: int, per_call: int | None, dropped: set[int], seed: int, dies: float
+) -> None:
+    """No weights wait, no token is older than the bound allows, and what was begun is gone on from as it was."""
+    chance = random.Random(seed)
+    config = config_of(staleness, per_call, None)
+    config = replace(
+        config,
+        rl=replace(config.rl, swap_at="token"),
+        rollout=replace(config.rollout, max_tokens=MAX_TOKENS, restarts=50),
+    )
+    phases = FakeTokenPhases(held_versions=1, chance=chance, dies=dies)
+    tickets = Tickets(batch, staleness, steps=6)
+    rollouts = Rollouts(config, cast(Any, phases), PROMPTS, tickets)
+    consumed = []
+    for _ in range(6):
+        while not tickets.is_full:
+            for number in rollouts.answered(batch - tickets.kept):
+                issued_with = tickets.next.version if tickets.next else -1
+                taken = rollouts.drop() if number in dropped else rollouts.keep()
+                consumed.append(number)
+                assert [len(row.tokens) for row in taken.rows] == [length_of(number, k) for k in range(GROUP)]
+                for row in taken.rows:
+                    versions = [token // 100 for token in row.tokens]
+                    assert versions == sorted(versions)
+                    assert [token % 100 for token in row.tokens] == list(range(len(row.tokens)))
+                    assert tickets.version - staleness <= issued_with <= min(versions)
+                    assert max(versions) <= tickets.version
+                phases.advance()
+        for _ in range(chance.randrange(4)):
+            phases.advance()
+        rollouts.apply()
+        assert phases.newest == tickets.version
+        if chance.random() < 0.2:
+            rollouts.use_newest()
+        if chance.random() < 0.2:
+            tickets.state(rollouts.kept())
+            assert not rollouts._begun
+    assert consumed == list(range(len(consumed)))
+
+
+def test_calls_are_cancelled() -> None:
+    """The control of the test above: completions are made by several versions, and are gone on from several times."""
+    config = config_of(2, None, None)
+    config = replace(
+        config, rl=replace(config.rl, swap_at="token"), rollout=replace(config.rollout, max_tokens=MAX_TOKENS, restarts=50)
+    )
+    mixed = []
+    for seed in range(20):
+        phases = FakeTokenPhases(held_versions=1, chance=random.Random(seed))
+        rollouts = Rollouts(config, cast(Any, phases), PROMPTS, Tickets(1, 2, steps=6))
+        for _ in range(6):
+            rollouts.answered(1)
+            mixed += [len(row.versions) for row in rollouts.keep().rows]
+            rollouts.apply()
+        assert phases.cancels
+    assert {*mixed} == {1, 2, 3}
 
 
 def test_the_generator_works_while_others_do() -> None:

@@ -45,6 +45,10 @@ class RLSettings(Settings):
         "K: answers are generated while the policy is trained, by weights of at most so many steps before; 0: in turns; needs group.pools.rollout",
         most=1024,
     )
+    swap_at: Literal["completion", "token"] = setting(
+        "completion",
+        "with rl.staleness: where new weights take over; completion: an answer is made by one version from beginning to end; token: inside an answer, which goes on from the tokens so far, so that no weights wait, and another run is not the same to the bit",
+    )
     critic_warmup: int = setting(0, "steps at the beginning in which only the critic is trained")
     critic_clip: float = setting(0.5, "how far a value may move in a step before its loss is clipped; 0: no clipping")
     kl_target: float | None = setting(
@@ -372,11 +376,25 @@ class RLConfig(CommandConfig):
         if not staleness:
             if held is not None:
                 raise ConfigError(f"rollout.held_versions={held} is not used without rl.staleness; set that, or remove it")
+            if self.rl.swap_at == "token":
+                raise ConfigError(
+                    "rl.swap_at=token with rl.staleness=0, where nothing is generated while new weights come; set rl.staleness, or remove rl.swap_at"
+                )
             return
         if "rollout" not in self.group.pools:
             raise ConfigError(
                 f"rl.staleness={staleness}, but the generator has no processes of its own in which it could answer while the policy is trained; "
                 "set group.pools.rollout, or rl.staleness=0"
+            )
+        if held is not None and self.rl.swap_at == "token":
+            raise ConfigError(
+                f"rollout.held_versions={held} with rl.swap_at=token, where all answers go on with the newest weights; remove one of them"
+            )
+        processes, tp = self.group.pools["rollout"], self.rollout.options.get("tp", 1)
+        if self.rl.swap_at == "token" and self.rollout.generator == "vllm" and processes > 1 and tp != 1:
+            raise ConfigError(
+                f"rl.swap_at=token with rollout.generator=vllm, rollout.options.tp={tp} and group.pools.rollout={processes}: the processes of a model "
+                "would have to end a call at the same step; set tp=1, one process, or rl.swap_at=completion"
             )
         if held is not None and held > staleness:
             raise ConfigError(

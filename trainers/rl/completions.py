@@ -37,6 +37,10 @@ class Completion:
     reward: float = float("nan")
     baseline: float | None = None
 
+    def goes_on(self, max_tokens: int) -> bool:
+        """Return whether it ended because its call was cancelled: neither by the model nor by the length limit."""
+        return not self.finished and len(self.tokens) < max_tokens
+
     def sample(self) -> RewardSample:
         """Return what a reward function is given."""
         return RewardSample(

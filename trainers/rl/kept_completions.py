@@ -1,9 +1,10 @@
-"""Completions of tickets as a file of a checkpoint: those that were generated with older weights than the checkpoint has."""
+"""Completions of tickets in the controller's memory; as a file of a checkpoint, those that were generated with older weights than it has."""
 
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from ...engine.errors import BatchError, CheckpointError
+from ...engine.ops.expert_routes import ROUTED_EXPERTS
 from ...engine.packing.batch import PackedBatch
+from ...generation.result import Generation
 from .batch_file import batch_from, tensors_of
 from .completions import Completion, decoded
 from .prompts import Prompts
@@ -28,6 +31,28 @@ class KeptCompletions:
 
     batch: PackedBatch
     rows: tuple[Completion, ...]
+
+    def begun(self, max_tokens: int) -> list[Generation]:
+        """Return the completions of a call that was cancelled as the generator goes on from them.
+
+        Args:
+            max_tokens: The number of tokens after which a completion ends.
+        """
+        fields, generations = self.batch.token_fields, []
+        for row, (begin, end) in zip(self.rows, pairwise(self.batch.bounds), strict=True):
+            # What belongs to a token is stored where the token is predicted.
+            predicting = slice(begin + len(row.prompt.ids) - 1, end - 1)
+            generations.append(
+                Generation(
+                    prompt=self.batch.input_ids[begin : begin + len(row.prompt.ids)].tolist(),
+                    response=list(row.tokens),
+                    log_probs=fields["rollout_log_probs"][predicting].tolist(),
+                    versions=fields["versions"][predicting].tolist(),
+                    finish_reason="stop" if row.finished else "aborted" if row.goes_on(max_tokens) else "length",
+                    routed_experts=fields[ROUTED_EXPERTS][begin:end] if ROUTED_EXPERTS in fields else None,
+                )
+            )
+        return generations
 
 
 def to_bytes(kept: Mapping[int, KeptCompletions]) -> bytes:

@@ -55,6 +55,11 @@ def staleness(completions: Sequence[Completion], version: int) -> float:
     return float(version - min(made_by)) if made_by else 0.0
 
 
+def mixed_versions(completions: Sequence[Completion]) -> float:
+    """Return the share of completions whose tokens were made by more than one version of the weights."""
+    return sum(len(completion.versions) > 1 for completion in completions) / max(1, len(completions))
+
+
 def shown(completions: Sequence[Completion]) -> list[HeldOutCompletion]:
     """Return completions with their rewards, for people."""
     return [

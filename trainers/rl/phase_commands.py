@@ -294,7 +294,8 @@ def _opened(bundle: Bundle, settings: Sequence[str]) -> tuple[RLConfig, Algorith
     parallel = OmegaConf.to_container(OmegaConf.structured(ParallelConfig()))
     saved["group"] = alone
     # What the answers of a bundle were made by is known; nothing is generated.
-    saved["rl"]["staleness"], saved["rollout"]["held_versions"] = 0, None
+    saved["rl"] |= {"staleness": 0, "swap_at": "completion"}
+    saved["rollout"]["held_versions"] = None
     for section in engines:
         section["parallel"] = parallel
         if not is_installed(str(section["backend"])):

@@ -1,7 +1,7 @@
 """The phases of a step before its update, each a function of role handles and completions: rollout and score."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -9,6 +9,7 @@ from typing import Any
 
 from ...engine.errors import ModelError
 from ...generation.options import SamplingOptions
+from ...generation.result import Generation
 from ...generation.sampling import seed_of
 from ...rewards.scorer import PendingScores
 from ...workers.data_plane.data_ref import DataRef
@@ -32,14 +33,14 @@ class RunningRollout:
     Args:
         prompts: The prompts.
         numbers: The number of each prompt in the run.
-        version: The version that the weights must have; None accepts any.
+        versions: The versions that tokens may be made by; None accepts any.
         prompt_ref: The prompts in the stores of the generator's processes.
         calls: The calls of the generator: the completions, and where the algorithm needs them the most likely ones.
     """
 
     prompts: tuple[Prompt, ...]
     numbers: tuple[int, ...]
-    version: int | None
+    versions: range | None
     prompt_ref: DataRef
     calls: tuple[GroupCall, ...]
 
@@ -159,8 +160,24 @@ class Phases:
         self.memory_manager.enter("rollout")
         return self.finish_rollout(self.begin_rollout(prompts, numbers, version=version))
 
-    def begin_rollout(self, prompts: Sequence[Prompt], numbers: Sequence[int], *, version: int | None) -> RunningRollout:
-        """Begin to generate completions; see `rollout`. The processes of the generator do nothing else until `finish_rollout`."""
+    def begin_rollout(
+        self,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        *,
+        version: int | None,
+        oldest: int | None = None,
+        begun: Mapping[int, Sequence[Generation]] | None = None,
+    ) -> RunningRollout:
+        """Begin to generate completions; see `rollout`. The processes of the generator do nothing else until `finish_rollout`.
+
+        Args:
+            prompts: The prompts.
+            numbers: The number of each prompt in the run, which seeds its completions.
+            version: The version that the weights must have; None accepts any.
+            oldest: The oldest version that made a token of those that go on; None if all tokens are of `version`.
+            begun: Completions that go on from the tokens that they have, by the number of their prompt.
+        """
         settings = self.config.rollout
         sampled = SamplingOptions(
             max_tokens=settings.max_tokens,
@@ -173,17 +190,22 @@ class Phases:
         )
         greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0, samples=1)
         kinds = [sampled, *([greedy] if self.algorithm.needs_baselines else [])]
+        columns: dict[str, list[Any]] = {"number": list(numbers)}
+        if begun:
+            columns["begun"] = [begun.get(number) for number in numbers]
         with self.timed("rollout"):
             prompt_ref = self.group.data.put(packed_prompts(prompts), role="rollout")
             calls = [
-                self.group.submit(
-                    "rollout", "generate", prompt_ref, options, version=version, columns={"number": list(numbers)}
-                )
+                self.group.submit("rollout", "generate", prompt_ref, options, version=version, columns=columns)
                 for options in kinds
             ]
             self.group.flush()
         return RunningRollout(
-            prompts=tuple(prompts), numbers=tuple(numbers), version=version, prompt_ref=prompt_ref, calls=tuple(calls)
+            prompts=tuple(prompts),
+            numbers=tuple(numbers),
+            versions=None if version is None else range(version if oldest is None else oldest, version + 1),
+            prompt_ref=prompt_ref,
+            calls=tuple(calls),
         )
 
     def finish_rollout(self, running: RunningRollout) -> Completions:
@@ -199,7 +221,7 @@ class Phases:
         with self.timed("rollout"):
             refs = [call.result() for call in running.calls]
             self.group.data.clear_data_cache(running.prompt_ref)
-        completions, *greedy = (self._read(ref, running.prompts, running.numbers, running.version) for ref in refs)
+        completions, *greedy = (self._read(ref, running.prompts, running.numbers, running.versions) for ref in refs)
         return replace(completions, baselines=greedy[0] if greedy else None)
 
     def generate(
@@ -217,22 +239,25 @@ class Phases:
             prompt_ref = self.group.data.put(packed_prompts(prompts), role="rollout")
             ref = self.group["rollout"].generate(prompt_ref, options, version=version)
             self.group.data.clear_data_cache(prompt_ref)
-        completions = self._read(ref, prompts, range(first, first + len(prompts)), version)
+        versions = None if version is None else range(version, version + 1)
+        completions = self._read(ref, prompts, range(first, first + len(prompts)), versions)
         return replace(completions, pending=self.submit(completions.rows))
 
     def submit(self, rows: Sequence[Completion]) -> tuple[PendingScores | None, ...]:
         """Begin to judge completions, if completions are judged."""
         return () if self.rewards is None else (self.rewards.submit(rows),)
 
-    def _read(self, ref: DataRef, prompts: Sequence[Prompt], numbers: Sequence[int], version: int | None) -> Completions:
+    def _read(
+        self, ref: DataRef, prompts: Sequence[Prompt], numbers: Sequence[int], versions: range | None
+    ) -> Completions:
         """Read completions back. They are decoded here: this takes far less time than generating them, and the generator's processes need no
         tokenizer and send no texts.
         """
         with self.timed("read"):
             columns = self.group.data.get(ref, ["input_ids", "versions", "finished"])
-            ids, versions = (columns[name].split(list(ref.lengths)) for name in ("input_ids", "versions"))
+            ids, made_by = (columns[name].split(list(ref.lengths)) for name in ("input_ids", "versions"))
         rows, samples = [], len(ref) // max(1, len(prompts))
-        for i, (tokens, made_by) in enumerate(zip(ids, versions, strict=True)):
+        for i, (tokens, makers) in enumerate(zip(ids, made_by, strict=True)):
             prompt = prompts[i // samples]
             completion = tokens[len(prompt.ids) :].tolist()
             rows.append(
@@ -243,12 +268,12 @@ class Phases:
                     text=decoded(self.tokenizer, completion),
                     finished=bool(columns["finished"][i]),
                     # Runs of equal versions, of which there are few, before Python sees them.
-                    versions=tuple(sorted({*made_by.unique_consecutive().tolist()} - {-1})),
+                    versions=tuple(sorted({*makers.unique_consecutive().tolist()} - {-1})),
                 )
             )
-        if version is not None and (others := {made for row in rows for made in row.versions} - {version}):
+        if versions is not None and (others := {made for row in rows for made in row.versions} - {*versions}):
             raise ModelError(
-                f"tokens were made by version {min(others)} of the weights, but version {version} was asked for; the generator has "
+                f"tokens were made by version {min(others)} of the weights, but {_named(versions)} was asked for; the generator has "
                 "changed its weights on its own"
             )
         self.tokens["rollout"] = self.tokens.get("rollout", 0) + sum(len(row.tokens) for row in rows)
@@ -328,3 +353,7 @@ class Phases:
             with self.timed("critic", batch.num_tokens):
                 batch |= self.group["critic"].compute_values(batch)
         return completions.with_columns(batch)
+
+
+def _named(versions: range) -> str:
+    return f"version {versions[0]}" if len(versions) == 1 else f"one of the versions {versions[0]} to {versions[-1]}"

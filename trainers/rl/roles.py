@@ -212,7 +212,10 @@ def held_versions(config: RLConfig) -> int:
     """Return how many versions of the weights the generator holds.
 
     With K of them no weights wait for the answers of older ones: what the oldest version answers is what the next step waits for anyway.
+    With `rl.swap_at=token` nothing is answered by others than the newest.
     """
+    if config.rl.swap_at == "token":
+        return 1
     return config.rollout.held_versions or max(1, config.rl.staleness)
 
 

@@ -25,6 +25,9 @@ class Rollouts:
     While it runs, nothing can be copied to the generator or from it. So with K > 0 completions go to the stores of the actor's processes
     as soon as a call is done, and new weights are sent between two calls.
 
+    With `rl.swap_at=token` new weights wait for no call: it is cancelled, and its tickets wait again, with the tokens that they have so far. The next
+    call goes on from these with the new weights. Otherwise a ticket is answered by the version that it was issued with.
+
     If processes of the generator die that are its own, they are started again: they are sent the weights that they had, and answer the tickets
     that were lost with them once more.
 
@@ -39,6 +42,7 @@ class Rollouts:
         self.tickets = tickets
         self._config, self._phases, self._prompts = config, phases, prompts
         self._overlaps = config.rl.staleness > 0
+        self._swaps = config.rl.swap_at == "token"
         self._deaths = 0
         """How often in a row the generator's processes have been started again, without an answer in between."""
         self._running: RunningRollout | None = None
@@ -46,6 +50,10 @@ class Rollouts:
         """The completions of tickets that were not consumed yet, whose rewards are being computed."""
         self._kept: dict[int, KeptCompletions] = {}
         """With K > 0: the completions of all tickets of the current step and later ones."""
+        self._begun: dict[int, KeptCompletions] = {}
+        """The completions of tickets that wait again, because the call that answered them was cancelled."""
+        self._cancelled = False
+        """Whether the running call was."""
         self._advancing = False
         self._generating_s: list[float] = []
         self._unsent: int | None = None
@@ -79,20 +87,26 @@ class Rollouts:
         waiting = self.tickets.waiting
         if self._running is not None or not waiting:
             return
-        if waiting[0].version == self._unsent:
+        if self._unsent is not None and (self._swaps or waiting[0].version == self._unsent):
             self.send_weights()
             if self._running is not None or not (waiting := self.tickets.waiting):
                 return
-        size = self._config.rollout.prompts_per_call or len(waiting)
-        count = sum(ticket.version == waiting[0].version for ticket in waiting[:size])
+        first = waiting[: self._config.rollout.prompts_per_call or len(waiting)]
+        count = len(first) if self._swaps else sum(ticket.version == first[0].version for ticket in first)
         tickets = [self.tickets.start() for _ in range(count)]
-        prompts = [self._prompts.of_ticket(ticket.number) for ticket in tickets]
+        numbers = [ticket.number for ticket in tickets]
+        prompts = [self._prompts.of_ticket(number) for number in numbers]
+        most = self._config.rollout.max_tokens
+        begun = {number: self._begun[number].begun(most) for number in numbers if number in self._begun}
         with self._no_advance(), self._replacing_generator():
             if not self._overlaps:
                 self._phases.memory_manager.enter("rollout")
-            version = tickets[0].version
+            version = self.tickets.version if self._swaps else tickets[0].version
             self._verify(version)
-            self._running = self._phases.begin_rollout(prompts, [ticket.number for ticket in tickets], version=version)
+            self._cancelled = False
+            self._running = self._phases.begin_rollout(
+                prompts, numbers, version=version, oldest=tickets[0].version, begun=begun
+            )
 
     def _verify(self, version: int) -> None:
         """Compare what the generator's processes make of a version of the weights that they hold, before it is used."""
@@ -114,7 +128,16 @@ class Rollouts:
             self._generating_s.append(self._running.seconds)
             self._running, self._deaths = None, 0
             for number, one in split(completions).items():
+                self._begun.pop(number, None)
                 self._add(number, one)
+
+    def _cancel(self) -> None:
+        """End the generator's call, if there is one, with the tokens so far."""
+        if self._running is None:
+            return
+        with self._no_advance(), self._replacing_generator():
+            self._cancelled = any([self._phases.group.cancel(call) for call in self._running.calls])
+        self._finish()
 
     def _add(self, number: int, completions: Completions) -> None:
         # Each ticket by itself: which of them a call answers depends on time, and a reward may compare what it is given together.
@@ -127,17 +150,25 @@ class Rollouts:
         self.tickets.finish(number)
 
     def _moved(self, completions: Completions) -> Completions:
-        """Move completions to the stores of the actor's processes, and keep them here."""
-        data = self._phases.group.data
+        """Move completions to the stores of the actor's processes, and keep them here. Return those of groups that are complete."""
+        data, most = self._phases.group.data, self._config.rollout.max_tokens
         batch = data.get_batch(completions.ref)
         data.clear_data_cache(completions.ref)
         numbers: dict[int, list[int]] = {}
         for row, number in enumerate(completions.groups):
             numbers.setdefault(number, []).append(row)
+        complete: list[int] = []
         for number, rows in numbers.items():
-            kept = tuple(completions.rows[row] for row in rows)
-            self._kept[number] = KeptCompletions(batch=batch.select(rows), rows=kept)
-        return self._put(batch, completions.rows)
+            kept = KeptCompletions(batch=batch.select(rows), rows=tuple(completions.rows[row] for row in rows))
+            if self._cancelled and any(row.goes_on(most) for row in kept.rows):
+                self._begun[number] = kept
+                self.tickets.give_back(number)
+            else:
+                self._kept[number] = kept
+                complete += rows
+        if not complete:
+            return completions.select([])
+        return self._put(batch.select(complete), [completions.rows[row] for row in complete])
 
     def _put(self, batch: PackedBatch, rows: Sequence[Completion]) -> Completions:
         ref = self._phases.group.data.put(batch, role="actor")
@@ -177,7 +208,8 @@ class Rollouts:
     def apply(self) -> int:
         """Note that the current step was applied; return the version of the weights that it made.
 
-        The generator is sent these weights at once if it does nothing, and otherwise after its call, unless the next step waits for that anyway.
+        The generator is sent these weights at once if it does nothing, or its call can be cancelled, and otherwise after its call, unless the next
+        step waits for that anyway.
         """
         first = self.tickets.first
         self._kept = {number: kept for number, kept in self._kept.items() if number >= first}
@@ -194,7 +226,10 @@ class Rollouts:
         """Send the actor's weights to the generator, unless it has them. Called before they are changed."""
         while self._unsent is not None:
             version = self._unsent
-            self.settle(version - held_versions(self._config) + 1)
+            if self._swaps:
+                self._cancel()
+            else:
+                self.settle(version - held_versions(self._config) + 1)
             with self._no_advance(), self._replacing_generator(), self._phases.timed("sync"):
                 self._phases.memory_manager.sync(version)
                 self._unsent = None
@@ -246,7 +281,8 @@ class Rollouts:
         for ticket in self.tickets.running:
             self.tickets.give_back(ticket.number)
         sent = self.tickets.version - (self._unsent is not None)
-        needed = sorted({sent, *(ticket.version for ticket in self.tickets.waiting if ticket.version <= sent)})
+        old = () if self._swaps else self.tickets.waiting
+        needed = sorted({sent, *(ticket.version for ticket in old if ticket.version <= sent)})
         while True:
             if {*group.lost_pools} != {pool} or self._deaths >= self._config.rollout.restarts:
                 raise error

@@ -257,12 +257,14 @@ def _announce(run: RLRun) -> None:
     if (staleness := run.settings.rl.staleness) > 0:
         exact = run.settings.rollout.invariant or run.settings.rollout.generator == "exact"
         log.info(
-            "answers are generated while the policy is trained, by weights at most %d step%s before (rl.staleness); another run is the same %s",
+            "answers are generated while the policy is trained, by weights at most %d step%s before (rl.staleness); %s",
             staleness,
             "s" if staleness > 1 else "",
-            "to the bit, if its rewards depend on nothing but the answer"
+            "new weights take over inside an answer (rl.swap_at=token), so another run is not the same"
+            if run.settings.rl.swap_at == "token"
+            else "another run is the same to the bit, if its rewards depend on nothing but the answer"
             if exact
-            else "up to rounding, since rollout.invariant=false",
+            else "another run is the same up to rounding, since rollout.invariant=false",
         )
     for line in run.phases.group["actor"].describe_settings():
         log.info("actor: %s", line)

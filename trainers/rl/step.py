@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from .bundle import StepBundles
 from .collect import Collector
 from .completions import Completions
-from .metrics import completion_metrics, staleness
+from .metrics import completion_metrics, mixed_versions, staleness
 from .phases import Phases
 from .reward_runner import check_judged
 from .rollouts import Rollouts
@@ -59,6 +59,7 @@ def make_step(
         **counts,
         "tokens": completions.ref.num_tokens,
         "staleness": staleness(completions.rows, version),
+        **({"mixed_versions": mixed_versions(completions.rows)} if phases.config.rl.swap_at == "token" else {}),
         **metrics,
     }
     phases.discard(completions.ref)

@@ -20,7 +20,7 @@ from ..process.role_host import RoleSpec
 from ..protocol.compute_messages import RankInfo
 from ..protocol.data_messages import ModelConfigRequest
 from ..protocol.hooks import CallHook, CommBackend, SyncParams
-from ..protocol.messages import Request
+from ..protocol.messages import Cancel, Request
 from ..roles.dispatch import MiniBatches
 from .call_planner import CallPlanner
 from .group_call import FlushManifest, GroupCall
@@ -259,6 +259,27 @@ class WorkerGroup(ABC):
                 raise ConfigError(f"{call.title} is not waiting for a flush, so it cannot be withdrawn")
             self._submitted.remove(call)
             call.fail(ConfigError(f"{call.title} was withdrawn"))
+
+    def cancel(self, call: GroupCall) -> bool:
+        """Let a call that generates end early: `result` then returns the tokens so far, and responses that go on have the finish reason
+        `aborted`. Other calls go on to their end.
+
+        Args:
+            call: A call that has been flushed.
+
+        Returns:
+            Whether a process had not answered yet. It may have been about to.
+
+        Raises:
+            WorkerLostError: A process died.
+        """
+        if call.done:
+            return False
+        request = Cancel(request=call.id, early_end=True)
+        replies: dict[WorkerId, list[Any]] = self.ask(
+            f"cancelling {call.title}", {worker: [request] for worker in call.workers}
+        )
+        return any(worker_replies[0].found for worker_replies in replies.values())
 
     def _check_nothing_submitted(self, what: str) -> None:
         if self._submitted:

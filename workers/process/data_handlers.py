@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...engine.cancellation import cancellable
 from ...engine.errors import BatchError
 from ...engine.ops.expert_routes import FREE, ROUTED_EXPERTS
 from ...engine.packing.batch import PackedBatch
@@ -49,8 +50,9 @@ def train_step(worker: ModelWorker, request: c.TrainStep) -> c.TrainStepOk:
 
 
 def generate(worker: ModelWorker, request: c.Generate) -> c.GenerateOk:
-    """Generate, and store the responses as samples, each as a document with its prompt."""
-    result = _run(worker, request, {})
+    """Generate, and store the responses as samples, each as a document with its prompt. After a `cancel` it ends with those so far."""
+    with cancellable(lambda: request.id in worker.cancelled):
+        result = _run(worker, request, {})
     answers = [(row, k, g) for row, samples in zip(request.rows, result, strict=True) for k, g in enumerate(samples)]
     if request.wants_result or not all(isinstance(g, Generation) for _, _, g in answers):
         return c.GenerateOk(result=result)

@@ -41,8 +41,8 @@ def ping(worker: ModelWorker, request: m.Ping) -> m.Pong:
 
 
 def cancel(worker: ModelWorker, request: m.Cancel) -> m.CancelOk:
-    """Take a request out of the queue."""
-    return m.CancelOk(found=worker.cancel_waiting(request.request))
+    """Take a request out of the queue, or let it end early."""
+    return m.CancelOk(found=worker.cancel_request(request))
 
 
 def shutdown(worker: ModelWorker, request: m.Shutdown) -> m.Bye:

@@ -21,9 +21,9 @@ from typing import Any
 from ...engine import progress
 from ...engine.parallel.process import exit_process
 from ..protocol.codec import Codec, FrameError, text
-from ..protocol.compute_messages import ComputeRequest, Flush
+from ..protocol.compute_messages import ComputeRequest, Flush, Generate
 from ..protocol.data_messages import GetOk
-from ..protocol.messages import Beat, Bye, Error, Reply, Request, Shutdown
+from ..protocol.messages import Beat, Bye, Cancel, Error, Reply, Request, Shutdown
 from ..protocol.transports.base import ControllerLostError, Frame, FrameTooLargeError, Transport
 from . import metrics
 from .background import Background
@@ -69,6 +69,8 @@ class RequestLoop:
         self._worker, self._transport, self._parent = worker, transport, parent
         self._codec = Codec(worker.registry, binary=transport.binary)
         self._queue: deque[_Waiting] = deque()
+        self._taken: _Waiting | None = None
+        """On its way from the queue to those that wait for a flush."""
         self._unflushed: list[_Waiting] = []
         self._flushing: list[_Waiting] = []
         self._background = Background(self._serve_data)
@@ -80,7 +82,7 @@ class RequestLoop:
         self._refusal = ""
         self._next_beat = time.monotonic()
         self._watchdog = Watchdog(worker)
-        worker.cancel_waiting = self._cancel
+        worker.cancel_request = self._cancel
 
     def run(self) -> int:
         """Serve until the controller sends `shutdown` or closes its end; return the exit code.
@@ -138,7 +140,7 @@ class RequestLoop:
                 self._changed.wait(wait_s)
             if not self._queue:
                 return None
-            waiting = self._queue.popleft()
+            waiting = self._taken = self._queue.popleft()
             if self._held:
                 # Admitted here, so that an empty queue always means that nothing is left, also at the end of the input.
                 self._queue.append(self._held.popleft())
@@ -174,6 +176,7 @@ class RequestLoop:
             return
         with self._changed:
             self._unflushed.append(waiting)
+            self._taken = None
 
     def _flush(self, waiting: _Waiting, flush: Flush) -> None:
         with self._changed:
@@ -196,6 +199,9 @@ class RequestLoop:
         self._send(reply)
         with self._changed:
             self._outstanding -= 1
+            self._worker.cancelled.discard(waiting.number)
+            if self._taken is waiting:
+                self._taken = None
 
     def _loader(self, waiting: _Waiting) -> Any:
         assert waiting.request is not None
@@ -339,7 +345,21 @@ class RequestLoop:
         with self._changed:
             self._changed.notify()
 
-    def _cancel(self, request_id: Any) -> bool:
+    def _cancel(self, cancel: Cancel) -> bool:
+        if cancel.early_end:
+            return self._end_early(cancel.request)
+        return self._remove(cancel.request)
+
+    def _end_early(self, request_id: Any) -> bool:
+        with self._changed:
+            waiting = [*self._queue, *self._held, *([self._taken] if self._taken else []), *self._unflushed, *self._flushing]
+            is_known = any(w.number == request_id and isinstance(w.request, Generate) for w in waiting)
+            if is_known:
+                # Until it is answered.
+                self._worker.cancelled.add(request_id)
+            return is_known
+
+    def _remove(self, request_id: Any) -> bool:
         if self._serving.cancel(request_id):
             self._notify()
             return True

@@ -22,7 +22,7 @@ from ..protocol.comm_id import CommId
 from ..protocol.compute_messages import Call, ComputeRequest, SampleRequest
 from ..protocol.hooks import EvaluateHook, SyncParams, name_of
 from ..protocol.manifest import needed_ids
-from ..protocol.messages import Error, Reply, Request
+from ..protocol.messages import Cancel, Error, Reply, Request
 from ..protocol.names import Names, Program
 from ..protocol.operations import COMMON_ERRORS, ErrorKind, Op, Registry
 
@@ -173,7 +173,9 @@ class ModelWorker:
         self.joined: CommId | None = None
         self.listener: socket.socket | None = None
         """The socket at which rank 0 lets the others meet, if it was opened beforehand."""
-        self.cancel_waiting: Callable[[Any], bool] = lambda request_id: False
+        self.cancel_request: Callable[[Cancel], bool] = lambda request: False
+        self.cancelled: set[Any] = set()
+        """The ids of requests that are to end early; see `Cancel.early_end`."""
         self.pool = "main"
         """The name of this worker's pool, by which plans refer to it."""
         self.name = ""

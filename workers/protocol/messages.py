@@ -138,16 +138,19 @@ class Cancel(Request, kw_only=True):
 
     Args:
         request: The id of the request to remove.
+        early_end: Instead, let a `generate` end before its next step, with the tokens so far: its responses that go on then have the finish
+            reason `aborted`. One that waits is not removed, and ends as soon as it begins.
     """
 
     request: Id
+    early_end: bool = False
 
 
 class CancelOk(Reply, kw_only=True):
     """The reply to `cancel`.
 
     Args:
-        found: Whether the request was waiting.
+        found: Whether the request was waiting; with `early_end`, whether there is such a request.
     """
 
     found: bool

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,7 @@ class RolloutWorker:
         options: SamplingOptions,
         *,
         version: int | None = None,
-        columns: Mapping[str, Sequence[int]] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[list[Generation]]:
         """Generate `options.samples` responses to each prompt, in order.
 
@@ -110,7 +110,8 @@ class RolloutWorker:
             options: The sampling options.
             version: The version that the weights must have; None accepts any. If it is held, see `RolloutConfig.held_versions`, the generator
                 goes over to it, and those before it are dropped.
-            columns: `number`: a number for each prompt instead of that in the batch.
+            columns: `number`: a number for each prompt instead of that in the batch. `begun`: its responses of a call that was cancelled, or None;
+                see `BaseGenerator.generate`.
 
         Raises:
             ModelError: The weights are of another version.
@@ -125,7 +126,9 @@ class RolloutWorker:
         media = None
         if isinstance(prompts, PackedBatch) and prompts.media:
             media = [_media_of(prompts, i) for i in range(prompts.num_sequences)]
-        more = {} if media is None else {"media": media}
+        more: dict[str, Any] = {} if media is None else {"media": media}
+        if columns is not None and "begun" in columns:
+            more["begun"] = columns["begun"]
         return self.generator.generate([[int(token) for token in ids] for ids in token_ids], options, rows, **more)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int | None = None) -> None:
