@@ -22,8 +22,10 @@ class _ByLength(BaseGenerator):
         options: SamplingOptions,
         rows: Sequence[int] | None = None,
         media: Sequence[Mapping[str, Tensor]] | None = None,
+        begun: Sequence[Sequence[Generation] | None] | None = None,
     ) -> list[list[Generation]]:
-        """Generate; see `BaseGenerator.generate`."""
+        """Generate; see `BaseGenerator.generate`. Nobody cancels its calls."""
+        assert begun is None
         streams = []
         for prompt, row in zip(prompts, range(len(prompts)) if rows is None else rows, strict=True):
             own = [

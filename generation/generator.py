@@ -481,7 +481,9 @@ class BaseGenerator(ABC):
                 f"and {len(before.versions)} versions"
             )
         if before.finish_reason == "aborted" and not count < stream.options.max_tokens:
-            raise ConfigError(f"{title}: a response was begun with {count} tokens, which leaves none of max_tokens={stream.options.max_tokens}")
+            raise ConfigError(
+                f"{title}: a response was begun with {count} tokens, which leaves none of max_tokens={stream.options.max_tokens}"
+            )
         stream.take_over(before)
         if before.finish_reason != "aborted":
             self._end(stream, before.finish_reason)

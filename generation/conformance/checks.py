@@ -189,10 +189,13 @@ def begun(case: Case) -> None:
         stats = generator.stats()
         expect((stats.waiting, stats.running) == (0, 0), f"after a call that was cancelled requests are left: {stats}")
         lengths = [len(answer.response) for samples in parts for answer in samples]
-        expect(0 < sum(lengths) < 24 * len(lengths), f"a call that is cancelled after 8 steps ends with {lengths} tokens of 24")
+        expect(
+            0 < sum(lengths) < 24 * len(lengths), f"a call that is cancelled after 8 steps ends with {lengths} tokens of 24"
+        )
         with cancellable(lambda: True):
             expect(
-                generator.generate(PROMPTS, options, begun=parts) == parts, "a call that is cancelled at once changes its responses"
+                generator.generate(PROMPTS, options, begun=parts) == parts,
+                "a call that is cancelled at once changes its responses",
             )
         continued = generator.generate(PROMPTS, options, begun=parts)
         generator.load_weights(case.weights())

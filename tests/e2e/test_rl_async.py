@@ -4,6 +4,7 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 from rl_soak import soak
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.errors import CheckpointError, ConfigError
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import GRPOConfig
 from drivetrain.trainers.rl.algorithms import resolve
+from drivetrain.trainers.rl.bundle import Bundle
 from drivetrain.trainers.rl.completions import equal_groups, join, split
 from drivetrain.trainers.rl.phase_commands import main as phases_command
 from drivetrain.trainers.rl.prompts import load_data
@@ -152,6 +155,46 @@ def test_a_resumed_run_learns_from_the_same_answers(task: Path, tmp_path: Path, 
 
 
 @pytest.mark.slow
+def test_new_weights_take_over_inside_answers(task: Path, tmp_path: Path) -> None:
+    """Each token's log-probability is that of plain transformers with the weights of its version, which are not older than the bound allows."""
+    steps, written = 6, tmp_path / "weights"
+    written.mkdir()
+    more = [*SETTINGS, *APART, "rollout.generator=helpers.hesitant:RecordingGenerator", f"rollout.options.folder={written}"]
+    more += ["rl.staleness=2", "rl.swap_at=token", f"trainer.max_steps={steps}"]
+    more += ["trainer.bundle_every=1", "rewards.settings.format.regex=.*", "rewards.weights.format=1", "rollout.max_tokens=12"]
+    more += ["trainer.save_every=4", "group.sync_changes=false"]
+    run = tmp_path / "run"
+    train(task, run, *more)
+    made = records(run)
+    assert sum(record["mixed_versions"] for record in made) > 0
+    log = check_log(run)
+    assert log.kept == steps * BATCH
+    models = {}
+    for version in range(steps):
+        models[version] = AutoModelForCausalLM.from_pretrained(task / "model", dtype=torch.float32)
+        if version:
+            models[version].load_state_dict(load_file(written / f"{version}.safetensors"), strict=False)
+    differences, others = [], []
+    for step in range(1, steps + 1):
+        batch = Bundle.read(run / "bundles" / f"step-{step:08d}.safetensors").batch
+        for begin, end in pairwise(batch.bounds):
+            ids, versions = batch.input_ids[begin:end], batch.token_fields["versions"][begin : end - 1]
+            recorded, answered = batch.token_fields["rollout_log_probs"][begin : end - 1], versions >= 0
+            assert versions[answered].tolist() == sorted(versions[answered].tolist())
+            assert step - 1 - 2 <= int(versions[answered].min()) <= int(versions.max()) < step
+            for version in {*versions[answered].tolist()}:
+                with torch.no_grad():
+                    logits = models[version](ids[None]).logits[0, :-1]
+                computed = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+                gaps = (computed - recorded).abs()
+                differences.append(float(gaps[versions == version].max()))
+                others += gaps[answered & (versions != version)].tolist()
+    assert max(differences) < 1e-5
+    # The control: by the weights of another version they are not.
+    assert max(others) > 1e-4
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_other_answers_is_refused(task: Path, tmp_path: Path) -> None:
     more = [*SETTINGS, *APART, "rl.staleness=1", "trainer.max_steps=4"]
     with RLTrainer(parse(GRPOConfig, words(task, tmp_path, *more), "")).open_run() as begun:
@@ -193,6 +236,22 @@ def test_a_run_that_is_killed_at_random_learns_the_same(tmp_path: Path, stalenes
         (["rl.staleness=-1"], r"rl\.staleness=-1"),
         (["rollout.held_versions=2"], r"rollout\.held_versions=2 is not used without rl\.staleness"),
         ([*APART, "rl.staleness=1", "rollout.held_versions=2"], "for which 1 suffice"),
+        (["rl.swap_at=token"], r"rl\.swap_at=token with rl\.staleness=0"),
+        (
+            [*APART, "rl.staleness=2", "rl.swap_at=token", "rollout.held_versions=2"],
+            "where all answers go on with the newest weights",
+        ),
+        (
+            [
+                *APART,
+                "rl.staleness=2",
+                "rl.swap_at=token",
+                "rollout.generator=vllm",
+                "rollout.options.tp=2",
+                "group.pools.rollout=2",
+            ],
+            r"rollout\.options\.tp=2 and group\.pools\.rollout=2: the processes of a model would have to end a call at the same step",
+        ),
         (
             [*APART, "rl.staleness=1", "rl.algorithm=remax"],
             "with the estimator remax .*, whose baselines are answers of the present weights",

@@ -1,8 +1,14 @@
-"""A generator and a reward whose durations are random, and differ from process to process."""
+"""Generators and a reward whose durations are random, and differ from process to process."""
 
 import random
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drivetrain.engine.cancellation import cancelled
 from drivetrain.generation.continuous import ContinuousGenerator
 
 _random = random.SystemRandom()
@@ -15,6 +21,23 @@ class HesitantGenerator(ContinuousGenerator):
         if _random.random() < 0.3:
             time.sleep(_random.random() * 0.05)
         super().run_step()
+
+
+class RecordingGenerator(ContinuousGenerator):
+    """Writes each version of its weights to a file in `options.folder`. Some of its steps wait for a while whether the call is cancelled."""
+
+    option_names = frozenset({"folder"})
+
+    def run_step(self) -> None:
+        deadline = time.monotonic() + 1.5
+        while self.stats().steps % 5 == 4 and not cancelled() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        super().run_step()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int | None = None) -> None:
+        tensors = {name: tensor.clone() for name, tensor in weights}
+        super().load_weights(iter(tensors.items()), version=version)
+        save_file(tensors, Path(self.config.options["folder"]) / f"{self.version}.safetensors")
 
 
 def large(completion: str) -> float:

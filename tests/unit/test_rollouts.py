@@ -327,14 +327,16 @@ class FakeTokenPhases(FakePhases):
                 if before:
                     assert before.prompt == prompt.ids
                     assert before.log_probs == [-float(token) for token in tokens]
-                    ended = "stop" if length_of(number, k) < MAX_TOKENS else "length"
-                    assert before.finish_reason == ("aborted" if len(tokens) < length_of(number, k) else ended)
+                    reason = "stop" if length_of(number, k) < MAX_TOKENS else "length"
+                    assert before.finish_reason == ("aborted" if len(tokens) < length_of(number, k) else reason)
                 while len(tokens) < length_of(number, k) and not (self.is_cancelled and self.chance.random() < 0.3):
                     tokens.append(100 * running.version + len(tokens))
                     versions.append(running.version)
                 ended = len(tokens) == length_of(number, k) < MAX_TOKENS
                 made_by = tuple(sorted({*versions}))
-                rows.append(Completion(prompt=prompt, group=number, tokens=tokens, text=str(k), finished=ended, versions=made_by))
+                rows.append(
+                    Completion(prompt=prompt, group=number, tokens=tokens, text=str(k), finished=ended, versions=made_by)
+                )
                 self.finished.append((prompt.ids, tokens, versions))
         ids = tuple(f"{row.group}.{row.text}" for row in rows)
         ref = DataRef(ids=ids, lengths=tuple(2 + len(row.tokens) for row in rows), keys={}, buffer=cast(Any, None))

@@ -247,9 +247,7 @@ class Phases:
         """Begin to judge completions, if completions are judged."""
         return () if self.rewards is None else (self.rewards.submit(rows),)
 
-    def _read(
-        self, ref: DataRef, prompts: Sequence[Prompt], numbers: Sequence[int], versions: range | None
-    ) -> Completions:
+    def _read(self, ref: DataRef, prompts: Sequence[Prompt], numbers: Sequence[int], versions: range | None) -> Completions:
         """Read completions back. They are decoded here: this takes far less time than generating them, and the generator's processes need no
         tokenizer and send no texts.
         """

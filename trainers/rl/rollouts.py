@@ -136,7 +136,9 @@ class Rollouts:
         if self._running is None:
             return
         with self._no_advance(), self._replacing_generator():
-            self._cancelled = any([self._phases.group.cancel(call) for call in self._running.calls])
+            # With K > 0 there is one: the most likely answers, the other kind, need the present weights.
+            (call,) = self._running.calls
+            self._cancelled = self._phases.group.cancel(call)
         self._finish()
 
     def _add(self, number: int, completions: Completions) -> None:
