@@ -54,12 +54,12 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(run / "checkpoints" / f"step-{step:08d}" / "rank-00000.safetensors")
+def weights(run: Path, step: int, rank: int = 0) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step-{step:08d}" / f"rank-{rank:05d}.safetensors")
 
 
-def same(one: Path, other: Path, step: int) -> bool:
-    first, second = weights(one, step), weights(other, step)
+def same(one: Path, other: Path, step: int, rank: int = 0, *, other_step: int | None = None) -> bool:
+    first, second = weights(one, step, rank), weights(other, other_step or step, rank)
     return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
 
 
@@ -152,6 +152,26 @@ def test_a_resumed_run_learns_from_the_same_answers(task: Path, tmp_path: Path, 
     assert (log.processes, log.oldest, log.dropped > 0) == (2, 1, True)
     assert phases_command(["check-log", str(run)]) == 0
     assert "of 2 processes" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "ranks"),
+    [
+        (["group.nproc=2", "group.pools.rollout=2"], 2),
+        (["engine.backend=mcore"], 1),
+        (["group.kind=ray"], 1),
+    ],
+)
+@pytest.mark.slow
+@pytest.mark.usefixtures("real_commands")
+def test_another_run_is_the_same(task: Path, tmp_path: Path, more: list[str], ranks: int) -> None:
+    """Of several processes, on Megatron-core, and on Ray: whatever was slow."""
+    for name in ("one", "other"):
+        train(task, tmp_path / name, *SETTINGS, *APART, *VARIED, *more, "rl.staleness=1", "trainer.max_steps=4")
+    assert records(tmp_path / "one") == records(tmp_path / "other")
+    for rank in range(ranks):
+        assert same(tmp_path / "one", tmp_path / "other", 4, rank)
+    assert not same(tmp_path / "one", tmp_path / "one", 4, other_step=2)
 
 
 @pytest.mark.slow
