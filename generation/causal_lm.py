@@ -136,8 +136,12 @@ class CausalLM:
             return None
         return self.media.add(prompt, media, title)
 
-    def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def copy_weights(self, weights: Iterable[tuple[str, Tensor]], *, complete: bool = True) -> None:
         """Copy new weights into the model; see `BaseGenerator.load_weights`. Media are encoded anew.
+
+        Args:
+            weights: The tensors by name.
+            complete: Whether all weights have to be among them.
 
         Raises:
             ModelError: A tensor matches no parameter, has the wrong shape or values that are not finite, or parameters are missing.
@@ -167,7 +171,7 @@ class CausalLM:
                         f"{name} is {list(tensor.shape)}, but the rollout model's is {list(shape)}; they are different models"
                     )
                 target.copy_(tensor.to(target.device))
-        if unknown or targets_by_name:
+        if unknown or (complete and targets_by_name):
             raise ModelError(
                 f"the weights are not those of {self._config.model.path}: {len(unknown)} tensors match no parameter "
                 f"({', '.join(unknown[:3]) or 'none'}), {len(targets_by_name)} parameters have no tensor "

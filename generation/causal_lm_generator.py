@@ -29,6 +29,7 @@ class CausalLMGenerator(BaseGenerator):
     takes_media = True
     can_be_invariant = True
     returns_routes = True
+    loads_parts = True
 
     @classmethod
     def check(cls, config: RolloutConfig, processes: int) -> None:
@@ -64,6 +65,10 @@ class CausalLMGenerator(BaseGenerator):
     def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy new weights into the model."""
         self._lm.copy_weights(weights)
+
+    def copy_part(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy some new weights into the model."""
+        self._lm.copy_weights(weights, complete=False)
 
     def move(self, target: GeneratorPlacement) -> None:
         """Move the model."""

@@ -7,7 +7,7 @@ import logging
 import math
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -26,6 +26,7 @@ from .sampling import seed_of
 from .token_stream import CompletionLimits, RequestId, TokenStream, check_prompt
 
 if TYPE_CHECKING:
+    from ..engine.hf.adapter_weights import AdapterWeights
     from .media import PromptMedia
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ class BaseGenerator(ABC):
     """Whether it says which experts tokens go to; see `RolloutConfig.return_routed_experts`."""
     takes_media: ClassVar[bool] = False
     """Whether it takes the media of prompts; see `submit`."""
+    loads_parts: ClassVar[bool] = False
+    """Whether it has `copy_part`."""
     joins_process_group: ClassVar[bool] = False
     """Whether it is built by all processes of the default process group together, if there is one."""
     ranks_per_model = 1
@@ -93,6 +96,9 @@ class BaseGenerator(ABC):
         self.reset_stats()
         self._readiness = Readiness()
         self._paused, self._warned = False, False
+        self._adapters: AdapterWeights | None = None
+        self._follows_folder = True
+        """Whether the weights without adapters are those of the model's folder."""
 
     @classmethod
     def check(cls, config: RolloutConfig, processes: int) -> None:
@@ -146,6 +152,10 @@ class BaseGenerator(ABC):
     @abstractmethod
     def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights; see `load_weights`. No request is running."""
+
+    def copy_part(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace some of the weights, if the generator has `loads_parts`; the others stay. No request is running."""
+        raise NotImplementedError(f"{type(self).__name__} has loads_parts, but no copy_part")
 
     @abstractmethod
     def move(self, target: GeneratorPlacement) -> None:
@@ -382,11 +392,49 @@ class BaseGenerator(ABC):
                 loaded a complete set of weights; its requests wait.
             ConfigError: The parameters are absent.
         """
+        self._replace_weights(self.copy_weights, weights, version)
+
+    def load_adapters(self, adapters: Iterable[tuple[str, Tensor]], *, version: int | None = None) -> None:
+        """Load new adapters alone, which are added to the weights of the model's folder. As `load_weights` otherwise.
+
+        Args:
+            adapters: The adapters of `config.model.lora`, and the modules that are trained beside them, under peft's names.
+            version: The version of the weights; None is one more than the present one.
+
+        Raises:
+            ModelError: They are not the adapters of the model, or are not finite.
+            ConfigError: The parameters are absent.
+        """
+        source = self._adapter_source()
+        complete = not (self.loads_parts and self._follows_folder and self.complete and not self.lacks_weights)
+        copy = self.copy_weights if complete else self.copy_part
+        self._replace_weights(copy, source.merged(adapters, complete=complete), version)
+        self._follows_folder = True
+
+    def adapter_bytes(self) -> int:
+        """Return the size of adapters that come alone, in bytes; 0 if the model has none."""
+        return self._adapter_source().nbytes if self.config.model.lora.rank else 0
+
+    def _adapter_source(self) -> "AdapterWeights":
+        if self._adapters is None:
+            from ..engine.hf.adapter_weights import AdapterWeights
+
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+            self._adapters = AdapterWeights(self.config.model, getattr(torch, self.config.base_dtype), device)
+        return self._adapters
+
+    def _replace_weights(
+        self,
+        copy: Callable[[Iterable[tuple[str, Tensor]]], None],
+        weights: Iterable[tuple[str, Tensor]],
+        version: int | None,
+    ) -> None:
         self._readiness.loading()
+        self._follows_folder = False
         self.invalidate_caches()
         self._restart_running()
         with torch.no_grad():
-            self.copy_weights(weights)
+            copy(weights)
         self.version = self.version + 1 if version is None else version
         self._readiness.loaded()
 

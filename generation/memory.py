@@ -175,7 +175,8 @@ def check_held_versions(config: RolloutConfig) -> None:
         ConfigError: It has not, even if there were nothing else.
         ModelError: The model's config cannot be read.
     """
-    if config.held_versions == 1:
+    if config.held_versions == 1 or config.model.lora.rank:
+        # Adapters are small.
         return
     each, room = memory_needs(config).parameters, int(free_bytes(torch.device("cpu"), 1))
     if (config.held_versions - 1) * each > room:

@@ -108,7 +108,7 @@ class RolloutConfig:
     """The configuration of a role that generates responses.
 
     Args:
-        model: The model. Only path, added_tokens and trust_remote_code are used.
+        model: The model. Only path, added_tokens, overrides, trust_remote_code and, for adapters that come alone, lora are used.
         generator: The generator: a name that `drivetrain generators` lists, or `module:class`.
         dtype: The data type of the weights: float32 or bfloat16, or, for a role, auto: bfloat16 on CUDA and float32 elsewhere.
         max_batch_size: The number of responses that are generated at the same time.
@@ -123,6 +123,7 @@ class RolloutConfig:
         return_routed_experts: Whether responses say which experts their tokens went to; see `Generation.routed_experts`.
         held_versions: The number of versions of the weights that a role holds at the same time, of which one is in the generator and the others
             are in host memory until a call asks for them. With 1, new weights take the place of the old ones at once.
+        base_dtype: Where adapters come alone, the data type in which their engine keeps the weights that they are added to: float32 or bfloat16.
         options: The settings that only this generator has.
     """
 
@@ -137,6 +138,7 @@ class RolloutConfig:
     invariant: bool = False
     return_routed_experts: bool = False
     held_versions: int = 1
+    base_dtype: str = "float32"
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -285,6 +285,14 @@ def as_peft_stores(name: str, factor: Tensor) -> Tensor:
     return ordered.reshape(peft_shape(name, factor.shape))
 
 
+def from_peft_shape(name: str, factor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a factor from peft's files in the shape that it has in a model; see `peft_shape`."""
+    if len(shape) != 3:
+        return factor
+    experts, first, second = shape
+    return factor.view(shape) if ".lora_A." in name else factor.view(first, second, experts).permute(2, 0, 1)
+
+
 def adapted_weights(root: nn.Module) -> dict[str, Any]:
     """Return what has an adapter: the name of the weight or of the matrices of experts -> `LoraLayer` or `ExpertAdapter`."""
     layers = {f"{name}.base_layer.weight": m for name, m in root.named_modules() if isinstance(m, LoraLayer)}

@@ -269,6 +269,10 @@ class GroupConfig(Settings):
         None,
         "whether a generator with processes of its own is sent only the weights that have changed, for which both sides keep all weights in host memory; not with nccl; null: with group.kind=ray, if its weights have 16 bits, of which few change in a step",
     )
+    sync_adapters: bool | None = setting(
+        None,
+        "whether of a policy that is trained through adapters these are sent alone to the generator, which adds them to the weights of model.path; null: if nothing else of the policy differs from these",
+    )
 
     def check(self) -> None:
         """Check these settings independently of the other sections.
@@ -295,6 +299,8 @@ class GroupConfig(Settings):
             raise ConfigError(
                 f"group.sync_changes=true with {other}, where weights do not go from process to process through host memory; remove it"
             )
+        if self.sync_changes and self.sync_adapters:
+            raise ConfigError("group.sync_changes=true and group.sync_adapters=true: either changes are sent, or adapters; remove one of them")
         if self.pools and self.kind == "local":
             raise ConfigError(
                 f"group.pools.{next(iter(self.pools))} with group.kind=local, where all roles share the processes of torchrun; use "
@@ -337,6 +343,8 @@ class RLConfig(CommandConfig):
         self._check_group_size()
         self._check_used()
         self._check_staleness()
+        if self.group.sync_adapters and (reason := self.not_adapters_alone()):
+            raise ConfigError(f"group.sync_adapters=true, but {reason}; remove it")
         if REWARD_MODEL in self.rewards.use and (self.reward.model is None or not self.reward.model.path):
             raise ConfigError(
                 f"rewards.use has {REWARD_MODEL}, but reward.model.path is not set; give the reward model's folder"
@@ -369,6 +377,22 @@ class RLConfig(CommandConfig):
             value = getattr(self.trainer, name)
             if value and not self.data.eval:
                 raise ConfigError(f"trainer.{name}={value} needs data.eval, which is not set")
+
+    def not_adapters_alone(self) -> str:
+        """Return why the generator cannot be sent adapters alone; empty if it can, and what it then computes with is what it would be sent."""
+        model = self.actor.model or self.model
+        reasons = {
+            "the policy has no adapters (model.lora.rank=0)": not model.lora.rank,
+            f"its weights are not those of model.path (model.init={model.init})": model.init == "random",
+            f"the weights that adapters are added to have another number format (model.quantization={model.quantization})": (
+                model.quantization != "none"
+            ),
+            f"the weights of new tokens are not in model.path (model.added_tokens={list(model.added_tokens)})": bool(model.added_tokens),
+            f"the bias of routers changes too (model.router_bias_update_rate={model.router_bias_update_rate})": (
+                model.router_bias_update_rate > 0
+            ),
+        }
+        return next((reason for reason, applies in reasons.items() if applies), "")
 
     def _check_staleness(self) -> None:
         """Check that what answers meanwhile has processes of its own, and that answers of older weights can be learned from."""

@@ -189,9 +189,11 @@ def rollout_config(config: RLConfig, most_tokens: int | None = None) -> RolloutC
     # Otherwise a cache of all that is free would leave nothing for the activations of the roles that train.
     is_alone = "rollout" in config.group.pools or config.group.offload != "none"
     shared = min(TOKENS_WITHOUT_GPU, most_tokens or TOKENS_WITHOUT_GPU)
+    alone = sends_adapters(config)
     return RolloutConfig(
         model=ModelConfig(
             path=model.path,
+            lora=model.lora if alone else LoraConfig(),
             added_tokens=model.added_tokens,
             overrides=model.overrides,
             trust_remote_code=model.trust_remote_code,
@@ -203,6 +205,7 @@ def rollout_config(config: RLConfig, most_tokens: int | None = None) -> RolloutC
         target_tokens_per_batch=rollout.target_tokens_per_batch,
         invariant=rollout.invariant,
         held_versions=held_versions(config),
+        base_dtype=(config.actor.engine or config.engine).precision.params if alone else "float32",
         return_routed_experts=config.rl.routing_replay == "rollout",
         options=rollout.options,
     )
@@ -217,6 +220,12 @@ def held_versions(config: RLConfig) -> int:
     if config.rl.swap_at == "token":
         return 1
     return config.rollout.held_versions or max(1, config.rl.staleness)
+
+
+def sends_adapters(config: RLConfig) -> bool:
+    """Return whether the generator is sent the policy's adapters alone."""
+    chosen = config.group.sync_adapters
+    return not config.group.sync_changes and not config.not_adapters_alone() if chosen is None else chosen
 
 
 def kept_versions(config: RLConfig) -> int:

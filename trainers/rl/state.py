@@ -9,7 +9,7 @@ from ...generation.options import SamplingOptions
 from ...workers.groups.base import WorkerGroup
 from ..config.rl import ROLES, RLConfig
 from .memory_manager import Allocation, RolePart, RolePlace
-from .roles import held_versions, kept_versions
+from .roles import held_versions, kept_versions, sends_adapters
 
 _PARTS = ("text_config", "ffn_config")
 """Configs inside a model's config that are those of a language model's layers."""
@@ -45,6 +45,7 @@ class GroupStates:
         self._group, self._pools = group, config.group.pools
         self._kind, self._sync_changes = config.group.kind, config.group.sync_changes
         self._held, self._kept = held_versions(config), kept_versions(config)
+        self._adapters = sends_adapters(config)
 
     @property
     def holds_versions(self) -> bool:
@@ -62,7 +63,8 @@ class GroupStates:
         if self._kept:
             infos = self._group.rank_infos("rollout")
             whole = allocations["rollout", "parameters"].bytes * len(infos) // infos[0].dp_size
-            allocations["actor", "kept_versions"] = Allocation(bytes=self._kept * whole, place="host", shared=False)
+            each = self._group["rollout"].adapter_bytes() or whole
+            allocations["actor", "kept_versions"] = Allocation(bytes=self._kept * each, place="host", shared=False)
         return allocations
 
     def move(self, role: str, place: RolePlace, part: RolePart) -> None:
@@ -72,17 +74,23 @@ class GroupStates:
     def sync(self, version: int) -> int:
         """Copy the actor's weights to the generator; return how many bytes were sent or handed on."""
         changes = self._sync_changes
+        if changes is None and self._adapters:
+            changes = False
         if changes is None:
             # Of float32 numbers an optimizer changes nearly all, and on one machine the generator reads the actor's memory.
             apart = "rollout" in self._pools and self._kind == "ray"
             changes = apart and self._group.rank_infos("rollout")[0].weight_dtype in ("bfloat16", "float16")
-        receipt = self._group.sync_weights("actor", "rollout", version=version, changes=changes, keep=self._kept)
+        receipt = self._group.sync_weights(
+            "actor", "rollout", version=version, changes=changes, adapters=self._adapters, keep=self._kept
+        )
         return receipt.sent_bytes
 
     def resend(self, version: int) -> None:
         """Send a version to new processes of the generator: as it was kept, or as the actor has it if none are kept."""
         if self._kept:
-            self._group.sync_weights("actor", "rollout", version=version, keep=self._kept, resend=True)
+            self._group.sync_weights(
+                "actor", "rollout", version=version, adapters=self._adapters, keep=self._kept, resend=True
+            )
         else:
             self.sync(version)
 

@@ -295,6 +295,7 @@ class WorkerGroup(ABC):
         eta: float = 1.0,
         version: int | None = None,
         changes: bool = False,
+        adapters: bool = False,
         keep: int = 0,
         resend: bool = False,
     ) -> WeightReceipt:
@@ -309,6 +310,8 @@ class WorkerGroup(ABC):
             version: The version that the target's weights then have, if it is a rollout; None is one more than before.
             changes: Whether just what has changed since the last such transfer is sent, where weights go to another pool through host memory.
                 The source's first process and the target's processes then keep all weights in host memory. What the target loads is the same.
+            adapters: Whether the source's adapters are sent alone, with the modules that are trained beside them. The target, a rollout whose
+                `model.lora` says what they are, adds them to the weights of its model's folder, which is that of the source's model.
             keep: How many of the last versions that were sent to another pool, this one included, the source's first process keeps in host
                 memory.
             resend: Whether to send the version as it was kept, whatever the source has now.
@@ -322,7 +325,9 @@ class WorkerGroup(ABC):
             self._check_nothing_submitted("sync_weights")
             # Until this transfer has succeeded, nobody knows what both sides have.
             base = self._kept_weights.pop((source, target), "") if changes and eta == 1 else None
-            hook = SyncParams(source=source, target=target, eta=eta, version=version, base=base, keep=keep, resend=resend)
+            hook = SyncParams(
+                source=source, target=target, eta=eta, version=version, base=base, adapters=adapters, keep=keep, resend=resend
+            )
             call = self._submit_hooks([hook], f"weights of {source} to {target}")
             self._flush_only(call)
             self._wait(call)

@@ -179,7 +179,7 @@ class CallPlanner:
             raise ConfigError(f"sync_params: eta={hook.eta}; the weight of the new parameters must be between 0 and 1")
         if version is not None and (isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63):
             raise ConfigError(f"sync_params: version={version!r}; it must be an integer of at least 0, or None")
-        for name, method in ((hook.source, "weights"), (hook.target, "load_weights")):
+        for name, method in ((hook.source, "weights"), (hook.target, "load_adapters" if hook.adapters else "load_weights")):
             worker = group.role(name).worker
             if not hasattr(worker, method):
                 raise ConfigError(
@@ -190,12 +190,18 @@ class CallPlanner:
             raise ConfigError(
                 f"sync_weights({hook.source!r}, {hook.target!r}): versions that are kept need a number; give version="
             )
+        if hook.adapters and (hook.eta != 1 or hook.base is not None):
+            raise ConfigError(
+                f"sync_weights({hook.source!r}, {hook.target!r}): adapters that are sent alone take the place of those before; use eta=1, and not "
+                "changes=True"
+            )
         sources, targets = group.workers(hook.source), group.workers(hook.target)
         if hook.resend:
             # What was kept is here only, in host memory.
             sources = sources[:1]
-        # A moving average adds to what the target has, so its source is sent as it is.
-        dtypes = {info.weight_dtype for info in group.rank_infos(hook.target)} if hook.eta == 1 else set()
+        # A moving average and adapters are added to what the target has.
+        as_it_is = hook.eta != 1 or hook.adapters
+        dtypes = set() if as_it_is else {info.weight_dtype for info in group.rank_infos(hook.target)}
         sync = replace(
             hook,
             sources=list(sources),

@@ -168,7 +168,7 @@ def outgoing_weights(worker: ModelWorker, hook: SyncParams, dtype: str) -> Itera
     if hook.resend:
         yield kept.tensors(hook.version)
         return
-    with worker.host.weights(hook.source) as stream:
+    with worker.host.weights(hook.source, adapters=hook.adapters) as stream:
         pairs = rounded(stream, dtype)
         if hook.keep and hook.version is not None and worker.id == hook.sources[0] and remote_target(hook) is not None:
             pairs = kept.keeping(hook.version, hook.keep, pairs)
@@ -213,7 +213,10 @@ def remote_target(hook: SyncParams) -> str | None:
 def load_stream(worker: ModelWorker, hook: SyncParams, pairs: NamedTensors) -> None:
     """Load a stream into the target, and read it to its end whatever happens: others take part in it."""
     try:
-        worker.host.load_weights(hook.target, pairs, hook.eta, hook.version)
+        if hook.adapters:
+            worker.host.load_adapters(hook.target, pairs, hook.version)
+        else:
+            worker.host.load_weights(hook.target, pairs, hook.eta, hook.version)
         left = sum(1 for _ in pairs)
     except BaseException:
         # Its own error counts, and the source's is the source's.

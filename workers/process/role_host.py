@@ -285,8 +285,12 @@ class RoleHost:
             generator.load_weights(_counted(stream), version=version)
         self._stale.discard(role)
 
-    def weights(self, role: str) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
+    def weights(self, role: str, *, adapters: bool = False) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
         """Stream the full tensors of a role. Collective over its ranks.
+
+        Args:
+            role: The role.
+            adapters: Whether to stream its adapters alone.
 
         Raises:
             ConfigError: The role cannot.
@@ -294,8 +298,21 @@ class RoleHost:
         worker = self._workers[role]
         if not hasattr(worker, "weights"):
             raise ConfigError(f"{type(worker).__name__}, the worker of {role!r}, has no method weights")
-        stream: AbstractContextManager[Iterator[tuple[str, Tensor]]] = worker.weights()
+        stream: AbstractContextManager[Iterator[tuple[str, Tensor]]] = (
+            worker.weights(adapters="only") if adapters else worker.weights()
+        )
         return stream
+
+    def load_adapters(self, role: str, adapters: Iterator[tuple[str, Tensor]], version: int | None = None) -> None:
+        """Load adapters alone into a role that generates. Collective over its ranks.
+
+        Args:
+            role: The role.
+            adapters: The names and tensors.
+            version: The version of the weights.
+        """
+        self._stale.add(role)
+        self._workers[role].load_adapters(adapters, version=version)
 
     def load_weights(self, role: str, weights: Iterator[tuple[str, Tensor]], eta: float, version: int | None = None) -> None:
         """Load full tensors into a role. Collective over its ranks.

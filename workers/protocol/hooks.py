@@ -98,6 +98,7 @@ class SyncParams(HookStruct, tag="sync_params", kw_only=True):
             pool; empty if they are sent to its first process through host memory.
         base: The digest of the weights that both sides kept at the last transfer, of which only the changes are sent; empty if all are sent,
             and kept for the next one; null if nothing is kept.
+        adapters: Whether adapters are sent alone, which the target adds to the weights of its model's folder.
         keep: How many of the last versions that went to another pool the source's first process keeps in host memory, this one included.
         resend: Whether the version is sent as it was kept, whatever the role has now. The source's first process alone takes part.
     """
@@ -112,6 +113,7 @@ class SyncParams(HookStruct, tag="sync_params", kw_only=True):
     dtype: WeightDType = ""
     backend: CommBackend = ""
     base: str | None = None
+    adapters: bool = False
     keep: Annotated[int, Meta(ge=0)] = 0
     resend: bool = False
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,25 @@ from ...generation.result import Generation
 from ...generation.scheduler import SchedulerSettings
 from ...generation.token_scheduler import TokenGenerationScheduler
 from .dispatch import register
+
+
+class WeightLoader(Protocol):
+    """`load_weights` or `load_adapters` of a generator."""
+
+    def __call__(self, weights: Iterable[tuple[str, Tensor]], /, *, version: int | None = None) -> None:
+        """Load weights."""
+
+
+class HeldWeights(NamedTuple):
+    """A version of the weights that is held.
+
+    Args:
+        load: What loads it.
+        tensors: Its tensors, in host memory.
+    """
+
+    load: WeightLoader
+    tensors: list[tuple[str, Tensor]]
 
 
 class RolloutWorker:
@@ -44,7 +63,7 @@ class RolloutWorker:
         self.config = config
         self._ranks = ranks
         self._generator: BaseGenerator | None = None
-        self._held: dict[int, list[tuple[str, Tensor]]] = {}
+        self._held: dict[int, HeldWeights] = {}
         """Newer weights than those of the generator, by version, in host memory."""
 
     def initialize(self) -> Self:
@@ -138,12 +157,28 @@ class RolloutWorker:
             weights: All weights by name.
             version: Their version; None is one more than the newest one.
         """
+        self._take(self.generator.load_weights, weights, version)
+
+    def load_adapters(self, adapters: Iterable[tuple[str, Tensor]], *, version: int | None = None) -> None:
+        """Load an actor's adapters alone, as streamed by its `weights(adapters="only")`, which are added to the weights of the model's folder, or
+        hold them until a call asks for their version.
+
+        Args:
+            adapters: The adapters, and the modules that are trained beside them, by name.
+            version: Their version; None is one more than the newest one.
+
+        Raises:
+            ModelError: They are not those of `config.model.lora`.
+        """
+        self._take(self.generator.load_adapters, adapters, version)
+
+    def _take(self, load: WeightLoader, weights: Iterable[tuple[str, Tensor]], version: int | None) -> None:
         if self.config.held_versions == 1:
-            self.generator.load_weights(weights, version=version)
+            load(weights, version=version)
             return
         number = max(self.generator.version, *self._held, 0) + 1 if version is None else version
         # The stream's tensors are views of memory that is used again.
-        self._held[number] = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in weights]
+        self._held[number] = HeldWeights(load, [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in weights])
         if len(self._held) == self.config.held_versions:
             # Nobody asks for the generator's own any more.
             self._use(min(self._held))
@@ -160,9 +195,9 @@ class RolloutWorker:
                 f"the generator has version {self.generator.version} of the weights{newer}, but version {version} was asked for; "
                 "sync_weights first"
             )
-        weights = self._held.pop(version)
+        chosen = self._held.pop(version)
         self._held = {number: held for number, held in self._held.items() if number > version}
-        self.generator.load_weights(iter(weights), version=version)
+        chosen.load(iter(chosen.tensors), version=version)
 
     @register("all", changes_weights=True)
     def discard_weights(self, reason: str) -> None:
@@ -221,7 +256,13 @@ class RolloutWorker:
         """
         sizes = estimated_bytes(self.config)
         held = self.config.held_versions - 1
-        return {**sizes, "held_versions": held * sizes["parameters"]} if held else sizes
+        each = self.adapter_bytes() or sizes["parameters"]
+        return {**sizes, "held_versions": held * each} if held else sizes
+
+    @register("all")
+    def adapter_bytes(self) -> int:
+        """Return the size of adapters that come alone, in bytes; 0 if weights come whole."""
+        return self.generator.adapter_bytes()
 
     @register("all")
     def to(self, place: str, part: str | None = None) -> None:
