@@ -405,10 +405,11 @@ class BaseGenerator(ABC):
             ModelError: They are not the adapters of the model, or are not finite.
             ConfigError: The parameters are absent.
         """
-        source = self._adapter_source()
         complete = not (self.loads_parts and self._follows_folder and self.complete and not self.lacks_weights)
         copy = self.copy_weights if complete else self.copy_part
-        self._replace_weights(copy, source.merged(adapters, complete=complete), version)
+        # From here on, so that weights which are older than what was sent are not taken for it.
+        self._readiness.loading()
+        self._replace_weights(copy, self._adapter_source().merged(adapters, complete=complete), version)
         self._follows_folder = True
 
     def adapter_bytes(self) -> int:

@@ -1,6 +1,8 @@
 """Answers that are generated while the policy is trained: what a step learns from is what a program without any concurrency computes."""
 
 import json
+import os
+import signal
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -215,6 +217,31 @@ def test_new_weights_take_over_inside_answers(task: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_commands")
+def test_adapters_that_go_alone_make_the_same_run(task: Path, tmp_path: Path) -> None:
+    """With versions that are held, and processes of the generator that die; and what is sent is as little as it should be."""
+    more = [*SETTINGS, *APART, "rl.staleness=2", "trainer.max_steps=4", "model.lora.rank=4", "optim.lr=1e-2"]
+    more += ["group.sync_changes=null"]
+    whole, alone, killed = (tmp_path / name for name in ("whole", "alone", "killed"))
+    train(task, whole, *more, "group.sync_adapters=false")
+    train(task, alone, *more)
+    with RLTrainer(parse(GRPOConfig, words(task, killed, *more), "")).open_run() as run:
+        for step in range(4):
+            run.make_step()
+            group: Any = run.phases.group
+            if step in (0, 2):
+                os.kill(group._processes["rollout"][0].pid, signal.SIGKILL)
+        run.save()
+    made = [records(whole), records(alone)]
+    sent = [[record.pop("sync_bytes") for record in of_run] for of_run in made]
+    assert made[0] == made[1]
+    assert all(8 * few < many for many, few in zip(*sent, strict=True))
+    assert same(whole, alone, 4)
+    assert same(whole, killed, 4)
+    assert not same(whole, whole, 4, other_step=2)
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_other_answers_is_refused(task: Path, tmp_path: Path) -> None:
     more = [*SETTINGS, *APART, "rl.staleness=1", "trainer.max_steps=4"]
     with RLTrainer(parse(GRPOConfig, words(task, tmp_path, *more), "")).open_run() as begun:
@@ -250,6 +277,12 @@ def test_a_run_that_is_killed_at_random_learns_the_same(tmp_path: Path, stalenes
             [*APART, "rl.staleness=1", "rl.advantage.estimator=remax"],
             r"with the estimator remax \(rl\.algorithm=grpo, rl\.advantage\.estimator=remax\), whose baselines are answers",
         ),
+        (["group.sync_adapters=true"], r"group\.sync_adapters=true, but the policy has no adapters"),
+        (
+            ["group.sync_adapters=true", "model.lora.rank=2", "model.router_bias_update_rate=0.1"],
+            r"but the bias of routers changes too \(model\.router_bias_update_rate=0\.1\)",
+        ),
+        ([*APART, "group.sync_adapters=true", "model.lora.rank=2"], "either changes are sent, or adapters"),
         (["group.sync_changes=true"], r"group\.sync_changes=true with no group\.pools\.rollout"),
         ([*APART, "group.weight_sync=gloo"], r"group\.sync_changes=true with group\.weight_sync=gloo"),
         (["rl.staleness=1"], r"rl\.staleness=1, but the generator has no processes of its own"),

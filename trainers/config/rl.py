@@ -271,7 +271,7 @@ class GroupConfig(Settings):
     )
     sync_adapters: bool | None = setting(
         None,
-        "whether of a policy that is trained through adapters these are sent alone to the generator, which adds them to the weights of model.path; null: if nothing else of the policy differs from these",
+        "whether of a policy that is trained through adapters these are sent alone to the generator, which adds them to the weights of model.path; null: if the generator has processes of its own, and nothing else of the policy differs from these weights",
     )
 
     def check(self) -> None:
@@ -300,7 +300,9 @@ class GroupConfig(Settings):
                 f"group.sync_changes=true with {other}, where weights do not go from process to process through host memory; remove it"
             )
         if self.sync_changes and self.sync_adapters:
-            raise ConfigError("group.sync_changes=true and group.sync_adapters=true: either changes are sent, or adapters; remove one of them")
+            raise ConfigError(
+                "group.sync_changes=true and group.sync_adapters=true: either changes are sent, or adapters; remove one of them"
+            )
         if self.pools and self.kind == "local":
             raise ConfigError(
                 f"group.pools.{next(iter(self.pools))} with group.kind=local, where all roles share the processes of torchrun; use "
@@ -387,7 +389,9 @@ class RLConfig(CommandConfig):
             f"the weights that adapters are added to have another number format (model.quantization={model.quantization})": (
                 model.quantization != "none"
             ),
-            f"the weights of new tokens are not in model.path (model.added_tokens={list(model.added_tokens)})": bool(model.added_tokens),
+            f"the weights of new tokens are not in model.path (model.added_tokens={list(model.added_tokens)})": bool(
+                model.added_tokens
+            ),
             f"the bias of routers changes too (model.router_bias_update_rate={model.router_bias_update_rate})": (
                 model.router_bias_update_rate > 0
             ),

@@ -224,8 +224,11 @@ def held_versions(config: RLConfig) -> int:
 
 def sends_adapters(config: RLConfig) -> bool:
     """Return whether the generator is sent the policy's adapters alone."""
-    chosen = config.group.sync_adapters
-    return not config.group.sync_changes and not config.not_adapters_alone() if chosen is None else chosen
+    group = config.group
+    if group.sync_adapters is not None:
+        return group.sync_adapters
+    # Processes that have both roles hand weights on; to read those of the folder would take longer.
+    return "rollout" in group.pools and not group.sync_changes and not config.not_adapters_alone()
 
 
 def kept_versions(config: RLConfig) -> int:

@@ -24,7 +24,7 @@ from ...generation.token_scheduler import TokenGenerationScheduler
 from .dispatch import register
 
 
-class WeightLoader(Protocol):
+class LoadMethod(Protocol):
     """`load_weights` or `load_adapters` of a generator."""
 
     def __call__(self, weights: Iterable[tuple[str, Tensor]], /, *, version: int | None = None) -> None:
@@ -39,7 +39,7 @@ class HeldWeights(NamedTuple):
         tensors: Its tensors, in host memory.
     """
 
-    load: WeightLoader
+    load: LoadMethod
     tensors: list[tuple[str, Tensor]]
 
 
@@ -172,7 +172,7 @@ class RolloutWorker:
         """
         self._take(self.generator.load_adapters, adapters, version)
 
-    def _take(self, load: WeightLoader, weights: Iterable[tuple[str, Tensor]], version: int | None) -> None:
+    def _take(self, load: LoadMethod, weights: Iterable[tuple[str, Tensor]], version: int | None) -> None:
         if self.config.held_versions == 1:
             load(weights, version=version)
             return
