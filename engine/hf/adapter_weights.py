@@ -40,14 +40,14 @@ class AdapterWeights:
             raise ModelError(f"model.lora.rank={model.lora.rank}, so {model.path} has no adapters that could come alone")
         self._adapted = adapted_weights(self._lm)
         self._names = {id(parameter): name for name, parameter in self._lm.named_parameters()}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        """The shapes of what comes, under peft's names."""
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """The shapes of what comes, under the names in files of peft."""
         for name, parameter in self._lm.named_parameters():
             if hf_name(name).adapter:
-                self._shapes[hf_name(name).name] = peft_shape(hf_name(name).name, parameter.shape)
+                self.shapes[hf_name(name).name] = peft_shape(hf_name(name).name, parameter.shape)
             elif parameter.requires_grad:
                 # peft's files cannot have a trained module that is stored in another way than it is in memory.
-                self._shapes[PEFT_PREFIX + self._layout.renamed(hf_name(name).name)] = tuple(parameter.shape)
+                self.shapes[PEFT_PREFIX + self._layout.renamed(hf_name(name).name)] = tuple(parameter.shape)
 
     @property
     def nbytes(self) -> int:
@@ -85,15 +85,15 @@ class AdapterWeights:
                 yield stored_slice.name, stored_slice.cut(value)
 
     def _check(self, received: dict[str, Tensor]) -> None:
-        missing, unknown = sorted(self._shapes.keys() - received.keys()), sorted(received.keys() - self._shapes.keys())
+        missing, unknown = sorted(self.shapes.keys() - received.keys()), sorted(received.keys() - self.shapes.keys())
         if missing or unknown:
             raise ModelError(
-                f"the adapters are not those of model.lora of {self._model.path}: {len(missing)} of {len(self._shapes)} tensors are missing "
+                f"the adapters are not those of model.lora of {self._model.path}: {len(missing)} of {len(self.shapes)} tensors are missing "
                 f"({', '.join(missing[:3]) or 'none'}), {len(unknown)} are unknown ({', '.join(unknown[:3]) or 'none'})"
             )
         for name, tensor in received.items():
-            if tuple(tensor.shape) != self._shapes[name]:
-                raise ModelError(f"{name} is {list(tensor.shape)}, but by model.lora it is {list(self._shapes[name])}")
+            if tuple(tensor.shape) != self.shapes[name]:
+                raise ModelError(f"{name} is {list(tensor.shape)}, but by model.lora it is {list(self.shapes[name])}")
 
     def _sum(self, name: str, parameter: Tensor, folder: WeightFolder, received: dict[str, Tensor]) -> Tensor:
         layer: Any = self._adapted[name]

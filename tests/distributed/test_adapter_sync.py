@@ -30,7 +30,7 @@ VOCABULARY = {"targets": ("all-linear", "embed_tokens", "lm_head")}
 Stream = list[tuple[str, Tensor]]
 
 
-def trained(folder: Path, lora: dict[str, Any], backend: str = "fsdp", **precision: str) -> tuple[ModelConfig, Stream, Stream]:
+def trained(folder: Path, lora: dict[str, Any], backend: str = "fsdp", **precision: Any) -> tuple[ModelConfig, Stream, Stream]:
     """What an engine with trained adapters streams: all weights, and the adapters alone."""
     adapters = LoraConfig(rank=3, alpha=12.0, **lora)
     more: Any = {"precision": PrecisionConfig(**precision)} if precision else {}

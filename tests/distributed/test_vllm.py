@@ -15,15 +15,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from drivetrain.engine.config import ModelConfig
+from drivetrain.engine.config import LoraConfig, ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, ModelError, WorkerLostError
+from drivetrain.engine.hf.adapter_weights import AdapterWeights
 from drivetrain.generation.conformance.case import Case
 from drivetrain.generation.conformance.checks import CHECKS
 from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.generation.registry import build_generator
+from drivetrain.generation.result import Generation
 from drivetrain.generation.token_scheduler import GenerationRequest
 from drivetrain.generation.vllm.generator import VLLMGenerator
 from drivetrain.generation.vllm.model import SAMPLER, check_version
@@ -73,7 +76,6 @@ def test_without_vllm_the_extra_is_named(folder: Path) -> None:
 def test_both_runners_of_vllm_load_the_sampler_and_draw_alike() -> None:
     """By vLLM's own loaders. A CPU only runs the first runner, so what the second one does each step is repeated here."""
     import numpy as np
-    import torch
     from vllm import SamplingParams
     from vllm.v1.sample.logits_processor import build_logitsprocs
     from vllm.v1.sample.logits_processor.state import BatchUpdateBuilder
@@ -214,6 +216,31 @@ def test_a_server_that_dies_comes_back_with_the_last_weights(folder: Path) -> No
         assert [token.token for token in fresh] == expected.response
     finally:
         generator.close()
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["vllm", "vllm_server"])
+def test_adapters_come_alone(folder: Path, name: str) -> None:
+    options = SamplingOptions(max_tokens=12, temperature=0.0, ignore_eos=True)
+    model = ModelConfig(path=str(folder), lora=LoraConfig(rank=2))
+    shapes = AdapterWeights(model, torch.float32, torch.device("cpu")).shapes
+    random = torch.Generator().manual_seed(0)
+    adapters = [(factor, torch.randn(shape, generator=random) / 4) for factor, shape in shapes.items()]
+    made: list[list[Generation]] = []
+    for kind in ("static", name):
+        generator = build_generator(RolloutConfig(model=model, generator=kind, **SETTINGS))
+        try:
+            ((before,),) = generator.generate([[5, 6, 7]], options)
+            generator.load_adapters(iter(adapters), version=3)
+            ((after,),) = generator.generate([[5, 6, 7]], options)
+            made.append([before, after])
+        finally:
+            generator.close()
+    for plain, other in zip(*made, strict=True):
+        assert plain.response == other.response
+        assert plain.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+        assert plain.versions == other.versions
+    assert made[0][0].response != made[0][1].response
 
 
 def _cut(complete: Any, stream: Any) -> Any:
