@@ -179,10 +179,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--staleness", type=int, nargs="+", default=[1, 2], help="the bounds, among which the kills are divided"
+    )
     chosen = parser.parse_args()
-    for bound in (1, 2):
+    for bound in chosen.staleness:
         with tempfile.TemporaryDirectory() as root:
             begun = time.monotonic()
-            soaked = soak(Path(root), chosen.kills // 2, staleness=bound, seed=chosen.seed)
+            soaked = soak(Path(root), chosen.kills // len(chosen.staleness), staleness=bound, seed=chosen.seed)
             print(json.dumps({"staleness": bound, **vars(soaked), "seconds": round(time.monotonic() - begun)}), flush=True)
     sys.exit(0)

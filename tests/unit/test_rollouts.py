@@ -40,9 +40,9 @@ PROMPTS = cast(Any, SimpleNamespace(of_ticket=prompt_of))
 
 
 @cache
-def config_of(staleness: int, per_call: int | None, held: int | None) -> RLConfig:
+def config_of(staleness: int, per_call: int | None, held: int | None, *, apart: bool = True) -> RLConfig:
     words = [f"rl.staleness={staleness}", f"rl.group_size={GROUP}", "model.path=none"]
-    words += ["group.pools.rollout=1"] if staleness else []
+    words += ["group.pools.rollout=1"] if apart else []
     words += [f"rollout.prompts_per_call={per_call}"] if per_call else []
     words += [f"rollout.held_versions={held}"] if held else []
     return parse(GRPOConfig, words, "")
@@ -193,6 +193,8 @@ def run(
                 (made_by,) = {row.versions[0] for row in taken.rows}
                 assert {row.group for row in taken.rows} == {number}
                 assert [row.tokens[1] for row in taken.rows] == list(range(GROUP))
+                # They are in stores that do not die with the generator.
+                assert not any("." in name for name in taken.ref.ids)
                 consumed.append((number, made_by, rollouts.tickets.version))
                 phases.advance()
         for _ in range(chance.randrange(4)):
@@ -235,7 +237,7 @@ def test_what_is_learned_from_does_not_depend_on_the_generator(
 
 @settings(deadline=None, max_examples=80)
 @given(
-    staleness=st.integers(1, 3),
+    staleness=st.integers(0, 3),
     batch=st.integers(1, 3),
     per_call=st.sampled_from([None, 1, 2]),
     hold_one=st.booleans(),
@@ -245,7 +247,7 @@ def test_what_is_learned_from_does_not_depend_on_the_generator(
 def test_what_is_learned_from_does_not_depend_on_deaths(
     staleness: int, batch: int, per_call: int | None, hold_one: bool, dropped: set[int], seed: int
 ) -> None:
-    held = 1 if hold_one else None
+    held = 1 if hold_one and staleness else None
     one, _ = run(staleness, batch, 6, dropped, per_call, held, random.Random(seed), dies=0.2)
     other, _ = run(staleness, batch, 6, dropped, per_call, held, random.Random(seed))
     assert one == other
@@ -266,14 +268,14 @@ def test_the_generator_dies_in_all_that_it_is_asked() -> None:
         # Too often, others too, and answers that nobody else has.
         ({"restarts": 0}, {"rollout": "killed"}, True),
         ({}, {"rollout": "killed", "main": "killed"}, True),
-        ({"staleness": 0}, {"rollout": "killed"}, True),
+        ({"staleness": 0}, {"rollout": "killed"}, False),
+        ({"staleness": 0, "apart": 0}, {"rollout": "killed"}, True),
     ],
 )
 def test_a_generator_is_not_replaced_where_that_cannot_help(more: dict[str, int], lost: dict[str, str], raises: bool) -> None:
     phases = FakePhases(held_versions=1, chance=random.Random(0))
-    config = config_of(more.get("staleness", 1), 1, None)
-    rollout, group = replace(config.rollout, restarts=more.get("restarts", 1)), replace(config.group, pools={"rollout": 1})
-    config = replace(config, rollout=rollout, group=group)
+    config = config_of(more.get("staleness", 1), 1, None, apart=bool(more.get("apart", 1)))
+    config = replace(config, rollout=replace(config.rollout, restarts=more.get("restarts", 1)))
     rollouts = Rollouts(config, cast(Any, phases), PROMPTS, Tickets(2, config.rl.staleness))
     rollouts.answered(2)
     phases.lost_pools, phases.busy = lost, False

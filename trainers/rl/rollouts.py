@@ -22,8 +22,8 @@ class Rollouts:
     """The completions to a run's tickets.
 
     A call of the generator answers tickets of one version, at most `rollout.prompts_per_call` of them, and begins with the first that waits.
-    While it runs, nothing can be copied to the generator or from it. So with K > 0 completions go to the stores of the actor's processes
-    as soon as a call is done, and new weights are sent between two calls.
+    While it runs, nothing can be copied to the generator or from it. So with K > 0 new weights are sent between two calls, and with a generator
+    that has processes of its own completions go to the stores of the actor's processes as soon as a call is done.
 
     With `rl.swap_at=token` new weights wait for no call: it is cancelled, and its tickets wait again, with the tokens that they have so far. The next
     call goes on from these with the new weights. Otherwise a ticket is answered by the version that it was issued with.
@@ -42,6 +42,7 @@ class Rollouts:
         self.tickets = tickets
         self._config, self._phases, self._prompts = config, phases, prompts
         self._overlaps = config.rl.staleness > 0
+        self._is_apart = "rollout" in config.group.pools
         self._swaps = config.rl.swap_at == "token"
         self._deaths = 0
         """How often in a row the generator's processes have been started again, without an answer in between."""
@@ -121,7 +122,7 @@ class Rollouts:
         with self._no_advance():
             with self._replacing_generator():
                 completions = self._phases.finish_rollout(self._running)
-                if self._overlaps:
+                if self._is_apart:
                     completions = self._moved(completions)
             if self._running is None:
                 return
@@ -152,7 +153,7 @@ class Rollouts:
         self.tickets.finish(number)
 
     def _moved(self, completions: Completions) -> Completions:
-        """Move completions to the stores of the actor's processes, and keep them here. Return those of groups that are complete."""
+        """Move completions to the stores of the actor's processes, and with K > 0 keep them here. Return those of groups that are complete."""
         data, most = self._phases.group.data, self._config.rollout.max_tokens
         batch = data.get_batch(completions.ref)
         data.clear_data_cache(completions.ref)
@@ -166,11 +167,18 @@ class Rollouts:
                 self._begun[number] = kept
                 self.tickets.give_back(number)
             else:
-                self._kept[number] = kept
+                if self._overlaps:
+                    self._kept[number] = kept
                 complete += rows
         if not complete:
             return completions.select([])
-        return self._put(batch.select(complete), [completions.rows[row] for row in complete])
+        moved = self._put(batch.select(complete), [completions.rows[row] for row in complete])
+        if completions.baselines is None:
+            return moved
+        greedy = completions.baselines
+        batch = data.get_batch(greedy.ref)
+        data.clear_data_cache(greedy.ref)
+        return replace(moved, baselines=self._put(batch, greedy.rows))
 
     def _put(self, batch: PackedBatch, rows: Sequence[Completion]) -> Completions:
         ref = self._phases.group.data.put(batch, role="actor")
@@ -272,19 +280,19 @@ class Rollouts:
             error: How that was noticed.
 
         Raises:
-            WorkerLostError: Others have died too, it has happened too often, or more than these tickets was lost.
+            WorkerLostError: Others have died too, or it has happened too often.
         """
         group, pool = self._phases.group, self._phases.roles.specs["rollout"].pool
-        # Without K, completions stay in the stores of the generator's processes.
-        is_lost = not self._overlaps and bool(self._answered or self.tickets.kept)
-        if is_lost or "rollout" not in self._config.group.pools:
+        if not self._is_apart:
             raise error
         self._running, self._verified = None, None
         for ticket in self.tickets.running:
             self.tickets.give_back(ticket.number)
         sent = self.tickets.version - (self._unsent is not None)
+        # Without K no version is kept, and the actor may have the next one already, which is sent then.
+        newest = {sent} if self._overlaps or self._unsent is None else set()
         old = () if self._swaps else self.tickets.waiting
-        needed = sorted({sent, *(ticket.version for ticket in old if ticket.version <= sent)})
+        needed = sorted({*newest, *(ticket.version for ticket in old if ticket.version <= sent)})
         while True:
             if {*group.lost_pools} != {pool} or self._deaths >= self._config.rollout.restarts:
                 raise error
