@@ -1,9 +1,9 @@
-"""Copies of 1.2 GB of weights from role to role: in one process beside plain copies, and between two pools beside a bare socket; and of what has
-changed of 0.6 GB in bfloat16 after a step of AdamW, beside all of it.
+"""Copies of 1.2 GB of weights from role to role: in one process beside plain copies, and between two pools beside a bare socket; of what has
+changed of 0.6 GB in bfloat16 after a step of AdamW, beside all of it; and of adapters of rank 16 alone, beside the merged weights of a model of 180M parameters.
 
     python -m benchmarks.rl_sync
 
-In turns, medians. `of_bare` is the ratio of the times, bare to ours; `of_all` that of all weights to changes, in bytes and seconds. The weights
+In turns, medians. `of_bare` is the ratio of the times, bare to ours; `of_all` that of all weights to changes or adapters, in bytes and seconds. The weights
 are normal with a standard deviation of 0.02, and each step moves every one by the learning rate, up or down.
 """
 
@@ -16,14 +16,20 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from drivetrain.engine.checkpoint.local_shards import host_bytes
+from drivetrain.engine.config import LoraConfig, ModelConfig
+from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.generation.options import RolloutConfig
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.process.role_host import RoleSpec
 from drivetrain.workers.roles.dispatch import register
+from drivetrain.workers.roles.generator import RolloutWorker
+from drivetrain.workers.roles.reference import ReferenceWorker, ReferenceWorkerConfig
 
 TENSORS, ELEMENTS = 150, 2 * 2**20
 ROUNDS = 5
@@ -140,6 +146,42 @@ def changes() -> None:
             print(json.dumps(row), flush=True)
 
 
+def adapters() -> None:
+    """Send adapters alone between two processes, and all weights with them."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16}
+    with tempfile.TemporaryDirectory() as root:
+        folder = save_tiny_model(Path(root) / "model", "qwen3", **sizes, num_key_value_heads=8, head_dim=64, vocab_size=32000)
+        model = ModelConfig(path=str(folder), lora=LoraConfig(rank=16))
+        roles = {
+            "source": RoleSpec(worker=ReferenceWorker, config=ReferenceWorkerConfig(model=model)),
+            "target": RoleSpec(worker=RolloutWorker, config=RolloutConfig(model=model, dtype="bfloat16"), pool="target"),
+        }
+        with ProcessWorkerGroup(roles, pools={"main": 1, "target": 1}) as group:
+            seconds: dict[bool, list[float]] = {False: [], True: []}
+            sent = {False: 0, True: 0}
+            for round_number in range(ROUNDS + 1):
+                for alone, times in seconds.items():
+                    start = time.perf_counter()
+                    # Twice, so that adapters come on top of adapters, as in a run.
+                    receipt = group.sync_weights("source", "target", adapters=alone)
+                    if alone:
+                        start = time.perf_counter()
+                        receipt = group.sync_weights("source", "target", adapters=True)
+                    if round_number:
+                        times.append(time.perf_counter() - start)
+                    sent[alone] = receipt.sent_bytes
+    one, other = (statistics.median(seconds[alone]) for alone in (True, False))
+    row = {
+        "case": "adapters alone, bfloat16",
+        "mb_sent": round(sent[True] / 1e6, 1),
+        "mb_all": round(sent[False] / 1e6, 1),
+        "bytes_of_all": round(sent[False] / sent[True], 1),
+        "seconds": round(one, 3),
+        "seconds_of_all": round(other / one, 2),
+    }
+    print(json.dumps(row), flush=True)
+
+
 def through_a_socket(path: str) -> float:
     """Send as many bytes to another process; return the seconds until it has them."""
     listener = socket.socket(socket.AF_UNIX)
@@ -176,3 +218,4 @@ if __name__ == "__main__":
     colocated()
     between_pools()
     changes()
+    adapters()
