@@ -148,7 +148,12 @@ def changes() -> None:
 
 def adapters() -> None:
     """Send adapters alone between two processes, and all weights with them."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16}
+    sizes: dict[str, Any] = {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+    }
     with tempfile.TemporaryDirectory() as root:
         folder = save_tiny_model(Path(root) / "model", "qwen3", **sizes, num_key_value_heads=8, head_dim=64, vocab_size=32000)
         model = ModelConfig(path=str(folder), lora=LoraConfig(rank=16))
