@@ -399,9 +399,10 @@ def test_new_weights_take_over_inside_completions(
         assert phases.newest == tickets.version
         if chance.random() < 0.2:
             rollouts.use_newest()
+            assert not phases.busy
         if chance.random() < 0.2:
             tickets.state(rollouts.kept())
-            assert not rollouts._begun
+            assert rollouts._begun.keys() <= {one.number for one in tickets.waiting if one.version == tickets.version}
     assert consumed == list(range(len(consumed)))
 
 

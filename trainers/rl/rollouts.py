@@ -247,7 +247,10 @@ class Rollouts:
     def use_newest(self) -> None:
         """Let the generator have the newest weights and nothing else to do, for an evaluation."""
         self.send_weights()
-        self.settle(self.tickets.version)
+        if self._swaps:
+            self._cancel()
+        else:
+            self.settle(self.tickets.version)
         with self._replacing_generator():
             self._verify(self.tickets.version)
 
