@@ -91,6 +91,10 @@ COMMANDS = {
         "the phases of a step by themselves: rl rollout, rl score, rl train; and rl check-log, the check of which weights answered what",
     ),
     "data": Command("trainers.data_show.data_command", "look at data before training: data show SOURCE ... --model MODEL"),
+    "template": Command(
+        "trainers.template.template_command",
+        "check whether a chat template is fit for conversations of several turns: template check MODEL",
+    ),
     "demo": Command(
         "trainers.demo.demo_command",
         "train, export and query a tiny model on an embedded task; demo dpo and demo rm use preference data, demo grpo rewards, demo vision pictures",
