@@ -217,6 +217,25 @@ def test_new_weights_take_over_inside_answers(task: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("staleness", "changes"), [(0, "true"), (1, "false"), (2, "true")])
+def test_a_generator_that_dies_in_the_middle_of_a_transfer(task: Path, tmp_path: Path, staleness: int, changes: str) -> None:
+    """With whole weights and with changes; the run goes on, and learns the same."""
+    more = [*SETTINGS, *APART, "rollout.generator=helpers.hesitant:DiesWhileLoading", "trainer.max_steps=4"]
+    more += [f"group.sync_changes={changes}", f"rl.staleness={staleness}"]
+    dies, lives, never = (tmp_path / name for name in ("dies", "lives", "never"))
+    never.touch()
+    train(task, lives, *more, f"rollout.options.note={never}")
+    train(task, dies, *more, f"rollout.options.note={tmp_path / 'note'}")
+    assert (tmp_path / "note").exists()
+    assert _but_bytes(records(dies)) == _but_bytes(records(lives))
+    assert same(dies, lives, 4)
+
+
+def _but_bytes(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in record.items() if name != "sync_bytes"} for record in made]
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_commands")
 def test_adapters_that_go_alone_make_the_same_run(task: Path, tmp_path: Path) -> None:
     """With versions that are held, and processes of the generator that die; and what is sent is as little as it should be."""

@@ -1,8 +1,10 @@
 """Generators and a reward whose durations are random, and differ from process to process."""
 
+import os
 import random
+import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -38,6 +40,23 @@ class RecordingGenerator(ContinuousGenerator):
         tensors = {name: tensor.clone() for name, tensor in weights}
         super().load_weights(iter(tensors.items()), version=version)
         save_file(tensors, Path(self.config.options["folder"]) / f"{self.version}.safetensors")
+
+
+class DiesWhileLoading(ContinuousGenerator):
+    """Dies in the middle of the first transfer of version 2; `options.note` is a file that says that it has."""
+
+    option_names = frozenset({"note"})
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int | None = None) -> None:
+        def dying() -> Iterator[tuple[str, Tensor]]:
+            note = Path(self.config.options["note"])
+            for number, pair in enumerate(weights):
+                if number == 5 and version == 2 and not note.exists():
+                    note.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield pair
+
+        super().load_weights(dying(), version=version)
 
 
 def large(completion: str) -> float:

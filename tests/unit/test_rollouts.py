@@ -73,6 +73,8 @@ class FakePhases:
     """How probable it is that the generator dies in anything that it is asked."""
     deaths: Counter[str] = field(default_factory=Counter)
     lost_pools: dict[str, str] = field(default_factory=dict)
+    keeps: int = 0
+    """The oldest version that the actor's first process keeps; without K, the one that it has."""
 
     def __post_init__(self) -> None:
         self.memory_manager: Any = SimpleNamespace(
@@ -99,7 +101,7 @@ class FakePhases:
 
     def resend(self, version: int) -> None:
         self.ask()
-        assert self.newest - self.held_versions < version <= self.newest, "nobody has kept it"
+        assert self.keeps <= version <= self.newest, "nobody has kept it"
         self.holds.add(version)
 
     def timed(self, name: str) -> Any:
@@ -112,6 +114,7 @@ class FakePhases:
 
     def sync(self, version: int) -> None:
         assert not self.busy
+        self.keeps = version - self.held_versions + 1
         self.ask()
         assert version == self.newest + 1
         self.newest = version

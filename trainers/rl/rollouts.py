@@ -292,8 +292,8 @@ class Rollouts:
         for ticket in self.tickets.running:
             self.tickets.give_back(ticket.number)
         sent = self.tickets.version - (self._unsent is not None)
-        # Without K no version is kept, and the actor may have the next one already, which is sent then.
-        newest = {sent} if self._overlaps or self._unsent is None else set()
+        # Weights that were on their way are sent then, before any ticket asks for them; what only they follow is not kept any more.
+        newest = {sent} if self._unsent is None else set()
         old = () if self._swaps else self.tickets.waiting
         needed = sorted({*newest, *(ticket.version for ticket in old if ticket.version <= sent)})
         while True:
