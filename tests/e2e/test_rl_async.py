@@ -30,6 +30,7 @@ from drivetrain.trainers.rl.step import train_on
 from drivetrain.trainers.rl.ticket_log import check_log
 from drivetrain.trainers.rl.trainer import RLTrainer
 from helpers.rl_runs import make_task, records, train, words
+from helpers.search_path import python_path
 
 BATCH = 4
 SETTINGS = [
@@ -166,8 +167,12 @@ def test_a_resumed_run_learns_from_the_same_answers(task: Path, tmp_path: Path, 
 )
 @pytest.mark.slow
 @pytest.mark.usefixtures("real_commands")
-def test_another_run_is_the_same(task: Path, tmp_path: Path, more: list[str], ranks: int) -> None:
+def test_another_run_is_the_same(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], ranks: int
+) -> None:
     """Of several processes, on Megatron-core, and on Ray: whatever was slow."""
+    # Ray's processes have the environment in which the cluster is started.
+    monkeypatch.setenv("PYTHONPATH", python_path())
     for name in ("one", "other"):
         train(task, tmp_path / name, *SETTINGS, *APART, *VARIED, *more, "rl.staleness=1", "trainer.max_steps=4")
     assert records(tmp_path / "one") == records(tmp_path / "other")
