@@ -97,8 +97,9 @@ class BaseGenerator(ABC):
         self._readiness = Readiness()
         self._paused, self._warned = False, False
         self._adapters: AdapterWeights | None = None
-        self._follows_folder = True
-        """Whether the weights without adapters are those of the model's folder."""
+        # Where the policy keeps them in fewer bits, it would send them rounded, which those of the folder are not.
+        self._follows_folder = config.base_dtype == "float32" or config.dtype == config.base_dtype
+        """Whether the weights without adapters are those of the model's folder, as the policy has them."""
 
     @classmethod
     def check(cls, config: RolloutConfig, processes: int) -> None:
@@ -326,8 +327,8 @@ class BaseGenerator(ABC):
     ) -> list[list[Generation]]:
         """Generate `options.samples` responses to each prompt, in order.
 
-        If the call is cancelled, see `engine.cancellation`, it ends before its next step: responses that go on have the tokens so far and the finish
-        reason `aborted`.
+        If the call is cancelled, see `engine.cancellation`, it ends after the step that it is at, which is its first one at least: responses that
+        go on have the tokens so far and the finish reason `aborted`.
 
         Args:
             prompts: The token ids of the prompts.
@@ -358,13 +359,16 @@ class BaseGenerator(ABC):
                     if before is not None:
                         self._go_on(f"prompt {i}", stream, before[sample])
             open_streams = [stream for samples in streams for stream in samples if not stream.ended]
-            while open_streams and not self._is_cancelled():
+            while open_streams:
                 if not self.step():
                     raise ConfigError("the generator is paused; call resume()")
                 for stream in open_streams:
                     if stream.error is not None:
                         raise stream.error
                 open_streams = [stream for stream in open_streams if not stream.ended]
+                # Not before the first step: of a process without any, the columns of its samples would not be known, such as routes.
+                if self._is_cancelled():
+                    break
         finally:
             for samples in streams:
                 for stream in samples:

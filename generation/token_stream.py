@@ -97,7 +97,8 @@ class TokenStream:
     def take_over(self, begun: Generation) -> None:
         """Go on from the tokens of a response that was begun."""
         self.tokens, self.log_probs, self.versions = list(begun.response), list(begun.log_probs), list(begun.versions)
-        if begun.routed_experts is not None:
+        # Of a response without tokens, none was drawn by the routes of its prompt.
+        if begun.response and begun.routed_experts is not None:
             self.routes.take_over(begun.routed_experts)
 
     def draw(self) -> Draw:

@@ -1,6 +1,7 @@
 """Adapters that go to a generator alone: what it then computes with is, to the bit, what an engine with them would have sent whole."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from drivetrain.engine.config import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, OptimConfig, PrecisionConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
-from drivetrain.engine.errors import ConfigError, ModelError, WorkerError
+from drivetrain.engine.errors import ConfigError, ModelError
 from drivetrain.engine.hf.adapter_weights import AdapterWeights
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.generation.generator import BaseGenerator
@@ -136,6 +137,28 @@ def test_a_generator_goes_on_with_them(tmp_path: Path, name: str) -> None:
         generator.close()
 
 
+@pytest.mark.parametrize(("base", "dtype"), [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")])
+def test_all_weights_are_those_of_a_policy_in_another_number_format(tmp_path: Path, base: str, dtype: str) -> None:
+    """Those without adapters too, which a policy in 16 bits has rounded."""
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    precision = {} if base == "float32" else {"params": base, "compute": base}
+    model, full, alone = trained(folder, {}, **precision)
+    generator: Any = build_generator(RolloutConfig(model=model, generator="static", dtype=dtype, base_dtype=base))
+    try:
+        generator.load_weights(iter(full))
+        expected = {name: parameter.clone() for name, parameter in generator._lm.model.named_parameters()}
+    finally:
+        generator.close()
+    generator = build_generator(RolloutConfig(model=model, generator="static", dtype=dtype, base_dtype=base))
+    try:
+        for _ in range(2):
+            generator.load_adapters(iter(alone))
+            for name, parameter in generator._lm.model.named_parameters():
+                assert torch.equal(parameter, expected[name]), name
+    finally:
+        generator.close()
+
+
 def test_a_model_without_adapters_is_refused(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     generator = build_generator(RolloutConfig(model=ModelConfig(path=str(folder)), generator="static"))
@@ -158,6 +181,7 @@ def test_a_group_sends_them_with_receipts(tmp_path: Path, weight_sync: Any) -> N
         "actor": RoleSpec(worker=ActorWorker, config=actor),
         "rollout": RoleSpec(worker=RolloutWorker, config=rollout, pool="answers"),
         "other": RoleSpec(worker=RolloutWorker, config=plain, pool="answers"),
+        "rounded": RoleSpec(worker=RolloutWorker, config=replace(rollout, base_dtype="bfloat16"), pool="answers"),
     }
     with ProcessWorkerGroup(roles, pools={"main": 1, "answers": 1}, weight_sync=weight_sync) as group:
         batch = from_lists(PROMPTS * 2, token_fields={"advantages": [[1.0] * 3, [-1.0] * 2] * 2})
@@ -177,11 +201,10 @@ def test_a_group_sends_them_with_receipts(tmp_path: Path, weight_sync: Any) -> N
         again = group.sync_weights("actor", "rollout", version=1, adapters=True, keep=1, resend=True)
         assert (again.tensors, again.bytes) == (alone.tensors, alone.bytes)
         assert group["rollout"].generate(PROMPTS, OPTIONS) == expected
-        with pytest.raises(WorkerError, match=r"model\.lora\.rank=0, so .* has no adapters"):
+        with pytest.raises(ConfigError, match=r"model\.lora of the target is LoraConfig\(rank=0,"):
             group.sync_weights("actor", "other", version=1, adapters=True)
-        with pytest.raises(WorkerError, match="complete set"):
-            group["other"].generate(PROMPTS, OPTIONS)
-        group.sync_weights("actor", "other", version=2)
+        with pytest.raises(ConfigError, match="base_dtype of the target is bfloat16, and that of the source float32"):
+            group.sync_weights("actor", "rounded", version=1, adapters=True)
         group["other"].generate(PROMPTS, OPTIONS)
         for more in ({"eta": 0.5}, {"changes": True}):
             with pytest.raises(ConfigError, match="adapters that are sent alone take the place of those before"):

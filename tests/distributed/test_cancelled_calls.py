@@ -46,7 +46,7 @@ def test_calls_go_on_from_what_cancelled_ones_have_made(tmp_path: Path) -> None:
     """On two processes, by what a controller reads of their stores: the same answers as without it."""
     folder = save_tiny_model(tmp_path / "model", "qwen3_moe")
     config = RolloutConfig(
-        model=ModelConfig(path=str(folder)), generator="helpers.hesitant:HesitantGenerator", return_routed_experts=True
+        model=ModelConfig(path=str(folder)), generator="helpers.hesitant:SlowToBegin", return_routed_experts=True
     )
     roles = {
         "rollout": RoleSpec(worker=RolloutWorker, config=config),
@@ -57,8 +57,8 @@ def test_calls_go_on_from_what_cancelled_ones_have_made(tmp_path: Path) -> None:
         whole = group.data.get_batch(group["rollout"].generate(prompts, OPTIONS))
         begun: list[Any] = [None] * len(PROMPTS)
         lengths = []
-        # Before it begins, and then in the middle.
-        for seconds in (0.0, 0.5, 0.5):
+        # Before it begins, when one of two processes has begun, and in the middle.
+        for seconds in (0.0, 0.5, 1.5):
             call = group.submit("rollout", "generate", prompts, OPTIONS, columns={"number": [*range(4)], "begun": begun})
             group.flush()
             time.sleep(seconds)

@@ -6,12 +6,15 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
 from drivetrain.engine.cancellation import cancelled
 from drivetrain.generation.continuous import ContinuousGenerator
+from drivetrain.generation.result import Generation
 
 _random = random.SystemRandom()
 
@@ -23,6 +26,15 @@ class HesitantGenerator(ContinuousGenerator):
         if _random.random() < 0.3:
             time.sleep(_random.random() * 0.05)
         super().run_step()
+
+
+class SlowToBegin(HesitantGenerator):
+    """Rank 1 does nothing for a while when it is called."""
+
+    def generate(self, *arguments: Any, **options: Any) -> list[list[Generation]]:
+        if dist.get_rank() == 1:
+            time.sleep(1.0)
+        return super().generate(*arguments, **options)
 
 
 class RecordingGenerator(ContinuousGenerator):

@@ -271,7 +271,7 @@ class GroupConfig(Settings):
     )
     sync_adapters: bool | None = setting(
         None,
-        "whether of a policy that is trained through adapters these are sent alone to the generator, which adds them to the weights of model.path; null: if the generator has processes of its own, and nothing else of the policy differs from these weights",
+        "whether of a policy that is trained through adapters these are sent alone to the generator, which adds them to the weights of model.path; null: if the generator has processes of its own, group.sync_changes is not true, and nothing else of the policy differs from these weights",
     )
 
     def check(self) -> None:

@@ -182,7 +182,7 @@ def rollout_config(config: RLConfig, most_tokens: int | None = None) -> RolloutC
         config: The run's settings.
         most_tokens: The size of a cache that is never full, in tokens; None if the prompts are not known.
     """
-    rollout, precision = config.rollout, config.engine.precision
+    rollout, precision = config.rollout, (config.actor.engine or config.engine).precision
     # Only with float32 parameters `auto` depends on the device, which is the generator's to know.
     compute = precision.params if precision.compute == "auto" and precision.params != "float32" else precision.compute
     model = _model(config, config.actor)
@@ -205,7 +205,7 @@ def rollout_config(config: RLConfig, most_tokens: int | None = None) -> RolloutC
         target_tokens_per_batch=rollout.target_tokens_per_batch,
         invariant=rollout.invariant,
         held_versions=held_versions(config),
-        base_dtype=(config.actor.engine or config.engine).precision.params if alone else "float32",
+        base_dtype=precision.params if alone else "float32",
         return_routed_experts=config.rl.routing_replay == "rollout",
         options=rollout.options,
     )

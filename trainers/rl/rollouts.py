@@ -127,7 +127,9 @@ class Rollouts:
             if self._running is None:
                 return
             self._generating_s.append(self._running.seconds)
-            self._running, self._deaths = None, 0
+            self._running = None
+            if completions.rows:
+                self._deaths = 0
             for number, one in split(completions).items():
                 self._begun.pop(number, None)
                 self._add(number, one)
@@ -154,9 +156,12 @@ class Rollouts:
 
     def _moved(self, completions: Completions) -> Completions:
         """Move completions to the stores of the actor's processes, and with K > 0 keep them here. Return those of groups that are complete."""
-        data, most = self._phases.group.data, self._config.rollout.max_tokens
+        data, most, greedy = self._phases.group.data, self._config.rollout.max_tokens, completions.baselines
         batch = data.get_batch(completions.ref)
-        data.clear_data_cache(completions.ref)
+        greedy_batch = None if greedy is None else data.get_batch(greedy.ref)
+        for one in (completions, greedy):
+            if one is not None:
+                data.clear_data_cache(one.ref)
         numbers: dict[int, list[int]] = {}
         for row, number in enumerate(completions.groups):
             numbers.setdefault(number, []).append(row)
@@ -173,12 +178,9 @@ class Rollouts:
         if not complete:
             return completions.select([])
         moved = self._put(batch.select(complete), [completions.rows[row] for row in complete])
-        if completions.baselines is None:
+        if greedy is None or greedy_batch is None:
             return moved
-        greedy = completions.baselines
-        batch = data.get_batch(greedy.ref)
-        data.clear_data_cache(greedy.ref)
-        return replace(moved, baselines=self._put(batch, greedy.rows))
+        return replace(moved, baselines=self._put(greedy_batch, greedy.rows))
 
     def _put(self, batch: PackedBatch, rows: Sequence[Completion]) -> Completions:
         ref = self._phases.group.data.put(batch, role="actor")

@@ -195,6 +195,8 @@ class CallPlanner:
                 f"sync_weights({hook.source!r}, {hook.target!r}): adapters that are sent alone take the place of those before; use eta=1, and not "
                 "changes=True"
             )
+        if hook.adapters:
+            self._check_adapters(hook)
         sources, targets = group.workers(hook.source), group.workers(hook.target)
         if hook.resend:
             # What was kept is here only, in host memory.
@@ -211,6 +213,17 @@ class CallPlanner:
             backend="" if hook.resend else group.sync_backend(hook.source, hook.target),
         )
         return PlannedHook(message=sync, workers=tuple(dict.fromkeys((*sources, *targets))))
+
+    def _check_adapters(self, hook: SyncParams) -> None:
+        """Check that the target takes the adapters for what they are."""
+        source, target = (self._group.role(name).config for name in (hook.source, hook.target))
+        has = {"model.path": source.model.path, "model.lora": source.model.lora, "base_dtype": source.engine.precision.params}
+        takes = {"model.path": target.model.path, "model.lora": target.model.lora, "base_dtype": target.base_dtype}
+        if differing := [name for name in has if has[name] != takes[name]]:
+            raise ConfigError(
+                f"sync_weights({hook.source!r}, {hook.target!r}, adapters=True): {differing[0]} of the target is {takes[differing[0]]}, and that of "
+                f"the source {has[differing[0]]} (base_dtype is its engine.precision.params); give the target's RolloutConfig the same"
+            )
 
     def _plan_evaluation(self, role: str, infos: Sequence[RankInfo], hook: Evaluate) -> PlannedHook:
         if not isinstance(hook.data, DataRef):

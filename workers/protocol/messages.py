@@ -138,8 +138,8 @@ class Cancel(Request, kw_only=True):
 
     Args:
         request: The id of the request to remove.
-        early_end: Instead, let a `generate` end before its next step, with the tokens so far: its responses that go on then have the finish
-            reason `aborted`. One that waits is not removed, and ends as soon as it begins.
+        early_end: Instead, let a `generate` end after the step that it is at, with the tokens so far: its responses that go on then have the
+            finish reason `aborted`. One that waits is not removed, and ends after its first step.
     """
 
     request: Id
