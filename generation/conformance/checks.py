@@ -194,7 +194,7 @@ def begun(case: Case) -> None:
         )
         with cancellable(lambda: True):
             step = generator.generate(PROMPTS, options, begun=parts)
-        for part, one in ((a, b) for some, others in zip(parts, step, strict=True) for a, b in zip(some, others, strict=True)):
+        for part, one in zip((a for answers in parts for a in answers), (a for answers in step for a in answers), strict=True):
             count = len(part.response)
             expect(one.response[:count] == part.response, "a call that is cancelled at once changes tokens")
             expect(len(one.response) <= count + 1, f"a call that is cancelled at once adds {len(one.response) - count} tokens")

@@ -53,7 +53,14 @@ def trained(folder: Path, lora: dict[str, Any], backend: str = "fsdp", **precisi
         ("qwen3", {}, "fsdp", "float32", {}),
         ("qwen3", VOCABULARY, "fsdp", "bfloat16", {"tie_word_embeddings": False}),
         ("qwen3", {"modules_to_save": ("embed_tokens", "norm")}, "fsdp", "float32", {}),
-        ("qwen3", {"rslora": True, "targets": ("q_proj", "*.layers.1.mlp.down_proj")}, "mcore", "float32", {}),
+        pytest.param(
+            "qwen3",
+            {"rslora": True, "targets": ("q_proj", "*.layers.1.mlp.down_proj")},
+            "mcore",
+            "float32",
+            {},
+            marks=pytest.mark.slow,
+        ),
         ("qwen3_moe", {"targets": ("all-linear", "experts")}, "fsdp", "float32", {}),
         pytest.param("qwen3_moe", {"targets": ("all-linear", "experts")}, "mcore", "float32", {}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"targets": ("q_proj", "experts")}, "fsdp", "float32", {}, marks=pytest.mark.slow),
@@ -93,7 +100,9 @@ def answers(generator: BaseGenerator) -> list[tuple[list[int], list[float]]]:
     return [(one.response, one.log_probs) for ones in generator.generate(PROMPTS, OPTIONS) for one in ones]
 
 
-@pytest.mark.parametrize("name", ["static", "continuous", "exact", pytest.param("tensor_parallel", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["continuous", *(pytest.param(name, marks=pytest.mark.slow) for name in ("static", "exact", "tensor_parallel"))]
+)
 def test_a_generator_goes_on_with_them(tmp_path: Path, name: str) -> None:
     """From its folder's weights, from others, after weights that it lost, and after adapters that are not the model's."""
     folder = save_tiny_model(tmp_path / "model", "qwen3")

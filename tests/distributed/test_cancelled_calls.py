@@ -84,6 +84,7 @@ def test_calls_go_on_from_what_cancelled_ones_have_made(tmp_path: Path) -> None:
             group["rollout"].generate(prompts, OPTIONS, columns={"number": [*range(4)], "begun": begun[::-1]})
 
 
+@pytest.mark.slow
 def test_a_process_that_is_dead_cannot_be_asked_to_end_a_call(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     config = RolloutConfig(model=ModelConfig(path=str(folder)), generator="helpers.hesitant:HesitantGenerator")

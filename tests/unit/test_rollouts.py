@@ -358,7 +358,7 @@ class FakeTokenPhases(FakePhases):
         )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(
     staleness=st.integers(1, 3),
     batch=st.integers(1, 3),
