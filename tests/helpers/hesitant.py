@@ -33,7 +33,7 @@ class SlowToBegin(HesitantGenerator):
 
     def generate(self, *arguments: Any, **options: Any) -> list[list[Generation]]:
         if dist.get_rank() == 1:
-            time.sleep(1.0)
+            time.sleep(0.6)
         return super().generate(*arguments, **options)
 
 
