@@ -112,6 +112,13 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
+def named_persistent_buffers(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of a module and all modules in it that belong to its state dict, with their full names."""
+    for prefix, module in root.named_modules():
+        for name, buffer in persistent_buffers(module):
+            yield f"{prefix}.{name}" if prefix else name, buffer
+
+
 def replace_tensor(module: nn.Module, name: str, value: Tensor) -> None:
     """Replace a module's own parameter or buffer, without the checks of registering it again."""
     if isinstance(value, nn.Parameter):

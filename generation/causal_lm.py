@@ -19,7 +19,7 @@ from ..engine.hf.shape import context_of
 from ..engine.hf.state_layers import has_biased_state
 from ..engine.hf.weights import check_head, quiet_loading
 from ..engine.offload import free_memory
-from ..engine.torch_private import persistent_buffers
+from ..engine.torch_private import named_persistent_buffers
 from .images import PromptImages
 from .media import MediaFeatures, PromptMedia
 from .options import RolloutConfig
@@ -150,10 +150,7 @@ class CausalLM:
             self.media.drop()
         layout = DiskLayout(self.model)
         targets_by_name: dict[str, list[tuple[Tensor, tuple[int, ...]]]] = {}
-        buffers = (
-            (f"{p}.{n}" if p else n, b) for p, module in self.model.named_modules() for n, b in persistent_buffers(module)
-        )
-        for name, parameter in [*self.model.named_parameters(remove_duplicate=True), *buffers]:
+        for name, parameter in [*self.model.named_parameters(remove_duplicate=True), *named_persistent_buffers(self.model)]:
             for segment in layout.stored_slices(name, parameter.shape):
                 targets_by_name.setdefault(segment.name, []).append((segment.cut(parameter), tuple(segment.shape)))
         unknown, tied = [], set(self.model.all_tied_weights_keys)

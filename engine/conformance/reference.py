@@ -19,7 +19,7 @@ from ..config import OptimConfig
 from ..hf.layout import DiskLayout
 from ..hf.media import FAMILIES
 from ..ops.scan.fused import without_kernels
-from ..torch_private import persistent_buffers
+from ..torch_private import named_persistent_buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +156,7 @@ class PlainReference:
     def weights(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers (such as a router's bias) under their names and in their shapes on disk."""
         layout = DiskLayout(self.model)
-        named = dict(self.model.named_parameters())
-        for prefix, module in self.model.named_modules():
-            named |= {f"{prefix}.{name}" if prefix else name: buffer for name, buffer in persistent_buffers(module)}
+        named = {**dict(self.model.named_parameters()), **dict(named_persistent_buffers(self.model))}
         weights = {}
         for name, tensor in named.items():
             for segment in layout.stored_slices(name, tensor.shape):

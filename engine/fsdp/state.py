@@ -14,16 +14,9 @@ from ..hf.lora import adapted_weights, as_peft_stores, factors, merged
 from ..hf.names import PEFT_PREFIX, hf_name, peft_shape
 from ..model_types import HEAD_PREFIX
 from ..parallel.topology import Topology
-from ..torch_private import persistent_buffers as own_buffers
+from ..torch_private import named_persistent_buffers
 from .experts import ExpertShards
 from .shard import local_slice
-
-
-def persistent_buffers(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that are stored with the weights."""
-    for prefix, module in root.named_modules():
-        for name, value in own_buffers(module):
-            yield f"{prefix}.{name}" if prefix else name, value
 
 
 def stored_slices_of(layout: DiskLayout, experts: ExpertShards | None, name: str, tensor: Tensor) -> list[StoredSlice]:
@@ -44,7 +37,7 @@ def parameter_shards(
     """Yield the local shards of all parameters and persistent buffers."""
     for name, parameter in root.named_parameters():
         yield from tensor_shards("value", name, parameter, local_slice(parameter)[1], layout, experts, topology)
-    for name, value in persistent_buffers(root):
+    for name, value in named_persistent_buffers(root):
         yield from tensor_shards("value", name, value, value, layout, experts, topology)
 
 
@@ -119,7 +112,7 @@ def stream_weights(
         value = full(tensor.detach())
         return value if experts is None else experts.gather(name, value)
 
-    for name, tensor in [*root.named_parameters(), *persistent_buffers(root)]:
+    for name, tensor in [*root.named_parameters(), *named_persistent_buffers(root)]:
         if not _is_exported(name, tensor, only_adapters=only_adapters):
             continue
         value = whole_tensor(name, tensor)
@@ -156,7 +149,7 @@ def weight_shapes(
             tensor.dtype,
             peft_shape(stored_slice.name, stored_slice.shape) if only_adapters else stored_slice.shape,
         )
-        for name, tensor in [*root.named_parameters(), *persistent_buffers(root)]
+        for name, tensor in [*root.named_parameters(), *named_persistent_buffers(root)]
         if _is_exported(name, tensor, only_adapters=only_adapters)
         for stored_slice in stored_slices_of(layout, experts, name, tensor)
     }

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checkpoint.local_shards import cut_local_shards
 from ..checkpoint.tensor_slices import whole
 from ..config import ModelConfig
 from ..errors import ModelError
-from ..torch_private import persistent_buffers
+from ..torch_private import named_persistent_buffers
 from .config import read_config
 from .lora import adapted_weights, factors, from_peft_shape, merged
 from .media import media_config
@@ -68,7 +68,7 @@ class AdapterWeights:
         received = {name: tensor.detach().to(self._device, copy=True) for name, tensor in stream}
         self._check(received)
         folder = WeightFolder(resolve_folder(self._model.path), self._layout.canonical)
-        for name, parameter in [*self._lm.named_parameters(), *_buffers(self._lm)]:
+        for name, parameter in [*self._lm.named_parameters(), *named_persistent_buffers(self._lm)]:
             plain = hf_name(name)
             if plain.adapter:
                 continue
@@ -113,9 +113,3 @@ class AdapterWeights:
         if missing := folder.fill_all(pieces, self._lm.base_model_prefix):
             raise ModelError(f"model.path={self._model.path} lacks {missing[0]}, to which adapters are added")
         return value.to(self._device)
-
-
-def _buffers(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for prefix, module in root.named_modules():
-        for name, value in persistent_buffers(module):
-            yield f"{prefix}.{name}" if prefix else name, value

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.config import ModelConfig
@@ -245,6 +246,29 @@ def plain(folder: Path, prompt: list[int]) -> list[int]:
         0
     ].tolist()
     return found[len(prompt) :]
+
+
+def test_buffers_that_are_stored_with_the_weights_are_read(tmp_path: Path) -> None:
+    """The bias by which DeepSeek-V3's routers choose, from the folder and with new weights."""
+    folder = save_tiny_model(tmp_path / "model", "deepseek_v3")
+    unbiased = plain(folder, [5, 6, 7])
+    file = folder / "model.safetensors"
+    first, second = load_file(file), load_file(file)
+    (name,) = (name for name in first if name.endswith("e_score_correction_bias"))
+    first[name] = torch.linspace(-3, 3, len(first[name]))
+    second[name] = first[name].flip(0)
+    save_file(first, file, metadata={"format": "pt"})
+    expected = plain(folder, [5, 6, 7])
+    generator = controller(folder, tp=1)
+    try:
+        ((answer,),) = generator.generate([[5, 6, 7]], GREEDY)
+        assert answer.response == expected != unbiased
+        generator.load_weights(second.items())
+        save_file(second, file, metadata={"format": "pt"})
+        ((answer,),) = generator.generate([[5, 6, 7]], GREEDY)
+        assert answer.response == plain(folder, [5, 6, 7]) != expected
+    finally:
+        generator.close()
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from ...engine.errors import CapabilityError, ConfigError, ModelError
 from ...engine.hf.layout import DiskLayout
 from ...engine.hf.weights import WeightFolder
 from ...engine.offload import free_memory
-from ...engine.torch_private import persistent_buffers, replace_tensor
+from ...engine.torch_private import named_persistent_buffers, replace_tensor
 from .plan import resolve_plan, styles_of
 from .styles import LocalSlices
 
@@ -104,7 +104,7 @@ class ShardedLM:
             self.model.get_output_embeddings().weight = self.model.get_input_embeddings().weight
         self.stored_names: frozenset[str] = frozenset(
             piece.name for name, shape in shapes.items() for piece in layout.stored_slices(name, shape)
-        ) | {piece.name for name, b in persistent_buffers(self.model) for piece in layout.stored_slices(name, b.shape)}
+        ) | {piece.name for name, b in named_persistent_buffers(self.model) for piece in layout.stored_slices(name, b.shape)}
         """The names of the tensors that the model consists of, as on disk."""
         self.tied_names: frozenset[str] = frozenset(self.model.all_tied_weights_keys)
         """The names of parameters that share the tensor of another one."""
@@ -153,11 +153,12 @@ class ShardedLM:
                 self._replace(parameter, nn.Parameter(value, requires_grad=False))
             if quantize is not None and isinstance(module, nn.Linear) and module is not self.model.get_output_embeddings():
                 quantize(self.model, module)
-        for name, buffer in list(persistent_buffers(self.model)):
+        for name, buffer in list(named_persistent_buffers(self.model)):
             value = torch.empty(buffer.shape, dtype=buffer.dtype)
             pieces = cut_local_shards("value", layout.stored_slices(name, buffer.shape), whole(buffer.shape), value)
             missing += stored.fill_all(pieces, self.model.base_model_prefix)
-            replace_tensor(self.model, name, value)
+            owner, _, own_name = name.rpartition(".")
+            replace_tensor(self.model.get_submodule(owner), own_name, value)
         if missing:
             raise ModelError(
                 f"the files lack {len(missing)} tensors that config.json requires, including {', '.join(missing[:3])}; the files and "
