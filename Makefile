@@ -107,7 +107,7 @@ check: $(SETUP) .types/drivetrain
 	$(PY) .ci/check_files.py
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	MYPYPATH=.types:tests:examples $(PY) -m mypy $(addprefix -p drivetrain.,checkpoint_tools engine generation losses media rewards serve trainers workers) -m drivetrain.cli -m drivetrain.commands -m drivetrain.lazy_imports -m drivetrain.launch
+	MYPYPATH=.types:tests:examples $(PY) -m mypy $(addprefix -p drivetrain.,checkpoint_tools engine environments generation losses media rewards serve trainers workers) -m drivetrain.cli -m drivetrain.commands -m drivetrain.lazy_imports -m drivetrain.launch
 	MYPYPATH=.types:tests:examples $(PY) -m mypy tests benchmarks examples docs
 	PYTHONPATH=.types $(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 	$(PY) -m pytest tests/unit/test_config.py -k "package_list"

@@ -324,6 +324,8 @@ class BaseGenerator(ABC):
         rows: Sequence[int] | None = None,
         media: Sequence[Mapping[str, Tensor]] | None = None,
         begun: Sequence[Sequence[Generation] | None] | None = None,
+        first_samples: Sequence[int] | None = None,
+        max_tokens: Sequence[int] | None = None,
     ) -> list[list[Generation]]:
         """Generate `options.samples` responses to each prompt, in order.
 
@@ -339,6 +341,8 @@ class BaseGenerator(ABC):
             begun: For each prompt its responses of a call that was cancelled; None where there are none. Those that were aborted go on from their
                 tokens, whatever weights made them, and draw the same random numbers as if they had not been; the others are returned as they
                 are.
+            first_samples: For each prompt the number of its first response among all responses to its row, which seeds it; None is 0 for all.
+            max_tokens: For each prompt the most tokens of its responses, instead of those of the options.
 
         Raises:
             ConfigError: A prompt or a response that was begun cannot be used, or the generator is paused.
@@ -353,8 +357,10 @@ class BaseGenerator(ABC):
                 before = None if begun is None else begun[i]
                 if before is not None and len(before) != options.samples:
                     raise ConfigError(f"prompt {i} has {len(before)} responses that were begun, but samples={options.samples}")
+                of_row = 0 if first_samples is None else first_samples[i]
+                limited = options if max_tokens is None else replace(options, max_tokens=max_tokens[i])
                 for sample in range(options.samples):
-                    stream = self._enqueue(f"prompt {i}", prompt, options, None, row, sample, (), of_prompt)
+                    stream = self._enqueue(f"prompt {i}", prompt, limited, None, row, of_row + sample, (), of_prompt)
                     streams[-1].append(stream)
                     if before is not None:
                         self._go_on(f"prompt {i}", stream, before[sample])

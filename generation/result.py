@@ -7,6 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..engine.ops.expert_routes import FREE, ROUTED_EXPERTS
+from ..engine.packing.batch import PackedBatch
+from ..engine.packing.convert import from_lists
+
 FinishReason = Literal["stop", "length", "aborted"]
 
 
@@ -24,6 +28,7 @@ class Generation:
             cancelled.
         routed_experts: `[prompt and response, L, K]` int16, the experts that the tokens went to in each layer with experts, if
             `RolloutConfig.return_routed_experts` asks for them; -1 for the last token, which was not processed, and others that were not.
+        sampled: Whether each response token was sampled by the policy, and not written by an environment; None if all were.
     """
 
     prompt: list[int]
@@ -32,11 +37,41 @@ class Generation:
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason = "length"
     routed_experts: Tensor | None = None
+    sampled: list[bool] | None = None
 
     @property
     def finished(self) -> bool:
         """Whether a stop token ended the response."""
         return self.finish_reason == "stop"
+
+
+def to_batch(generations: Sequence[Generation]) -> PackedBatch:
+    """Return prompts with their responses as a batch, in which what the policy has sampled is supervised.
+
+    Args:
+        generations: The responses.
+
+    Returns:
+        The batch with the token fields `rollout_log_probs`, `versions` (-1 where no version made the token) and, if they are known, the routes of
+        experts, and the sequence field `finished`. What belongs to a token is stored where the token is predicted.
+    """
+    batch = from_lists(
+        [[*g.prompt, *g.response] for g in generations],
+        supervised=[[False] * len(g.prompt) + (g.sampled or [True] * len(g.response)) for g in generations],
+        token_fields={"rollout_log_probs": [[0.0] * (len(g.prompt) - 1) + [*g.log_probs, 0.0] for g in generations]},
+    )
+    if known := [g.routed_experts for g in generations if g.routed_experts is not None]:
+        # A response that was aborted may have none.
+        unknown = known[0].new_full((1, *known[0].shape[1:]), FREE)
+        routes = [
+            unknown.expand(len(g.prompt) + len(g.response), -1, -1) if g.routed_experts is None else g.routed_experts
+            for g in generations
+        ]
+        batch = batch.with_fields(**{ROUTED_EXPERTS: torch.cat(routes)})
+    versions = [v for g in generations for v in [*[-1] * (len(g.prompt) - 1), *(g.versions or [-1] * len(g.response)), -1]]
+    return batch.with_fields(versions=torch.tensor(versions, dtype=torch.int64)).with_sequence_fields(
+        finished=torch.tensor([g.finished for g in generations], dtype=torch.bool)
+    )
 
 
 def to_padded(generations: Sequence[Generation], pad: int = 0) -> dict[str, Any]:

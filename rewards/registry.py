@@ -3,7 +3,8 @@
 A third party adds its own through the entry-point group `drivetrain.rewards`, or names it as `module:function`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -14,54 +15,104 @@ from ..engine.errors import ConfigError
 
 ENTRY_POINT_GROUP = "drivetrain.rewards"
 _PACKAGE = __name__.rpartition(".")[0]
-_FUNCTIONS = {
-    "answer": "answers:match_answer",
-    "exact": "answers:match_exact",
-    "numeric": "answers:match_number",
-    "code": "programs:check_program",
-    "format": "formats:check_format",
-    "json": "formats:check_json",
-    "length": "rules:length_within",
-    "overlong": "rules:overlong_penalty",
-    "repetition": "rules:repetition_penalty",
-    "script": "rules:script_share",
-}
 
 
-def rewards() -> dict[str, str]:
-    """Return the locations of all reward functions that have a name, as `module:function`.
-
-    Raises:
-        ConfigError: Two of them have the same name.
-    """
-    locations = {name: f"{_PACKAGE}.{location}" for name, location in _FUNCTIONS.items()}
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        if point.name in locations:
-            raise ConfigError(
-                f"two rewards are called {point.name!r}: {locations[point.name]} and the entry point {point.value}; uninstall one of the "
-                "two packages, or rename its entry point"
-            )
-        locations[point.name] = point.value
-    return dict(sorted(locations.items()))
-
-
-def location_of(name: str) -> str:
-    """Return where a reward function is, as `module:function`, without importing it.
+@dataclass(frozen=True, kw_only=True)
+class Locations:
+    """Functions or classes that have a name, and are imported on demand.
 
     Args:
-        name: Its name, or `module:function`.
-
-    Raises:
-        ConfigError: There is no such reward.
+        kind: What they are, in messages: `reward`.
+        setting: The setting that names one.
+        attribute: What follows the module in the location of one that has no name: `function` or `class`.
+        group: The entry-point group by which third parties add theirs.
+        named: The location of each, as `module:attribute`.
     """
-    if ":" in name:
-        return name
-    locations = rewards()
-    if name in locations:
-        return locations[name]
-    close_matches = get_close_matches(name, locations, n=1)
-    hint = f"did you mean {close_matches[0]!r}?" if close_matches else "give one of your own as module:function"
-    raise ConfigError(f"rewards.use={name!r} is unknown; available: {', '.join(locations)}; {hint}")
+
+    kind: str
+    setting: str
+    attribute: str
+    group: str
+    named: Mapping[str, str]
+
+    def all(self) -> dict[str, str]:
+        """Return the locations of all that have a name.
+
+        Raises:
+            ConfigError: Two of them have the same name.
+        """
+        locations = dict(self.named)
+        for point in entry_points(group=self.group):
+            if point.name in locations:
+                raise ConfigError(
+                    f"two {self.kind}s are called {point.name!r}: {locations[point.name]} and the entry point {point.value}; uninstall one of "
+                    "the two packages, or rename its entry point"
+                )
+            locations[point.name] = point.value
+        return dict(sorted(locations.items()))
+
+    def of(self, name: str) -> str:
+        """Return where something is, as `module:attribute`, without importing it.
+
+        Args:
+            name: Its name, or `module:attribute`.
+
+        Raises:
+            ConfigError: There is nothing of this name.
+        """
+        if ":" in name:
+            return name
+        locations = self.all()
+        if name in locations:
+            return locations[name]
+        close_matches = get_close_matches(name, locations, n=1)
+        hint = f"did you mean {close_matches[0]!r}?" if close_matches else f"give one of your own as module:{self.attribute}"
+        raise ConfigError(f"{self.setting}={name!r} is unknown; available: {', '.join(locations)}; {hint}")
+
+    def load(self, location: str) -> Any:
+        """Import something.
+
+        Raises:
+            ConfigError: It cannot be imported.
+        """
+        module, _, attributes = location.partition(":")
+        if module.endswith(".py") or "/" in module:
+            raise ConfigError(
+                f"the {self.kind} {location} is the path of a file; give module:{self.attribute}, such as "
+                f"{PurePath(module).stem}:{attributes or self.attribute}, and run in the module's folder or name that in PYTHONPATH"
+            )
+        try:
+            loaded: Any = import_module(module)
+            for name in attributes.split("."):
+                loaded = getattr(loaded, name)
+        except (ImportError, AttributeError) as e:
+            raise ConfigError(f"the {self.kind} {location} cannot be imported: {e}") from e
+        return loaded
+
+
+REWARDS = Locations(
+    kind="reward",
+    setting="rewards.use",
+    attribute="function",
+    group=ENTRY_POINT_GROUP,
+    named={
+        name: f"{_PACKAGE}.{location}"
+        for name, location in {
+            "answer": "answers:match_answer",
+            "exact": "answers:match_exact",
+            "numeric": "answers:match_number",
+            "code": "programs:check_program",
+            "environment": "rules:environment_value",
+            "format": "formats:check_format",
+            "json": "formats:check_json",
+            "length": "rules:length_within",
+            "overlong": "rules:overlong_penalty",
+            "repetition": "rules:repetition_penalty",
+            "script": "rules:script_share",
+        }.items()
+    },
+)
+"""The reward functions."""
 
 
 def import_function(location: str) -> Callable[..., Any]:
@@ -70,18 +121,7 @@ def import_function(location: str) -> Callable[..., Any]:
     Raises:
         ConfigError: It cannot be imported, or is not callable.
     """
-    module, _, attributes = location.partition(":")
-    if module.endswith(".py") or "/" in module:
-        raise ConfigError(
-            f"the reward {location} is the path of a file; give module:function, such as {PurePath(module).stem}:{attributes or 'function'}, "
-            "and run in the module's folder or name that in PYTHONPATH"
-        )
-    try:
-        function: Any = import_module(module)
-        for attribute in attributes.split("."):
-            function = getattr(function, attribute)
-    except (ImportError, AttributeError) as e:
-        raise ConfigError(f"the reward {location} cannot be imported: {e}") from e
+    function = REWARDS.load(location)
     if isinstance(function, type):
         function = function()
     if not callable(function):

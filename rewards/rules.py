@@ -55,3 +55,17 @@ def script_share(completion: str, *, script: str = "LATIN") -> float:
         return 1.0
     upper_name = script.upper()
     return sum(unicodedata.name(letter, "").split(" ")[0].split("-")[0] == upper_name for letter in letters) / len(letters)
+
+
+def environment_value(environment_reward: float | None) -> float:
+    """Return the reward that the environment has given, summed over the turns of the episode.
+
+    Args:
+        environment_reward: That reward.
+
+    Raises:
+        ValueError: It has given none.
+    """
+    if environment_reward is None:
+        raise ValueError("the environment has given no reward (Observation or Done with reward=...)")
+    return environment_reward

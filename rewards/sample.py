@@ -18,6 +18,10 @@ class RewardSample:
         completion_ids: Its token ids.
         truncated: Whether it ended because of the length limit.
         columns: The other columns of the prompt's row in the data, by name.
+        turns: With an environment: the turns of the policy (role `assistant`) and what it was told between them, as messages. Its answer is the
+            last turn.
+        environment_reward: The sum of the rewards that the environment has given, if it has.
+        failure: Why the environment failed; no reward judges such an answer, and it is left out.
     """
 
     prompt: str | Sequence[Mapping[str, Any]]
@@ -25,6 +29,9 @@ class RewardSample:
     completion_ids: Sequence[int] = ()
     truncated: bool = False
     columns: Mapping[str, Any] = field(default_factory=dict)
+    turns: Sequence[Mapping[str, Any]] = ()
+    environment_reward: float | None = None
+    failure: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

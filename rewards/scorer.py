@@ -11,7 +11,7 @@ from typing import Self
 from ..engine.errors import ConfigError, RewardError
 from .config import RewardsConfig
 from .pool import Done, RewardPool, RewardTarget, title_of
-from .registry import location_of
+from .registry import REWARDS
 from .sample import OUTCOME_KINDS, OutcomeKind, RewardOutcome, RewardSample
 from .signatures import Signature
 
@@ -122,7 +122,7 @@ class RewardScorer:
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
         self._models = [name for name in config.use if name in models]
-        self._targets: dict[str, RewardTarget] = {name: location_of(name) for name in config.use if name not in models}
+        self._targets: dict[str, RewardTarget] = {name: REWARDS.of(name) for name in config.use if name not in models}
         for function in functions:
             name = title_of(function)
             if name in self._targets:
@@ -289,7 +289,7 @@ class RewardScorer:
                     )
                 elif self._config.on_failure == "drop":
                     totals[row] = math.nan
-        # An answer that no function had anything to say about has no reward, which is not a reward of 0.
+        # An answer that no function had anything to say about, or whose environment failed, has no reward, which is not a reward of 0.
         rewards = [total if has_value else math.nan for total, has_value in zip(totals, judged, strict=True)]
         return Scores(rewards=rewards, outcomes=outcomes)
 
@@ -317,11 +317,14 @@ class RewardScorer:
 
     def _routes(self, samples: Sequence[RewardSample], names: Sequence[str] | None = None) -> dict[str, list[int]]:
         route = self._config.route
+        # What has failed is judged by nobody.
+        able = [row for row, sample in enumerate(samples) if not sample.failure]
         if not route:
-            return {name: list(range(len(samples))) for name in self.names}
+            return {name: list(able) for name in self.names}
         rows_by_name: dict[str, list[int]] = {name: [] for name in self.names}
-        for row, sample in enumerate(samples):
-            names_asked, title = sample.columns.get(route), _title(row, names)
+        for row in able:
+            sample, title = samples[row], _title(row, names)
+            names_asked = sample.columns.get(route)
             routed = (
                 [part.strip() for part in names_asked.split(",") if part.strip()]
                 if isinstance(names_asked, str)

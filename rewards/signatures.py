@@ -6,7 +6,7 @@
 | `solution_strs` | once | `data_sources`, `solution_strs`, `ground_truths`, `extra_infos`, as verl's batch reward manager does |
 | `solution_str` | for each answer | `data_source`, `solution_str`, `ground_truth`, `extra_info`, as verl does |
 | `samples` | once | a list of `RewardSample` |
-| anything else | for each answer | of `sample`, `prompt`, `completion`, `completion_ids`, `truncated`, the columns and the settings, those that it asks for |
+| anything else | for each answer | of `sample`, `prompt`, `completion`, `completion_ids`, `truncated`, `turns`, `environment_reward`, the columns and the settings, those that it asks for |
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _PLURALS = {
     "extra_info": "extra_infos",
 }
 _BATCHED: frozenset[Convention] = frozenset(("trl", "verl_batch", "samples"))
-_GIVEN = frozenset(("sample", "prompt", "completion", "completion_ids", "truncated"))
+_GIVEN = frozenset(("sample", "prompt", "completion", "completion_ids", "truncated", "turns", "environment_reward"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +243,8 @@ def _arguments(signature: Signature, sample: RewardSample, settings: Mapping[str
         "completion": sample.completion,
         "completion_ids": list(sample.completion_ids),
         "truncated": sample.truncated,
+        "turns": [dict(turn) for turn in sample.turns],
+        "environment_reward": sample.environment_reward,
     }
     return {**_wanted(signature, columns), **_asked(signature, arguments)}
 
@@ -258,10 +260,7 @@ def _arguments_at_once(signature: Signature, samples: Sequence[RewardSample], se
     columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
     arguments = {
         "prompts": [sample.prompt for sample in samples],
-        "completions": [
-            sample.completion if isinstance(sample.prompt, str) else [{"role": "assistant", "content": sample.completion}]
-            for sample in samples
-        ],
+        "completions": [sample.completion if isinstance(sample.prompt, str) else _messages(sample) for sample in samples],
         "completion_ids": [list(sample.completion_ids) for sample in samples],
         # There is no trainer where it runs.
         "trainer_state": None,
@@ -269,6 +268,10 @@ def _arguments_at_once(signature: Signature, samples: Sequence[RewardSample], se
         "log_metric": _ignore,
     }
     return {**_wanted(signature, {**columns, **settings}), **_asked(signature, arguments)}
+
+
+def _messages(sample: RewardSample) -> list[dict[str, Any]]:
+    return [dict(turn) for turn in sample.turns] or [{"role": "assistant", "content": sample.completion}]
 
 
 def _ignore(*args: Any, **more: Any) -> None:

@@ -59,6 +59,18 @@ def is_importing_program() -> bool:
     return _importing or bool(getattr(current_process(), "_inheriting", False))
 
 
+def program_to_import(name: str) -> dict[str, Any]:
+    """Return what a process of a pool needs to import this program; see `import_program`.
+
+    Args:
+        name: The name of the process.
+    """
+    preparation = spawn.get_preparation_data(name)
+    # A key for connections, which there are none of.
+    preparation.pop("authkey", None)
+    return preparation
+
+
 class ForkPool:
     """Makes calls in processes of its own, one at a time in each. Use it with `with`, or close it.
 
@@ -82,9 +94,7 @@ class ForkPool:
         *,
         imports_program: bool = False,
     ) -> None:
-        preparation = spawn.get_preparation_data(preload) if imports_program else {}
-        # A key for connections, which there are none of.
-        preparation.pop("authkey", None)
+        preparation = program_to_import(preload) if imports_program else {}
         self._start, self._preload = (preparation, pickle.dumps((start, arguments))), preload
         self._closed = False
         self._lock = threading.Lock()
@@ -230,7 +240,7 @@ def serve_one(messages: Messages) -> None:
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
             preparation, start = messages.receive()
-            _prepare(preparation)
+            import_program(preparation)
             run, arguments = pickle.loads(start)
             run(*arguments)
         except BaseException as e:  # of the program, or its end, when it is imported
@@ -243,7 +253,12 @@ def serve_one(messages: Messages) -> None:
             messages.send_bytes(_answer(message))
 
 
-def _prepare(preparation: dict[str, Any]) -> None:
+def import_program(preparation: dict[str, Any]) -> None:
+    """Import the program that has started this process, as multiprocessing does it.
+
+    Args:
+        preparation: What `program_to_import` has returned there.
+    """
     global _importing
     current: Any = current_process()
     # What starts processes while it is imported is refused, or it would start itself without end.

@@ -191,6 +191,18 @@ class ForkedProcess:
             self.kill()
             raise
 
+    def wait(self, timeout_s: float | None, *others: int) -> str:
+        """Wait until there is a value to receive, without limit if None; return `message`, `ended`, or `nothing` if neither came to be.
+
+        Args:
+            timeout_s: For how many seconds to wait.
+            others: Numbers of other sockets or pipes that end the waiting when there is something to read from them.
+        """
+        ready = _readable(timeout_s, self._status, self._messages.fileno(), *others)
+        if self._messages.fileno() in ready:
+            return "message"
+        return self._status_of(0.0) if self._status in ready else "nothing"
+
     def kill(self) -> int | None:
         """End the process, if it has not ended, and return its exit code; None if the server has ended before it could tell."""
         if self.ended:

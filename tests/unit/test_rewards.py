@@ -13,7 +13,7 @@ import pytest
 from drivetrain.engine.errors import ConfigError
 from drivetrain.rewards.answers import final_answer, match_answer, match_exact, match_number
 from drivetrain.rewards.formats import check_format, check_json
-from drivetrain.rewards.registry import import_function, location_of, rewards
+from drivetrain.rewards.registry import REWARDS, import_function
 from drivetrain.rewards.rules import length_within, overlong_penalty, repetition_penalty, script_share
 from drivetrain.rewards.sample import RewardOutcome, RewardSample
 from drivetrain.rewards.signatures import judge, outcome_of, signature_of
@@ -275,11 +275,11 @@ def test_an_answer_is_judged_alike_whichever_others_are_passed_with_it() -> None
 
 
 def test_names() -> None:
-    assert {"answer", "exact", "format", "json", "length", "numeric", "overlong", "repetition", "script"} <= set(rewards())
-    for name in rewards():
-        signature_of(import_function(location_of(name)))
+    assert {"answer", "exact", "format", "json", "length", "numeric", "overlong", "repetition", "script"} <= set(REWARDS.all())
+    for name in REWARDS.all():
+        signature_of(import_function(REWARDS.of(name)))
     with pytest.raises(ConfigError, match=r"rewards.use='answr' is unknown; .*did you mean 'answer'"):
-        location_of("answr")
+        REWARDS.of("answr")
     for location in ("no_such_module:f", "json:no_such_function"):
         with pytest.raises(ConfigError, match=f"the reward {location} cannot be imported"):
             import_function(location)

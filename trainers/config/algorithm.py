@@ -29,7 +29,8 @@ class PolicyLossConfig(Settings):
     objective: str | None = setting(None, "loss of a token")
     aggregation: Aggregation | None = setting(None, "how the losses of tokens are averaged")
     length_norm: int | None = setting(
-        None, "for seq-mean-token-sum-norm: number of tokens that sums are divided by; null: rollout.max_tokens"
+        None,
+        "for seq-mean-token-sum-norm: number of tokens that sums are divided by; null: the most tokens of an answer, or of an episode",
     )
     entropy_coef: float | None = setting(None, "weight of the entropy bonus", most=1e6)
     kl_coef: float | None = setting(None, "weight of the KL divergence from the reference in the loss; 0: none", most=1e6)

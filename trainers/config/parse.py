@@ -146,7 +146,8 @@ def own_sections(cls: type) -> tuple[tuple[str, str, type], ...]:
     for key in keys(cls):
         parent = key.name.rpartition(".")[2]
         hint = hints.get(parent)
-        if "." in key.name and isinstance(hint, type) and is_dataclass(hint):
+        # `rollout.environment` is a name, and no section as `environment` is.
+        if "." in key.name and isinstance(hint, type) and is_dataclass(hint) and hint.__name__ in key.type:
             sections.append((key.name, parent, hint))
     return tuple(sections)
 

@@ -15,6 +15,7 @@ from ...workers.protocol.hooks import WeightSync
 from .algorithm import AlgorithmName, EstimatorConfig, PolicyLossConfig
 from .command import CommandConfig
 from .data import PromptsConfig
+from .environment import EnvironmentConfig
 from .methods import PreferenceConfig
 from .trainer import RLTrainerConfig
 
@@ -24,6 +25,8 @@ GroupKind = Literal["process", "ray", "local"]
 OffloadMode = Literal["none", "host", "disk"]
 REWARD_MODEL = "model"
 """The name of the reward model in `rewards.use`."""
+ENVIRONMENT_REWARD = "environment"
+"""The name of the reward that an environment gives in `rewards.use`."""
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
 """The roles of a run, except those that have no model."""
 
@@ -199,6 +202,10 @@ class RolloutSettings(Settings):
         False,
         "whether an answer is the same to the bit whatever is generated at the same time; for continuous and static, on a CPU",
     )
+    environment: str | None = setting(
+        None,
+        "what the policy acts in, turn by turn: calculator, python, search, single_turn, or module:class; null: an answer is a single turn",
+    )
     options: dict[str, Any] = setting(factory=dict, help="settings that only this generator has")
 
     def check(self) -> None:
@@ -323,6 +330,7 @@ class RLConfig(CommandConfig):
     rl: RLSettings = setting(factory=RLSettings, help="the algorithm")
     dpo: PreferenceConfig = setting(factory=PreferenceConfig, help="the loss of rl.algorithm=online_dpo")
     rollout: RolloutSettings = setting(factory=RolloutSettings, help="generation")
+    environment: EnvironmentConfig = setting(factory=EnvironmentConfig, help="the environment of the policy")
     engine: EngineConfig = setting(factory=EngineConfig, help="the engine")
     optim: OptimConfig = setting(factory=OptimConfig, help="the optimizer")
     actor: TrainedRoleConfig = setting(factory=TrainedRoleConfig, help="the policy that is trained")
@@ -338,13 +346,14 @@ class RLConfig(CommandConfig):
         Raises:
             ConfigError: A setting is invalid; the message names it and its value.
         """
-        sections = (self.data, self.engine, self.rl, self.dpo, self.rollout, self.group, self.trainer)
+        sections = (self.data, self.engine, self.rl, self.dpo, self.rollout, self.environment, self.group, self.trainer)
         for section in sections:
             section.check()
         self.optim.check(self.trainer.max_steps or 1)
         self._check_group_size()
         self._check_used()
         self._check_staleness()
+        self._check_environment()
         if self.group.sync_adapters and (reason := self.not_adapters_alone()):
             raise ConfigError(f"group.sync_adapters=true, but {reason}; remove it")
         if REWARD_MODEL in self.rewards.use and (self.reward.model is None or not self.reward.model.path):
@@ -379,6 +388,36 @@ class RLConfig(CommandConfig):
             value = getattr(self.trainer, name)
             if value and not self.data.eval:
                 raise ConfigError(f"trainer.{name}={value} needs data.eval, which is not set")
+
+    @property
+    def max_answer_tokens(self) -> int:
+        """The number of tokens that may follow a prompt: of an answer, or of an episode."""
+        if self.rollout.environment is None:
+            return self.rollout.max_tokens
+        return self.environment.max_tokens or self.environment.max_turns * self.rollout.max_tokens
+
+    def _check_environment(self) -> None:
+        """Check the settings of environments against the others."""
+        if self.rollout.environment is None:
+            if self.environment != EnvironmentConfig():
+                raise ConfigError("environment is set, but rollout.environment is not; set that, or remove it")
+            if ENVIRONMENT_REWARD in self.rewards.use:
+                raise ConfigError(
+                    f"rewards.use has {ENVIRONMENT_REWARD}, the reward that an environment gives, but rollout.environment is not set; set that, or "
+                    "remove it"
+                )
+            return
+        if self._estimator is not None and "baselines" in self._estimator.needs:
+            raise ConfigError(
+                f"rollout.environment={self.rollout.environment} with the estimator {self._estimator.name}, whose baselines are most likely answers of "
+                "a single turn; use another one"
+            )
+        most = self.environment.max_tokens
+        if most is not None and most < self.rollout.max_tokens:
+            raise ConfigError(
+                f"environment.max_tokens={most} is less than rollout.max_tokens={self.rollout.max_tokens}, the tokens of a single turn; lower that, or "
+                "raise environment.max_tokens"
+            )
 
     def not_adapters_alone(self) -> str:
         """Return why the generator cannot be sent adapters alone; empty if it can, and what it then computes with is what it would be sent."""

@@ -151,6 +151,7 @@ def load_prompts(
     *,
     training: bool,
     media: MediaReader | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> PromptSet:
     """Read and tokenize prompts.
 
@@ -161,6 +162,7 @@ def load_prompts(
         budget: The token limit of a prompt.
         training: Whether the entries are those of `data.train`.
         media: Reads media; None if the model takes none.
+        variables: The template's variables; those of the settings if None. Those of a row take precedence.
 
     Raises:
         DataError: A source or a row cannot be used, or a source has no prompt left; the message names it.
@@ -170,11 +172,16 @@ def load_prompts(
         for name in names
     ]
     warn_about_repeated(sources, "data.train" if training else "data.eval")
-    return PromptSet([_load_source(source, tokenizer, data, budget, media) for source in sources])
+    return PromptSet([_load_source(source, tokenizer, data, budget, media, variables) for source in sources])
 
 
 def _load_source(
-    source: DataSource, tokenizer: Any, data: PromptsConfig, budget: Budget, media: MediaReader | None
+    source: DataSource,
+    tokenizer: Any,
+    data: PromptsConfig,
+    budget: Budget,
+    media: MediaReader | None,
+    variables: Mapping[str, Any] | None,
 ) -> list[Prompt]:
     prompts: list[Prompt] = []
     skipped = cut = large = 0
@@ -189,7 +196,7 @@ def _load_source(
             if what := hidden_column(parsed, data.columns):
                 hidden, first_hidden = hidden + 1, first_hidden or f"{place}: {what}"
             try:
-                prompt = encode_prompt(limited, row, place, data, media)
+                prompt = encode_prompt(limited, row, place, data, media, variables)
             except TooLargeError as e:
                 if data.too_large != "skip":
                     raise DataError(f"{place}: {e}, or skip") from e
@@ -263,7 +270,12 @@ def _too_long(place: str, tokens: str, limit: str) -> DataError:
 
 
 def encode_prompt(
-    tokenizer: Any, row: Mapping[str, Any], name: str, data: PromptsConfig, media: MediaReader | None = None
+    tokenizer: Any,
+    row: Mapping[str, Any],
+    name: str,
+    data: PromptsConfig,
+    media: MediaReader | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> Prompt:
     """Tokenize the prompt of a row.
 
@@ -273,6 +285,7 @@ def encode_prompt(
         name: The row's file and number, for error messages.
         data: The data settings; the template's variables are used.
         media: Reads media; None if the model takes none.
+        variables: The template's variables; those of the settings if None.
 
     Raises:
         DataError: The row has no prompt, or one that cannot be used.
@@ -300,7 +313,7 @@ def encode_prompt(
             raise DataError(
                 f"{name} is a chat, but the model's tokenizer has no chat template; set model.chat_template=FILE, or use a text"
             )
-        variables = template_variables(row, name, data.chat_template_kwargs)
+        variables = template_variables(row, name, data.chat_template_kwargs if variables is None else variables)
         options = {"add_generation_prompt": True, "tokenize": False, **variables}
         rendered = apply_template(tokenizer, messages, name, media, **options)
         ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]

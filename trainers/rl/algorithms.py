@@ -117,7 +117,7 @@ def resolve(config: RLConfig) -> Algorithm:
     assert known.advantage is not None
     changes = _set_by_hand(rl.loss)
     aggregation = changes.get("aggregation", known.loss.aggregation)
-    norm = changes.get("length_norm", config.rollout.max_tokens)
+    norm = changes.get("length_norm", config.max_answer_tokens)
     by_norm = aggregation == "seq-mean-token-sum-norm"
     if not (config.rollout.temperature > 0 and math.isfinite(config.rollout.temperature)):
         raise ConfigError(

@@ -1,30 +1,74 @@
 """Completions to prompts, as the controller sees them: their text here, their tensors with the workers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from ...engine.packing.prefixes import Prefixes
+from ...environments.pool import FAILURE_KINDS
 from ...rewards.sample import RewardSample
 from ...rewards.scorer import PendingScores
 from ...workers.data_plane.data_ref import DataRef
 from ..data.prompts import Prompt
 
+EpisodeEnd = Literal["done", "max_turns", "max_tokens", "error", "invalid", "timeout", "lost"]
+"""How an episode has ended: by its environment, at a limit, or because the environment failed; see `environments.pool`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeRecord:
+    """What happened in an episode.
+
+    Args:
+        end: How it has ended.
+        turns: The turns of the policy (role `assistant`) and the observations between them, as messages.
+        spans: For each turn, where its tokens begin and end behind the prompt.
+        turn_rewards: The reward of each turn; None where the environment gave none.
+        metrics: Numbers of the environment.
+        message: What went wrong, if the environment failed.
+        own_prompt: Whether the environment has written what the policy read first.
+    """
+
+    end: EpisodeEnd
+    turns: tuple[Mapping[str, Any], ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
+    turn_rewards: tuple[float | None, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    message: str = ""
+    own_prompt: bool = False
+
+    @property
+    def failure(self) -> str:
+        """The kind of the environment's failure; empty if it has not failed."""
+        return self.end if self.end in FAILURE_KINDS else ""
+
+    @property
+    def last_span(self) -> tuple[int, int]:
+        """Where the tokens of the last turn begin and end behind the prompt."""
+        return self.spans[-1] if self.spans else (0, 0)
+
+    @property
+    def reward(self) -> float | None:
+        """The sum of the rewards; None if there are none."""
+        rewards = [reward for reward in self.turn_rewards if reward is not None]
+        return sum(rewards) if rewards else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """A completion to a prompt.
+    """A completion to a prompt: an answer, or an episode.
 
     Args:
         prompt: The prompt.
         group: The number of the prompt in the run, or in an evaluation.
-        tokens: The token ids of the completion.
-        text: The completion without special tokens.
-        finished: Whether it was ended by the model, and not by the length limit.
+        tokens: The token ids behind the prompt; of an episode those of turns and observations.
+        text: The completion without special tokens; of an episode its last turn.
+        finished: Whether it was ended by the model, and not by a limit.
         versions: The versions of the weights that made its tokens, each once.
         rewards: What each reward made of it, by name; without those that had no value.
         reward: The weighted sum; NaN if it has none.
         baseline: The reward of the most likely completion to the same prompt, if the algorithm compares with it.
+        episode: What happened in the episode, if there is an environment.
     """
 
     prompt: Prompt
@@ -36,6 +80,14 @@ class Completion:
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float = float("nan")
     baseline: float | None = None
+    episode: EpisodeRecord | None = None
+
+    @property
+    def written(self) -> list[int]:
+        """The tokens that the policy has written, without observations."""
+        if self.episode is None:
+            return self.tokens
+        return [token for begin, end in self.episode.spans for token in self.tokens[begin:end]]
 
     def goes_on(self, max_tokens: int) -> bool:
         """Return whether it ended because its call was cancelled: neither by the model nor by the length limit."""
@@ -43,12 +95,16 @@ class Completion:
 
     def sample(self) -> RewardSample:
         """Return what a reward function is given."""
+        episode = self.episode
         return RewardSample(
             prompt=self.prompt.content,
             completion=self.text,
-            completion_ids=self.tokens,
+            completion_ids=self.written,
             truncated=not self.finished,
             columns=self.prompt.columns,
+            turns=() if episode is None else episode.turns,
+            environment_reward=None if episode is None else episode.reward,
+            failure="" if episode is None else episode.failure,
         )
 
 
@@ -128,8 +184,14 @@ def split(completions: Completions) -> dict[int, Completions]:
 
 
 def prefixes_of(rows: Sequence[Completion]) -> Prefixes:
-    """Return which completions begin alike: those to one prompt."""
-    return Prefixes.of_prompts([row.group for row in rows], [len(row.prompt.ids) for row in rows])
+    """Return which completions begin alike: those to one prompt, which an environment may have written for each anew."""
+    numbers: dict[Any, int] = {}
+    prompts = [
+        (row.group, tuple(row.prompt.ids) if row.episode is not None and row.episode.own_prompt else ()) for row in rows
+    ]
+    for prompt in prompts:
+        numbers.setdefault(prompt, len(numbers))
+    return Prefixes.of_prompts([numbers[prompt] for prompt in prompts], [len(row.prompt.ids) for row in rows])
 
 
 def equal_groups(completions: Sequence[Completion]) -> set[int]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...generation.options import SamplingOptions
 from ..config.rl import RLConfig
@@ -47,7 +48,12 @@ def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict
         )
         # In each part: the reward model may have taken the generator's place.
         phases.memory_manager.enter("rollout")
-        completions = phases.generate(prompts, options, version=version, first=first)
+        if phases.config.rollout.environment is None:
+            completions = phases.generate(prompts, options, version=version, first=first)
+        else:
+            numbers = range(first, first + len(prompts))
+            completions = phases.run_episodes(prompts, numbers, replace(options, samples=1), samples, version=version)
+            completions = replace(completions, pending=phases.submit(completions.rows))
         ref = completions.ref
         completions, failures = phases.collect_rewards(completions)
         for name, count in failures.items():

@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,7 @@ from ...engine.ops.expert_routes import ROUTED_EXPERTS
 from ...engine.packing.batch import PackedBatch
 from ...generation.result import Generation
 from .batch_file import batch_from, tensors_of
-from .completions import Completion, decoded
+from .completions import Completion, EpisodeRecord, decoded
 from .prompts import Prompts
 
 
@@ -38,21 +38,36 @@ class KeptCompletions:
         Args:
             max_tokens: The number of tokens after which a completion ends.
         """
-        fields, generations = self.batch.token_fields, []
-        for row, (begin, end) in zip(self.rows, pairwise(self.batch.bounds), strict=True):
-            # What belongs to a token is stored where the token is predicted.
-            predicting = slice(begin + len(row.prompt.ids) - 1, end - 1)
-            generations.append(
-                Generation(
-                    prompt=self.batch.input_ids[begin : begin + len(row.prompt.ids)].tolist(),
-                    response=list(row.tokens),
-                    log_probs=fields["rollout_log_probs"][predicting].tolist(),
-                    versions=fields["versions"][predicting].tolist(),
-                    finish_reason="stop" if row.finished else "aborted" if row.goes_on(max_tokens) else "length",
-                    routed_experts=fields[ROUTED_EXPERTS][begin:end] if ROUTED_EXPERTS in fields else None,
-                )
+        generations = generations_of(self.batch, [len(row.prompt.ids) for row in self.rows])
+        return [
+            replace(one, finish_reason="aborted") if row.goes_on(max_tokens) else one
+            for one, row in zip(generations, self.rows, strict=True)
+        ]
+
+
+def generations_of(batch: PackedBatch, prompts: Sequence[int]) -> list[Generation]:
+    """Return the responses of a generator's batch.
+
+    Args:
+        batch: The batch, each document of which is a prompt with its response.
+        prompts: The number of tokens of each prompt.
+    """
+    fields, generations = batch.token_fields, []
+    finished = batch.sequence_fields["finished"].tolist()
+    for size, (begin, end), ended in zip(prompts, pairwise(batch.bounds), finished, strict=True):
+        # What belongs to a token is stored where the token is predicted.
+        predicting = slice(begin + size - 1, end - 1)
+        generations.append(
+            Generation(
+                prompt=batch.input_ids[begin : begin + size].tolist(),
+                response=batch.input_ids[begin + size : end].tolist(),
+                log_probs=fields["rollout_log_probs"][predicting].tolist(),
+                versions=fields["versions"][predicting].tolist(),
+                finish_reason="stop" if ended else "length",
+                routed_experts=fields[ROUTED_EXPERTS][begin:end] if ROUTED_EXPERTS in fields else None,
             )
-        return generations
+        )
+    return generations
 
 
 def to_bytes(kept: Mapping[int, KeptCompletions]) -> bytes:
@@ -63,7 +78,8 @@ def to_bytes(kept: Mapping[int, KeptCompletions]) -> bytes:
     """
     batch = PackedBatch.concat([one.batch for one in kept.values()])
     numbers = torch.tensor([number for number, one in kept.items() for _ in one.rows], dtype=torch.int64)
-    about = {"extra_fields": json.dumps(sorted(batch.extra_fields))}
+    episodes = [None if row.episode is None else _as_json(row) for one in kept.values() for row in one.rows]
+    about = {"extra_fields": json.dumps(sorted(batch.extra_fields)), "episodes": json.dumps(episodes)}
     return save({**tensors_of(batch), "numbers": numbers}, metadata=about)
 
 
@@ -84,35 +100,59 @@ def from_bytes(data: bytes, prompts: Prompts, tokenizer: Any) -> dict[int, KeptC
         numbers: list[int] = tensors.pop("numbers").tolist()
         batch = batch_from(tensors, json.loads(about["extra_fields"]))
         versions, finished = batch.token_fields["versions"], batch.sequence_fields["finished"]
-    except (KeyError, ValueError, BatchError, SafetensorError) as e:
+        # Checkpoints from before there were environments have none.
+        episodes = json.loads(about.get("episodes", "null")) or [None] * len(numbers)
+        records = [None if one is None else _from_json(one["record"]) for one in episodes]
+    except (KeyError, TypeError, ValueError, BatchError, SafetensorError) as e:
         raise CheckpointError(f"its completions are malformed: {type(e).__name__}: {e}") from e
     rows: dict[int, list[int]] = {}
     for row, number in enumerate(numbers):
         rows.setdefault(number, []).append(row)
     kept = {}
     for number, chosen in rows.items():
-        prompt, completions = prompts.of_ticket(number), []
+        row_prompt, completions = prompts.of_ticket(number), []
         for row in chosen:
             begin, end = batch.bounds[row], batch.bounds[row + 1]
             ids: list[int] = batch.input_ids[begin:end].tolist()
+            record, prompt = records[row], row_prompt
+            if record is not None and record.own_prompt:
+                prompt = replace(prompt, ids=ids[: episodes[row]["prompt"]])
             if ids[: len(prompt.ids)] != prompt.ids:
                 raise CheckpointError(
                     f"it has completions to another prompt than {prompt.name}, so the data have changed; use the same data, or start over from "
                     "the exported model in another trainer.output_dir"
                 )
             tokens = ids[len(prompt.ids) :]
+            answer = tokens if record is None else tokens[slice(*record.last_span)]
             completions.append(
                 Completion(
                     prompt=prompt,
                     group=number,
                     tokens=tokens,
-                    text=decoded(tokenizer, tokens),
+                    text=decoded(tokenizer, answer),
+                    episode=record,
                     finished=bool(finished[row]),
                     versions=tuple(sorted({*versions[begin:end].unique_consecutive().tolist()} - {-1})),
                 )
             )
         kept[number] = KeptCompletions(batch=batch.select(chosen), rows=tuple(completions))
     return kept
+
+
+def _as_json(row: Completion) -> dict[str, Any]:
+    assert row.episode is not None
+    return {"prompt": len(row.prompt.ids), "record": asdict(row.episode)}
+
+
+def _from_json(record: Mapping[str, Any]) -> EpisodeRecord:
+    """Return what happened in an episode, from JSON, which knows no tuples.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    spans = tuple((int(begin), int(end)) for begin, end in record["spans"])
+    others = {name: tuple(record[name]) for name in ("turns", "turn_rewards")}
+    return EpisodeRecord(**{**record, **others, "spans": spans})
 
 
 def digest_of(data: bytes) -> str:

@@ -23,8 +23,9 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
     Returns:
         The mean and the standard deviation of the `reward`; the mean of each reward, `reward/NAME`, over the completions that have it; mean
-        and largest `length` in tokens; the share of completions that are `truncated`; the number of completions, `answers`, and of `groups`; and the
-        share of groups in which all rewards are equal, `equal_groups`.
+        and largest `length` in tokens, without those of observations; the share of completions that are `truncated`; the number of completions,
+        `answers`, and of `groups`; the share of groups in which all rewards are equal, `equal_groups`; and with an environment those of
+        `episode_metrics`.
     """
     count = max(1, len(completions))
     rewards = [completion.reward for completion in completions]
@@ -36,7 +37,7 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     for name in dict.fromkeys(name for completion in completions for name in completion.rewards):
         values = [completion.rewards[name] for completion in completions if name in completion.rewards]
         numbers[f"reward/{name}"] = sum(values) / len(values)
-    lengths = [len(completion.tokens) for completion in completions]
+    lengths = [len(completion.written) for completion in completions]
     groups = len({completion.group for completion in completions})
     return {
         **numbers,
@@ -46,7 +47,31 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         "answers": float(len(completions)),
         "groups": float(groups),
         "equal_groups": len(equal_groups(completions)) / max(1, groups),
+        **episode_metrics(completions),
     }
+
+
+def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Return the numbers of episodes; none without an environment.
+
+    Returns:
+        The mean number of `turns`; the mean number of tokens in observations, `observation_tokens`; the shares of episodes that ended at a limit,
+        `max_turns` and `max_tokens`; and the mean of each number of the environment, `environment/NAME`, over the episodes that have it.
+    """
+    episodes = [completion.episode for completion in completions if completion.episode is not None]
+    if not episodes:
+        return {}
+    count = len(episodes)
+    observed = sum(len(completion.tokens) - len(completion.written) for completion in completions)
+    numbers = {
+        "turns": sum(len(episode.spans) for episode in episodes) / count,
+        "observation_tokens": observed / count,
+        **{end: sum(episode.end == end for episode in episodes) / count for end in ("max_turns", "max_tokens")},
+    }
+    for name in dict.fromkeys(name for episode in episodes for name in episode.metrics):
+        values = [episode.metrics[name] for episode in episodes if name in episode.metrics]
+        numbers[f"environment/{name}"] = sum(values) / len(values)
+    return numbers
 
 
 def staleness(completions: Sequence[Completion], version: int) -> float:
@@ -86,6 +111,8 @@ def _of_parts(content: Any) -> str:
     return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
 
 
+FAILED = ("error/", "timeout/", "invalid/", "lost/")
+"""What the names of the numbers of failures begin with: those of rewards and of environments."""
 LINE = ("reward_accuracy", "reward_margin", "pairs", "kl", "entropy", "critic/loss", "critic/value_error")
 """The metrics that the line of a step shows if there are any, beside rewards and lengths."""
 
@@ -119,7 +146,7 @@ class RLLines(Lines):
 
 def _failures(record: Mapping[str, Any]) -> list[str]:
     """Return the numbers of completions that rewards could not judge, and of those that were left out for it."""
-    failed = sum(value for name, value in record.items() if name.startswith(("error/", "timeout/")))
+    failed = sum(value for name, value in record.items() if name.startswith(FAILED))
     return [f"{name} {count:.0f}" for name, count in (("failed", failed), ("dropped", record.get("dropped", 0.0))) if count]
 
 

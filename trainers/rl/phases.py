@@ -8,6 +8,8 @@ from time import perf_counter
 from typing import Any
 
 from ...engine.errors import ModelError
+from ...engine.packing.batch import PackedBatch
+from ...environments.pool import EnvironmentPool
 from ...generation.options import SamplingOptions
 from ...generation.result import Generation
 from ...generation.sampling import seed_of
@@ -16,11 +18,14 @@ from ...workers.data_plane.data_ref import DataRef
 from ...workers.groups.base import WorkerGroup
 from ...workers.groups.group_call import GroupCall
 from ..config.rl import RLConfig
+from ..data.continuation import Continuation
 from ..data.prompts import Prompt, packed_prompts
 from ..loop.ranks import TrainerRanks
 from .adaptive import Adaptive
 from .algorithms import Algorithm
-from .completions import Completion, Completions, decoded, join
+from .completions import Completion, Completions, decoded, join, prefixes_of
+from .episodes import TURNS, Episode, Episodes
+from .kept_completions import KeptCompletions, generations_of
 from .memory_manager import MemoryManager, scoring_phase
 from .reward_runner import RewardRunner
 from .roles import Roles
@@ -50,6 +55,29 @@ class RunningRollout:
         return max(call.seconds() for call in self.calls if call.seconds is not None)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunningTurns:
+    """Turns of episodes that are being generated.
+
+    Args:
+        episodes: The episodes.
+        versions: The versions that tokens may be made by; None accepts any.
+        prompt_ref: What is read in each, in the stores of the generator's processes.
+        calls: The call of the generator.
+    """
+
+    episodes: tuple[Episode, ...]
+    versions: range | None
+    prompt_ref: DataRef
+    calls: tuple[GroupCall]
+
+    @property
+    def seconds(self) -> float:
+        """How long the generator has worked on them, in seconds, once they are there."""
+        (call,) = self.calls
+        return 0.0 if call.seconds is None else call.seconds()
+
+
 @dataclass(kw_only=True, eq=False)
 class Phases:
     """What the phases work with.
@@ -64,6 +92,8 @@ class Phases:
         tokenizer: The tokenizer of the policy.
         memory_manager: What moves the state of roles.
         adaptive: The settings that a run adapts.
+        environments: The processes of environments, in the first process of the controller; None without any.
+        continuation: What the chat template writes behind a turn; None without an environment or a chat template.
         is_random: Whether the policy computes random numbers while it is trained, as with dropout.
         after_each: Called after each phase: what runs beside them may go on there.
         seconds: The duration of each phase in this step, by name.
@@ -79,10 +109,13 @@ class Phases:
     tokenizer: Any
     memory_manager: MemoryManager
     adaptive: Adaptive
+    environments: EnvironmentPool | None = None
+    continuation: Continuation | None = None
     is_random: bool = False
     after_each: Callable[[], object] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
+    _titles: int = 0
 
     @property
     def reward_runner(self) -> RewardRunner:
@@ -158,7 +191,22 @@ class Phases:
             version: The version that the weights must have; None accepts any.
         """
         self.memory_manager.enter("rollout")
+        if self.config.rollout.environment is not None:
+            return self.run_episodes(prompts, numbers, self.sampling_options, self.config.rl.group_size, version=version)
         return self.finish_rollout(self.begin_rollout(prompts, numbers, version=version))
+
+    @property
+    def sampling_options(self) -> SamplingOptions:
+        """How completions that are learned from are sampled, without their number."""
+        settings = self.config.rollout
+        return SamplingOptions(
+            max_tokens=settings.max_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            stop_tokens=self.stop_tokens,
+            seed=seed_of(self.config.data.seed),
+        )
 
     def begin_rollout(
         self,
@@ -178,16 +226,7 @@ class Phases:
             oldest: The oldest version that made a token of those that go on; None if all tokens are of `version`.
             begun: Completions that go on from the tokens that they have, by the number of their prompt.
         """
-        settings = self.config.rollout
-        sampled = SamplingOptions(
-            max_tokens=settings.max_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            samples=self.config.rl.group_size,
-            stop_tokens=self.stop_tokens,
-            seed=seed_of(self.config.data.seed),
-        )
+        sampled = replace(self.sampling_options, samples=self.config.rl.group_size)
         greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0, samples=1)
         kinds = [sampled, *([greedy] if self.algorithm.needs_baselines else [])]
         columns: dict[str, list[Any]] = {"number": list(numbers)}
@@ -243,6 +282,116 @@ class Phases:
         completions = self._read(ref, prompts, range(first, first + len(prompts)), versions)
         return replace(completions, pending=self.submit(completions.rows))
 
+    # ---- episodes ----------------------------------------------------------------------------------------------------
+
+    def new_episodes(self, *, evaluates: bool = False) -> Episodes:
+        """Return what runs episodes.
+
+        Args:
+            evaluates: Whether they are those of an evaluation, whose environments draw other numbers.
+        """
+        self._titles += 1
+        seed = seed_of(self.config.data.seed, int(evaluates))
+        return Episodes(
+            *(self.config, self.ranks, self.environments, self.tokenizer, self.continuation), title=self._titles, seed=seed
+        )
+
+    def begin_turns(
+        self,
+        episodes: Episodes,
+        due: Sequence[Episode],
+        options: SamplingOptions,
+        *,
+        version: int | None,
+        oldest: int | None = None,
+    ) -> RunningTurns:
+        """Begin to generate the next turns of episodes. The processes of the generator do nothing else until `finish_turns`.
+
+        Args:
+            episodes: What runs the episodes.
+            due: The episodes; at least one.
+            options: How turns are sampled.
+            version: The version that the weights must have; None accepts any.
+            oldest: The oldest version that made a token of turns that go on; None if all tokens are of `version`.
+        """
+        columns: dict[str, list[Any]] = {
+            "number": [episode.number for episode in due],
+            "first_samples": [len(episode.spans) * TURNS + episode.sample for episode in due],
+            "max_tokens": [episodes.room(episode) for episode in due],
+        }
+        if any(episode.begun is not None for episode in due):
+            columns["begun"] = [None if episode.begun is None else [episode.begun] for episode in due]
+        with self.timed("rollout"):
+            prompt_ref = self.group.data.put(packed_prompts([episode.context for episode in due]), role="rollout")
+            call = self.group.submit("rollout", "generate", prompt_ref, options, version=version, columns=columns)
+            self.group.flush()
+        versions = None if version is None else range(version if oldest is None else oldest, version + 1)
+        return RunningTurns(episodes=tuple(due), versions=versions, prompt_ref=prompt_ref, calls=(call,))
+
+    def finish_turns(self, running: RunningTurns) -> list[Generation]:
+        """Wait for turns, and return them; nothing of them is left in the stores.
+
+        Args:
+            running: What `begin_turns` returned.
+
+        Raises:
+            WorkerError: A process of the generator failed.
+            ModelError: The generator used other weights than it was asked to.
+        """
+        with self.timed("rollout"):
+            (call,) = running.calls
+            ref = call.result()
+            batch = self.group.data.get_batch(ref)
+            self.group.data.clear_data_cache(running.prompt_ref)
+            self.group.data.clear_data_cache(ref)
+        turns = generations_of(batch, [len(episode.context.ids) for episode in running.episodes])
+        self._check_versions({made for turn in turns for made in turn.versions}, running.versions)
+        self.tokens["rollout"] = self.tokens.get("rollout", 0) + sum(len(turn.response) for turn in turns)
+        return turns
+
+    def run_episodes(
+        self,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        options: SamplingOptions,
+        samples: int,
+        *,
+        version: int | None,
+    ) -> Completions:
+        """Run the episodes of prompts, and wait until all have ended. No rewards are computed yet.
+
+        Args:
+            prompts: The prompts.
+            numbers: The number of each prompt.
+            options: How turns are sampled.
+            samples: The number of episodes of each prompt.
+            version: The version that the weights must have; None accepts any.
+        """
+        episodes = self.new_episodes(evaluates=options.evaluation)
+        for number, prompt in zip(numbers, prompts, strict=True):
+            episodes.begin(number, prompt, samples)
+        ended: dict[int, KeptCompletions] = {}
+        while episodes.numbers:
+            with self.timed("environments"):
+                episodes.poll(wait=True)
+            if due := episodes.due():
+                running = self.begin_turns(episodes, due, options, version=version)
+                episodes.take(due, self.finish_turns(running))
+            ended |= episodes.take_complete()
+        kept = [ended[number] for number in numbers]
+        rows = tuple(row for one in kept for row in one.rows)
+        return self.put_completions(PackedBatch.concat([one.batch for one in kept]), rows)
+
+    def put_completions(self, batch: PackedBatch, rows: Sequence[Completion]) -> Completions:
+        """Put completions into the stores of the actor's processes.
+
+        Args:
+            batch: The documents.
+            rows: The completions.
+        """
+        ref = self.group.data.put(batch, role="actor")
+        return Completions(ref=ref.without_groups().with_prefixes(prefixes_of(rows)), rows=tuple(rows))
+
     def submit(self, rows: Sequence[Completion]) -> tuple[PendingScores | None, ...]:
         """Begin to judge completions, if completions are judged."""
         return () if self.rewards is None else (self.rewards.submit(rows),)
@@ -269,13 +418,16 @@ class Phases:
                     versions=tuple(sorted({*makers.unique_consecutive().tolist()} - {-1})),
                 )
             )
-        if versions is not None and (others := {made for row in rows for made in row.versions} - {*versions}):
+        self._check_versions({made for row in rows for made in row.versions}, versions)
+        self.tokens["rollout"] = self.tokens.get("rollout", 0) + sum(len(row.tokens) for row in rows)
+        return Completions(ref=ref.without_groups(), rows=tuple(rows))
+
+    def _check_versions(self, makers: set[int], versions: range | None) -> None:
+        if versions is not None and (others := makers - {*versions}):
             raise ModelError(
                 f"tokens were made by version {min(others)} of the weights, but {_named(versions)} was asked for; the generator has "
                 "changed its weights on its own"
             )
-        self.tokens["rollout"] = self.tokens.get("rollout", 0) + sum(len(row.tokens) for row in rows)
-        return Completions(ref=ref.without_groups(), rows=tuple(rows))
 
     # ---- score -------------------------------------------------------------------------------------------------------
 
@@ -315,6 +467,10 @@ class Phases:
         (completions,) = self.ask_reward_model([completions])
         with self.timed("reward_wait"):
             rows, counts = self.reward_runner.result(completions.rows, completions.pending, completions.model_scores)
+        for row in rows:
+            if row.episode is not None and row.episode.failure:
+                name = f"{row.episode.failure}/environment"
+                counts[name] = counts.get(name, 0.0) + 1.0
         if completions.baselines is not None:
             greedy, failed = self.collect_rewards(completions.baselines)
             for name, count in failed.items():

@@ -1,19 +1,25 @@
 """The prompts of a run, in the order of its tickets."""
 
+import json
 from dataclasses import dataclass
+from typing import Any
 
-from ...engine.errors import ConfigError
+from ...engine.errors import ConfigError, DataError
 from ...engine.hf.config import read_config
+from ...engine.hf.generation import end_tokens
 from ...engine.hf.shape import context_of
 from ...engine.hf.tokenizer import load_tokenizer
 from ...generation.memory import PAGE_TOKENS_CUDA
 from ..config.rl import REWARD_MODEL, RLConfig
+from ..data.continuation import Continuation
 from ..data.dataset import Budget, micro_batch_budget
 from ..data.media import MediaReader
 from ..data.order import BatchOrder, Sampler
 from ..data.prompts import Prompt, PromptSet, empty_fields, load_prompts
 from ..data.tokenize import cache_folder
+from ..data.turn_ends import TurnEnds
 from ..data.vocabulary import check_same_vocabulary
+from .environments import start_pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,18 +71,78 @@ def load_data(config: RLConfig) -> Prompts:
             setting=f"the {positions} positions of {model.path} (max_position_embeddings) less one for an answer",
         )
     media = MediaReader.of(config.model, data, tokenizer, cache_folder(data))
-    train = load_prompts(data.train, tokenizer, data, budget, training=True, media=media)
+    variables = template_variables_of(config)
+    if variables.get("tools") and not tokenizer.chat_template:
+        raise ConfigError(
+            f"rollout.environment={config.rollout.environment} has tools, which a chat template tells the policy about, but the model's tokenizer has "
+            "none; set model.chat_template=FILE"
+        )
+    train = load_prompts(data.train, tokenizer, data, budget, training=True, media=media, variables=variables)
     sampler = Sampler(train.sizes, weights=data.weights, seed=data.seed, shuffle=data.shuffle)
     prompts = Prompts(
         train=train,
         order=BatchOrder(sampler, batch_size=data.batch_size, digest=lambda: train.digest),
-        held_out=load_prompts(data.eval, tokenizer, data, budget, training=False, media=media) if data.eval else None,
+        held_out=load_prompts(data.eval, tokenizer, data, budget, training=False, media=media, variables=variables)
+        if data.eval
+        else None,
     )
+    if config.rollout.environment is not None and (with_media := [one for part in prompts.sets for one in part if one.media]):
+        raise ConfigError(
+            f"{with_media[0].name} has media, which rollout.environment={config.rollout.environment} does not take; leave such prompts out, or train "
+            "without an environment"
+        )
     fields = empty_fields(prompts.sets)
     for one in prompts.sets:
         one.check_media(config.rollout.generator, media)
         one.set_media_fields(fields)
     return prompts
+
+
+def template_variables_of(config: RLConfig) -> dict[str, Any]:
+    """Return the variables of the chat template: those of the settings, and the tools of the environment.
+
+    Raises:
+        ConfigError: The environment cannot be built.
+    """
+    variables = dict(config.data.chat_template_kwargs)
+    if config.rollout.environment is None:
+        return variables
+    tools = _tools(config.rollout.environment, json.dumps(config.environment.settings, sort_keys=True, default=str), config)
+    return {**variables, "tools": tools} if tools else variables
+
+
+_TOOLS: dict[tuple[str, str], list[dict[str, Any]]] = {}
+
+
+def _tools(name: str, settings: str, config: RLConfig) -> list[dict[str, Any]]:
+    # A run asks twice: to load its prompts, and when it is opened.
+    if (name, settings) not in _TOOLS:
+        with start_pool(config, 1) as pool:
+            _TOOLS[name, settings] = pool.describe()
+    return _TOOLS[name, settings]
+
+
+def continuation_of(config: RLConfig, tokenizer: Any) -> Continuation | None:
+    """Return what the chat template writes behind the turns of an environment; None without one of the two.
+
+    Args:
+        config: The run's settings.
+        tokenizer: The tokenizer of the policy.
+
+    Raises:
+        ConfigError: The environment has tools, but the template does not say what follows their calls.
+    """
+    if config.rollout.environment is None or not tokenizer.chat_template:
+        return None
+    variables = template_variables_of(config)
+    continuation = Continuation(tokenizer, TurnEnds.of(tokenizer, end_tokens(config.model)), variables)
+    if tools := variables.get("tools"):
+        name = tools[0]["function"]["name"]
+        try:
+            continuation.tokens([{"role": "tool", "tool_call_id": "call00000", "name": name, "content": "0"}], 0)
+        except DataError as e:
+            raise ConfigError(f"rollout.environment={config.rollout.environment} has tools, but {e}") from e
+    return continuation
 
 
 def prompt_budget(config: RLConfig) -> Budget:
@@ -86,13 +152,15 @@ def prompt_budget(config: RLConfig) -> Budget:
         ConfigError: No prompt would fit.
     """
     usable, budget = micro_batch_budget(config.engine, infers=True)
-    room = usable - config.rollout.max_tokens
+    room = usable - config.max_answer_tokens
+    setting = f"rollout.max_tokens={config.rollout.max_tokens}"
+    if config.rollout.environment is not None:
+        setting = f"environment.max_tokens={config.max_answer_tokens}"
     if room < 1:
         raise ConfigError(
-            f"rollout.max_tokens={config.rollout.max_tokens} leaves no room for a prompt in {budget.setting}, which a prompt and its answer "
-            "have to fit into together; raise the latter"
+            f"{setting} leaves no room for a prompt in {budget.setting}, which a prompt and its answer have to fit into together; raise the latter"
         )
-    return Budget(tokens=room, setting=f"{budget.setting} less rollout.max_tokens={config.rollout.max_tokens}")
+    return Budget(tokens=room, setting=f"{budget.setting} less {setting}")
 
 
 def most_tokens(config: RLConfig, prompts: Prompts) -> int:
@@ -107,5 +175,5 @@ def most_tokens(config: RLConfig, prompts: Prompts) -> int:
         sizes.append((prompts.held_out, len(prompts.held_out) * config.rl.eval_samples))
     completions = min(config.rollout.max_batch_size, max(count for _, count in sizes))
     # One token more than these, and whole pages, as `continuous` reserves them.
-    tokens = max(part.longest for part, _ in sizes) + config.rollout.max_tokens + 1
+    tokens = max(part.longest for part, _ in sizes) + config.max_answer_tokens + 1
     return completions * -(-tokens // PAGE_TOKENS_CUDA) * PAGE_TOKENS_CUDA

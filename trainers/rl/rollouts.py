@@ -1,16 +1,15 @@
 """Answers tickets with the generator: with K > 0 while the other roles go on, for which the generator has processes of its own."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
 from ...engine.errors import WorkerLostError
-from ...engine.packing.batch import PackedBatch
 from ..config.rl import RLConfig
-from .completions import Completion, Completions, prefixes_of, split
+from .completions import Completions, split
 from .kept_completions import KeptCompletions
-from .phases import Phases, RunningRollout
+from .phases import Phases, RunningRollout, RunningTurns
 from .prompts import Prompts
 from .roles import held_versions
 from .tickets import Tickets
@@ -46,7 +45,7 @@ class Rollouts:
         self._swaps = config.rl.swap_at == "token"
         self._deaths = 0
         """How often in a row the generator's processes have been started again, without an answer in between."""
-        self._running: RunningRollout | None = None
+        self._running: RunningRollout | RunningTurns | None = None
         self._answered: dict[int, Completions] = {}
         """The completions of tickets that were not consumed yet, whose rewards are being computed."""
         self._kept: dict[int, KeptCompletions] = {}
@@ -121,6 +120,7 @@ class Rollouts:
             return
         with self._no_advance():
             with self._replacing_generator():
+                assert isinstance(self._running, RunningRollout)
                 completions = self._phases.finish_rollout(self._running)
                 if self._is_apart:
                     completions = self._moved(completions)
@@ -177,14 +177,10 @@ class Rollouts:
                 complete += rows
         if not complete:
             return completions.select([])
-        moved = self._put(batch.select(complete), [completions.rows[row] for row in complete])
+        moved = self._phases.put_completions(batch.select(complete), [completions.rows[row] for row in complete])
         if greedy is None or greedy_batch is None:
             return moved
-        return replace(moved, baselines=self._put(greedy_batch, greedy.rows))
-
-    def _put(self, batch: PackedBatch, rows: Sequence[Completion]) -> Completions:
-        ref = self._phases.group.data.put(batch, role="actor")
-        return Completions(ref=ref.without_groups().with_prefixes(prefixes_of(rows)), rows=tuple(rows))
+        return replace(moved, baselines=self._phases.put_completions(greedy_batch, greedy.rows))
 
     # ---- the trainer -----------------------------------------------------------------------------------------------------
 
@@ -194,7 +190,7 @@ class Rollouts:
         Args:
             count: How many tickets at most. Without K they are all generated before this returns.
         """
-        while self.tickets.next is None or (not self._overlaps and self.tickets.waiting):
+        while self.tickets.next is None or (not self._overlaps and (self.tickets.waiting or self.tickets.running)):
             self._begin()
             self._finish()
         if self._overlaps:
@@ -290,13 +286,12 @@ class Rollouts:
         group, pool = self._phases.group, self._phases.roles.specs["rollout"].pool
         if not self._is_apart:
             raise error
+        self._drop_call()
         self._running, self._verified = None, None
-        for ticket in self.tickets.running:
-            self.tickets.give_back(ticket.number)
         sent = self.tickets.version - (self._unsent is not None)
         # Weights that were on their way are sent then, before any ticket asks for them; what only they follow is not kept any more.
         newest = {sent} if self._unsent is None else set()
-        old = () if self._swaps else self.tickets.waiting
+        old = () if self._swaps else (*self.tickets.waiting, *self.tickets.running)
         needed = sorted({*newest, *(ticket.version for ticket in old if ticket.version <= sent)})
         while True:
             if {*group.lost_pools} != {pool} or self._deaths >= self._config.rollout.restarts:
@@ -316,6 +311,11 @@ class Rollouts:
             except WorkerLostError as e:
                 error = e
 
+    def _drop_call(self) -> None:
+        """Note that the running call has answered nothing."""
+        for ticket in self.tickets.running:
+            self.tickets.give_back(ticket.number)
+
     # ---- saving ----------------------------------------------------------------------------------------------------------
 
     def kept(self) -> dict[int, KeptCompletions]:
@@ -330,5 +330,5 @@ class Rollouts:
         """Take over the completions of a checkpoint, whose tickets have their answers already."""
         self._kept = dict(kept)
         for number, one in kept.items():
-            completions = self._put(one.batch, one.rows)
+            completions = self._phases.put_completions(one.batch, one.rows)
             self._answered[number] = replace(completions, pending=self._phases.submit(one.rows))

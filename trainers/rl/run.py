@@ -22,6 +22,7 @@ from .bundle import StepBundles
 from .checkpoints import RunCheckpoints
 from .collect import Collector
 from .completions import Completion
+from .episode_rollouts import EpisodeRollouts
 from .evaluation import evaluate
 from .kept_completions import from_bytes, to_bytes
 from .metrics import PANELS, RLLines, RLSummary, shown
@@ -67,7 +68,8 @@ class RLRun(TrainingRun):
         self._bundles = StepBundles(self.phases)
 
     def _rollouts(self, tickets: Tickets) -> Rollouts:
-        return Rollouts(self.phases.config, self.phases, self.prompts, tickets)
+        answers = Rollouts if self.phases.config.rollout.environment is None else EpisodeRollouts
+        return answers(self.phases.config, self.phases, self.prompts, tickets)
 
     @property
     def checkpoint_root(self) -> str:

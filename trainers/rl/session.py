@@ -12,8 +12,10 @@ from ..loop.ranks import TrainerRanks, process_group
 from .adaptive import Adaptive
 from .algorithms import Algorithm
 from .correction import resolve_importance
+from .environments import environment_pool
 from .memory_manager import MemoryManager
 from .phases import Phases
+from .prompts import continuation_of
 from .reward_runner import RewardRunner
 from .roles import Roles, start_group
 from .state import GroupStates, is_random
@@ -67,10 +69,13 @@ def open_phases(
         if reward_runner is not None:
             opened.callback(reward_runner.close)
             reward_runner.check(prompts)
+        generates = only is None or "rollout" in only
+        environments = opened.enter_context(environment_pool(config, ranks)) if generates else None
         group = opened.enter_context(start_group(config, roles))
         config = resolve_importance(config, group)
         memory_manager = MemoryManager(GroupStates(group, config), offload_to=config.group.offload)
         memory_manager.log_plan()
+        tokenizer = load_tokenizer(config.model)
         yield Phases(
             config=config,
             algorithm=algorithm,
@@ -78,7 +83,9 @@ def open_phases(
             ranks=ranks,
             group=group,
             rewards=reward_runner,
-            tokenizer=load_tokenizer(config.model),
+            tokenizer=tokenizer,
+            environments=environments,
+            continuation=continuation_of(config, tokenizer) if generates else None,
             memory_manager=memory_manager,
             adaptive=Adaptive(config.rl, algorithm),
             is_random="actor" in group.roles

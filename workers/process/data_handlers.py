@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ...engine.cancellation import cancellable
 from ...engine.errors import BatchError
-from ...engine.ops.expert_routes import FREE, ROUTED_EXPERTS
 from ...engine.packing.batch import PackedBatch
-from ...generation.result import Generation
+from ...generation.result import Generation, to_batch
 from ..data_plane.links import Links
 from ..data_plane.plan import MEDIA, Column
 from ..data_plane.samples import batch_of, column_of, columns_of
@@ -57,7 +56,7 @@ def generate(worker: ModelWorker, request: c.Generate) -> c.GenerateOk:
     if request.wants_result or not all(isinstance(g, Generation) for _, _, g in answers):
         return c.GenerateOk(result=result)
     prompts = dict(zip(request.rows, request.ids, strict=True))
-    batch = _documents([g for _, _, g in answers])
+    batch = to_batch([g for _, _, g in answers])
     if any(key.startswith(MEDIA) for key in request.fields):
         # What a prompt has belongs to each of its completions.
         with_prompts = batch_for(worker, request)
@@ -73,30 +72,6 @@ def generate(worker: ModelWorker, request: c.Generate) -> c.GenerateOk:
         fields={name: column for name, (column, _) in fields.items()},
         # Unlike those of other calls: responses of several calls may become one batch.
         group_ids=[(request.version << 32) + row for row, _, _ in answers],
-    )
-
-
-def _documents(answers: Sequence[Generation]) -> PackedBatch:
-    """Return prompts with their responses, as a batch in which the responses are supervised."""
-    from ...engine.packing.convert import from_lists
-
-    # What belongs to a token is stored where the token is predicted.
-    batch = from_lists(
-        [[*g.prompt, *g.response] for g in answers],
-        supervised=[[False] * len(g.prompt) + [True] * len(g.response) for g in answers],
-        token_fields={"rollout_log_probs": [[0.0] * (len(g.prompt) - 1) + [*g.log_probs, 0.0] for g in answers]},
-    )
-    if known := [g.routed_experts for g in answers if g.routed_experts is not None]:
-        # An answer that was aborted may have none.
-        unknown = known[0].new_full((1, *known[0].shape[1:]), FREE)
-        routes = [
-            unknown.expand(len(g.prompt) + len(g.response), -1, -1) if g.routed_experts is None else g.routed_experts
-            for g in answers
-        ]
-        batch = batch.with_fields(**{ROUTED_EXPERTS: torch.cat(routes)})
-    versions = [v for g in answers for v in [*[-1] * (len(g.prompt) - 1), *(g.versions or [-1] * len(g.response)), -1]]
-    return batch.with_fields(versions=torch.tensor(versions, dtype=torch.int64)).with_sequence_fields(
-        finished=torch.tensor([g.finished for g in answers], dtype=torch.bool)
     )
 
 

@@ -130,7 +130,7 @@ class RolloutWorker:
             version: The version that the weights must have; None accepts any. If it is held, see `RolloutConfig.held_versions`, the generator
                 goes over to it, and those before it are dropped.
             columns: `number`: a number for each prompt instead of that in the batch. `begun`: its responses of a call that was cancelled, or None;
-                see `BaseGenerator.generate`.
+                `first_samples`: the number of its first response; `max_tokens`: the most tokens of each response. See `BaseGenerator.generate`.
 
         Raises:
             ModelError: The weights are of another version.
@@ -146,8 +146,7 @@ class RolloutWorker:
         if isinstance(prompts, PackedBatch) and prompts.media:
             media = [_media_of(prompts, i) for i in range(prompts.num_sequences)]
         more: dict[str, Any] = {} if media is None else {"media": media}
-        if columns is not None and "begun" in columns:
-            more["begun"] = columns["begun"]
+        more |= {name: values for name, values in (columns or {}).items() if name in ("begun", "first_samples", "max_tokens")}
         return self.generator.generate([[int(token) for token in ids] for ids in token_ids], options, rows, **more)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int | None = None) -> None:

@@ -1,0 +1,1 @@
+"""What a policy acts in: environments, and the processes that run them."""

@@ -1,0 +1,191 @@
+"""The interface of environments: what a policy acts in, turn by turn. Imports no torch.
+
+    reset(row)  ->  what the policy reads first, if that is not the row's prompt
+    step(turn)  ->  what it reads next, or the end
+
+A policy is given tokens and writes tokens. What it has written stays as it is: an environment returns only what comes behind it, as messages,
+which the chat template renders, or as tokens.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from ..engine.errors import DrivetrainError
+
+
+class EnvironmentResultError(DrivetrainError):
+    """An environment returned something that it must not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeRow:
+    """What an episode is about.
+
+    Args:
+        prompt: The prompt of the row: a text, or the messages of a chat.
+        columns: The other columns of the row, by name.
+        seed: A number for whatever the environment draws, so that another run draws the same.
+    """
+
+    prompt: str | Sequence[Mapping[str, Any]]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What the policy has written in a turn.
+
+    Args:
+        number: The number of the turn in its episode, from 0.
+        tokens: Its token ids, with the one that ended it.
+        text: Its text, without special tokens.
+        finished: Whether the policy has ended it, and not the limit of its length.
+    """
+
+    number: int
+    tokens: Sequence[int]
+    text: str
+    finished: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What the policy reads next: messages or tokens.
+
+    Args:
+        messages: Messages, each with `role` and `content`, which the chat template renders behind what the policy has written.
+        tokens: Token ids, which are put there as they are.
+        reward: The reward of the turn before it, if it has one.
+    """
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    tokens: Sequence[int] | None = None
+    reward: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """The end of an episode.
+
+    Args:
+        reward: The reward of the last turn, if it has one.
+        metrics: Numbers that are averaged over the episodes of a step.
+    """
+
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(ABC):
+    """An environment of one episode: there is an instance for each. `reset` and `step` may be coroutines.
+
+    They run in processes of their own, many instances in each, and whatever they raise is a failure of the environment: the episode is left out
+    and counted, and never has a reward. What instances share, such as an index, is best made once, by a cached function.
+    """
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that the chat template tells the policy about, as JSON schemas."""
+        return ()
+
+    def reset(self, row: EpisodeRow) -> Any:
+        """Begin the episode.
+
+        Args:
+            row: What it is about.
+
+        Returns:
+            None if the policy reads the row's prompt first; otherwise an `Observation` instead of that.
+        """
+        return None
+
+    @abstractmethod
+    def step(self, turn: Turn) -> Any:
+        """Answer what the policy has written.
+
+        Args:
+            turn: What it has written.
+
+        Returns:
+            An `Observation`, or `Done`.
+        """
+
+    def close(self) -> None:
+        """Free what the episode holds. Called once, also after errors."""
+        return None
+
+
+def check_first(result: Any) -> Observation | None:
+    """Return what `reset` has returned.
+
+    Raises:
+        EnvironmentResultError: It is neither None nor an observation, or one that cannot be used.
+    """
+    if result is None:
+        return None
+    if not isinstance(result, Observation):
+        raise EnvironmentResultError(f"reset returned {_described(result)}; it must be None, or an Observation")
+    if result.reward is not None:
+        raise EnvironmentResultError(
+            f"reset returned an Observation with reward={result.reward}, before any turn; leave it out"
+        )
+    _check_observation(result, "reset")
+    return result
+
+
+def check_next(result: Any) -> Observation | Done:
+    """Return what `step` has returned.
+
+    Raises:
+        EnvironmentResultError: It is neither an observation nor the end, or one that cannot be used.
+    """
+    if not isinstance(result, Observation | Done):
+        raise EnvironmentResultError(f"step returned {_described(result)}; it must be an Observation, or Done")
+    reward = result.reward
+    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward)):
+        raise EnvironmentResultError(f"step returned reward={reward!r:.40}; it must be a finite number, or None")
+    if isinstance(result, Observation):
+        _check_observation(result, "step")
+    else:
+        for name, value in result.metrics.items():
+            if isinstance(value, str) or not isinstance(value, Real):
+                raise EnvironmentResultError(f"step returned Done with metrics[{name!r}]={value!r:.40}; they must be numbers")
+    return result
+
+
+def _check_observation(observation: Observation, method: str) -> None:
+    tokens, messages = observation.tokens, observation.messages
+    if (tokens is None) == (not messages):
+        raise EnvironmentResultError(
+            f"{method} returned an Observation with {'neither' if tokens is None else 'both'} messages and tokens"
+        )
+    if tokens is not None and (
+        isinstance(tokens, str) or not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
+    ):
+        raise EnvironmentResultError(
+            f"{method} returned an Observation with tokens={tokens!r:.40}; they must be token ids: give a text as messages"
+        )
+    if isinstance(messages, str | Mapping):
+        raise EnvironmentResultError(
+            f"{method} returned an Observation with messages={messages!r:.40}; they must be a list of role and content"
+        )
+    for message in messages:
+        if (
+            not isinstance(message, Mapping)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(message.get("content"), str)
+        ):
+            raise EnvironmentResultError(
+                f"{method} returned an Observation with the message {message!r:.60}; it needs a role and a content, both texts"
+            )
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, str):
+        return f"the text {result!r:.40}, which nobody has said how to render: give Observation(messages=[...])"
+    return "None" if result is None else f"a {type(result).__name__}"

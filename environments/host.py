@@ -1,0 +1,144 @@
+"""A process that runs the environments of many episodes at the same time. Imports no torch.
+
+Coroutines share an event loop, and other methods run in threads, so that an episode which waits, for a network or a program, holds up no other.
+"""
+
+import asyncio
+import inspect
+import pickle
+import resource
+import traceback
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..engine.errors import ConfigError
+from ..engine.parallel.fork_pool import import_program
+from ..engine.parallel.fork_server import Messages
+from .environment import Environment, EnvironmentResultError, EpisodeRow, Turn, check_first, check_next
+from .registry import build_environment
+
+THREADS = 256
+"""How many methods may run in a process at the same time."""
+
+EpisodeKey = Hashable
+CallKind = Literal["describe", "reset", "step", "close"]
+ReplyKind = Literal["value", "settings", "invalid", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCall:
+    """A call of the environment of an episode.
+
+    Args:
+        key: The episode.
+        kind: The method; `describe` builds an environment and returns its tools, without an episode.
+        argument: Its argument.
+    """
+
+    key: EpisodeKey
+    kind: CallKind
+    argument: EpisodeRow | Turn | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostReply:
+    """What has become of a call.
+
+    Args:
+        key: The episode.
+        kind: `value`; `settings`, if the environment cannot be built; `invalid`, if it returned something that it must not; or `error`.
+        value: What it returned, or what went wrong.
+        trace: The traceback of an error.
+    """
+
+    key: EpisodeKey
+    kind: ReplyKind
+    value: Any
+    trace: str = ""
+
+
+def serve_one(messages: Messages) -> None:
+    """Run environments until the pool is closed or its program has ended."""
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        try:
+            preparation, start = messages.receive()
+            import_program(preparation)
+            location, settings, memory = pickle.loads(start)
+            # Private memory; a limit of the address space would count what is only reserved.
+            resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+        except BaseException as e:  # of the program, or its end, when it is imported
+            messages.send(f"{type(e).__name__}: {e}")
+            return
+        messages.send("")
+        asyncio.run(_Host(messages, location, settings).serve())
+
+
+class _Host:
+    """Runs environments.
+
+    Args:
+        messages: The messages from and to the pool.
+        location: The class of the environments, as `module:class`.
+        settings: The arguments of its constructor.
+    """
+
+    def __init__(self, messages: Messages, location: str, settings: Mapping[str, Any]) -> None:
+        self._messages, self._location, self._settings = messages, location, settings
+        self._environments: dict[EpisodeKey, Environment] = {}
+        self._threads = ThreadPoolExecutor(THREADS)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Make the calls that come."""
+        loop = asyncio.get_running_loop()
+        # A thread of its own, for which there is always room.
+        reader = ThreadPoolExecutor(1)
+        try:
+            while True:
+                call = await loop.run_in_executor(reader, self._messages.receive)
+                task = asyncio.create_task(self._answer(call))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        finally:
+            # Threads that never end would be waited for.
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _answer(self, call: HostCall) -> None:
+        try:
+            reply = HostReply(key=call.key, kind="value", value=await self._call(call))
+            data = pickle.dumps(reply)
+        except Exception as e:  # of the environment; sent to the pool
+            data = pickle.dumps(_failed(call.key, e))
+        self._messages.send_bytes(data)
+
+    async def _call(self, call: HostCall) -> Any:
+        if call.kind == "describe":
+            environment = await self._run(self._build)
+            return [dict(schema) for schema in environment.tools]
+        if call.kind == "close":
+            closed = self._environments.pop(call.key, None)
+            return None if closed is None else await self._run(closed.close)
+        if call.kind == "reset":
+            self._environments[call.key] = await self._run(self._build)
+            return check_first(await self._run(self._environments[call.key].reset, call.argument))
+        return check_next(await self._run(self._environments[call.key].step, call.argument))
+
+    def _build(self) -> Environment:
+        return build_environment(self._location, self._settings)
+
+    async def _run(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        if inspect.iscoroutinefunction(method):
+            return await method(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, method, *arguments)
+
+
+def _failed(key: EpisodeKey, error: Exception) -> HostReply:
+    trace = traceback.format_exc()
+    if isinstance(error, EnvironmentResultError):
+        return HostReply(key=key, kind="invalid", value=str(error), trace=trace)
+    if isinstance(error, ConfigError):
+        return HostReply(key=key, kind="settings", value=str(error), trace=trace)
+    return HostReply(key=key, kind="error", value=f"{type(error).__name__}: {error}", trace=trace)

@@ -1,0 +1,337 @@
+"""The processes that run environments, each of which can be killed. Imports no torch."""
+
+import logging
+import os
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Literal, Self
+
+from ..engine.errors import ConfigError, DrivetrainError
+from ..engine.parallel.fork_pool import LOAD_S, is_importing_program, program_to_import
+from ..engine.parallel.fork_server import ForkedProcess, ForkServer, ProcessEndedError
+from .environment import EpisodeRow, Turn
+from .host import EpisodeKey, HostCall, HostReply
+
+log = logging.getLogger(__name__)
+
+MIB = 2**20
+_HOST = f"{__name__.rpartition('.')[0]}.host"
+_SEND_S = 60.0
+"""For how many seconds a process may take to read a call, or to send a reply that has begun."""
+_DESCRIBE = "describe"
+
+FailureKind = Literal["error", "invalid", "timeout", "lost"]
+FAILURE_KINDS: tuple[FailureKind, ...] = ("error", "invalid", "timeout", "lost")
+
+
+class EnvironmentFailure(DrivetrainError):
+    """An environment has failed, by no fault of the policy.
+
+    Args:
+        kind: `error`, if it raised one; `invalid`, if it returned something that it must not; `timeout`, if a call took too long; `lost`, if its
+            process ended.
+        message: What has happened.
+    """
+
+    def __init__(self, kind: FailureKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class EnvironmentPool:
+    """Runs the environments of episodes, in processes of their own, with limits on time and memory. Use it with `with`, or close it.
+
+    An episode stays in its process. If a call takes too long, its episode has failed, and the process, which may never end it, gets no new
+    episodes and is killed when the others in it have ended. If a process ends, all its episodes have failed.
+
+    Args:
+        location: The class of the environments, as `module:class`.
+        settings: The arguments of its constructor.
+        workers: The number of processes.
+        timeout_s: For how many seconds a call may run.
+        memory_mb: How much memory a process may have for data, in MiB.
+
+    Raises:
+        ConfigError: This is a process that imports the program of a run.
+    """
+
+    def __init__(
+        self,
+        location: str,
+        settings: Mapping[str, Any],
+        *,
+        workers: int = 4,
+        timeout_s: float = 60.0,
+        memory_mb: int = 4096,
+    ) -> None:
+        if is_importing_program():
+            raise ConfigError(
+                "a process of environments imports this program, which must start its run under if __name__ == '__main__':"
+            )
+        self._location, self._workers, self._timeout_s = location, workers, timeout_s
+        self._start = (program_to_import(_HOST), pickle.dumps((location, dict(settings), memory_mb * MIB)))
+        self._lock = threading.Lock()
+        self._server = ForkServer(_HOST, _HOST)
+        self._hosts: list[_HostThread] = []
+        self._host_of: dict[EpisodeKey, _HostThread] = {}
+        self._closed = False
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Build an environment in one of the processes, and return its tools.
+
+        Raises:
+            ConfigError: It cannot be built.
+        """
+        try:
+            tools: list[dict[str, Any]] = self._submit(HostCall(key=_DESCRIBE, kind="describe"), LOAD_S).result()
+        except EnvironmentFailure as e:
+            raise ConfigError(f"the environment {self._location} cannot be built: {e}") from e
+        finally:
+            self.close_episode(_DESCRIBE)
+        return tools
+
+    def reset(self, key: EpisodeKey, row: EpisodeRow) -> "Future[Any]":
+        """Begin an episode.
+
+        Args:
+            key: Its key, which no other has had.
+            row: What it is about.
+
+        Returns:
+            What `reset` of the environment returns; or an `EnvironmentFailure`, or a ConfigError if it cannot be built.
+        """
+        return self._submit(HostCall(key=key, kind="reset", argument=row), self._timeout_s)
+
+    def step(self, key: EpisodeKey, turn: Turn) -> "Future[Any]":
+        """Let an environment answer a turn.
+
+        Args:
+            key: The episode.
+            turn: What the policy has written.
+
+        Returns:
+            What `step` of the environment returns; or an `EnvironmentFailure`.
+        """
+        return self._submit(HostCall(key=key, kind="step", argument=turn), self._timeout_s)
+
+    def close_episode(self, key: EpisodeKey) -> None:
+        """End an episode, if there is one."""
+        with self._lock:
+            host = self._host_of.pop(key, None)
+        if host is not None:
+            host.end(key)
+
+    def _submit(self, call: HostCall, timeout_s: float) -> "Future[Any]":
+        with self._lock:
+            if self._closed:
+                raise ConfigError("the pool of environments was closed")
+            host = self._host_of.get(call.key)
+            if host is None and call.kind != "step":
+                host = self._host_of[call.key] = self._choose()
+        if host is None:
+            outcome: Future[Any] = Future()
+            outcome.set_exception(EnvironmentFailure("lost", f"there is no episode {call.key}"))
+            return outcome
+        return host.submit(call, timeout_s)
+
+    def _choose(self) -> "_HostThread":
+        """Return the process that gets the next episode."""
+        self._hosts = [host for host in self._hosts if not host.is_over]
+        open_hosts = [host for host in self._hosts if not host.retired]
+        if len(open_hosts) < self._workers:
+            open_hosts.append(_HostThread(self._fork, self._start))
+            self._hosts.append(open_hosts[-1])
+        return min(open_hosts, key=lambda host: host.episodes)
+
+    def _fork(self) -> ForkedProcess:
+        with self._lock:
+            if self._closed:
+                raise ProcessEndedError(None)
+            if self._server.lost:
+                log.warning("the process that starts others for environments was lost and is replaced")
+                self._server.close()
+                self._server = ForkServer(_HOST, _HOST)
+            return self._server.fork()
+
+    def close(self) -> None:
+        """End all processes; calls that run have failed."""
+        with self._lock:
+            self._closed = True
+            hosts, self._hosts = self._hosts, []
+        self._server.close()
+        for host in hosts:
+            host.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _HostThread:
+    """A process with environments, and the thread that talks to it.
+
+    Args:
+        fork: Starts a process.
+        start: What it is sent first.
+    """
+
+    def __init__(self, fork: Any, start: tuple[Any, ...]) -> None:
+        self._fork, self._start = fork, start
+        self.retired = False
+        """Whether it gets no new episodes."""
+        self.is_over = False
+        """Whether the process has ended, or will take no more calls."""
+        self._reason = ""
+        self._lock = threading.Lock()
+        self._episodes: set[EpisodeKey] = set()
+        self._outgoing: deque[tuple[HostCall, float]] = deque()
+        self._outcomes: dict[EpisodeKey, Future[Any]] = {}
+        self._deadlines: dict[EpisodeKey, float] = {}
+        self._woken, self._wake = os.pipe2(os.O_NONBLOCK)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
+        self._thread.start()
+
+    @property
+    def episodes(self) -> int:
+        """The number of episodes in it."""
+        return len(self._episodes)
+
+    def submit(self, call: HostCall, timeout_s: float) -> "Future[Any]":
+        """Make a call; see `EnvironmentPool`."""
+        outcome: Future[Any] = Future()
+        with self._lock:
+            if self.is_over:
+                outcome.set_exception(EnvironmentFailure("lost", self._reason))
+                return outcome
+            self._episodes.add(call.key)
+            self._outcomes[call.key] = outcome
+            self._outgoing.append((call, timeout_s))
+            self._notify()
+        return outcome
+
+    def end(self, key: EpisodeKey) -> None:
+        """End an episode."""
+        with self._lock:
+            if self.is_over:
+                return
+            self._episodes.discard(key)
+            self._outcomes.pop(key, None)
+            self._deadlines.pop(key, None)
+            self._outgoing.append((HostCall(key=key, kind="close"), 0.0))
+            self._notify()
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._closing = True
+            if not self.is_over:
+                self._notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _notify(self) -> None:
+        # A full pipe wakes it as well.
+        with suppress(BlockingIOError):
+            os.write(self._wake, b"1")
+
+    # ---- in the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        process: ForkedProcess | None = None
+        reason = "the pool was closed"
+        try:
+            process = self._fork()
+            process.send(self._start, _SEND_S)
+            if reason := process.receive(LOAD_S):
+                reason = f"the program cannot be imported: {reason}"
+            else:
+                reason = self._serve(process)
+        except ProcessEndedError as e:
+            reason = f"its process ended ({e})"
+        except TimeoutError:
+            reason = "its process does not read"
+        finally:
+            if process is not None:
+                process.kill()
+            self._fail_all(reason)
+
+    def _serve(self, process: ForkedProcess) -> str:
+        """Pass on calls and replies; return why there will be no more."""
+        while True:
+            # Before what was written is looked at: what comes after that wakes the next waiting.
+            self._drain()
+            with self._lock:
+                calls, self._outgoing = list(self._outgoing), deque()
+                if self._closing:
+                    return "the pool was closed"
+                if self.retired and not self._episodes:
+                    return "it was retired"
+            for call, timeout_s in calls:
+                process.send(call, _SEND_S)
+                if call.kind != "close":
+                    with self._lock:
+                        if call.key in self._outcomes:
+                            self._deadlines[call.key] = time.monotonic() + timeout_s
+            state = process.wait(self._until_deadline(), self._woken)
+            if state == "ended":
+                raise ProcessEndedError(process.kill())
+            if state == "message":
+                self._take(process.receive(_SEND_S))
+            self._expire()
+
+    def _until_deadline(self) -> float | None:
+        with self._lock:
+            return max(0.0, min(self._deadlines.values()) - time.monotonic()) if self._deadlines else None
+
+    def _drain(self) -> None:
+        with suppress(BlockingIOError):
+            while os.read(self._woken, 65536):
+                continue
+
+    def _take(self, reply: HostReply) -> None:
+        with self._lock:
+            outcome = self._outcomes.pop(reply.key, None)
+            self._deadlines.pop(reply.key, None)
+        if outcome is None:
+            # The episode has ended: this is a late reply, or that of its `close`.
+            if reply.kind != "value":
+                log.warning("the environment of an episode that has ended: %s", reply.value)
+            return
+        if reply.kind == "value":
+            outcome.set_result(reply.value)
+        elif reply.kind == "settings":
+            outcome.set_exception(ConfigError(str(reply.value)))
+        else:
+            error = EnvironmentFailure(reply.kind, str(reply.value))
+            error.add_note(reply.trace)
+            outcome.set_exception(error)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            late = [key for key, deadline in self._deadlines.items() if deadline <= now]
+            outcomes = [self._outcomes.pop(key) for key in late]
+            for key in late:
+                del self._deadlines[key]
+                self._episodes.discard(key)
+            self.retired |= bool(late)
+        for outcome in outcomes:
+            outcome.set_exception(EnvironmentFailure("timeout", "the call took too long (environment.timeout_s)"))
+
+    def _fail_all(self, reason: str) -> None:
+        with self._lock:
+            self.is_over, self._reason = True, reason
+            outcomes, self._outcomes = list(self._outcomes.values()), {}
+            self._episodes.clear()
+            os.close(self._woken)
+            os.close(self._wake)
+        for outcome in outcomes:
+            outcome.set_exception(EnvironmentFailure("lost", reason))

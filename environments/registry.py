@@ -1,0 +1,51 @@
+"""Names of environments. Imports no torch.
+
+A third party adds its own through the entry-point group `drivetrain.environments`, or names it as `module:class`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..engine.errors import ConfigError
+from ..rewards.registry import Locations
+from .environment import Environment
+
+_PACKAGE = __name__.rpartition(".")[0]
+
+ENVIRONMENTS = Locations(
+    kind="environment",
+    setting="rollout.environment",
+    attribute="class",
+    group="drivetrain.environments",
+    named={
+        "single_turn": f"{_PACKAGE}.single_turn:SingleTurnEnvironment",
+        "calculator": f"{_PACKAGE}.calculator:CalculatorEnvironment",
+        "python": f"{_PACKAGE}.python_tool:PythonEnvironment",
+        "search": f"{_PACKAGE}.search:SearchEnvironment",
+    },
+)
+"""The environments that have a name."""
+
+
+def build_environment(location: str, settings: Mapping[str, Any]) -> Environment:
+    """Build the environment of an episode.
+
+    Args:
+        location: The class, as `module:class`, or a function that returns an instance.
+        settings: The arguments of its constructor.
+
+    Raises:
+        ConfigError: It cannot be imported, is no environment, or does not take these settings.
+    """
+    factory = ENVIRONMENTS.load(location)
+    if not callable(factory):
+        raise ConfigError(f"the environment {location} is a {type(factory).__name__}; it must be a subclass of Environment")
+    try:
+        environment = factory(**settings)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"the environment {location} does not take environment.settings={dict(settings)!r:.200}: {e}") from e
+    if not isinstance(environment, Environment):
+        raise ConfigError(
+            f"the environment {location} makes a {type(environment).__name__}; it must be a subclass of Environment"
+        )
+    return environment

@@ -1,0 +1,165 @@
+"""A search over a local corpus as a tool: by words, ranked by BM25. Imports no torch."""
+
+import fcntl
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..engine.errors import ConfigError
+from .tools import ToolEnvironment, text_argument, tool
+
+_WORD = re.compile(r"\w+", re.UNICODE)
+_MOST_WORDS = 64
+"""The number of words of a query that are looked for."""
+_FORMAT = 1
+"""The version of the index files."""
+
+
+class SearchEnvironment(ToolEnvironment):
+    """The policy may call `search`, with a query.
+
+    Args:
+        corpus: A jsonl file with a document in each line: `text`, and perhaps `title`.
+        index: The file of the index, which is made when it is missing or the corpus has changed; empty: beside the corpus.
+        results: The number of documents that a query returns.
+        characters: The length of each, from its beginning.
+        limits: As for `ToolEnvironment`.
+
+    Raises:
+        ConfigError: The corpus cannot be read, or the index cannot be written.
+    """
+
+    def __init__(self, *, corpus: str, index: str = "", results: int = 3, characters: int = 600, **limits: int) -> None:
+        super().__init__(**limits)
+        if results < 1 or characters < 1:
+            raise ConfigError(f"results={results} and characters={characters}; they must be at least 1")
+        self._corpus = CorpusIndex(Path(corpus), Path(index or f"{corpus}.index"))
+        self._results, self._characters = results, characters
+        self._corpus.prepare()
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """The search."""
+        return (tool("search", "Search the corpus by words.", query="the words"),)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Return the best documents."""
+        rows = self._corpus.search(text_argument(arguments, "query"), self._results)
+        if not rows:
+            return "nothing was found"
+        return "\n\n".join(
+            f"[{i}] {title}\n{text[: self._characters]}" if title else f"[{i}] {text[: self._characters]}"
+            for i, (title, text) in enumerate(rows, 1)
+        )
+
+
+class CorpusIndex:
+    """The index of a corpus: a SQLite file with full-text search.
+
+    Args:
+        corpus: The corpus.
+        index: The file of the index.
+    """
+
+    def __init__(self, corpus: Path, index: Path) -> None:
+        self._corpus, self._index = corpus, index
+
+    def prepare(self) -> None:
+        """Make the index, unless it is there. Several processes may ask at once, of which one makes it.
+
+        Raises:
+            ConfigError: The corpus cannot be read, or the index cannot be written.
+        """
+        try:
+            about = self._corpus.stat()
+        except OSError as e:
+            raise ConfigError(f"the corpus {self._corpus} cannot be read: {e.strerror}") from e
+        identity = f"{_FORMAT} {self._corpus.resolve()} {about.st_size} {about.st_mtime_ns}"
+        if _identity(self._index) == identity:
+            return
+        try:
+            with open(f"{self._index}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if _identity(self._index) != identity:
+                    self._build(identity)
+        except OSError as e:
+            raise ConfigError(
+                f"the index {self._index} cannot be written ({e.strerror}); name another file: environment.settings.index=FILE"
+            ) from e
+
+    def _build(self, identity: str) -> None:
+        new = f"{self._index}.new"
+        Path(new).unlink(missing_ok=True)
+        try:
+            with closing(sqlite3.connect(new)) as connection:
+                connection.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text)")
+                connection.executemany("INSERT INTO documents VALUES (?, ?)", self._documents())
+                connection.execute("CREATE TABLE about (identity TEXT)")
+                connection.execute("INSERT INTO about VALUES (?)", (identity,))
+                connection.commit()
+        except sqlite3.Error as e:
+            Path(new).unlink(missing_ok=True)
+            raise ConfigError(
+                f"the index of {self._corpus} cannot be made ({e}); SQLite needs full-text search (FTS5), and room"
+            ) from e
+        os.replace(new, self._index)
+
+    def _documents(self) -> Iterator[tuple[str, str]]:
+        with open(self._corpus, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    document = json.loads(line)
+                    title, text = document.get("title") or "", document["text"]
+                except (ValueError, KeyError, AttributeError) as e:
+                    raise ConfigError(
+                        f"{self._corpus}:{number} is no document: it needs text, and may have a title ({e!r})"
+                    ) from e
+                if not isinstance(title, str) or not isinstance(text, str):
+                    raise ConfigError(f"{self._corpus}:{number} is no document: title and text must be texts")
+                yield title, text
+
+    def search(self, query: str, count: int) -> list[tuple[str, str]]:
+        """Return the title and the text of the best documents, the best one first.
+
+        Args:
+            query: The words, of which a document has at least one.
+            count: How many documents at most.
+        """
+        words = _WORD.findall(query)[:_MOST_WORDS]
+        if not words:
+            return []
+        # Quoted, a word is no operator.
+        match = " OR ".join(f'"{word}"' for word in words)
+        with closing(sqlite3.connect(f"file:{self._index}?mode=ro", uri=True)) as connection:
+            rows = connection.execute(
+                "SELECT title, text FROM documents WHERE documents MATCH ? ORDER BY bm25(documents), rowid LIMIT ?",
+                (match, count),
+            )
+            return [(str(title), str(text)) for title, text in rows]
+
+
+def _identity(index: Path) -> str | None:
+    """Return what an index was made of; None if there is none that can be used."""
+    try:
+        about = index.stat()
+    except OSError:
+        return None
+    return _read_identity(str(index), about.st_mtime_ns, about.st_ino)
+
+
+@lru_cache(maxsize=16)
+def _read_identity(index: str, modified: int, inode: int) -> str | None:
+    try:
+        with closing(sqlite3.connect(f"file:{index}?mode=ro", uri=True)) as connection:
+            row = connection.execute("SELECT identity FROM about").fetchone()
+    except sqlite3.Error:
+        return None
+    return str(row[0]) if row else None

@@ -1,0 +1,126 @@
+"""Answers tickets with episodes: a call of the generator writes a turn of each episode that is due, and environments answer beside it."""
+
+from ..config.rl import RLConfig
+from .phases import Phases, RunningTurns
+from .prompts import Prompts
+from .rollouts import Rollouts
+from .tickets import Ticket, Tickets
+
+
+class EpisodeRollouts(Rollouts):
+    """The completions to a run's tickets, where there is an environment.
+
+    A ticket is being answered from the beginning of its episodes until all of them have ended, over several calls of the generator. With
+    `rl.swap_at=completion` all turns are written by the version that the ticket was issued with, so those of a later version begin when no episode of
+    an earlier one is left. Between two calls tokens are in the controller's memory alone, so a generator that dies loses no more than the turns
+    that it was writing.
+
+    Args:
+        config: The run's settings.
+        phases: The phases.
+        prompts: The prompts.
+        tickets: The tickets.
+    """
+
+    def __init__(self, config: RLConfig, phases: Phases, prompts: Prompts, tickets: Tickets) -> None:
+        super().__init__(config, phases, prompts, tickets)
+        self._episodes = phases.new_episodes()
+
+    def advance(self) -> None:
+        """If the generator's call is done, or environments have answered, go on. Does not wait."""
+        if self._advancing or not self._episodes.numbers:
+            return
+        if self._running is not None:
+            super().advance()
+            return
+        self._take_answers(wait=False)
+        self.send_weights()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin the episodes of tickets that wait, and let the generator write the turns that are due, if it does nothing."""
+        if self._running is not None:
+            return
+        self._begin_episodes()
+        # To send new weights may have begun a call.
+        if self._running is not None:
+            return
+        with self._no_advance():
+            self._episodes.poll(wait=False)
+            self._add_complete()
+            if self._episodes.waits_for_all and self._episodes.at_work:
+                return
+            per_call, size = self._config.rollout.prompts_per_call, self._config.rl.group_size
+            due = self._episodes.due(None if per_call is None else per_call * size)
+            if not due:
+                return
+            issued_with = {ticket.number: ticket.version for ticket in self.tickets.running}
+            oldest = min(issued_with[episode.number] for episode in due)
+            try:
+                with self._replacing_generator():
+                    if not self._overlaps:
+                        self._phases.memory_manager.enter("rollout")
+                    version = self.tickets.version if self._swaps else oldest
+                    self._verify(version)
+                    self._cancelled = False
+                    self._running = self._phases.begin_turns(
+                        self._episodes, due, self._phases.sampling_options, version=version, oldest=oldest
+                    )
+            finally:
+                if self._running is None:
+                    self._episodes.give_back(due)
+
+    def _begin_episodes(self) -> None:
+        running = self.tickets.running
+        if (
+            self._unsent is not None
+            and self.tickets.waiting
+            and (self._swaps or (not running and self._version_of_next == self._unsent))
+        ):
+            self.send_weights()
+            running = self.tickets.running
+        while self.tickets.waiting and (self._swaps or not running or self._version_of_next == running[0].version):
+            ticket = self.tickets.start()
+            running = (*running, ticket)
+            self._episodes.begin(ticket.number, self._prompts.of_ticket(ticket.number), self._config.rl.group_size)
+
+    @property
+    def _version_of_next(self) -> int:
+        """The version of the first ticket that waits."""
+        ticket: Ticket = self.tickets.waiting[0]
+        return ticket.version
+
+    def _finish(self) -> None:
+        """Wait for the generator's call, or if there is none for the environments that are at work, and take what has come."""
+        if self._running is None:
+            self._take_answers(wait=True)
+            return
+        assert isinstance(self._running, RunningTurns)
+        running = self._running
+        with self._no_advance():
+            with self._replacing_generator():
+                turns = self._phases.finish_turns(running)
+            if self._running is None:
+                return
+            self._generating_s.append(running.seconds)
+            self._running, self._deaths = None, 0
+            self._episodes.take(running.episodes, turns, cancelled=self._cancelled)
+            self._add_complete()
+
+    def _drop_call(self) -> None:
+        """Note that the running call has written nothing. Episodes go on from the turns that they have."""
+        if isinstance(self._running, RunningTurns):
+            self._episodes.give_back(self._running.episodes)
+
+    def _take_answers(self, *, wait: bool) -> None:
+        with self._no_advance():
+            with self._phases.timed("environments"):
+                self._episodes.poll(wait=wait)
+            self._add_complete()
+
+    def _add_complete(self) -> None:
+        """Hand the episodes of tickets of which all have ended to the rewards."""
+        for number, kept in self._episodes.take_complete().items():
+            if self._overlaps:
+                self._kept[number] = kept
+            self._add(number, self._phases.put_completions(kept.batch, kept.rows))
