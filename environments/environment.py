@@ -161,9 +161,8 @@ def check_next(result: Any) -> Observation | Done:
 def _check_observation(observation: Observation, method: str) -> None:
     tokens, messages = observation.tokens, observation.messages
     if (tokens is None) == (not messages):
-        raise EnvironmentResultError(
-            f"{method} returned an Observation with {'neither' if tokens is None else 'both'} messages and tokens"
-        )
+        which = "neither messages nor tokens" if tokens is None else "both messages and tokens"
+        raise EnvironmentResultError(f"{method} returned an Observation with {which}; give one of them")
     if tokens is not None and (
         isinstance(tokens, str) or not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
     ):

@@ -1,5 +1,7 @@
 """Answers tickets with episodes: a call of the generator writes a turn of each episode that is due, and environments answer beside it."""
 
+from typing import cast
+
 from ..config.rl import RLConfig
 from .phases import Phases, RunningTurns
 from .prompts import Prompts
@@ -95,8 +97,7 @@ class EpisodeRollouts(Rollouts):
         if self._running is None:
             self._take_answers(wait=True)
             return
-        assert isinstance(self._running, RunningTurns)
-        running = self._running
+        running = cast("RunningTurns", self._running)
         with self._no_advance():
             with self._replacing_generator():
                 turns = self._phases.finish_turns(running)
@@ -109,8 +110,8 @@ class EpisodeRollouts(Rollouts):
 
     def _drop_call(self) -> None:
         """Note that the running call has written nothing. Episodes go on from the turns that they have."""
-        if isinstance(self._running, RunningTurns):
-            self._episodes.give_back(self._running.episodes)
+        if self._running is not None:
+            self._episodes.give_back(cast("RunningTurns", self._running).episodes)
 
     def _take_answers(self, *, wait: bool) -> None:
         with self._no_advance():

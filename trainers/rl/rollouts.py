@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 from ...engine.errors import WorkerLostError
 from ..config.rl import RLConfig
@@ -120,8 +121,7 @@ class Rollouts:
             return
         with self._no_advance():
             with self._replacing_generator():
-                assert isinstance(self._running, RunningRollout)
-                completions = self._phases.finish_rollout(self._running)
+                completions = self._phases.finish_rollout(cast("RunningRollout", self._running))
                 if self._is_apart:
                     completions = self._moved(completions)
             if self._running is None:

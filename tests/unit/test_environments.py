@@ -1,0 +1,330 @@
+"""Environments that are shipped, and what is checked of those of others."""
+
+import json
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drivetrain.engine.errors import ConfigError
+from drivetrain.environments.calculator import CalculatorEnvironment, calculate
+from drivetrain.environments.environment import (
+    Done,
+    EnvironmentResultError,
+    EpisodeRow,
+    Observation,
+    Turn,
+    check_first,
+    check_next,
+)
+from drivetrain.environments.registry import ENVIRONMENTS, build_environment
+from drivetrain.environments.search import CorpusIndex, SearchEnvironment
+from drivetrain.environments.tools import CallFormatError, ToolCall, parse_calls
+
+
+def turn(text: str, number: int = 0) -> Turn:
+    return Turn(number=number, tokens=[1], text=text)
+
+
+CALL = '{"name": "calculate", "arguments": {"expression": "2+3"}}'
+ADDS = ToolCall(name="calculate", arguments={"expression": "2+3"})
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("The answer is 5.", []),
+        ("", []),
+        (f"So:\n<tool_call>\n{CALL}\n</tool_call>", [ADDS]),
+        # The end of a turn may be the end of the call.
+        (f"<tool_call>{CALL}", [ADDS]),
+        (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", [ADDS, ADDS]),
+        (CALL.replace("arguments", "parameters"), [ADDS]),
+        (f"[{CALL}, {CALL}]", [ADDS, ADDS]),
+        (json.dumps({"name": "calculate", "arguments": '{"expression": "2+3"}'}), [ADDS]),
+        ("<tool_call>\n<function=calculate>\n<parameter=expression>\n2+3\n</parameter>\n</function>\n</tool_call>", [ADDS]),
+        ("<function=calculate><parameter=expression>2+3</parameter></function>", [ADDS]),
+        ("<tool_call>calculate\n<arg_key>expression</arg_key>\n<arg_value>2+3</arg_value>\n</tool_call>", [ADDS]),
+        ("<tool_call>f<arg_key>n</arg_key><arg_value>[1]</arg_value></tool_call>", [ToolCall(name="f", arguments={"n": [1]})]),
+        ("<tool_call>" + '{"name": "f"}' + "</tool_call>", [ToolCall(name="f")]),
+        # Text that only looks like a call.
+        ('{"a": 1}', []),
+        ("{2, 3}", []),
+        ("[1, 2]", []),
+    ],
+)
+def test_calls_of_tools_are_read(text: str, calls: list[ToolCall]) -> None:
+    assert parse_calls(text) == calls
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("2+3", "not valid JSON"),
+        ("23", "an object with name"),
+        ("{'name': 'f'}", "not valid JSON"),
+        ('{"name": 3}', "an object with name"),
+        ('{"name": "f", "arguments": [1]}', "no object"),
+        ('{"name": "f", "arguments": "x"}', "not valid JSON"),
+        ("", "not valid JSON"),
+    ],
+)
+def test_calls_that_cannot_be_read_are_said_to_the_policy(content: str, message: str) -> None:
+    with pytest.raises(CallFormatError, match=message):
+        parse_calls(f"<tool_call>{content}</tool_call>")
+    answer = CalculatorEnvironment().step(turn(f"<tool_call>{content}</tool_call>"))
+    assert isinstance(answer, Observation)
+    assert message in answer.messages[0]["content"]
+    assert answer.messages[0]["role"] == "tool"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet='<>{}[]"tool_cal/functin=parmekyvu: 0', max_size=60))
+def test_any_text_is_a_turn(text: str) -> None:
+    assert isinstance(CalculatorEnvironment().step(turn(text)), Observation | Done)
+
+
+def contents(environment: Any, text: str) -> list[str]:
+    answer = environment.step(turn(text))
+    assert isinstance(answer, Observation)
+    return [message["content"] for message in answer.messages]
+
+
+def test_the_calculator_in_turns() -> None:
+    environment = CalculatorEnvironment(max_calls=2, max_characters=20)
+    assert [schema["function"]["name"] for schema in environment.tools] == ["calculate"]
+    assert contents(environment, CALL) == ["5"]
+    bad = CALL.replace("calculate", "compute")
+    assert contents(environment, f"[{CALL}, {bad}, {CALL}]")[::2] == [
+        "5",
+        "error: at \n[... 12 characters are left out ...]\n in a turn",
+    ]
+    assert CalculatorEnvironment().step(turn(bad)).messages[0]["content"] == (  # type: ignore[union-attr]
+        "error: there is no tool 'compute'; the tools are calculate"
+    )
+    assert contents(environment, CALL.replace("expression", "x")) == [
+        "error: the\n[... 21 characters are left out ...]\nis missing"
+    ]
+    assert isinstance(environment.step(turn("It is 5.")), Done)
+    with pytest.raises(ValueError, match="max_calls=0"):
+        CalculatorEnvironment(max_calls=0)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("2+3*4", "14"),
+        (" (2 + 3) * -4 ", "-20"),
+        ("7/2", "3.5"),
+        ("1/3", "0.333333333333"),
+        ("7//2 + 7 % 4", "6"),
+        ("2**10", "1024"),
+        ("2**-1", "0.5"),
+        ("2**0.5 * sqrt(2)", "2"),
+        ("abs(-3) + max(1, 2) + round(2.6)", "8"),
+        ("sin(pi / 2) + log(e)", "2"),
+        ("10**60", str(10**60)),
+        ("0**0", "1"),
+    ],
+)
+def test_arithmetic(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "2+",
+        "x",
+        "__import__('os')",
+        "(1).__class__",
+        "[1][0]",
+        "'a' * 10",
+        "True + 1",
+        "1/0",
+        "10**61",
+        "9**9**9**9",
+        "2.0**10000",
+        "(-8)**0.5",
+        "log(0)",
+        "exp(10000)",
+        "round(1.5, x)",
+        "min()",
+        "1e400",
+        "1" * 600,
+        "(" * 300 + ")" * 300,
+        "1 if 2 else 3",
+        "lambda: 1",
+        "sqrt(x=4)",
+        "1j",
+        "a := 1",
+        "\x00",
+    ],
+)
+def test_what_is_no_arithmetic_has_no_value(expression: str) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        calculate(expression)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(-1000, 1000), st.integers(-1000, 1000), st.sampled_from("+-*"))
+def test_whole_numbers_are_exact(a: int, b: int, sign: str) -> None:
+    expected = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    assert calculate(f"{a} {sign} ({b})") == str(expected)
+
+
+def write_corpus(file: Path, documents: list[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    return file
+
+
+DOCUMENTS = [
+    {"title": "Paris", "text": "Paris is the capital of France. " * 20},
+    {"title": "Rome", "text": "Rome is the capital of Italy."},
+    {"text": "The capital of a company is its money."},
+    {"title": "Zürich", "text": "Zürich liegt in der Schweiz."},
+]
+
+
+def search(corpus: Path, query: str, **settings: Any) -> str:
+    (content,) = contents(
+        SearchEnvironment(corpus=str(corpus), **settings), json.dumps({"name": "search", "arguments": {"query": query}})
+    )
+    return content
+
+
+def test_a_search_over_a_corpus(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus.jsonl", DOCUMENTS)
+    assert search(corpus, "capital of Italy").splitlines()[:2] == ["[1] Rome", "Rome is the capital of Italy."]
+    assert search(corpus, "capital", results=1, characters=10).count("\n") <= 1
+    assert search(corpus, "zürich") == "[1] Zürich\nZürich liegt in der Schweiz."
+    # What would be operators, or an error, are words or nothing.
+    for query in ('"', "NOT", "a AND", "text:", "*", "", "((", "title : Rome NEAR/2", "\x00"):
+        assert search(corpus, query)
+    assert search(corpus, "***") == "nothing was found"
+    assert search(corpus, "quantum") == "nothing was found"
+
+
+def test_an_index_is_made_once_and_again_when_the_corpus_changes(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus.jsonl", DOCUMENTS)
+    search(corpus, "Rome")
+    made = (tmp_path / "corpus.jsonl.index").stat().st_mtime_ns
+    search(corpus, "Rome")
+    assert (tmp_path / "corpus.jsonl.index").stat().st_mtime_ns == made
+    write_corpus(corpus, [{"text": "Berlin"}])
+    os.utime(corpus, ns=(made + 10**9, made + 10**9))
+    assert search(corpus, "Berlin") == "[1] Berlin"
+    assert search(corpus, "Rome") == "nothing was found"
+    # A damaged one is made again, and another file may be named.
+    (tmp_path / "other").write_bytes(b"SQLite format 3\x00 or not")
+    assert search(corpus, "Berlin", index=str(tmp_path / "other")) == "[1] Berlin"
+
+
+def test_the_best_document_has_the_most_of_the_rare_words(tmp_path: Path) -> None:
+    """Against BM25 written out, with the constants of SQLite."""
+    numbers = random.Random(0)
+    texts = [" ".join(numbers.choice("abcdefgh") for _ in range(numbers.randint(5, 30))) for _ in range(60)]
+    corpus = write_corpus(tmp_path / "corpus.jsonl", [{"text": text} for text in texts])
+    index = CorpusIndex(corpus, tmp_path / "index")
+    index.prepare()
+    mean = sum(len(text.split()) for text in texts) / len(texts)
+
+    def score(text: str, words: list[str]) -> float:
+        tokens, total = text.split(), 0.0
+        for word in words:
+            having = sum(word in other.split() for other in texts)
+            # SQLite's rarest weight is above 0.
+            weight = max(1e-6, math.log((len(texts) - having + 0.5) / (having + 0.5)))
+            count = tokens.count(word)
+            total += weight * count * 2.2 / (count + 1.2 * (0.25 + 0.75 * len(tokens) / mean))
+        return total
+
+    for words in (["a"], ["a", "b"], ["c", "d", "e"]):
+        found = [score(text, words) for _, text in index.search(" ".join(words), 60)]
+        # Titles are empty here, so they change nothing.
+        assert found == sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("[1]", "needs text"), ('{"title": "x"}', "needs text"), ('{"text": 3}', "must be texts"), ("{", "needs text")],
+)
+def test_a_corpus_that_cannot_be_used(tmp_path: Path, line: str, message: str) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"text": "x"}\n\n' + line + "\n")
+    with pytest.raises(ConfigError, match=rf"corpus.jsonl:3 is no document: .*{message}"):
+        SearchEnvironment(corpus=str(corpus))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        SearchEnvironment(corpus=str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match=r"cannot be written .*environment.settings.index=FILE"):
+        SearchEnvironment(corpus=str(corpus), index=str(tmp_path / "no" / "index"))
+    with pytest.raises(ConfigError, match="at least 1"):
+        SearchEnvironment(corpus=str(corpus), results=0)
+
+
+def test_names_of_environments() -> None:
+    assert {"single_turn", "calculator", "python", "search"} <= set(ENVIRONMENTS.all())
+    for name in ("single_turn", "calculator"):
+        assert build_environment(ENVIRONMENTS.of(name), {}).reset(EpisodeRow(prompt="x")) is None
+    assert isinstance(build_environment(ENVIRONMENTS.of("single_turn"), {}).step(turn("x")), Done)
+    with pytest.raises(ConfigError, match="did you mean 'calculator'"):
+        ENVIRONMENTS.of("calculater")
+    for location, settings_, message in (
+        ("string:digits", {}, "must be a subclass of Environment"),
+        ("builtins:dict", {}, "makes a dict"),
+        ("no_such_module:X", {}, "cannot be imported"),
+        ("helpers/environments.py:X", {}, "is the path of a file"),
+        (ENVIRONMENTS.of("calculator"), {"speed": 3}, "does not take environment.settings"),
+        (ENVIRONMENTS.of("calculator"), {"max_calls": -1}, "max_calls=-1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build_environment(location, settings_)
+
+
+MESSAGE = {"role": "tool", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("text", "the text 'text'"),
+        (None, "step returned None"),
+        (3, "a int"),
+        (Observation(), "neither messages nor tokens"),
+        (Observation(messages=[MESSAGE], tokens=[1]), "both messages and tokens"),
+        (Observation(tokens="12"), "token ids"),  # type: ignore[arg-type]
+        (Observation(tokens=[1.0]), "token ids"),  # type: ignore[list-item]
+        (Observation(tokens=[True]), "token ids"),
+        (Observation(messages="x"), "list of role and content"),  # type: ignore[arg-type]
+        (Observation(messages=MESSAGE), "list of role and content"),  # type: ignore[arg-type]
+        (Observation(messages=[{"role": "tool"}]), "a role and a content"),
+        (Observation(messages=[{"role": "tool", "content": None}]), "a role and a content"),
+        (Observation(messages=["x"]), "a role and a content"),  # type: ignore[list-item]
+        (Observation(messages=[MESSAGE], reward=math.nan), "finite"),
+        (Done(reward=math.inf), "finite"),
+        (Done(reward="1"), "finite"),  # type: ignore[arg-type]
+        (Done(reward=True), "finite"),
+        (Done(metrics={"x": "y"}), "must be numbers"),  # type: ignore[dict-item]
+    ],
+)
+def test_what_an_environment_must_not_return(result: Any, message: str) -> None:
+    with pytest.raises(EnvironmentResultError, match=message):
+        check_next(result)
+    if isinstance(result, Observation) and result.reward is None:
+        with pytest.raises(EnvironmentResultError, match=message):
+            check_first(result)
+
+
+def test_what_an_environment_may_return() -> None:
+    assert check_first(None) is None
+    for result in (Observation(messages=[MESSAGE], reward=0), Observation(tokens=[1, 2]), Done(), Done(reward=-1.5)):
+        assert check_next(result) is result
+    for bad, message in ((Done(), "a Done"), (Observation(tokens=[1], reward=1.0), "before any turn")):
+        with pytest.raises(EnvironmentResultError, match=message):
+            check_first(bad)
