@@ -23,7 +23,7 @@ class EnvironmentConfig(Settings):
     timeout_s: float = setting(60.0, "seconds that a call of the environment may take, after which its episode has failed")
     episode_timeout_s: float | None = setting(
         None,
-        "seconds that an episode may take, with its generation, after which it has failed; another run is then not the same; null: no limit",
+        "seconds that the environment of an episode may take in all its calls together, after which it has failed; null: no limit",
     )
     workers: int = setting(4, "processes that run environments, each many of them", most=4096)
     memory_mb: int = setting(4096, "memory that such a process may have for data, in MiB")

@@ -61,7 +61,6 @@ class Episode:
         number: The number of its prompt.
         sample: Its number among those of the prompt.
         row: The prompt of the row.
-        began_at: When it began.
         restarts: How often it has begun anew.
     """
 
@@ -69,7 +68,6 @@ class Episode:
     number: int
     sample: int
     row: Prompt
-    began_at: float
     restarts: int = 0
     first: list[int] | None = None
     """The tokens that the policy reads first, if they are not those of the row."""
@@ -139,8 +137,10 @@ class Episodes:
         """For each prompt, how many of its episodes have not ended."""
         self._ended: dict[int, dict[int, tuple[Generation, Completion]]] = {}
         self._results: queue.SimpleQueue[EnvironmentResult] = queue.SimpleQueue()
-        self._asked: set[tuple[int, ...]] = set()
-        """The episodes whose environments were called by this process, and whose results were not taken."""
+        self._asked: dict[tuple[int, ...], float] = {}
+        """The episodes whose environments were called by this process, and whose results were not taken, with the time of the call."""
+        self._seconds: dict[tuple[int, ...], float] = {}
+        """For how long the environment of each has worked before."""
         self._warned: set[str] = set()
         self._longest = prompt_budget(config).tokens
 
@@ -156,15 +156,7 @@ class Episodes:
         """
         self._left[number], self._ended[number] = samples, {}
         for sample in range(samples):
-            self._reset(
-                Episode(
-                    key=(self._title, number, sample, 0),
-                    number=number,
-                    sample=sample,
-                    row=prompt,
-                    began_at=time.monotonic(),
-                )
-            )
+            self._reset(Episode(key=(self._title, number, sample, 0), number=number, sample=sample, row=prompt))
 
     @property
     def numbers(self) -> list[int]:
@@ -235,7 +227,7 @@ class Episodes:
             return
         key = episode.key
         future = self._pool.step(key, argument) if isinstance(argument, Turn) else self._pool.reset(key, argument)
-        self._asked.add(key)
+        self._asked[key] = time.monotonic()
 
         def done(ended: Any) -> None:
             error = ended.exception()
@@ -269,27 +261,38 @@ class Episodes:
         while self._asked:
             needed = wait and (self.waits_for_all or not results)
             try:
-                results.append(self._results.get(block=needed, timeout=_LOOK_S if needed else None))
-                self._asked.discard(results[-1].key)
+                result = self._results.get(block=needed, timeout=_LOOK_S if needed else None)
             except queue.Empty:
+                results += self._late()
                 if not needed:
                     break
-                if late := self._late():
-                    return [*results, *late]
-        return [*results, *self._late()]
+            else:
+                results.append(self._timed(result))
+        return results
+
+    def _timed(self, result: EnvironmentResult) -> EnvironmentResult:
+        """Return a result, or a failure if its environment has taken too long over it."""
+        asked_at = self._asked.pop(result.key, None)
+        if asked_at is None:
+            return result
+        limit = self._settings.episode_timeout_s
+        self._seconds[result.key] = self._seconds.get(result.key, 0.0) + time.monotonic() - asked_at
+        return result if limit is None or self._seconds[result.key] <= limit else self._too_late(result.key)
 
     def _late(self) -> list[EnvironmentResult]:
-        """Return as failures the episodes that take too long."""
-        limit = self._settings.episode_timeout_s
+        """Return as failures the episodes whose environments take too long, for which nobody waits any more."""
+        limit, now = self._settings.episode_timeout_s, time.monotonic()
         if limit is None:
             return []
-        message = f"the episode took more than environment.episode_timeout_s={limit:g}"
-        now = time.monotonic()
-        return [
-            EnvironmentResult(key=key, failure="timeout", message=message)
-            for key, episode in self._episodes.items()
-            if now - episode.began_at > limit
-        ]
+        late = [key for key, asked_at in self._asked.items() if self._seconds.get(key, 0.0) + now - asked_at > limit]
+        for key in late:
+            del self._asked[key]
+        return [self._too_late(key) for key in late]
+
+    def _too_late(self, key: tuple[int, ...]) -> EnvironmentResult:
+        limit = self._settings.episode_timeout_s
+        message = f"its environment has worked for more than environment.episode_timeout_s={limit:g}"
+        return EnvironmentResult(key=key, failure="timeout", message=message)
 
     def _take_result(self, episode: Episode, result: EnvironmentResult) -> None:
         if result.failure == "lost" and episode.restarts < self._settings.restarts:
@@ -315,7 +318,6 @@ class Episodes:
                 number=episode.number,
                 sample=episode.sample,
                 row=episode.row,
-                began_at=episode.began_at,
                 restarts=episode.restarts + 1,
             )
         )
@@ -412,7 +414,8 @@ class Episodes:
 
     def _close(self, episode: Episode) -> None:
         del self._episodes[episode.key]
-        self._asked.discard(episode.key)
+        self._asked.pop(episode.key, None)
+        self._seconds.pop(episode.key, None)
         if self._pool is not None:
             self._pool.close_episode(episode.key)
 

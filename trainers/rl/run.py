@@ -257,6 +257,7 @@ def _announce(run: RLRun) -> None:
         prompts.order.batch_size * run.settings.rl.group_size,
     )
     if (staleness := run.settings.rl.staleness) > 0:
+        judges = "rewards depend" if run.settings.rollout.environment is None else "environments and rewards depend"
         exact = run.settings.rollout.invariant or run.settings.rollout.generator == "exact"
         log.info(
             "answers are generated while the policy is trained, by weights at most %d step%s before (rl.staleness); %s",
@@ -264,7 +265,7 @@ def _announce(run: RLRun) -> None:
             "s" if staleness > 1 else "",
             "new weights take over inside an answer (rl.swap_at=token), so another run is not the same"
             if run.settings.rl.swap_at == "token"
-            else "another run is the same to the bit, if its rewards depend on nothing but the answer"
+            else f"another run is the same to the bit, if its {judges} on nothing but the answer, and meet no limit in seconds"
             if exact
             else "another run is the same up to rounding, since rollout.invariant=false",
         )
