@@ -112,6 +112,57 @@ def grpo(rewards: Numbers, groups: Numbers, *, scale: bool = True, eps: float = 
     return advantages.to(scores.dtype)
 
 
+def turn_grpo(
+    rewards: Numbers,
+    turns: Numbers,
+    groups: Numbers,
+    mask: Numbers,
+    gamma: float = 1.0,
+    *,
+    scale: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Return `[B, R]`: the return of each turn relative to those of the turns of the same number in the other responses to the same prompt.
+
+    The return of a turn is the sum of its rewards and of those of later turns, each discounted by gamma for every turn in between. With one turn in
+    each response it is `grpo`.
+
+    Args:
+        rewards: `[B, R]`, the reward of each token.
+        turns: `[B, R]` int64, the number of the turn that each token belongs to, from 0.
+        groups: `[B]` int64, the same number for all responses to one prompt.
+        mask: `[B, R]`, the mask of the response tokens.
+        gamma: The discount per turn.
+        scale: Whether to divide by the standard deviation.
+        eps: A small constant that prevents a division by zero.
+
+    Source: returns of turns in the place of rewards of responses are those of Ding et al. 2025, arXiv:2511.14846. They are compared at equal numbers of
+    turns, because a later turn has fewer rewards before it. A turn that no other response has an equal of has an advantage of 0.
+    """
+    response_mask = _mask(mask)
+    scores = _numbers("rewards", rewards, response_mask.shape, response_mask).double()
+    numbers = _tensor("turns", turns)
+    if numbers.shape != response_mask.shape or (numbers.numel() and not is_integer(numbers)):
+        raise BatchError(
+            f"turns is {str(numbers.dtype).removeprefix('torch.')} {list(numbers.shape)}; it must hold integers {list(response_mask.shape)}"
+        )
+    ids = _tensor("groups", groups)
+    advantages = torch.zeros_like(scores)
+    last = int(numbers[response_mask].max()) if bool(response_mask.any()) else -1
+    later = scores.new_zeros(len(scores))
+    for turn in range(last, -1, -1):
+        here = response_mask & (numbers == turn)
+        has_turn = here.any(1)
+        returns = torch.where(here, scores, 0.0).sum(1) + gamma * later
+        # What has ended before has no return yet.
+        later = torch.where(has_turn, returns, later)
+        relative = returns.new_zeros(len(returns))
+        if bool(has_turn.any()):
+            relative[has_turn] = grpo(returns[has_turn], ids[has_turn], scale=scale, eps=eps)
+        advantages = torch.where(here, relative[:, None], advantages)
+    return advantages.to(torch.float32)
+
+
 def rloo(rewards: Numbers, groups: Numbers) -> Tensor:
     """Return `[B]`: each response's reward minus the mean reward of the other responses to the same prompt.
 

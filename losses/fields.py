@@ -26,6 +26,8 @@ TOKEN_FIELDS = frozenset(
         "entropy",
         "versions",
         "routed_experts",
+        "turns",
+        "turn_rewards",
     }
 )
 """Token fields that some loss reads or some worker returns. One list serves all roles, because the same batch goes from role

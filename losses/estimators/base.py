@@ -35,7 +35,7 @@ class EstimatorInputs(Protocol):
         ...
 
     def token_rewards(self) -> Tensor:
-        """Return the rewards `[B, R]`, each at the last token of its response, less the KL penalty of each token."""
+        """Return the rewards `[B, R]`, at the last token of the turn or of the response that has earned them, less the KL penalty of each token."""
         ...
 
     def groups(self) -> Tensor:

@@ -103,6 +103,33 @@ class ReinforcePlusPlusBaselineEstimator(Estimator):
         return _whitened(advantages, x, reduce) if self.whiten else advantages
 
 
+@estimator(
+    "turn_grpo",
+    "return of a turn less the mean of the turns of the same number in the group, over their standard deviation; for environments",
+    paper="Ding et al. 2025, arXiv:2511.14846",
+)
+@dataclass(frozen=True, kw_only=True)
+class TurnGRPOEstimator(Estimator):
+    """See `losses.advantages.turn_grpo`. A response without turns is one turn.
+
+    Args:
+        gamma: The discount per turn.
+        scale: Whether to divide by the standard deviation.
+    """
+
+    gamma: float = setting(1.0, "discount per token; turn_grpo: per turn")
+    scale: bool = setting(True, "divide by the standard deviation of the group")
+
+    def _check_values(self) -> None:
+        check_share(self, "gamma")
+
+    def estimate(self, x: EstimatorInputs) -> tuple[Tensor, Tensor | None]:
+        from ..advantages import turn_grpo
+
+        turns = x.padded("turns") if x.has("turns") else x.mask.long() * 0
+        return turn_grpo(x.token_rewards(), turns, x.groups(), x.mask, self.gamma, scale=self.scale), None
+
+
 @estimator("remax", "reward less that of the most likely answer", paper="Li et al. 2024, arXiv:2310.10505")
 @dataclass(frozen=True, kw_only=True)
 class ReMaxEstimator(Estimator):

@@ -59,7 +59,7 @@ def plain_log_probs(model: Any, ids: Tensor) -> Tensor:
 
 
 def test_a_single_turn_is_the_run_without_an_environment(task: Path, tmp_path: Path) -> None:
-    more = ["trainer.max_steps=2", "trainer.eval_every=1", f"data.eval=[{task / 'held-out.jsonl'}]", "rl.eval_samples=2"]
+    more = ["trainer.max_steps=2", "trainer.eval_every=2", f"data.eval=[{task / 'held-out.jsonl'}]", "rl.eval_samples=2"]
     train(task, tmp_path / "without", *more)
     train(task, tmp_path / "with", *more, "rollout.environment=single_turn", "environment.max_tokens=6")
     for split in ("train", "eval"):
@@ -71,7 +71,11 @@ def test_a_single_turn_is_the_run_without_an_environment(task: Path, tmp_path: P
 
 @pytest.mark.parametrize(
     "more",
-    [[], ["environment.settings.own_prompt=true"], ["environment.settings.as_tokens=true", "rollout.generator=continuous"]],
+    [
+        [],
+        pytest.param(["environment.settings.own_prompt=true"], marks=pytest.mark.slow),
+        pytest.param(["environment.settings.as_tokens=true", "rollout.generator=continuous"], marks=pytest.mark.slow),
+    ],
 )
 def test_recorded_log_probs_are_those_of_the_policys_own_tokens(
     task: Path, tmp_path: Path, stored: list[tuple[PackedBatch, Sequence[Completion]]], more: list[str]
@@ -119,18 +123,12 @@ def test_recorded_log_probs_are_those_of_the_policys_own_tokens(
     # The control: of other tokens they would be others.
     assert shifted > 0.1
     assert seen > 200
-
-
-def test_nothing_is_learned_from_observations(
-    task: Path, tmp_path: Path, stored: list[tuple[PackedBatch, Sequence[Completion]]]
-) -> None:
-    """The gradient of each loss is exactly zero there, even if they had advantages."""
-    train(task, tmp_path / "run", *MORE, *COUNTING, "trainer.max_steps=1")
     for loss in POLICY_LOSSES.values():
         check_gradients(PackedBatch.concat([one for one, _ in stored]), loss)
 
 
 def check_gradients(batch: PackedBatch, loss: PolicyLoss) -> None:
+    """Nothing is learned from observations: the gradient is exactly zero there, even if they had advantages."""
     numbers = torch.Generator().manual_seed(0)
     draw = torch.randn(batch.num_tokens, generator=numbers)
     old = batch.token_fields["rollout_log_probs"]
@@ -158,7 +156,9 @@ def test_limits_end_episodes(task: Path, tmp_path: Path) -> None:
     assert record["length_max"] + record["observation_tokens"] <= 20
 
 
-@pytest.mark.parametrize("trouble", ["error", "text", "unknown_tokens", "die"])
+@pytest.mark.parametrize(
+    "trouble", ["error", *(pytest.param(name, marks=pytest.mark.slow) for name in ("text", "unknown_tokens", "die"))]
+)
 def test_a_failure_is_counted_and_never_a_reward(
     task: Path, tmp_path: Path, trouble: str, stored: list[tuple[PackedBatch, Sequence[Completion]]]
 ) -> None:
@@ -190,6 +190,7 @@ def test_a_run_all_of_whose_environments_fail_says_so(task: Path, tmp_path: Path
     assert "KeyError: 'lost'" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_episode_whose_process_died_is_made_again(
     task: Path, tmp_path: Path, stored: list[tuple[PackedBatch, Sequence[Completion]]]
 ) -> None:
@@ -201,6 +202,7 @@ def test_an_episode_whose_process_died_is_made_again(
     assert records(run) == records(plain)
 
 
+@pytest.mark.slow
 def test_an_episode_that_takes_too_long_has_failed(task: Path, tmp_path: Path) -> None:
     slow = ["environment.settings.trouble=hang", "environment.settings.every=4", "environment.episode_timeout_s=2"]
     train(task, tmp_path / "run", *MORE, *TROUBLED, *slow, "trainer.max_steps=1")
@@ -208,6 +210,7 @@ def test_an_episode_that_takes_too_long_has_failed(task: Path, tmp_path: Path) -
     assert 0 < record["timeout/environment"] == record["dropped"] < 16
 
 
+@pytest.mark.slow
 def test_completions_of_episodes_in_a_checkpoint(
     task: Path, tmp_path: Path, stored: list[tuple[PackedBatch, Sequence[Completion]]]
 ) -> None:
@@ -224,6 +227,7 @@ def test_completions_of_episodes_in_a_checkpoint(
         assert all(len(row.episode.turn_rewards) == 3 for row in one.rows if row.episode)
 
 
+@pytest.mark.slow
 def test_ppo_with_an_environment(task: Path, tmp_path: Path) -> None:
     """Values, and advantages of tokens, of the policy's tokens alone."""
     train(

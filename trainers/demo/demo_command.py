@@ -62,14 +62,23 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="grpo only: the control, with answers of other questions, which must learn nothing",
     )
+    parser.add_argument(
+        "--tools",
+        action="store_true",
+        help="grpo only: sums that are too large for the model, and a calculator that it learns to ask, in two turns",
+    )
     args = parser.parse_args(argv)
-    root, start = Path(args.output or ("runs/demo" if args.task == "sft" else f"runs/demo-{args.task}")), time.monotonic()
+    if args.tools and (args.task != "grpo" or args.algorithm != "grpo" or args.shuffled):
+        parser.error("--tools goes with demo grpo alone, without --algorithm ppo and --shuffled")
+    name = f"{args.task}-tools" if args.tools else args.task
+    root, start = Path(args.output or ("runs/demo" if args.task == "sft" else f"runs/demo-{name}")), time.monotonic()
     if args.task == "grpo":
         return run_rl_demo(
             *(root, args.algorithm, args.engine),
             nproc=args.nproc,
             steps=args.steps,
             shuffled=args.shuffled,
+            tools=args.tools,
             seed=args.seed,
         )
     if args.task == "vision":

@@ -1,4 +1,5 @@
-"""The command `drivetrain demo grpo`: a tiny model that has seen too few sums is trained further by rewards for right answers.
+"""The command `drivetrain demo grpo`: a tiny model that has seen too few sums is trained further by rewards for right answers; with `--tools` one
+that may ask a calculator, but hardly does.
 
 Both parts train until an evaluation reaches a goal, within a bound of steps and time, because no number of steps does for the
 arithmetic of every processor. It writes `summary.json`. The accuracy is that of the exported model in plain transformers, on
@@ -9,15 +10,68 @@ import json
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from .processes import measured, python
 
-START_GOAL, START_STEPS, START_MINUTES = 0.35, 2000, 10
-"""The share of right answers at which supervised fine-tuning ends, and its bounds."""
-ENOUGH, GAIN = 0.65, 0.1
-"""The accuracy that the demo must reach, and by how much it must rise. Both leave room below the recipe's
-`trainer.stopping_threshold`, since the rows that decide when to stop are few."""
+START_STEPS, START_MINUTES = 2000, 10
+"""The bounds of supervised fine-tuning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLTask:
+    """An embedded task that is learned from rewards.
+
+    Args:
+        make: The step that writes its data and its untrained model.
+        answer: The step that asks a model the questions of the test.
+        recipe: What follows the name of the algorithm in that of the recipe.
+        start: Settings of supervised fine-tuning, which ends when its model is good enough to begin with.
+        enough: The accuracy that the demo must reach. It leaves room below the recipe's `trainer.stopping_threshold`, since the rows that decide when
+            to stop are few.
+        gain: By how much the accuracy must rise.
+    """
+
+    make: str
+    answer: str
+    recipe: str
+    start: tuple[str, ...]
+    enough: float
+    gain: float
+
+
+SUMS = RLTask(
+    make="make-prompts",
+    answer="answer",
+    recipe="demo",
+    start=(
+        "trainer.eval_every=5",
+        "trainer.generate=300",
+        "trainer.generate_tokens=4",
+        "trainer.metrics=[exact_match]",
+        "trainer.best_metric=exact_match",
+        "trainer.stopping_threshold=0.35",
+        "trainer.log_every=100",
+    ),
+    enough=0.65,
+    gain=0.1,
+)
+TOOLS = RLTask(
+    make="make-tools",
+    answer="answer-tools",
+    recipe="tools_demo",
+    # All tokens of examples that ask but the first one, which most of the examples have otherwise.
+    start=(
+        "engine.micro_batch.max_tokens=4096",
+        "trainer.eval_every=25",
+        "trainer.best_metric=accuracy",
+        "trainer.stopping_threshold=0.9",
+        "trainer.log_every=100",
+    ),
+    enough=0.85,
+    gain=0.3,
+)
 CONTROL_STEPS = 110
 """The steps of the control, which has no goal."""
 NOTHING = 0.1
@@ -25,7 +79,15 @@ NOTHING = 0.1
 
 
 def run_rl_demo(
-    root: Path, algorithm: str, engine: str, *, nproc: int | None, steps: int | None, shuffled: bool, seed: int
+    root: Path,
+    algorithm: str,
+    engine: str,
+    *,
+    nproc: int | None,
+    steps: int | None,
+    shuffled: bool,
+    tools: bool,
+    seed: int,
 ) -> int:
     """Run the demo; return 0 if the model has learned, or in the control has not.
 
@@ -36,18 +98,20 @@ def run_rl_demo(
         nproc: The number of processes; None for two, or one on a machine with a single GPU.
         steps: The largest number of steps; None for the number in the recipe.
         shuffled: Whether this is the control, in which the rewards are those for answers to other questions.
+        tools: Whether the policy acts in turns, with a calculator.
         seed: The seed of the data, of the untrained model and of the order of the samples.
     """
     clock_start = time.monotonic()
     run = ["-m", "drivetrain.trainers.demo.steps"]
-    nproc = nproc or int(measured(*run, "processes"))
+    nproc, task = nproc or int(measured(*run, "processes")), TOOLS if tools else SUMS
     data, test = root / "data", str(root / "data" / "test.jsonl")
     for name in ("start", "run"):
         if (root / name).is_dir():
             # Left over from an earlier demo; this one starts from scratch.
             shutil.rmtree(root / name)
-    print("1/4  creating data and an untrained model, and showing it a few right answers", flush=True)
-    python(*run, "make-shuffled-prompts" if shuffled else "make-prompts", str(root), str(seed))
+    shows = "examples, most of which give up" if tools else "a few right answers"
+    print(f"1/4  creating data and an untrained model, and showing it {shows}", flush=True)
+    python(*run, "make-shuffled-prompts" if shuffled else task.make, str(root), str(seed))
     supervised = [
         "recipe=sft_demo",
         f"model.path={root / 'model'}",
@@ -57,22 +121,16 @@ def run_rl_demo(
         f"trainer.output_dir={root / 'start'}",
         f"trainer.max_steps={START_STEPS}",
         f"trainer.max_minutes={START_MINUTES}",
-        "trainer.eval_every=5",
-        "trainer.generate=300",
-        "trainer.generate_tokens=4",
-        "trainer.metrics=[exact_match]",
-        "trainer.best_metric=exact_match",
-        f"trainer.stopping_threshold={START_GOAL}",
-        "trainer.log_every=100",
+        *task.start,
     ]
     python("-m", "drivetrain.trainers.sft", *supervised)
     print("2/4  asking it held-out questions in plain transformers", flush=True)
     start = str(root / "start" / "hf")
-    before = measured(*run, "answer", start, test, "3")
+    before = measured(*run, task.answer, start, test, "3")
     print(f"     held-out accuracy before: {before:.3f}")
     print(f"3/4  training on rewards: {algorithm} on {engine} with {nproc} processes", flush=True)
     python(
-        *("-m", f"drivetrain.trainers.{algorithm}", f"recipe={algorithm}_demo", f"engine.backend={engine}"),
+        *("-m", f"drivetrain.trainers.{algorithm}", f"recipe={algorithm}_{task.recipe}", f"engine.backend={engine}"),
         f"model.path={start}",
         f"data.train=[{data / 'prompts.jsonl'}]",
         f"data.eval=[{data / 'held-out.jsonl'}]",
@@ -83,13 +141,14 @@ def run_rl_demo(
         *([f"trainer.max_steps={steps}"] if steps else [f"trainer.max_steps={CONTROL_STEPS}"] if shuffled else []),
     )
     print("4/4  asking the exported model held-out questions in plain transformers", flush=True)
-    after = measured(*run, "answer", str(root / "run" / "hf"), test, "3")
+    after = measured(*run, task.answer, str(root / "run" / "hf"), test, "3")
     records = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
     rewards = [record["reward"] for record in records if record.get("split") != "eval"]
     summary = {
         "algorithm": algorithm,
         "engine": engine,
         "shuffled": shuffled,
+        "tools": tools,
         "accuracy_before": before,
         "accuracy_after": after,
         "steps": len(rewards),
@@ -103,19 +162,19 @@ def run_rl_demo(
     print(f"     model     {summary['export']}")
     print(f"     plot      {root / 'run' / 'rewards.png'}")
     print(f"     summary   {root / 'summary.json'} ({summary['seconds']} s in total)")
-    return _verdict(before, after, shuffled)
+    return _verdict(task, before, after, shuffled)
 
 
-def _verdict(before: float, after: float, shuffled: bool) -> int:
+def _verdict(task: RLTask, before: float, after: float, shuffled: bool) -> int:
     problem = ""
     if shuffled and after > before + NOTHING:
         problem = (
             f"accuracy {after:.3f} after training on rewards that say nothing; at most {before + NOTHING:.3f} was expected"
         )
-    elif not shuffled and after < ENOUGH:
-        problem = f"accuracy {after:.3f} after training within the bounds of the recipe; at least {ENOUGH} was expected"
-    elif not shuffled and after < before + GAIN:
-        problem = f"accuracy {after:.3f} after training on rewards; at least {before + GAIN:.3f} was expected"
+    elif not shuffled and after < task.enough:
+        problem = f"accuracy {after:.3f} after training within the bounds of the recipe; at least {task.enough} was expected"
+    elif not shuffled and after < before + task.gain:
+        problem = f"accuracy {after:.3f} after training on rewards; at least {before + task.gain:.3f} was expected"
     if problem:
         print(f"error: {problem}", file=sys.stderr)
     return int(bool(problem))

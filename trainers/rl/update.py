@@ -13,7 +13,8 @@ from ...losses.policy import PolicyLoss
 from ...losses.preference import PreferenceLoss
 from ...workers.data_plane.data_ref import DataRef
 from ...workers.roles.dispatch import MiniBatches
-from .completions import Completions
+from ..config.rl import ENVIRONMENT_REWARD
+from .completions import Completion, Completions
 from .phases import Phases
 
 GAPS = ("log_prob_gap", "log_prob_gap_max")
@@ -77,13 +78,47 @@ def estimate_advantages(phases: Phases, completions: Completions, step: int) -> 
             )
         baselines = phases.adaptive.shape_others(baselines_given)
         columns["baselines"] = torch.tensor(baselines, dtype=torch.float32)
-    batch |= phases.group.data.put_columns(batch, rows=columns)
+    tokens = turn_columns(completions.rows, rewards, phases.config.rewards.weights.get(ENVIRONMENT_REWARD, 1.0))
+    batch |= phases.group.data.put_columns(batch, rows=columns, tokens=tokens)
     with phases.timed("advantages"):
         grouped = batch.with_groups(completions.groups)
         advantages = phases.group["advantage"].compute_advantages(grouped, kl_coef=phases.adaptive.kl_coef)
         batch |= advantages.without_groups()
         batch |= _selected(phases, batch, step)
     return _drop_rejected(phases, batch), metrics
+
+
+def turn_columns(completions: Sequence[Completion], totals: Sequence[float], weight: float) -> dict[str, torch.Tensor]:
+    """Return the turns of episodes as columns of tokens; none if there are no episodes.
+
+    Args:
+        completions: The completions.
+        totals: The reward of each.
+        weight: The weight of the reward that the environment gives.
+
+    Returns:
+        `turns`, the number of the turn that a token belongs to, -1 for others; and `turn_rewards`, the rewards of turns, each at the last token of
+        its turn, with what other rewards have given at the end of the last turn. What belongs to a token stands where the token is predicted.
+    """
+    if not any(completion.episode is not None for completion in completions):
+        return {}
+    turns: list[int] = []
+    rewards: list[float] = []
+    for completion, total in zip(completions, totals, strict=True):
+        size, first = len(completion.prompt.ids) + len(completion.tokens), len(completion.prompt.ids) - 1
+        of_tokens, at_ends = [-1] * size, [0.0] * size
+        episode = completion.episode
+        # Where the environment's reward is none of the rewards, it counts nothing.
+        counts = weight if ENVIRONMENT_REWARD in completion.rewards else 0.0
+        if episode is not None:
+            earned = [counts * (reward or 0.0) for reward in episode.turn_rewards]
+            earned[-1] += total - sum(earned)
+            for number, (begin, end) in enumerate(episode.spans):
+                of_tokens[first + begin : first + end] = [number] * (end - begin)
+                at_ends[first + end - 1] = earned[number]
+        turns += of_tokens
+        rewards += at_ends
+    return {"turns": torch.tensor(turns), "turn_rewards": torch.tensor(rewards)}
 
 
 def update(

@@ -6,6 +6,7 @@ which may decide when it ends, or that for the test afterwards. So no answer of 
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +68,19 @@ def write_prompts(folder: Path, seed: int, *, shuffled: bool = False) -> None:
                 file.write(json.dumps({"prompt": question(a, b), "answer": answer}) + "\n")
 
 
-def make_tokenizer() -> Any:
-    """Build a tokenizer with one token per character and a chat template."""
+def make_tokenizer(special: Sequence[str] = SPECIAL) -> Any:
+    """Build a tokenizer with one token per character and a chat template.
+
+    Args:
+        special: The special tokens, of which the first are those of padding and of the end of an answer.
+    """
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split
     from transformers import PreTrainedTokenizerFast
 
-    words = [*SPECIAL, *DIGITS, "+", "="]
+    words = [*special, *DIGITS, "+", "="]
     tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
     tokenizer.decoder = Fuse()
@@ -83,19 +88,25 @@ def make_tokenizer() -> Any:
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         eos_token="<end>",
-        additional_special_tokens=SPECIAL[2:],
+        additional_special_tokens=list(special[2:]),
         padding_side="left",
     )
     fast.chat_template = TEMPLATE
     return fast
 
 
-def write_model(folder: Path, seed: int) -> None:
-    """Write an untrained Qwen3-type model of 0.4 million parameters, with its tokenizer, in Hugging Face format."""
+def write_model(folder: Path, seed: int, special: Sequence[str] = SPECIAL) -> None:
+    """Write an untrained Qwen3-type model of 0.4 million parameters, with its tokenizer, in Hugging Face format.
+
+    Args:
+        folder: The folder of the model.
+        seed: The seed of its weights.
+        special: The special tokens of its tokenizer.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(special)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,

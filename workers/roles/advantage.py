@@ -269,11 +269,14 @@ class PenalizedCompletions(PaddedCompletions):
         return self.token_rewards().sum(1) if self._config.kl_coef else super().rewards()
 
     def token_rewards(self) -> Tensor:
-        """Return the rewards `[B, R]`, each at the last token of its response, less the KL penalty of each token."""
+        """Return the rewards `[B, R]`, less the KL penalty of each token: each at the last token of its turn, if turns have their own, or of its response."""
         config, kl = self._config, None
         if config.kl_coef:
             kl = kl_estimate(self.padded("old_log_probs"), self.padded("reference_log_probs"), config.kl)
-        return token_rewards(super().rewards(), self.mask, kl, config.kl_coef)
+        rewards, of_turns = super().rewards(), self.turn_rewards()
+        if of_turns is None:
+            return token_rewards(rewards, self.mask, kl, config.kl_coef)
+        return of_turns + token_rewards(torch.zeros_like(rewards), self.mask, kl, config.kl_coef)
 
     def sequence(self, name: str) -> Tensor:
         """Return a sequence field `[B]`."""

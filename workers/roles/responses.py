@@ -42,6 +42,10 @@ class PaddedCompletions:
         """Return the rewards `[B]`."""
         return sequence_field(self.batch, "rewards", "computing advantages")
 
+    def turn_rewards(self) -> Tensor | None:
+        """Return the rewards `[B, R]` that belong to turns, each at the last token of its turn; None if only responses have."""
+        return self.padded("turn_rewards") if "turn_rewards" in self.batch.token_fields else None
+
     def groups(self) -> Tensor:
         """Return the group of each response `[B]`.
 
