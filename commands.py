@@ -127,4 +127,5 @@ COMMANDS = {
     ),
     "backends": Command("engine.registry", "list the engines that engine.backend accepts"),
     "generators": Command("generation.registry", "list the generators that rollout.generator accepts"),
+    "environments": Command("environments.registry", "list the environments that rollout.environment accepts"),
 }

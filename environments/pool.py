@@ -33,14 +33,17 @@ class EnvironmentFailure(DrivetrainError):
     """An environment has failed, by no fault of the policy.
 
     Args:
+        message: What has happened.
         kind: `error`, if it raised one; `invalid`, if it returned something that it must not; `timeout`, if a call took too long; `lost`, if its
             process ended.
-        message: What has happened.
     """
 
-    def __init__(self, kind: FailureKind, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, kind: FailureKind = "error") -> None:
+        super().__init__(message, kind)
         self.kind = kind
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class EnvironmentPool:
@@ -135,7 +138,7 @@ class EnvironmentPool:
                 host = self._host_of[call.key] = self._choose()
         if host is None:
             outcome: Future[Any] = Future()
-            outcome.set_exception(EnvironmentFailure("lost", f"there is no episode {call.key}"))
+            outcome.set_exception(EnvironmentFailure(f"there is no episode {call.key}", "lost"))
             return outcome
         return host.submit(call, timeout_s)
 
@@ -209,7 +212,7 @@ class _HostThread:
         outcome: Future[Any] = Future()
         with self._lock:
             if self.is_over:
-                outcome.set_exception(EnvironmentFailure("lost", self._reason))
+                outcome.set_exception(EnvironmentFailure(self._reason, "lost"))
                 return outcome
             self._episodes.add(call.key)
             self._outcomes[call.key] = outcome
@@ -310,7 +313,7 @@ class _HostThread:
         elif reply.kind == "settings":
             outcome.set_exception(ConfigError(str(reply.value)))
         else:
-            error = EnvironmentFailure(reply.kind, str(reply.value))
+            error = EnvironmentFailure(str(reply.value), reply.kind)
             error.add_note(reply.trace)
             outcome.set_exception(error)
 
@@ -324,7 +327,7 @@ class _HostThread:
                 self._episodes.discard(key)
             self.retired |= bool(late)
         for outcome in outcomes:
-            outcome.set_exception(EnvironmentFailure("timeout", "the call took too long (environment.timeout_s)"))
+            outcome.set_exception(EnvironmentFailure("the call took too long (environment.timeout_s)", "timeout"))
 
     def _fail_all(self, reason: str) -> None:
         with self._lock:
@@ -334,4 +337,4 @@ class _HostThread:
             os.close(self._woken)
             os.close(self._wake)
         for outcome in outcomes:
-            outcome.set_exception(EnvironmentFailure("lost", reason))
+            outcome.set_exception(EnvironmentFailure(reason, "lost"))

@@ -3,10 +3,11 @@
 A third party adds its own through the entry-point group `drivetrain.environments`, or names it as `module:class`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..engine.errors import ConfigError
+from ..engine.registry import print_list
 from ..rewards.registry import Locations
 from .environment import Environment
 
@@ -25,6 +26,11 @@ ENVIRONMENTS = Locations(
     },
 )
 """The environments that have a name."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `drivetrain environments`; return the exit code."""
+    return print_list("environments", "the environments that rollout.environment accepts", argv, ENVIRONMENTS.all())
 
 
 def build_environment(location: str, settings: Mapping[str, Any]) -> Environment:

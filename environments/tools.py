@@ -106,7 +106,7 @@ class ToolEnvironment(Environment):
     """An environment with tools. A subclass says which there are, and what a call returns.
 
     Args:
-        max_calls: The number of calls that are answered in a turn; further ones are told that they are too many.
+        max_calls: The number of calls that are answered in a turn; further ones are refused.
         max_characters: The length of an answer to a call; what is longer is cut in the middle.
     """
 

@@ -192,7 +192,7 @@ class ForkedProcess:
             raise
 
     def wait(self, timeout_s: float | None, *others: int) -> str:
-        """Wait until there is a value to receive, without limit if None; return `message`, `ended`, or `nothing` if neither came to be.
+        """Wait until there is a value to receive, without limit if None; return `message`, `ended`, or `nothing` if there is neither.
 
         Args:
             timeout_s: For how many seconds to wait.

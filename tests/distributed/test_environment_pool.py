@@ -64,8 +64,8 @@ def test_many_episodes_share_a_process_and_none_sees_another() -> None:
 
 
 def test_coroutines_and_methods_that_wait_do_so_together() -> None:
-    with pool_of("WaitingEnvironment", most_s=1.0, turns=1) as pool:
-        for result in [pool.reset(key, EpisodeRow(prompt="", columns={"answer": ""}, seed=10)) for key in range(40)]:
+    with pool_of("WaitingEnvironment", least_s=1.0, most_s=1.0, turns=1) as pool:
+        for result in [pool.reset(key, ROW) for key in range(40)]:
             result.result(60)
         begin = time.monotonic()
         for step in [pool.step(key, turn(0)) for key in range(40)]:

@@ -331,11 +331,23 @@ def test_the_demo_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_demo_fails_where_nothing_was_learned(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from drivetrain.trainers.demo.reinforcement import _verdict
+    from drivetrain.trainers.demo.reinforcement import SUMS, TOOLS, _verdict
 
-    assert [_verdict(*case) for case in ((0.3, 0.93, False), (0.3, 0.39, True))] == [0, 0]
-    assert [_verdict(*case) for case in ((0.3, 0.64, False), (0.6, 0.69, False), (0.3, 0.41, True))] == [1, 1, 1]
+    assert [_verdict(SUMS, *case) for case in ((0.3, 0.93, False), (0.3, 0.39, True))] == [0, 0]
+    assert [_verdict(SUMS, *case) for case in ((0.3, 0.64, False), (0.6, 0.69, False), (0.3, 0.41, True))] == [1, 1, 1]
+    assert [_verdict(TOOLS, *case) for case in ((0.0, 0.86, False), (0.0, 0.84, False), (0.6, 0.86, False))] == [0, 1, 1]
     assert "accuracy 0.410 after training on rewards that say nothing" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_demo_learns_to_ask(tmp_path: Path) -> None:
+    from drivetrain.trainers.demo.demo_command import main as demo
+
+    assert demo(["grpo", "--tools", "--output", str(tmp_path)]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["accuracy_before"] < 0.5
+    assert summary["accuracy_after"] >= 0.85
 
 
 @pytest.mark.parametrize("more", [["rollout.prompts_per_call=1"], ["rl.dynamic_sampling=true", "rl.max_resamples=2"]])

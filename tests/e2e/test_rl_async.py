@@ -48,6 +48,12 @@ APART = [
     "rollout.generator=helpers.hesitant:HesitantGenerator",
 ]
 VARIED = ["rl.dynamic_sampling=true", "rl.group_size=3"]
+# Environments that take as long as chance wants.
+EPISODES = [
+    "rollout.environment=helpers.environments:WaitingEnvironment",
+    "environment.max_turns=4",
+    "engine.micro_batch.max_tokens=256",
+]
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +117,9 @@ def sequential(task: Path, run: Path, staleness: int, steps: int, more: Sequence
         (2, []),
         (3, [*VARIED, "rollout.prompts_per_call=3"]),
         (3, ["rollout.held_versions=1"]),
+        (0, EPISODES),
+        (1, [*EPISODES, *VARIED]),
+        (2, [*EPISODES, "rollout.held_versions=1", "rollout.prompts_per_call=2"]),
     ],
 )
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import time
 from typing import Any
@@ -43,20 +44,15 @@ class CountingEnvironment(Environment):
 
 
 class WaitingEnvironment(CountingEnvironment):
-    """Waits as a coroutine, for as long as its seed says."""
+    """Waits as a coroutine, for as long as chance wants."""
 
-    def __init__(self, *, most_s: float = 0.05, **settings: Any) -> None:
+    def __init__(self, *, least_s: float = 0.0, most_s: float = 0.05, **settings: Any) -> None:
         super().__init__(**settings)
-        self._most_s, self._seed = most_s, 0
-
-    async def reset(self, row: EpisodeRow) -> Observation | None:  # type: ignore[override]
-        """Begin the episode."""
-        self._seed = row.seed
-        return super().reset(row)
+        self._bounds = (least_s, most_s)
 
     async def step(self, turn: Turn) -> Observation | Done:  # type: ignore[override]
         """Answer a turn, after a while."""
-        await asyncio.sleep(self._most_s * ((self._seed + 7 * turn.number) % 11) / 10)
+        await asyncio.sleep(random.uniform(*self._bounds))
         return super().step(turn)
 
 

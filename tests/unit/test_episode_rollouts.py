@@ -66,7 +66,7 @@ class FakePool:
         future: Future[Any] = Future()
         if self.chance.random() < self.dies and key[-1] < 20:
             self.lost += 1
-            value = EnvironmentFailure("lost", "killed")
+            value = EnvironmentFailure("killed", "lost")
         self.pending.append((future, value))
         return future
 

@@ -24,14 +24,15 @@ Episodes = list[tuple[int, list[tuple[int, float]]]]
 
 def by_hand(episodes: Episodes, gamma: float, scale: bool) -> list[list[float]]:
     """The advantage of each turn of each episode."""
-    returns = []
+    returns: list[list[float]] = []
     for _, turns in episodes:
-        total, one = 0.0, []
+        total = 0.0
+        one: list[float] = []
         for _, reward in reversed(turns):
             total = reward + gamma * total
             one.insert(0, total)
         returns.append(one)
-    advantages = []
+    advantages: list[list[float]] = []
     for (group, turns), own in zip(episodes, returns, strict=True):
         one = []
         for turn in range(len(turns)):

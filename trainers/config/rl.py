@@ -204,7 +204,7 @@ class RolloutSettings(Settings):
     )
     environment: str | None = setting(
         None,
-        "what the policy acts in, turn by turn: calculator, python, search, single_turn, or module:class; null: an answer is a single turn",
+        "what the policy acts in, turn by turn: a name that `drivetrain environments` lists, or module:class; null: an answer is a single turn",
     )
     options: dict[str, Any] = setting(factory=dict, help="settings that only this generator has")
 

@@ -252,8 +252,8 @@ class Episodes:
     @property
     def waits_for_all(self) -> bool:
         """Whether a call of the generator waits for all environments."""
-        if (given := self._settings.wait_for_all) is not None:
-            return given
+        if (chosen := self._settings.wait_for_all) is not None:
+            return chosen
         return self._config.rl.staleness == 0 and not self._config.rollout.invariant
 
     def _collect(self, *, wait: bool) -> list[EnvironmentResult]:

@@ -108,12 +108,12 @@ def tool_accuracy(model_folder: Path, data: Path, show: int = 0) -> float:
     chats = [list(row["prompt"]) for row in rows]
     first = turns(chats)
     asking = [i for i, text in enumerate(first) if _SUM.fullmatch(text)]
-    told = {i: calculate(first[i]) for i in asking}
+    results = {i: calculate(first[i]) for i in asking}
     for i in asking:
-        chats[i] += [{"role": "assistant", "content": first[i]}, {"role": "tool", "content": told[i]}]
+        chats[i] += [{"role": "assistant", "content": first[i]}, {"role": "tool", "content": results[i]}]
     second = dict(zip(asking, turns([chats[i] for i in asking]) if asking else [], strict=True))
     for i, row in enumerate(rows[:show]):
-        asked = f"{first[i]} -> {told[i]}, " if i in told else ""
+        asked = f"{first[i]} -> {results[i]}, " if i in results else ""
         right = second.get(i, first[i]) == row["answer"]
         print(f"  {row['prompt'][0]['content']} {asked}{second.get(i, first[i])}{'' if right else '   (wrong)'}")
     return sum(second.get(i, first[i]) == row["answer"] for i, row in enumerate(rows)) / len(rows)
