@@ -117,6 +117,11 @@ COMMANDS = {
         "serve a model, a run or a checkpoint over HTTP, for clients of OpenAI's interface: MODEL|RUN|CHECKPOINT ...",
         extra="serve",
     ),
+    "gateway": Command(
+        "serve.gateway.gateway_command",
+        "let agents of any making talk to a policy over HTTP, and keep its own tokens: MODEL|RUN|CHECKPOINT ...",
+        extra="serve",
+    ),
     "chat": Command(
         "trainers.chat", "talk to a model, a run or a checkpoint in the terminal: MODEL|RUN|CHECKPOINT ...", extra="serve"
     ),

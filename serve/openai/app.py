@@ -1,27 +1,24 @@
 """The routes of the service."""
 
 import asyncio
-import json
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
 
 from ... import __version__
-from ...engine.errors import ConfigError, DrivetrainError, QueueFullError, WorkerError, WorkerLostError
+from ...engine.errors import ConfigError, DrivetrainError
 from ...generation.token_scheduler import GenerationRequest
+from .answers import ClosingResponse, add_error_handlers, sse_event, unless_gone
 from .formats import CompletionFormat, embedding_answer, usage_of
 from .guards import HostGuard, KeyGuard, SizeGuard, error_body
 from .metrics import Metrics
 from .model import ServedModel
-from .replicas import NoWorkerError, Replicas
+from .replicas import Replicas
 from .responses import RequestCompletions
 from .responses import Response as Generated
 from .schema import ChatRequest, CompletionRequest, EmbeddingRequest, ModelName, Sampling, WeightsRequest
@@ -31,14 +28,6 @@ from .weights import WeightLoader
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-RETRY_S = 1
-"""After how many seconds a client may ask again when the queue was full."""
-_CLOSED = 499
-
-
-class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
 
 
 def create_app(settings: ServeSettings, model: ServedModel, replicas: Replicas) -> FastAPI:
@@ -62,12 +51,7 @@ def create_app(settings: ServeSettings, model: ServedModel, replicas: Replicas) 
     app.post("/v1/embeddings")(service.embed)
     if settings.weights_dir is not None:
         app.post("/weights")(service.load_weights)
-    app.exception_handler(RequestValidationError)(_invalid)
-    app.exception_handler(HTTPException)(_http_error)
-    app.exception_handler(DrivetrainError)(_failed)
-    app.exception_handler(ClientGoneError)(_client_gone)
-    app.exception_handler(UnicodeError)(_not_unicode)
-    app.exception_handler(Exception)(_defect)
+    add_error_handlers(app)
     app.middleware("http")(service.count)
     # The last one that is added is the first one that a request meets.
     app.add_middleware(SizeGuard, limit=int(settings.max_body_mib * 2**20))
@@ -132,7 +116,7 @@ class Service:
     async def announce(self, body: ModelName) -> Response:
         """Tell the chat client of transformers, which asks before it begins, that the model is loaded."""
         self._check_model(body.model)
-        return Response(_event({"status": "ready", "cached": True}), media_type="text/event-stream")
+        return Response(sse_event({"status": "ready", "cached": True}), media_type="text/event-stream")
 
     # ---- text --------------------------------------------------------------------------------------------------------
 
@@ -198,30 +182,30 @@ class Service:
         self._metrics.prompt_tokens.inc(sum(map(len, prompts)))
         pieces = self._timed(self._responses.pieces(requests, body.stops))
         if not body.stream:
-            whole = await self._unless_gone(request, _collect(pieces, len(requests)))
+            whole = await unless_gone(request, _collect(pieces, len(requests)))
             return JSONResponse(form.answer(whole, usage_of(prompts, whole)))
         # What fails at once, such as a full queue, has a status of its own.
-        first = await self._unless_gone(request, anext(pieces))
+        first = await unless_gone(request, anext(pieces))
 
         async def events() -> AsyncIterator[bytes]:
             by_index = {first.response.index: first.response}
             try:
                 if (chunk := form.chunk(first)) is not None:
-                    yield _event(chunk)
+                    yield sse_event(chunk)
                 async for piece in pieces:
                     by_index[piece.response.index] = piece.response
                     if (chunk := form.chunk(piece)) is not None:
-                        yield _event(chunk)
+                        yield sse_event(chunk)
                 if body.wants_usage:
-                    yield _event(form.usage_chunk(usage_of(prompts, list(by_index.values()))))
+                    yield sse_event(form.usage_chunk(usage_of(prompts, list(by_index.values()))))
                 yield b"data: [DONE]\n\n"
             except DrivetrainError as e:
                 # The status was sent long ago.
-                yield _event(error_body(str(e).splitlines()[0], "server_error"))
+                yield sse_event(error_body(str(e).splitlines()[0], "server_error"))
             finally:
                 await pieces.aclose()  # type: ignore[attr-defined]
 
-        return _ClosingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        return ClosingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     async def _timed(self, pieces: AsyncIterator[Any]) -> AsyncIterator[Any]:
         start = time.perf_counter()
@@ -235,20 +219,6 @@ class Service:
         finally:
             await pieces.aclose()  # type: ignore[attr-defined]
 
-    async def _unless_gone(self, request: Request, work: Awaitable[T]) -> T:
-        """Wait for something, and give it up when the client closes the connection."""
-        task = asyncio.ensure_future(work)
-        gone = asyncio.create_task(_disconnected(request))
-        try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ClientGoneError
-            return await task
-        finally:
-            for one in (task, gone):
-                one.cancel()
-            await asyncio.gather(task, gone, return_exceptions=True)
-
     # ---- embeddings and weights --------------------------------------------------------------------------------------
 
     async def embed(self, body: EmbeddingRequest, request: Request) -> Response:
@@ -261,7 +231,7 @@ class Service:
         if len(texts) > 2048:
             raise ConfigError(f"input has {len(texts)} texts; at most 2048 are allowed")
         ids = await self._tokens(texts, self._model.embedding_tokens)
-        embeddings = await self._unless_gone(request, self._replicas.embed(ids))
+        embeddings = await unless_gone(request, self._replicas.embed(ids))
         if body.dimensions not in (None, len(embeddings[0])):
             raise ConfigError(
                 f"dimensions={body.dimensions}: the embeddings of this model have {len(embeddings[0])}; leave it out"
@@ -286,81 +256,8 @@ class Service:
             )
 
 
-class _ClosingResponse(StreamingResponse):
-    """A stream that ends what makes its parts when the client goes away, instead of leaving that to the garbage collector."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self.body_iterator.aclose()  # type: ignore[attr-defined]
-
-
 async def _collect(pieces: AsyncIterator[Any], count: int) -> list[Generated]:
     by_index: dict[int, Generated] = {}
     async for piece in pieces:
         by_index[piece.response.index] = piece.response
     return [by_index[i] for i in range(count)]
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        continue
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(data)}\n\n".encode()
-
-
-async def _invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    # Of the alternatives of a field, the one that came furthest.
-    first = max(error.errors(), key=lambda one: len(one["loc"]))
-    if first["type"] == "json_invalid":
-        return JSONResponse(error_body("the body is no JSON", "invalid_request_error"), status_code=400)
-    if first["type"].endswith("attributes_type") and "application/json" not in request.headers.get("content-type", ""):
-        message = "send the header Content-Type: application/json"
-        return JSONResponse(error_body(message, "invalid_request_error"), status_code=400)
-    place = ".".join(str(part) for part in first["loc"] if part not in ("body",))
-    message = f"{place}: {first['msg']}" if place else str(first["msg"])
-    return JSONResponse(error_body(message, "invalid_request_error", param=place or None), status_code=400)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return JSONResponse(error_body(str(error.detail), kind), status_code=error.status_code)
-
-
-async def _not_unicode(request: Request, error: Exception) -> Response:
-    return JSONResponse(error_body(f"a text is not valid Unicode: {error}", "invalid_request_error"), status_code=400)
-
-
-async def _defect(request: Request, error: Exception) -> Response:
-    logger.error("%s failed", request.url.path, exc_info=error)
-    return JSONResponse(error_body(f"{type(error).__name__}: {error}", "server_error"), status_code=500)
-
-
-async def _client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=_CLOSED)
-
-
-def _lost(error: WorkerLostError) -> str:
-    """Return what a client is told when there is no worker."""
-    return str(error) if isinstance(error, NoWorkerError) else "the worker ended while it answered; try again"
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    """Answer with what a request's error says, and how the client should see it."""
-    cause = error.__cause__ if isinstance(error, WorkerError) else error
-    message = str(cause or error).splitlines()[0]
-    if isinstance(error, QueueFullError):
-        body = error_body("too many requests are waiting; try again later", "rate_limit_error", "queue_full")
-        return JSONResponse(body, status_code=429, headers={"retry-after": str(math.ceil(RETRY_S))})
-    if isinstance(error, WorkerLostError):
-        return JSONResponse(error_body(_lost(error), "server_error"), status_code=503, headers={"retry-after": str(RETRY_S)})
-    if isinstance(cause, ConfigError):
-        return JSONResponse(error_body(message, "invalid_request_error"), status_code=400)
-    logger.error("%s", error)
-    return JSONResponse(error_body(message, "server_error"), status_code=500)

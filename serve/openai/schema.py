@@ -1,6 +1,6 @@
 """The requests of the service, as clients of OpenAI's interface send them. Unknown fields are ignored."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, StrictBool, model_validator
 
@@ -13,6 +13,16 @@ class Sampling(BaseModel):
 
     What would silently be left out is refused instead: penalties, biases, tools, formats of the response, templates.
     """
+
+    refused: ClassVar[tuple[str, ...]] = (
+        "frequency_penalty",
+        "presence_penalty",
+        "logit_bias",
+        "tools",
+        "functions",
+        "chat_template",
+    )
+    """The fields that must be empty."""
 
     model: str = ""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -38,11 +48,7 @@ class Sampling(BaseModel):
 
     @model_validator(mode="after")
     def _refuse(self) -> "Sampling":
-        refused = [
-            name
-            for name in ("frequency_penalty", "presence_penalty", "logit_bias", "tools", "functions", "chat_template")
-            if getattr(self, name)
-        ]
+        refused = [name for name in self.refused if getattr(self, name)]
         if self.response_format and self.response_format.get("type") != "text":
             refused.append("response_format")
         if self.chat_template_kwargs:

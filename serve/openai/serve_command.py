@@ -10,12 +10,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from ...checkpoint_tools.model_source import is_embedding_model, model_folder
 from ...engine.config import ModelConfig
@@ -46,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = _settings(args)
         with model_folder(args.source, lambda text: print(text, flush=True)) as folder:
-            return asyncio.run(_serve(args, settings, folder))
+            embeds = args.task == "embed" or (args.task == "auto" and is_embedding_model(folder))
+            return asyncio.run(
+                serve(args, settings, folder, lambda model, replicas: create_app(settings, model, replicas), embeds=embeds)
+            )
     except KeyboardInterrupt:
         return 130
     except (DrivetrainError, OSError) as e:
@@ -56,6 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="drivetrain serve", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
+    add_common_arguments(parser)
+    add("--task", choices=("auto", "generate", "embed"), default="auto", help="what the model does; auto looks at its folder")
+    add("--api-key", action="append", default=[], metavar="KEY", help=f"a key that requests must carry; or {KEY_VARIABLE}")
+    add("--max-images", type=int, default=8, metavar="N", help="images in a request")
+    add("--weights-dir", type=Path, default=None, metavar="DIR", help="allow POST /weights to load sub-folders of this one")
+    add("--weights-key", default=None, metavar="KEY", help=f"the key for POST /weights; or {WEIGHTS_KEY_VARIABLE}")
+    return parser
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a service with a model: where it listens, and what generates."""
     add = parser.add_argument
     add("source", metavar="MODEL|RUN|CHECKPOINT", help="a model folder, a Hub name, the folder of a run, or a checkpoint")
     add("--name", default=None, help="the name of the model in requests; the folder's name if not given")
@@ -76,7 +92,6 @@ def _parser() -> argparse.ArgumentParser:
         default="process",
         help="where workers run: on this machine, or spread over the Ray cluster of RAY_ADDRESS, a GPU for each device of a model",
     )
-    add("--task", choices=("auto", "generate", "embed"), default="auto", help="what the model does; auto looks at its folder")
     add(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto is bfloat16 on a GPU, otherwise float32"
     )
@@ -97,12 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--queue-size", type=int, default=1024, metavar="N", help="requests that may wait; more are refused with 429")
     add("--max-wait-ms", type=float, default=0.0, metavar="MS", help="how long a request to an idle model waits for others")
-    add("--api-key", action="append", default=[], metavar="KEY", help=f"a key that requests must carry; or {KEY_VARIABLE}")
     add("--allowed-host", action="append", default=[], metavar="NAME", help="a name under which the service may be addressed")
     add("--max-body-mib", type=float, default=32.0, metavar="N", help="the largest request")
-    add("--max-images", type=int, default=8, metavar="N", help="images in a request")
-    add("--weights-dir", type=Path, default=None, metavar="DIR", help="allow POST /weights to load sub-folders of this one")
-    add("--weights-key", default=None, metavar="KEY", help=f"the key for POST /weights; or {WEIGHTS_KEY_VARIABLE}")
     add(
         "--restarts",
         type=int,
@@ -111,7 +122,6 @@ def _parser() -> argparse.ArgumentParser:
         help="how often in a row a worker that died is restarted",
     )
     add("--trust-remote-code", action="store_true", help="run code of the model's folder")
-    return parser
 
 
 def _settings(args: argparse.Namespace) -> ServeSettings:
@@ -119,20 +129,9 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
     weights_key = args.weights_key or os.environ.get(WEIGHTS_KEY_VARIABLE, "")
     if args.weights_dir is not None and not weights_key:
         raise ConfigError(f"--weights-dir needs --weights-key KEY, or the environment variable {WEIGHTS_KEY_VARIABLE}")
-    if args.tp is not None and args.engine == "transformers":
-        raise ConfigError(f"--tp {args.tp} with --engine transformers, which uses one device; use --engine tensor_parallel")
-    if args.quant is not None and args.engine != "tensor_parallel":
-        raise ConfigError(f"--quant {args.quant} with --engine {args.engine}; use --engine tensor_parallel")
-    if args.max_batch_total_tokens < 2 and args.max_batch_total_tokens != 0:
-        raise ConfigError(
-            f"--max-batch-total-tokens {args.max_batch_total_tokens}; a prompt and its response need at least 2, and 0 is as many "
-            "as fit"
-        )
+    check_common_arguments(args)
     if args.weights_key is not None and args.weights_dir is None:
         raise ConfigError("--weights-key without --weights-dir DIR, the folder below which weights may be loaded")
-    if args.replicas < 1:
-        raise ConfigError(f"--replicas {args.replicas}; it must be at least 1")
-    generator_class(ENGINES[args.engine])
     return ServeSettings(
         name=args.name or Path(args.source).resolve().name,
         host=args.host,
@@ -146,6 +145,26 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
         weights_dir=args.weights_dir,
         weights_key=weights_key,
     )
+
+
+def check_common_arguments(args: argparse.Namespace) -> None:
+    """Check the arguments of `add_common_arguments` against each other.
+
+    Raises:
+        ConfigError: Two of them do not go together, or a number is out of range.
+    """
+    if args.tp is not None and args.engine == "transformers":
+        raise ConfigError(f"--tp {args.tp} with --engine transformers, which uses one device; use --engine tensor_parallel")
+    if args.quant is not None and args.engine != "tensor_parallel":
+        raise ConfigError(f"--quant {args.quant} with --engine {args.engine}; use --engine tensor_parallel")
+    if args.max_batch_total_tokens < 2 and args.max_batch_total_tokens != 0:
+        raise ConfigError(
+            f"--max-batch-total-tokens {args.max_batch_total_tokens}; a prompt and its response need at least 2, and 0 is as many "
+            "as fit"
+        )
+    if args.replicas < 1:
+        raise ConfigError(f"--replicas {args.replicas}; it must be at least 1")
+    generator_class(ENGINES[args.engine])
 
 
 class _HTTPServer(uvicorn.Server):
@@ -181,19 +200,44 @@ class _Stop:
         self.server.should_exit, self.code = True, 128 + number
 
 
-async def _serve(args: argparse.Namespace, settings: ServeSettings, folder: Path) -> int:
+MakeApp = Callable[[ServedModel, Replicas], FastAPI]
+
+
+async def serve(
+    args: argparse.Namespace,
+    settings: ServeSettings,
+    folder: Path,
+    make_app: MakeApp,
+    *,
+    embeds: bool = False,
+    path: str = "/v1",
+) -> int:
+    """Start the workers of a service and serve until a signal comes; return the exit code.
+
+    Args:
+        args: The arguments of `add_common_arguments`.
+        settings: The settings.
+        folder: The folder of the model.
+        make_app: Returns the application, when the workers have started.
+        embeds: Whether the model embeds texts.
+        path: The path that users are referred to.
+
+    Raises:
+        DrivetrainError: The address is in use, or the model cannot be loaded.
+    """
     stop = _Stop(asyncio.current_task())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
     try:
-        return await _serve_until(stop, args, settings, folder)
+        return await _serve_until(stop, args, settings, folder, make_app, embeds=embeds, path=path)
     except asyncio.CancelledError:
         return stop.code
 
 
-async def _serve_until(stop: _Stop, args: argparse.Namespace, settings: ServeSettings, folder: Path) -> int:
-    embeds = args.task == "embed" or (args.task == "auto" and is_embedding_model(folder))
+async def _serve_until(
+    stop: _Stop, args: argparse.Namespace, settings: ServeSettings, folder: Path, make_app: MakeApp, *, embeds: bool, path: str
+) -> int:
     model = ServedModel(
         folder,
         generates=not embeds,
@@ -208,7 +252,7 @@ async def _serve_until(stop: _Stop, args: argparse.Namespace, settings: ServeSet
         if not embeds:
             # Of replicas on different GPUs, the smallest cache counts, since any of them may get a request.
             model.limit(min([await worker.acall("largest_request") for worker in replicas.workers]))
-        app = create_app(settings, model, replicas)
+        app = make_app(model, replicas)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SHUTDOWN_S
         )
@@ -219,7 +263,7 @@ async def _serve_until(stop: _Stop, args: argparse.Namespace, settings: ServeSet
             await asyncio.sleep(0.01)
         if server.started:
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
-            print(f"{settings.name} is served at http://{host}:{listener.getsockname()[1]}/v1", flush=True)
+            print(f"{settings.name} is served at http://{host}:{listener.getsockname()[1]}{path}", flush=True)
         while not serving.done():
             await asyncio.wait({serving}, timeout=0.5)
             if replicas.is_over() and not server.should_exit:

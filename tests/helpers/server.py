@@ -30,10 +30,13 @@ class Server:
         source: What is served.
         arguments: More arguments of the command.
         environment: More environment variables.
+        command: The command.
     """
 
-    def __init__(self, source: Path | str, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        words = [sys.executable, "-m", "drivetrain.cli", "serve", str(source), "--port", "0", *arguments]
+    def __init__(
+        self, source: Path | str, *arguments: str, environment: dict[str, str] | None = None, command: str = "serve"
+    ) -> None:
+        words = [sys.executable, "-m", "drivetrain.cli", command, str(source), "--port", "0", *arguments]
         self.process = subprocess.Popen(
             words,
             stdout=subprocess.PIPE,
@@ -68,8 +71,8 @@ class Server:
 
     @property
     def root(self) -> str:
-        """The address without the version."""
-        return self.url.removesuffix("/v1")
+        """The address without the path."""
+        return self.url.removesuffix("/v1").removesuffix("/sessions")
 
     def client(self, key: str = "none", **more: Any) -> openai.OpenAI:
         """A client that does not try again."""

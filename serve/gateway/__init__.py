@@ -1,0 +1,1 @@
+"""The gateway: agents of any making talk to a policy by HTTP, and the policy's own tokens are kept."""

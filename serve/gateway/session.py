@@ -1,0 +1,380 @@
+"""A session of an agent with a policy: the turns that the policy has written, as the tree that the agent's requests make of them.
+
+    system user | answer | tool | answer | user | answer
+                    \\__ user | answer                         the agent has changed its history after the first answer
+
+A request's messages are compared with those of earlier requests and what these returned. As far as they are equal, the policy's own tokens are taken,
+and only what follows is tokenized; from the last equal answer on, what is different is another branch. Of two answers to equal messages the later one
+counts.
+"""
+
+import hmac
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...engine.errors import ConfigError, DataError, DrivetrainError
+from ...generation.result import Generation
+from .messages import ChatPath, ChatTurn, digest_of
+
+log = logging.getLogger(__name__)
+
+SessionEnd = Literal["rewarded", "closed", "expired"]
+
+
+class SessionEndedError(DrivetrainError):
+    """The session has ended, or is full."""
+
+
+class SessionUnknownError(DrivetrainError):
+    """There is no such session, or the key is not its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionLimits:
+    """What a session may use.
+
+    Args:
+        turns: The number of answers.
+        tokens: The number of tokens that the policy writes in all of them.
+        seconds: The time from its beginning to its end.
+    """
+
+    turns: int = 256
+    tokens: int = 2**20
+    seconds: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for name in ("turns", "tokens", "seconds"):
+            if not 0 < getattr(self, name) < 2**40:
+                raise ConfigError(f"the limit {name}={getattr(self, name)} of a session; it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PolicyTurn:
+    """An answer of the policy.
+
+    Args:
+        number: Its number in the session, in the order in which answers ended.
+        parent: The answer before it; None for the first one of a conversation.
+        observed: The tokens between the answer before it and itself; without one before it the prompt.
+        tokens: Its tokens.
+        log_probs: Their log-probabilities.
+        versions: The versions of the weights that made them.
+        finished: Whether the policy has ended it, and not a limit.
+    """
+
+    number: int
+    parent: "PolicyTurn | None"
+    observed: tuple[int, ...]
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finished: bool
+
+    def path(self) -> "list[PolicyTurn]":
+        """Return the answers of its conversation, up to itself."""
+        path: list[PolicyTurn] = []
+        turn: PolicyTurn | None = self
+        while turn is not None:
+            path.append(turn)
+            turn = turn.parent
+        return path[::-1]
+
+    def context(self) -> list[int]:
+        """Return all tokens of its conversation, up to its own last one."""
+        return [token for turn in self.path() for token in (*turn.observed, *turn.tokens)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Place:
+    """Where in a session an answer begins.
+
+    Args:
+        parent: The answer before it.
+        observed: The tokens between the two.
+        digest: The digest of the conversation that it answers.
+    """
+
+    parent: PolicyTurn | None
+    observed: tuple[int, ...]
+    digest: str
+
+    @property
+    def prompt(self) -> list[int]:
+        """All tokens that the policy reads."""
+        return [*([] if self.parent is None else self.parent.context()), *self.observed]
+
+
+Tokenize = Callable[[ChatPath, int, int | None], list[int]]
+"""Returns the tokens of the messages of a path from a number on. The last argument is the last token of the answer before them, if there is one."""
+
+
+class Session:
+    """A session.
+
+    Args:
+        key: Its id, by which an agent names it.
+        reward_key: The key by which its reward is posted and its tokens are read.
+        limits: What it may use.
+    """
+
+    def __init__(self, key: str, reward_key: str, limits: SessionLimits) -> None:
+        self.key, self.limits = key, limits
+        self.end: SessionEnd | None = None
+        """How it has ended."""
+        self.reward: float | None = None
+        self.running = 0
+        """The number of answers that are being generated."""
+        self._reward_key = reward_key
+        self._began_at = time.monotonic()
+        self._lock = threading.Lock()
+        self._turns: list[PolicyTurn] = []
+        self._by_digest: dict[str, PolicyTurn] = {}
+        self._tokens = 0
+
+    # ---- answers ---------------------------------------------------------------------------------------------------------
+
+    def place(self, path: ChatPath, tokenize: Tokenize) -> Place:
+        """Return where the answer to messages begins.
+
+        Args:
+            path: The messages.
+            tokenize: Tokenizes what follows the last equal answer.
+
+        Raises:
+            SessionEndedError: The session has ended, or has no answers left.
+            DataError: The messages cannot be rendered. Where only what follows the last equal answer cannot, the conversation is rendered from its
+                beginning, as one that has no equal answer.
+        """
+        with self._lock:
+            self._check_open()
+            equal, parent = self._last_equal(path)
+        if parent is not None:
+            try:
+                observed = tokenize(path, equal, parent.tokens[-1])
+                return Place(parent=parent, observed=tuple(observed), digest=path.digests[-1])
+            except DataError as e:
+                log.warning("a conversation is rendered again from its beginning, in a document of its own: %s", e)
+        return Place(parent=None, observed=tuple(tokenize(path, 0, None)), digest=path.digests[-1])
+
+    def _last_equal(self, path: ChatPath) -> tuple[int, PolicyTurn | None]:
+        for count in range(len(path.messages), 0, -1):
+            turn = self._by_digest.get(path.digests[count])
+            if turn is not None:
+                return count, turn
+        return 0, None
+
+    def room(self) -> int:
+        """Return how many tokens the policy may still write."""
+        return self.limits.tokens - self._tokens
+
+    def add(self, place: Place, answer: ChatTurn, turn: Generation) -> PolicyTurn:
+        """Note an answer.
+
+        Args:
+            place: Where it began.
+            answer: It as the message that was returned, with which later requests are compared.
+            turn: Its tokens.
+
+        Raises:
+            SessionEndedError: The session has ended meanwhile, so nobody will learn from it.
+        """
+        with self._lock:
+            self._check_open(adds=True)
+            added = PolicyTurn(
+                number=len(self._turns),
+                parent=place.parent,
+                observed=place.observed,
+                tokens=tuple(turn.response),
+                log_probs=tuple(turn.log_probs),
+                versions=tuple(turn.versions),
+                finished=turn.finished,
+            )
+            self._turns.append(added)
+            self._tokens += len(added.tokens)
+            if added.tokens:
+                self._by_digest[digest_of(place.digest, answer.canonical())] = added
+            return added
+
+    def _check_open(self, *, adds: bool = False) -> None:
+        if self.end is not None:
+            raise SessionEndedError(f"the session has ended ({self.end}); begin another one")
+        if self.is_late():
+            raise SessionEndedError(f"the session is older than its limit of {self.limits.seconds:g} s; begin another one")
+        if not adds and len(self._turns) + self.running >= self.limits.turns:
+            raise SessionEndedError(f"the session has {len(self._turns)} of {self.limits.turns} answers; begin another one")
+        if not adds and self.room() < 1:
+            raise SessionEndedError(
+                f"the policy has written the {self.limits.tokens} tokens of the session; begin another one"
+            )
+
+    def is_late(self) -> bool:
+        """Whether it is older than it may be."""
+        return time.monotonic() - self._began_at > self.limits.seconds
+
+    # ---- its end ---------------------------------------------------------------------------------------------------------
+
+    def holds(self, reward_key: str) -> bool:
+        """Return whether a key is that of its reward."""
+        return hmac.compare_digest(reward_key.encode(), self._reward_key.encode())
+
+    def close(self, end: SessionEnd, reward: float | None = None) -> None:
+        """End the session.
+
+        Args:
+            end: How.
+            reward: Its reward, if it has one.
+
+        Raises:
+            SessionEndedError: It has ended before; a reward is posted once.
+        """
+        with self._lock:
+            if self.end is not None:
+                raise SessionEndedError(f"the session has ended before ({self.end})")
+            self.end, self.reward = end, reward
+
+    def turns(self) -> list[PolicyTurn]:
+        """Return all answers, in the order in which they ended."""
+        with self._lock:
+            return list(self._turns)
+
+    def trajectories(self) -> list[Generation]:
+        """Return its conversations as documents. Each answer is sampled in one of them: where conversations share their beginning, in the first."""
+        return trajectories_of(self.turns())
+
+
+def trajectories_of(turns: Sequence[PolicyTurn]) -> list[Generation]:
+    """Return the conversations of answers as documents, one for each answer that no other follows.
+
+    Args:
+        turns: The answers of a session.
+
+    Returns:
+        A document for each conversation. The prompt is what the policy read first, and `sampled` says which of the tokens behind it are its own and in no
+        document before.
+    """
+    inner = {id(turn.parent) for turn in turns}
+    documents: list[Generation] = []
+    learned: set[int] = set()
+    for leaf in turns:
+        if id(leaf) in inner or not leaf.tokens:
+            continue
+        first, *others = leaf.path()
+        document = Generation(
+            prompt=list(first.observed),
+            response=[],
+            log_probs=[],
+            finish_reason="stop" if leaf.finished else "length",
+            sampled=[],
+        )
+        for turn in (first, *others):
+            observed = () if turn is first else turn.observed
+            is_new = id(turn) not in learned
+            learned.add(id(turn))
+            _extend(document, observed, [0.0] * len(observed), [-1] * len(observed), sampled=False)
+            _extend(document, turn.tokens, turn.log_probs, turn.versions, sampled=is_new)
+        documents.append(document)
+    return documents
+
+
+def _extend(
+    document: Generation, tokens: Sequence[int], log_probs: Sequence[float], versions: Sequence[int], *, sampled: bool
+) -> None:
+    assert document.sampled is not None
+    document.response.extend(tokens)
+    document.log_probs.extend(log_probs if sampled else [0.0] * len(tokens))
+    document.versions.extend(versions if sampled else [-1] * len(tokens))
+    document.sampled.extend([sampled] * len(tokens))
+
+
+@dataclass(kw_only=True)
+class SessionCounts:
+    """How many sessions there were, by what has become of them.
+
+    Args:
+        opened: Those that were begun.
+        ended: For each end, those that had it.
+    """
+
+    opened: int = 0
+    ended: dict[str, int] = field(default_factory=dict)
+
+
+class Sessions:
+    """The sessions of a gateway.
+
+    Args:
+        limits: What each may use.
+        most: How many may be open at the same time.
+        ended: Called with each session that has ended.
+    """
+
+    def __init__(
+        self, limits: SessionLimits, *, most: int = 4096, ended: Callable[[Session], object] = lambda session: None
+    ) -> None:
+        self.counts = SessionCounts()
+        self._limits, self._most, self._ended = limits, most, ended
+        self._lock = threading.Lock()
+        self._open: dict[str, Session] = {}
+
+    def open(self) -> tuple[Session, str]:
+        """Begin a session; return it and the key of its reward. Both its id and this key are random numbers of 128 bits.
+
+        Raises:
+            SessionEndedError: There are as many as there may be.
+        """
+        session = Session(secrets.token_urlsafe(16), reward_key := secrets.token_urlsafe(16), self._limits)
+        self.expire()
+        with self._lock:
+            if len(self._open) >= self._most:
+                raise SessionEndedError(f"{self._most} sessions are open, which is the limit; end some, or try again later")
+            self._open[session.key] = session
+            self.counts.opened += 1
+        return session, reward_key
+
+    def find(self, key: str) -> Session:
+        """Return an open session.
+
+        Raises:
+            SessionUnknownError: There is none of this id.
+        """
+        with self._lock:
+            session = self._open.get(key)
+        if session is None:
+            raise SessionUnknownError("there is no open session of this id")
+        return session
+
+    def finish(self, key: str, end: SessionEnd, reward: float | None = None) -> Session:
+        """End a session, once.
+
+        Raises:
+            SessionUnknownError: There is none of this id, or it has ended.
+        """
+        session = self.find(key)
+        session.close(end, reward)
+        with self._lock:
+            self._open.pop(key, None)
+            self.counts.ended[end] = self.counts.ended.get(end, 0) + 1
+        self._ended(session)
+        return session
+
+    def expire(self) -> None:
+        """End the sessions that are older than they may be."""
+        with self._lock:
+            late = [key for key, session in self._open.items() if session.is_late()]
+        for key in late:
+            try:
+                self.finish(key, "expired")
+            except (SessionUnknownError, SessionEndedError):
+                # Somebody else has ended it just now.
+                continue
+
+    @property
+    def open_count(self) -> int:
+        """How many are open."""
+        return len(self._open)

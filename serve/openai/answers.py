@@ -1,0 +1,129 @@
+"""What the services have in common: errors as answers, and clients that go away."""
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from ...engine.errors import ConfigError, DrivetrainError, QueueFullError, WorkerError, WorkerLostError
+from .guards import error_body
+from .replicas import NoWorkerError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+RETRY_S = 1
+"""After how many seconds a client may ask again when the queue was full."""
+_CLOSED = 499
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Let an application answer errors in the format of OpenAI's interface."""
+    app.exception_handler(RequestValidationError)(_invalid)
+    app.exception_handler(HTTPException)(_http_error)
+    app.exception_handler(DrivetrainError)(_failed)
+    app.exception_handler(ClientGoneError)(_client_gone)
+    app.exception_handler(UnicodeError)(_not_unicode)
+    app.exception_handler(Exception)(_defect)
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Wait for something, and give it up when the client closes the connection."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return await task
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+class ClosingResponse(StreamingResponse):
+    """A stream that ends what makes its parts when the client goes away, instead of leaving that to the garbage collector."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.body_iterator.aclose()  # type: ignore[attr-defined]
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
+
+
+def sse_event(data: dict[str, Any]) -> bytes:
+    """Return a part of a stream of server-sent events."""
+    return f"data: {json.dumps(data)}\n\n".encode()
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    # Of the alternatives of a field, the one that came furthest.
+    first = max(error.errors(), key=lambda one: len(one["loc"]))
+    if first["type"] == "json_invalid":
+        return JSONResponse(error_body("the body is no JSON", "invalid_request_error"), status_code=400)
+    if first["type"].endswith("attributes_type") and "application/json" not in request.headers.get("content-type", ""):
+        message = "send the header Content-Type: application/json"
+        return JSONResponse(error_body(message, "invalid_request_error"), status_code=400)
+    place = ".".join(str(part) for part in first["loc"] if part not in ("body",))
+    message = f"{place}: {first['msg']}" if place else str(first["msg"])
+    return JSONResponse(error_body(message, "invalid_request_error", param=place or None), status_code=400)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return JSONResponse(error_body(str(error.detail), kind), status_code=error.status_code)
+
+
+async def _not_unicode(request: Request, error: Exception) -> Response:
+    return JSONResponse(error_body(f"a text is not valid Unicode: {error}", "invalid_request_error"), status_code=400)
+
+
+async def _defect(request: Request, error: Exception) -> Response:
+    logger.error("%s failed", request.url.path, exc_info=error)
+    return JSONResponse(error_body(f"{type(error).__name__}: {error}", "server_error"), status_code=500)
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLOSED)
+
+
+def _lost(error: WorkerLostError) -> str:
+    """Return what a client is told when there is no worker."""
+    return str(error) if isinstance(error, NoWorkerError) else "the worker ended while it answered; try again"
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Answer with what a request's error says, and how the client should see it."""
+    cause = error.__cause__ if isinstance(error, WorkerError) else error
+    message = str(cause or error).splitlines()[0]
+    if isinstance(error, QueueFullError):
+        body = error_body("too many requests are waiting; try again later", "rate_limit_error", "queue_full")
+        return JSONResponse(body, status_code=429, headers={"retry-after": str(math.ceil(RETRY_S))})
+    if isinstance(error, WorkerLostError):
+        return JSONResponse(error_body(_lost(error), "server_error"), status_code=503, headers={"retry-after": str(RETRY_S)})
+    if isinstance(cause, ConfigError):
+        return JSONResponse(error_body(message, "invalid_request_error"), status_code=400)
+    logger.error("%s", error)
+    return JSONResponse(error_body(message, "server_error"), status_code=500)
