@@ -117,7 +117,6 @@ def sequential(task: Path, run: Path, staleness: int, steps: int, more: Sequence
         (2, []),
         (3, [*VARIED, "rollout.prompts_per_call=3"]),
         (3, ["rollout.held_versions=1"]),
-        (0, EPISODES),
         (1, [*EPISODES, *VARIED]),
         (2, [*EPISODES, "rollout.held_versions=1", "rollout.prompts_per_call=2"]),
     ],

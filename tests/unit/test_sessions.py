@@ -161,6 +161,7 @@ def test_of_two_equal_answers_the_later_one_counts() -> None:
     _, other = answer(session, [user("a")], "1", version=4)
     read, _ = answer(session, [user("a"), assistant("1"), user("b")], "2")
     assert session.turns()[2].parent is session.turns()[1]
+    assert [{*turn.versions} for turn in session.turns()] == [{3}, {4}, {0}]
     assert read[-len(other) :] != other
     assert len(session.trajectories()) == 2
 

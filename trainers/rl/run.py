@@ -269,6 +269,14 @@ def _announce(run: RLRun) -> None:
             if exact
             else "another run is the same up to rounding, since rollout.invariant=false",
         )
+    if (environment := run.settings.rollout.environment) is not None:
+        log.info(
+            "environment: %s, at most %d turns and %d tokens behind a prompt; a call that takes more than %g s has failed",
+            environment,
+            run.settings.environment.max_turns,
+            run.settings.max_answer_tokens,
+            run.settings.environment.timeout_s,
+        )
     for line in run.phases.group["actor"].describe_settings():
         log.info("actor: %s", line)
     log.info("loss: %s", algorithm.loss_text)
