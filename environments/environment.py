@@ -7,6 +7,7 @@ A policy is given tokens and writes tokens. What it has written stays as it is: 
 which the chat template renders, or as tokens.
 """
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,9 @@ from numbers import Real
 from typing import Any
 
 from ..engine.errors import DrivetrainError
+
+LARGEST_REWARD = 1e30
+"""The largest absolute value of a reward, which is a float32 later."""
 
 
 class EnvironmentResultError(DrivetrainError):
@@ -147,14 +151,18 @@ def check_next(result: Any) -> Observation | Done:
     if not isinstance(result, Observation | Done):
         raise EnvironmentResultError(f"step returned {_described(result)}; it must be an Observation, or Done")
     reward = result.reward
-    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward)):
+    if reward is not None and (not isinstance(reward, Real) or not abs(reward) <= LARGEST_REWARD):
         raise EnvironmentResultError(f"step returned reward={reward!r:.40}; it must be a finite number, or None")
     if isinstance(result, Observation):
         _check_observation(result, "step")
+    elif not isinstance(result.metrics, Mapping):
+        raise EnvironmentResultError(f"step returned Done with metrics={result.metrics!r:.40}; they must be numbers by name")
     else:
         for name, value in result.metrics.items():
-            if isinstance(value, str) or not isinstance(value, Real):
-                raise EnvironmentResultError(f"step returned Done with metrics[{name!r}]={value!r:.40}; they must be numbers")
+            if not isinstance(value, Real) or not math.isfinite(value):
+                raise EnvironmentResultError(
+                    f"step returned Done with metrics[{name!r}]={value!r:.40}; they must be finite numbers"
+                )
     return result
 
 
@@ -167,7 +175,7 @@ def _check_observation(observation: Observation, method: str) -> None:
         isinstance(tokens, str) or not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
     ):
         raise EnvironmentResultError(
-            f"{method} returned an Observation with tokens={tokens!r:.40}; they must be token ids: give a text as messages"
+            f"{method} returned an Observation with tokens={tokens!r:.40}; they must be a list of token ids; a text goes into messages"
         )
     if isinstance(messages, str | Mapping):
         raise EnvironmentResultError(
@@ -182,6 +190,12 @@ def _check_observation(observation: Observation, method: str) -> None:
             raise EnvironmentResultError(
                 f"{method} returned an Observation with the message {message!r:.60}; it needs a role and a content, both texts"
             )
+        try:
+            json.dumps(dict(message), ensure_ascii=False).encode()
+        except (TypeError, ValueError) as e:
+            raise EnvironmentResultError(
+                f"{method} returned an Observation with a message that is no JSON, or holds half of a character: {e}"
+            ) from e
 
 
 def _described(result: Any) -> str:

@@ -89,6 +89,8 @@ class _Host:
         self._messages, self._location, self._settings = messages, location, settings
         self._environments: dict[EpisodeKey, Environment] = {}
         self._threads = ThreadPoolExecutor(THREADS)
+        # By itself: the pool may send more calls before it reads, and these have to be read meanwhile.
+        self._writer = ThreadPoolExecutor(1)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -105,19 +107,22 @@ class _Host:
         finally:
             # Threads that never end would be waited for.
             self._threads.shutdown(wait=False, cancel_futures=True)
+            self._writer.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, call: HostCall) -> None:
         try:
             reply = HostReply(key=call.key, kind="value", value=await self._call(call))
             data = pickle.dumps(reply)
-        except Exception as e:  # of the environment; sent to the pool
+        except BaseException as e:  # of the environment, which may want to exit; sent to the pool
             data = pickle.dumps(_failed(call.key, e))
-        self._messages.send_bytes(data)
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._messages.send_bytes, data)
 
     async def _call(self, call: HostCall) -> Any:
         if call.kind == "describe":
             environment = await self._run(self._build)
-            return [dict(schema) for schema in environment.tools]
+            tools = [dict(schema) for schema in environment.tools]
+            await self._run(environment.close)
+            return tools
         if call.kind == "close":
             closed = self._environments.pop(call.key, None)
             return None if closed is None else await self._run(closed.close)
@@ -135,10 +140,14 @@ class _Host:
         return await asyncio.get_running_loop().run_in_executor(self._threads, method, *arguments)
 
 
-def _failed(key: EpisodeKey, error: Exception) -> HostReply:
-    trace = traceback.format_exc()
+def _failed(key: EpisodeKey, error: BaseException) -> HostReply:
+    trace = "".join(traceback.format_exception(error))
+    try:
+        text = str(error)
+    except Exception as e:  # of an exception that cannot be printed
+        text = f"(its text cannot be made: {type(e).__name__})"
     if isinstance(error, EnvironmentResultError):
-        return HostReply(key=key, kind="invalid", value=str(error), trace=trace)
+        return HostReply(key=key, kind="invalid", value=text, trace=trace)
     if isinstance(error, ConfigError):
-        return HostReply(key=key, kind="settings", value=str(error), trace=trace)
-    return HostReply(key=key, kind="error", value=f"{type(error).__name__}: {error}", trace=trace)
+        return HostReply(key=key, kind="settings", value=text, trace=trace)
+    return HostReply(key=key, kind="error", value=f"{type(error).__name__}: {text}", trace=trace)

@@ -76,7 +76,7 @@ class EnvironmentPool:
             raise ConfigError(
                 "a process of environments imports this program, which must start its run under if __name__ == '__main__':"
             )
-        self._location, self._workers, self._timeout_s = location, workers, timeout_s
+        self._location, self._workers, self._timeout_s, self._memory_mb = location, workers, timeout_s, memory_mb
         self._start = (program_to_import(_HOST), pickle.dumps((location, dict(settings), memory_mb * MIB)))
         self._lock = threading.Lock()
         self._server = ForkServer(_HOST, _HOST)
@@ -93,7 +93,9 @@ class EnvironmentPool:
         try:
             tools: list[dict[str, Any]] = self._submit(HostCall(key=_DESCRIBE, kind="describe"), LOAD_S).result()
         except EnvironmentFailure as e:
-            raise ConfigError(f"the environment {self._location} cannot be built: {e}") from e
+            raise ConfigError(
+                f"the environment {self._location} cannot be built: {e}; a process of it may have {self._memory_mb} MiB for data (environment.memory_mb)"
+            ) from e
         finally:
             self.close_episode(_DESCRIBE)
         return tools
@@ -258,9 +260,12 @@ class _HostThread:
             else:
                 reason = self._serve(process)
         except ProcessEndedError as e:
-            reason = f"its process ended ({e})"
+            reason = f"its process ended ({e}); environment.restarts makes such episodes again"
         except TimeoutError:
-            reason = "its process does not read"
+            reason = "its process does not answer"
+        except Exception as e:  # of an answer that cannot be read here
+            log.exception("a process of environments has sent something that cannot be read")
+            reason = f"its answer cannot be read: {type(e).__name__}: {e}"
         finally:
             if process is not None:
                 process.kill()
@@ -327,7 +332,7 @@ class _HostThread:
                 self._episodes.discard(key)
             self.retired |= bool(late)
         for outcome in outcomes:
-            outcome.set_exception(EnvironmentFailure("the call took too long (environment.timeout_s)", "timeout"))
+            outcome.set_exception(EnvironmentFailure("the call took longer than environment.timeout_s", "timeout"))
 
     def _fail_all(self, reason: str) -> None:
         with self._lock:

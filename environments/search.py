@@ -10,6 +10,7 @@ from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from ..engine.errors import ConfigError
 from .tools import ToolEnvironment, text_argument, tool
@@ -37,8 +38,8 @@ class SearchEnvironment(ToolEnvironment):
 
     def __init__(self, *, corpus: str, index: str = "", results: int = 3, characters: int = 600, **limits: int) -> None:
         super().__init__(**limits)
-        if results < 1 or characters < 1:
-            raise ConfigError(f"results={results} and characters={characters}; they must be at least 1")
+        if not all(isinstance(value, int) and value >= 1 for value in (results, characters)):
+            raise ConfigError(f"results={results!r} and characters={characters!r}; they must be whole numbers of at least 1")
         self._corpus = CorpusIndex(Path(corpus), Path(index or f"{corpus}.index"))
         self._results, self._characters = results, characters
         self._corpus.prepare()
@@ -78,6 +79,8 @@ class CorpusIndex:
         """
         try:
             about = self._corpus.stat()
+            if not self._corpus.is_file():
+                raise ConfigError(f"the corpus {self._corpus} is no file; give a jsonl file with a document in each line")
         except OSError as e:
             raise ConfigError(f"the corpus {self._corpus} cannot be read: {e.strerror}") from e
         identity = f"{_FORMAT} {self._corpus.resolve()} {about.st_size} {about.st_mtime_ns}"
@@ -103,6 +106,9 @@ class CorpusIndex:
                 connection.execute("CREATE TABLE about (identity TEXT)")
                 connection.execute("INSERT INTO about VALUES (?)", (identity,))
                 connection.commit()
+        except ConfigError:
+            Path(new).unlink(missing_ok=True)
+            raise
         except sqlite3.Error as e:
             Path(new).unlink(missing_ok=True)
             raise ConfigError(
@@ -111,13 +117,14 @@ class CorpusIndex:
         os.replace(new, self._index)
 
     def _documents(self) -> Iterator[tuple[str, str]]:
-        with open(self._corpus, encoding="utf-8") as file:
+        with open(self._corpus, "rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
                 try:
-                    document = json.loads(line)
+                    document = json.loads(line.decode())
                     title, text = document.get("title") or "", document["text"]
+                    f"{title}{text}".encode()
                 except (ValueError, KeyError, AttributeError) as e:
                     raise ConfigError(
                         f"{self._corpus}:{number} is no document: it needs text, and may have a title ({e!r})"
@@ -138,7 +145,7 @@ class CorpusIndex:
             return []
         # Quoted, a word is no operator.
         match = " OR ".join(f'"{word}"' for word in words)
-        with closing(sqlite3.connect(f"file:{self._index}?mode=ro", uri=True)) as connection:
+        with closing(_opened(str(self._index))) as connection:
             rows = connection.execute(
                 "SELECT title, text FROM documents WHERE documents MATCH ? ORDER BY bm25(documents), rowid LIMIT ?",
                 (match, count),
@@ -158,8 +165,12 @@ def _identity(index: Path) -> str | None:
 @lru_cache(maxsize=16)
 def _read_identity(index: str, modified: int, inode: int) -> str | None:
     try:
-        with closing(sqlite3.connect(f"file:{index}?mode=ro", uri=True)) as connection:
+        with closing(_opened(index)) as connection:
             row = connection.execute("SELECT identity FROM about").fetchone()
     except sqlite3.Error:
         return None
     return str(row[0]) if row else None
+
+
+def _opened(index: str) -> sqlite3.Connection:
+    return sqlite3.connect(f"file:{quote(os.path.abspath(index))}?mode=ro", uri=True)

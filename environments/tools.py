@@ -3,7 +3,7 @@
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,8 @@ from .environment import Done, Environment, Observation, Turn
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_NAME = re.compile(r"[\w.-]+")
+_THOUGHT = "</think>"
 
 
 class CallFormatError(Exception):
@@ -26,10 +26,31 @@ class ToolCall:
     Args:
         name: The name of the tool.
         arguments: Its arguments by name.
+        untyped: Whether the arguments are texts that were written without the quotes of JSON, so that only the tool's schema says which are numbers.
     """
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    untyped: bool = False
+
+    def typed(self, tools: Sequence[Mapping[str, Any]]) -> "ToolCall":
+        """Return the call with arguments of the types that the schemas of tools give them.
+
+        Args:
+            tools: The JSON schemas.
+        """
+        if not self.untyped:
+            return self
+        properties: Mapping[str, Any] = {}
+        for schema in tools:
+            function = schema.get("function", {})
+            if function.get("name") == self.name:
+                properties = function.get("parameters", {}).get("properties", {})
+        arguments = {
+            name: value if properties.get(name, {}).get("type") == "string" else _value(value)
+            for name, value in self.arguments.items()
+        }
+        return ToolCall(name=self.name, arguments=arguments)
 
 
 def parse_calls(text: str) -> list[ToolCall]:
@@ -39,12 +60,15 @@ def parse_calls(text: str) -> list[ToolCall]:
     with `name` and `arguments` or `parameters`; `<function=NAME>` with `<parameter=NAME>` (Qwen3-Coder); a name with `<arg_key>` and `<arg_value>`
     (GLM).
 
+    What stands in a thought, before `</think>`, is no call.
+
     Args:
         text: The text.
 
     Raises:
         CallFormatError: There is something between the tags that is none of these.
     """
+    text = text.rpartition(_THOUGHT)[2]
     if tagged := _TAGGED.findall(text):
         return [_tagged_call(content.strip()) for content in tagged]
     if functions := _FUNCTION.findall(text):
@@ -54,11 +78,12 @@ def parse_calls(text: str) -> list[ToolCall]:
         return []
     try:
         parsed = json.loads(stripped)
-    except ValueError:
+    except (ValueError, RecursionError):
         # Text that happens to begin like JSON.
         return []
     objects = parsed if isinstance(parsed, list) else [parsed]
-    if not all(isinstance(one, Mapping) and "name" in one for one in objects):
+    # An answer may be an object with a name too.
+    if not all(isinstance(one, Mapping) and "name" in one and one.keys() & {"arguments", "parameters"} for one in objects):
         return []
     return [_json_call(one) for one in objects]
 
@@ -66,14 +91,28 @@ def parse_calls(text: str) -> list[ToolCall]:
 def _tagged_call(content: str) -> ToolCall:
     if functions := _FUNCTION.findall(content):
         return _function_call(*functions[0])
-    if arguments := _ARGUMENT.findall(content):
-        return ToolCall(
-            name=content[: content.index("<arg_key>")].strip(), arguments={k.strip(): _value(v) for k, v in arguments}
-        )
+    if "<arg_key>" in content:
+        keys = [key for key, _ in _between(content, "<arg_key>", "</arg_key>")]
+        values = [value for value, _ in _between(content, "<arg_value>", "</arg_value>")]
+        arguments = dict(zip(map(str.strip, keys), values, strict=False))
+        return ToolCall(name=content[: content.index("<arg_key>")].strip(), arguments=arguments, untyped=True)
+    if _NAME.fullmatch(content) and not content.isdigit():
+        return ToolCall(name=content)
     try:
         return _json_call(json.loads(content))
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise CallFormatError(f"the call is not valid JSON: {e}") from None
+
+
+def _between(text: str, opening: str, closing: str) -> Iterator[tuple[str, int]]:
+    """Yield what stands between marks, and where it ends. In linear time: what is not closed is the last one that is looked at."""
+    at = 0
+    while (begin := text.find(opening, at)) >= 0:
+        end = text.find(closing, begin + len(opening))
+        if end < 0:
+            return
+        yield text[begin + len(opening) : end], end
+        at = end + len(closing)
 
 
 def _json_call(call: Any) -> ToolCall:
@@ -83,7 +122,7 @@ def _json_call(call: Any) -> ToolCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise CallFormatError(f"the arguments are not valid JSON: {e}") from None
     if not isinstance(arguments, Mapping):
         raise CallFormatError("the arguments are no object")
@@ -91,14 +130,19 @@ def _json_call(call: Any) -> ToolCall:
 
 
 def _function_call(name: str, content: str) -> ToolCall:
-    return ToolCall(name=name, arguments={key: _value(value) for key, value in _PARAMETER.findall(content)})
+    arguments = {}
+    for parameter, _ in _between(content, "<parameter=", "</parameter>"):
+        key, found, value = parameter.partition(">")
+        if found and not any(character.isspace() for character in key):
+            arguments[key] = value.removeprefix("\n").removesuffix("\n")
+    return ToolCall(name=name, arguments=arguments, untyped=True)
 
 
 def _value(text: str) -> Any:
     """Return a value that is written without the quotes of JSON if it is a text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -158,7 +202,7 @@ class ToolEnvironment(Environment):
         if call.name not in names:
             return f"error: there is no tool {call.name!r:.60}; the tools are {', '.join(names)}"
         try:
-            return self.call(call.name, call.arguments)
+            return self.call(call.name, call.typed(self.tools).arguments)
         except ValueError as e:
             return f"error: {e}"
 
@@ -170,7 +214,8 @@ class ToolEnvironment(Environment):
 
 
 def _message(number: int, name: str, content: str) -> dict[str, str]:
-    # Some templates want ids of nine letters and digits.
+    # A policy can write half of a character, which no tokenizer takes. Some templates want ids of nine letters and digits.
+    name, content = (text.encode(errors="replace").decode() for text in (name, content))
     return {"role": "tool", "tool_call_id": f"call{number:05d}", "name": name, "content": content}
 
 

@@ -217,7 +217,7 @@ class _Answers:
 
     def _ended(self, response: Generated) -> ChatTurn:
         """Note an answer that has ended; return it as a message."""
-        turn = read_answer(response.writer.text, has_tools=bool(self._body.shown_tools), ids=new_call_ids())
+        turn = read_answer(response.writer.text, tools=self._body.shown_tools, ids=new_call_ids())
         self._written += len(response.tokens)
         self._session.add(
             self._place,

@@ -114,16 +114,16 @@ def _read_call(number: int, call: Any) -> tuple[str, ToolCall]:
     return str(call.get("id") or ""), ToolCall(name=function["name"], arguments=arguments)
 
 
-def read_answer(text: str, *, has_tools: bool, ids: Sequence[str]) -> ChatTurn:
+def read_answer(text: str, *, tools: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> ChatTurn:
     """Return what a policy has written as a message.
 
     Args:
         text: Its text, without special tokens.
-        has_tools: Whether the request has tools; without any a call is text as any other.
+        tools: The tools of the request; without any a call is text as any other.
         ids: Ids for its calls, as many as there may be.
     """
     try:
-        calls = parse_calls(text) if has_tools else []
+        calls = [call.typed(tools) for call in parse_calls(text)] if tools else []
     except CallFormatError:
         # What cannot be read as a call is a text, which the agent may complain about.
         calls = []

@@ -63,6 +63,19 @@ def test_many_episodes_share_a_process_and_none_sees_another() -> None:
         assert len(pool._hosts) == 1
 
 
+def test_more_calls_than_fit_on_their_way() -> None:
+    """Neither side waits for the other one to read."""
+    with pool_of("CountingEnvironment", turns=2) as pool:
+        for result in [pool.reset(key, ROW) for key in range(300)]:
+            result.result(60)
+        long = Turn(number=0, tokens=list(range(2000)), text="1" * 4000)
+        answers = [pool.step(key, long).result(60) for key in range(300)] and [
+            step.result(60)
+            for step in [pool.step(key, Turn(number=1, tokens=long.tokens, text=long.text)) for key in range(300)]
+        ]
+        assert {answer.reward for answer in answers} == {1.0}
+
+
 def test_coroutines_and_methods_that_wait_do_so_together() -> None:
     with pool_of("WaitingEnvironment", least_s=1.0, most_s=1.0, turns=1) as pool:
         for result in [pool.reset(key, ROW) for key in range(40)]:
@@ -80,10 +93,14 @@ def test_coroutines_and_methods_that_wait_do_so_together() -> None:
         ("error", "error", "KeyError: 'lost'"),
         ("reset", "error", "RuntimeError: no reset today"),
         ("text", "invalid", "the text 'a text', which nobody has said how to render"),
-        ("text_tokens", "invalid", "they must be token ids"),
+        ("text_tokens", "invalid", "they must be a list of token ids"),
         ("nan", "invalid", "finite"),
         ("unknown_role", "invalid", "a role and a content"),
         ("die", "lost", "exit code -9"),
+        ("exit", "error", "SystemExit: 3"),
+        ("cancel", "error", "CancelledError"),
+        ("unprintable", "error", "UnprintableError: (its text cannot be made: ValueError)"),
+        ("unreadable", "lost", "its answer cannot be read: ValueError"),
     ],
 )
 def test_a_failure_is_of_a_kind(trouble: str, kind: str, message: str) -> None:

@@ -18,12 +18,14 @@ from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.losses.policy import POLICY_LOSSES, PolicyLoss
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import GRPOConfig, PPOConfig
+from drivetrain.trainers.rl.bundle import Bundle
 from drivetrain.trainers.rl.completions import Completion
 from drivetrain.trainers.rl.kept_completions import KeptCompletions, from_bytes, to_bytes
+from drivetrain.trainers.rl.phase_commands import main as phases_command
 from drivetrain.trainers.rl.phases import Phases
 from drivetrain.trainers.rl.prompts import load_data
 from drivetrain.trainers.rl.trainer import RLTrainer
-from helpers.rl_runs import make_task, records, train, words
+from helpers.rl_runs import PROMPTS, make_task, records, train, words
 
 COUNTING = ["rollout.environment=helpers.environments:CountingEnvironment"]
 TROUBLED = ["rollout.environment=helpers.environments:TroubledEnvironment"]
@@ -144,16 +146,26 @@ def check_gradients(batch: PackedBatch, loss: PolicyLoss) -> None:
     assert float((gradient[written] != 0).float().mean()) > 0.9
 
 
-def test_limits_end_episodes(task: Path, tmp_path: Path) -> None:
-    endless = ["rollout.environment=helpers.environments:EndlessEnvironment", "rewards.use=[format]", *MORE[:1]]
+def test_limits_end_episodes(task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # What it has not earned is a reward of 0, and no failure.
+    endless = ["rollout.environment=helpers.environments:EndlessEnvironment", *MORE[:1], "rewards.use=[format,environment]"]
     train(task, tmp_path / "turns", *endless, "environment.max_turns=3", "environment.max_tokens=60", "trainer.max_steps=1")
     (record,) = records(tmp_path / "turns")
     assert (record["turns"], record["max_turns"], record["truncated"]) == (3.0, 1.0, 1.0)
+    assert (record["answers"], record["reward/environment"]) == (16.0, 0.0)
+    assert "all episodes of a step came to a limit: environment.max_turns=3 (100%)" in caplog.text
     train(task, tmp_path / "tokens", *endless, "environment.max_tokens=20", "trainer.max_steps=1")
     (record,) = records(tmp_path / "tokens")
     assert record["max_tokens"] == record["truncated"] == 1.0
     assert record["turns"] < 8
     assert record["length_max"] + record["observation_tokens"] <= 20
+    # Without a limit of their own, or a smaller one than that of the model's 64 positions.
+    train(
+        task, tmp_path / "positions", *endless, "environment.max_tokens=120", "environment.max_turns=99", "trainer.max_steps=1"
+    )
+    (record,) = records(tmp_path / "positions")
+    assert record["max_tokens"] == 1.0
+    assert 40 < record["length_max"] + record["observation_tokens"] < 64
 
 
 @pytest.mark.parametrize(
@@ -170,7 +182,7 @@ def test_a_failure_is_counted_and_never_a_reward(
     (record,) = records(tmp_path / "run")
     failed = [row for _, rows in stored for row in rows if row.episode is not None and row.episode.failure]
     assert 0 < len(failed) < 16
-    assert record[f"{kind}/environment"] == record["dropped"] == len(failed)
+    assert record[f"{kind}/episode"] == record["dropped"] == len(failed)
     assert record["answers"] == 16 - len(failed)
     # Those that are left are as if nothing had happened to the others.
     others = {(row.group, tuple(row.tokens)) for _, rows in stored for row in rows if row not in failed}
@@ -183,7 +195,7 @@ def test_a_run_all_of_whose_environments_fail_says_so(task: Path, tmp_path: Path
     more = [*MORE, *TROUBLED, "environment.settings.trouble=error"]
     with (
         caplog.at_level(logging.WARNING),
-        pytest.raises(RewardError, match=r"none of 16 answers could be judged \(error/environment 16\)"),
+        pytest.raises(RewardError, match=r"none of 16 answers could be judged \(error/episode 16\)"),
     ):
         train(task, tmp_path / "run", *more, "trainer.max_steps=1")
     assert sum("the environment of an episode of" in record.message for record in caplog.records) == 1
@@ -207,7 +219,7 @@ def test_an_episode_that_takes_too_long_has_failed(task: Path, tmp_path: Path) -
     slow = ["environment.settings.trouble=hang", "environment.settings.every=4", "environment.episode_timeout_s=2"]
     train(task, tmp_path / "run", *MORE, *TROUBLED, *slow, "trainer.max_steps=1")
     (record,) = records(tmp_path / "run")
-    assert 0 < record["timeout/environment"] == record["dropped"] < 16
+    assert 0 < record["timeout/episode"] == record["dropped"] < 16
 
 
 @pytest.mark.slow
@@ -256,3 +268,18 @@ def test_a_tokenizer_without_a_template_cannot_be_told_of_tools(task: Path, tmp_
         load_data(parse(GRPOConfig, words(task, tmp_path / "run", *more, f"model.chat_template={template}"), ""))
     with pytest.raises(ConfigError, match="did you mean 'calculator'"):
         load_data(parse(GRPOConfig, words(task, tmp_path / "run", *more[1:], "rollout.environment=calcultor"), ""))
+
+
+@pytest.mark.slow
+def test_a_rollout_by_itself(task: Path, tmp_path: Path) -> None:
+    """`drivetrain rl rollout`, whose bundle can be trained on."""
+    bundle = tmp_path / "bundle.safetensors"
+    assert phases_command(["rollout", str(bundle), *words(task, tmp_path / "run", *MORE, *COUNTING)]) == 0
+    read = Bundle.read(bundle)
+    assert all(row.episode is not None and len(row.episode.spans) == 3 for row in read.rows)
+    assert len(read.rows) == 4 * PROMPTS
+    scored = tmp_path / "scored.safetensors"
+    assert phases_command(["score", str(bundle), str(scored)]) == 0
+    assert all(
+        row.rewards["environment"] == pytest.approx(row.episode and row.episode.reward) for row in Bundle.read(scored).rows
+    )

@@ -5,9 +5,23 @@ import os
 import random
 import signal
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 from drivetrain.environments.environment import Done, Environment, EpisodeRow, Observation, Turn
+
+
+class UnprintableError(Exception):
+    """An error without a text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class UnreadableNumbers(dict[str, float]):
+    """Numbers that no other process can read."""
+
+    def __reduce__(self) -> Any:
+        return (int, ("no number",))
 
 
 class CountingEnvironment(Environment):
@@ -23,6 +37,14 @@ class CountingEnvironment(Environment):
     def __init__(self, *, turns: int = 3, as_tokens: bool = False, own_prompt: bool = False, each: bool = False) -> None:
         self._turns, self._as_tokens, self._own_prompt, self._each = turns, as_tokens, own_prompt, each
         self._digits = self._characters = 0
+        type(self).made += 1
+
+    made: ClassVar[int] = 0
+    closed: ClassVar[int] = 0
+
+    def close(self) -> None:
+        """Count it."""
+        type(self).closed += 1
 
     def reset(self, row: EpisodeRow) -> Observation | None:
         """Begin the episode."""
@@ -94,6 +116,14 @@ class TroubledEnvironment(CountingEnvironment):
             time.sleep(10**6)
         if self._trouble == "unknown_role":
             return Observation(messages=[{"role": "user", "content": None}])
+        if self._trouble == "exit":
+            raise SystemExit(3)
+        if self._trouble == "cancel":
+            raise asyncio.CancelledError
+        if self._trouble == "unprintable":
+            raise UnprintableError
+        if self._trouble == "unreadable":
+            return Done(metrics=UnreadableNumbers(a=1.0))
         if self._trouble == "die" or (self._trouble == "die_once" and not os.path.exists(self._marker)):
             if self._marker:
                 open(self._marker, "w").close()

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def turn(text: str, number: int = 0) -> Turn:
 
 
 CALL = '{"name": "calculate", "arguments": {"expression": "2+3"}}'
+UNTYPED = ToolCall(name="calculate", arguments={"expression": "2+3"}, untyped=True)
 ADDS = ToolCall(name="calculate", arguments={"expression": "2+3"})
 
 
@@ -47,12 +49,22 @@ ADDS = ToolCall(name="calculate", arguments={"expression": "2+3"})
         (CALL.replace("arguments", "parameters"), [ADDS]),
         (f"[{CALL}, {CALL}]", [ADDS, ADDS]),
         (json.dumps({"name": "calculate", "arguments": '{"expression": "2+3"}'}), [ADDS]),
-        ("<tool_call>\n<function=calculate>\n<parameter=expression>\n2+3\n</parameter>\n</function>\n</tool_call>", [ADDS]),
-        ("<function=calculate><parameter=expression>2+3</parameter></function>", [ADDS]),
-        ("<tool_call>calculate\n<arg_key>expression</arg_key>\n<arg_value>2+3</arg_value>\n</tool_call>", [ADDS]),
-        ("<tool_call>f<arg_key>n</arg_key><arg_value>[1]</arg_value></tool_call>", [ToolCall(name="f", arguments={"n": [1]})]),
+        ("<tool_call>\n<function=calculate>\n<parameter=expression>\n2+3\n</parameter>\n</function>\n</tool_call>", [UNTYPED]),
+        ("<function=calculate><parameter=expression>2+3</parameter></function>", [UNTYPED]),
+        ("<tool_call>calculate\n<arg_key>expression</arg_key>\n<arg_value>2+3</arg_value>\n</tool_call>", [UNTYPED]),
         ("<tool_call>" + '{"name": "f"}' + "</tool_call>", [ToolCall(name="f")]),
+        # Texts of the form without quotes are what the schema says.
+        (
+            "<function=calculate><parameter=expression>42</parameter><parameter=n>42</parameter><parameter=left",
+            [ToolCall(name="calculate", arguments={"expression": "42", "n": "42"}, untyped=True)],
+        ),
+        ("<tool_call>now</tool_call>", [ToolCall(name="now")]),
+        # What is thought is not called.
+        (f"<think>perhaps <tool_call>{CALL}</tool_call></think>5", []),
+        ("<think>a <tool_call> perhaps</think>\n" + CALL, [ADDS]),
         # Text that only looks like a call.
+        ('{"name": "Bob", "age": 3}', []),
+        ("[" * 5000, []),
         ('{"a": 1}', []),
         ("{2, 3}", []),
         ("[1, 2]", []),
@@ -72,6 +84,8 @@ def test_calls_of_tools_are_read(text: str, calls: list[ToolCall]) -> None:
         ('{"name": "f", "arguments": [1]}', "no object"),
         ('{"name": "f", "arguments": "x"}', "not valid JSON"),
         ("", "not valid JSON"),
+        ("[" * 5000, "not valid JSON"),
+        ('{"name": "f", "arguments": "' + "[" * 5000 + '"}', "not valid JSON"),
     ],
 )
 def test_calls_that_cannot_be_read_are_said_to_the_policy(content: str, message: str) -> None:
@@ -81,6 +95,28 @@ def test_calls_that_cannot_be_read_are_said_to_the_policy(content: str, message:
     assert isinstance(answer, Observation)
     assert message in answer.messages[0]["content"]
     assert answer.messages[0]["role"] == "tool"
+
+
+def test_arguments_without_quotes_have_the_types_of_the_schema() -> None:
+    properties = {"text": {"type": "string"}, "number": {"type": "integer"}}
+    schema = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    call = ToolCall(name="f", arguments={"text": "42", "number": "42", "other": "[1]", "word": "null?"}, untyped=True)
+    assert call.typed([schema]).arguments == {"text": "42", "number": 42, "other": [1], "word": "null?"}
+    assert call.typed([]).arguments["text"] == 42
+    assert contents(CalculatorEnvironment(), "<function=calculate><parameter=expression>42</parameter></function>") == ["42"]
+
+
+def test_a_long_turn_without_ends_takes_no_time() -> None:
+    begin = time.process_time()
+    for text in ("<function=a>" + "<parameter=b>" * 10**5, "<tool_call>f" + "<arg_key>" * 10**5, "<tool_call>" * 10**5):
+        CalculatorEnvironment().step(turn(text))
+    # With a search that begins anew for each of them it would be hours.
+    assert time.process_time() - begin < 60
+
+
+def test_half_of_a_character_in_a_call_is_said_to_the_policy() -> None:
+    answer = CalculatorEnvironment().step(turn(json.dumps({"name": "\ud800", "arguments": {}})))
+    assert check_next(answer) is answer
 
 
 @settings(max_examples=100, deadline=None)
@@ -266,6 +302,24 @@ def test_a_corpus_that_cannot_be_used(tmp_path: Path, line: str, message: str) -
         SearchEnvironment(corpus=str(corpus), index=str(tmp_path / "no" / "index"))
     with pytest.raises(ConfigError, match="at least 1"):
         SearchEnvironment(corpus=str(corpus), results=0)
+    with pytest.raises(ConfigError, match="whole numbers"):
+        SearchEnvironment(corpus=str(corpus), results="3")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="is no file"):
+        SearchEnvironment(corpus=str(tmp_path))
+    for bytes_ in (b'{"text": "\xe9"}\n', b'{"text": "\\ud800"}\n'):
+        corpus.write_bytes(bytes_)
+        with pytest.raises(ConfigError, match=r"corpus.jsonl:1 is no document"):
+            SearchEnvironment(corpus=str(corpus))
+    assert not list(tmp_path.glob("*.new"))
+
+
+def test_an_empty_corpus_and_a_path_that_looks_like_an_address(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "a?b#c %20.jsonl", DOCUMENTS)
+    assert search(corpus, "Rome").startswith("[1] Rome")
+    assert search(write_corpus(tmp_path / "empty.jsonl", []), "Rome") == "nothing was found"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{name}{end}" for name in (corpus.name, "empty.jsonl") for end in ("", ".index", ".index.lock")
+    }
 
 
 def test_names_of_environments() -> None:
@@ -309,8 +363,12 @@ MESSAGE = {"role": "tool", "content": "x"}
         (Observation(messages=[MESSAGE], reward=math.nan), "finite"),
         (Done(reward=math.inf), "finite"),
         (Done(reward="1"), "finite"),  # type: ignore[arg-type]
-        (Done(reward=True), "finite"),
-        (Done(metrics={"x": "y"}), "must be numbers"),  # type: ignore[dict-item]
+        (Done(reward=1e31), "finite"),
+        (Done(metrics={"x": math.nan}), "finite"),
+        (Done(metrics=None), "must be numbers"),  # type: ignore[arg-type]
+        (Observation(messages=[{**MESSAGE, "content": "\ud800"}]), "half of a character"),
+        (Observation(messages=[{**MESSAGE, "more": object()}]), "no JSON"),
+        (Done(metrics={"x": "y"}), "must be finite numbers"),  # type: ignore[dict-item]
     ],
 )
 def test_what_an_environment_must_not_return(result: Any, message: str) -> None:
@@ -323,7 +381,13 @@ def test_what_an_environment_must_not_return(result: Any, message: str) -> None:
 
 def test_what_an_environment_may_return() -> None:
     assert check_first(None) is None
-    for result in (Observation(messages=[MESSAGE], reward=0), Observation(tokens=[1, 2]), Done(), Done(reward=-1.5)):
+    for result in (
+        Observation(messages=[MESSAGE], reward=0),
+        Observation(tokens=[1, 2]),
+        Done(),
+        Done(reward=-1.5),
+        Done(reward=True),
+    ):
         assert check_next(result) is result
     for bad, message in ((Done(), "a Done"), (Observation(tokens=[1], reward=1.0), "before any turn")):
         with pytest.raises(EnvironmentResultError, match=message):

@@ -60,7 +60,7 @@ def answer(session: Session, messages: list[dict[str, Any]], text: str, version:
         versions=[version] * len(tokens),
         finish_reason="stop",
     )
-    session.add(place, read_answer(text, has_tools=True, ids=["x"]), turn)
+    session.add(place, read_answer(text, tools=[{}], ids=["x"]), turn)
     return place.prompt, tokens
 
 
@@ -304,11 +304,11 @@ def test_malformed_messages_are_refused(messages: list[Any], message: str) -> No
 
 def test_calls_are_read_where_there_are_tools() -> None:
     text = 'I ask.\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-    turn = read_answer(text, has_tools=True, ids=["i1", "i2"])
+    turn = read_answer(text, tools=[{}], ids=["i1", "i2"])
     assert (turn.content, turn.calls) == ("I ask.", (("i1", ToolCall(name="f", arguments={"a": 1})),))
-    assert read_answer(text, has_tools=False, ids=["i1"]).content == text
+    assert read_answer(text, tools=[], ids=["i1"]).content == text
     broken = "<tool_call>{oh</tool_call>"
-    assert read_answer(broken, has_tools=True, ids=["i1"]) == ChatTurn(role="assistant", content=broken)
+    assert read_answer(broken, tools=[{}], ids=["i1"]) == ChatTurn(role="assistant", content=broken)
     # Arguments that are no JSON are still the same when they come back.
     odd = {"role": "assistant", "content": None, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{oh"}}]}
     assert (
@@ -321,5 +321,5 @@ def test_no_answers_make_no_documents() -> None:
     assert trajectories_of([]) == []
     session = new_session()
     place = session.place(ChatPath.of(read_messages([user("a")])), tokenize)
-    session.add(place, read_answer("", has_tools=False, ids=[]), Generation(prompt=place.prompt, response=[], log_probs=[]))
+    session.add(place, read_answer("", tools=[], ids=[]), Generation(prompt=place.prompt, response=[], log_probs=[]))
     assert session.trajectories() == []

@@ -49,7 +49,7 @@ class Continuation:
         opening = self._tokenizer.convert_ids_to_tokens(last)
         if text.startswith(opening) and opening in (*self._ends.stopping, *self._ends.special):
             text = text[len(opening) :]
-        return self._encoded(text)
+        return self._encoded(text, messages)
 
     def first_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens of a conversation up to where its first answer begins.
@@ -57,10 +57,31 @@ class Continuation:
         Raises:
             DataError: The template does not take it.
         """
-        return self._encoded(self._rendered(messages, asks=True))
+        return self._encoded(self._rendered(messages, asks=True), messages)
 
-    def _encoded(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+    def _encoded(self, text: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokenize what the template has rendered. A special token in the content of a message is a text there, or a document that a tool has found
+        could write turns of its own.
+        """
+        ids: list[int] = []
+        at = 0
+        for content in [message["content"] for message in messages]:
+            if not any(token in content for token in self._ends.special if token):
+                continue
+            begin = next((begin for part in (content, content.strip()) if (begin := text.find(part, at)) >= 0), -1)
+            if begin < 0:
+                raise DataError(f"a message holds a special token, and the chat template changes its text: {content!r:.80}")
+            end = begin + (len(content) if text.startswith(content, begin) else len(content.strip()))
+            ids += self._ids(text[at:begin])
+            ids += self._ids(text[begin:end], split_special_tokens=True)
+            at = end
+        return ids + self._ids(text[at:])
+
+    def _ids(self, text: str, **options: bool) -> list[int]:
+        try:
+            ids: list[int] = self._tokenizer(text, add_special_tokens=False, **options)["input_ids"] if text else []
+        except (TypeError, UnicodeError) as e:
+            raise DataError(f"a message cannot be tokenized: {e}") from e
         return ids
 
     def _text(self, messages: Sequence[Mapping[str, Any]]) -> str:

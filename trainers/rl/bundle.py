@@ -22,7 +22,7 @@ from ...engine.packing.batch import PackedBatch
 from ..config.rl import RLConfig
 from ..data.prompts import Prompt
 from .batch_file import batch_from, tensors_of
-from .completions import Completion, Completions
+from .completions import Completion, Completions, EpisodeRecord
 from .phases import Phases
 
 FORMAT = 1
@@ -150,6 +150,7 @@ def _completion_record(row: Completion) -> dict[str, Any]:
         "rewards": row.rewards,
         "reward": None if math.isnan(row.reward) else row.reward,
         "baseline": row.baseline,
+        "episode": None if row.episode is None else asdict(row.episode),
     }
 
 
@@ -170,6 +171,8 @@ def _completion_of(record: Mapping[str, Any], batch: PackedBatch, row: int) -> C
         rewards={str(name): float(value) for name, value in record["rewards"].items()},
         reward=math.nan if record["reward"] is None else float(record["reward"]),
         baseline=None if record["baseline"] is None else float(record["baseline"]),
+        # Bundles from before there were environments have none.
+        episode=None if record.get("episode") is None else EpisodeRecord.from_json(record["episode"]),
     )
 
 

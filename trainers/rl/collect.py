@@ -106,7 +106,17 @@ class Collector:
                 self._equal_steps,
                 ", ".join(f"{name} {value:.3g}" for name, value in metrics.items() if name.startswith("reward/")),
             )
-        if metrics.get("truncated", 0.0) >= 1:
+        at_limits = metrics.get("max_turns", 0.0) + metrics.get("max_tokens", 0.0)
+        if at_limits >= 1:
+            self._warn_once(
+                "limits",
+                "all episodes of a step came to a limit: environment.max_turns=%d (%.0f%%) or environment.max_tokens=%d; raise it, or check that the "
+                "environment ends them (Done)",
+                self._config.environment.max_turns,
+                100 * metrics.get("max_turns", 0.0),
+                self._config.max_answer_tokens,
+            )
+        elif metrics.get("truncated", 0.0) >= 1:
             self._warn_once(
                 "truncated",
                 "all answers of a step reached rollout.max_tokens=%d without an end; raise it, or check that the model's "

@@ -37,6 +37,18 @@ class EpisodeRecord:
     message: str = ""
     own_prompt: bool = False
 
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Self:
+        """Return what happened in an episode, from its fields in JSON, which knows no tuples.
+
+        Raises:
+            TypeError: They are something else.
+            KeyError: One is missing.
+        """
+        spans = tuple((int(begin), int(end)) for begin, end in record["spans"])
+        others = {name: tuple(record[name]) for name in ("turns", "turn_rewards")}
+        return cls(**{**record, **others, "spans": spans})
+
     @property
     def failure(self) -> str:
         """The kind of the environment's failure; empty if it has not failed."""
@@ -49,9 +61,9 @@ class EpisodeRecord:
 
     @property
     def reward(self) -> float | None:
-        """The sum of the rewards; None if there are none."""
+        """The sum of the rewards. Without any, 0 if the episode has come to a limit, where nothing was earned, and else None."""
         rewards = [reward for reward in self.turn_rewards if reward is not None]
-        return sum(rewards) if rewards else None
+        return sum(rewards) if rewards else 0.0 if self.end in ("max_turns", "max_tokens") else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,6 +117,7 @@ class Episodes:
         continuation: What the chat template writes behind a turn; None without a chat template.
         title: A number that other episodes of the same pool do not have.
         seed: The seed of what environments draw.
+        positions: The number of positions of the model; None without a limit.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Episodes:
         *,
         title: int,
         seed: int,
+        positions: int | None = None,
     ) -> None:
         self._config, self._settings, self._ranks, self._pool = config, config.environment, ranks, pool
         self._tokenizer, self._continuation, self._title, self._seed = tokenizer, continuation, title, seed
@@ -142,7 +144,9 @@ class Episodes:
         self._seconds: dict[tuple[int, ...], float] = {}
         """For how long the environment of each has worked before."""
         self._warned: set[str] = set()
-        self._longest = prompt_budget(config).tokens
+        self._positions = positions
+        longest = prompt_budget(config).tokens
+        self._longest = longest if positions is None else min(longest, positions - 1)
 
     # ---- what the generator does -----------------------------------------------------------------------------------------
 
@@ -179,7 +183,12 @@ class Episodes:
 
     def room(self, episode: Episode) -> int:
         """Return how many tokens the next turn of an episode may have."""
-        return min(self._config.rollout.max_tokens, self._config.max_answer_tokens - len(episode.tokens))
+        return min(self._config.rollout.max_tokens, self._most(episode) - len(episode.tokens))
+
+    def _most(self, episode: Episode) -> int:
+        """Return how many tokens may follow what is read first."""
+        most = self._config.max_answer_tokens
+        return most if self._positions is None else min(most, self._positions - len(episode.prompt.ids))
 
     def give_back(self, episodes: Sequence[Episode]) -> None:
         """Note that whatever was writing turns is gone: they have to be written again."""
@@ -334,7 +343,7 @@ class Episodes:
         episode.rewards.append(observation.reward)
         if len(episode.spans) >= self._settings.max_turns:
             self._end(episode, "max_turns")
-        elif len(episode.tokens) + len(tokens) >= self._config.max_answer_tokens:
+        elif len(episode.tokens) + len(tokens) >= self._most(episode):
             self._end(episode, "max_tokens")
         else:
             episode.add(tokens, [0.0] * len(tokens), [-1] * len(tokens), sampled=False)

@@ -102,7 +102,7 @@ def from_bytes(data: bytes, prompts: Prompts, tokenizer: Any) -> dict[int, KeptC
         versions, finished = batch.token_fields["versions"], batch.sequence_fields["finished"]
         # Checkpoints from before there were environments have none.
         episodes = json.loads(about.get("episodes", "null")) or [None] * len(numbers)
-        records = [None if one is None else _from_json(one["record"]) for one in episodes]
+        records = [None if one is None else EpisodeRecord.from_json(one["record"]) for one in episodes]
     except (KeyError, TypeError, ValueError, BatchError, SafetensorError) as e:
         raise CheckpointError(f"its completions are malformed: {type(e).__name__}: {e}") from e
     rows: dict[int, list[int]] = {}
@@ -142,17 +142,6 @@ def from_bytes(data: bytes, prompts: Prompts, tokenizer: Any) -> dict[int, KeptC
 def _as_json(row: Completion) -> dict[str, Any]:
     assert row.episode is not None
     return {"prompt": len(row.prompt.ids), "record": asdict(row.episode)}
-
-
-def _from_json(record: Mapping[str, Any]) -> EpisodeRecord:
-    """Return what happened in an episode, from JSON, which knows no tuples.
-
-    Raises:
-        TypeError: It is something else.
-    """
-    spans = tuple((int(begin), int(end)) for begin, end in record["spans"])
-    others = {name: tuple(record[name]) for name in ("turns", "turn_rewards")}
-    return EpisodeRecord(**{**record, **others, "spans": spans})
 
 
 def digest_of(data: bytes) -> str:

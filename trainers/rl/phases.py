@@ -93,6 +93,7 @@ class Phases:
         memory_manager: What moves the state of roles.
         adaptive: The settings that a run adapts.
         environments: The processes of environments, in the first process of the controller; None without any.
+        positions: The number of positions of the model; None if it has no limit, or is not known.
         continuation: What the chat template writes behind a turn; None without an environment or a chat template.
         is_random: Whether the policy computes random numbers while it is trained, as with dropout.
         after_each: Called after each phase: what runs beside them may go on there.
@@ -110,6 +111,7 @@ class Phases:
     memory_manager: MemoryManager
     adaptive: Adaptive
     environments: EnvironmentPool | None = None
+    positions: int | None = None
     continuation: Continuation | None = None
     is_random: bool = False
     after_each: Callable[[], object] | None = None
@@ -293,7 +295,10 @@ class Phases:
         self._titles += 1
         seed = seed_of(self.config.data.seed, int(evaluates))
         return Episodes(
-            *(self.config, self.ranks, self.environments, self.tokenizer, self.continuation), title=self._titles, seed=seed
+            *(self.config, self.ranks, self.environments, self.tokenizer, self.continuation),
+            title=self._titles,
+            seed=seed,
+            positions=self.positions,
         )
 
     def begin_turns(
@@ -383,13 +388,13 @@ class Phases:
         return self.put_completions(PackedBatch.concat([one.batch for one in kept]), rows)
 
     def put_completions(self, batch: PackedBatch, rows: Sequence[Completion]) -> Completions:
-        """Put completions into the stores of the actor's processes.
+        """Put completions into the stores of the actor's processes, or of the generator's where there is no actor.
 
         Args:
             batch: The documents.
             rows: The completions.
         """
-        ref = self.group.data.put(batch, role="actor")
+        ref = self.group.data.put(batch, role="actor" if "actor" in self.group.roles else "rollout")
         return Completions(ref=ref.without_groups().with_prefixes(prefixes_of(rows)), rows=tuple(rows))
 
     def submit(self, rows: Sequence[Completion]) -> tuple[PendingScores | None, ...]:
@@ -469,7 +474,7 @@ class Phases:
             rows, counts = self.reward_runner.result(completions.rows, completions.pending, completions.model_scores)
         for row in rows:
             if row.episode is not None and row.episode.failure:
-                name = f"{row.episode.failure}/environment"
+                name = f"{row.episode.failure}/episode"
                 counts[name] = counts.get(name, 0.0) + 1.0
         if completions.baselines is not None:
             greedy, failed = self.collect_rewards(completions.baselines)

@@ -4,6 +4,8 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+from ...engine.hf.config import read_config
+from ...engine.hf.shape import context_of
 from ...engine.hf.tokenizer import load_tokenizer
 from ...rewards.pool import RewardTarget
 from ..config.rl import RLConfig
@@ -85,6 +87,7 @@ def open_phases(
             rewards=reward_runner,
             tokenizer=tokenizer,
             environments=environments,
+            positions=context_of(read_config(config.actor.model or config.model)) if generates else None,
             continuation=continuation_of(config, tokenizer) if generates else None,
             memory_manager=memory_manager,
             adaptive=Adaptive(config.rl, algorithm),
