@@ -71,10 +71,14 @@ def _value(node: ast.expr) -> int | float:
         return _CONSTANTS[node.id]
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _bounded(_UNARY[type(node.op)](_value(node.operand)))
+    if isinstance(node, ast.Tuple):
+        raise ValueError("a number is written without commas")
     if isinstance(node, ast.BinOp):
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow):
             return _bounded(_power(left, right))
+        if isinstance(node.op, ast.BitXor):
+            raise ValueError("a power is written with **, not with ^")
         if type(node.op) in _BINARY:
             return _bounded(_BINARY[type(node.op)](left, right))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords:

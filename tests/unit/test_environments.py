@@ -208,6 +208,12 @@ def test_what_is_no_arithmetic_has_no_value(expression: str) -> None:
         calculate(expression)
 
 
+@pytest.mark.parametrize(("expression", "message"), [("3^2", r"with \*\*"), ("1,000+1", "without commas")])
+def test_what_policies_write_in_another_way_is_explained(expression: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        calculate(expression)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.integers(-1000, 1000), st.integers(-1000, 1000), st.sampled_from("+-*"))
 def test_whole_numbers_are_exact(a: int, b: int, sign: str) -> None:
