@@ -23,9 +23,11 @@ class _ByLength(BaseGenerator):
         rows: Sequence[int] | None = None,
         media: Sequence[Mapping[str, Tensor]] | None = None,
         begun: Sequence[Sequence[Generation] | None] | None = None,
+        first_samples: Sequence[int] | None = None,
+        max_tokens: Sequence[int] | None = None,
     ) -> list[list[Generation]]:
-        """Generate; see `BaseGenerator.generate`. Nobody cancels its calls."""
-        assert begun is None
+        """Generate; see `BaseGenerator.generate`. Nobody cancels its calls, and there are no environments."""
+        assert (begun, first_samples, max_tokens) == (None, None, None)
         streams = []
         for prompt, row in zip(prompts, range(len(prompts)) if rows is None else rows, strict=True):
             own = [
