@@ -100,7 +100,7 @@ STATE_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_5_text", marks=pytest.mark.slow), "qwen3_next"])
 def test_layers_with_state_equal_plain_transformers(family: str, tmp_path: Path, process_group: None) -> None:
     # One stores its projections in sections, the other by key head.
     made = save_tiny_model(tmp_path / "m", family)

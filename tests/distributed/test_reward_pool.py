@@ -286,7 +286,7 @@ class Gone:
 
 @pytest.mark.parametrize("sent", [0, 1, 2])
 def test_a_process_whose_program_is_gone_ends_without_a_word(sent: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_pool, "_prepare", lambda preparation: None)
+    monkeypatch.setattr(fork_pool, "import_program", lambda preparation: None)
     monkeypatch.setattr(fork_pool, "_answer", lambda message: b"")
     fork_pool.serve_one(Gone(sent))  # type: ignore[arg-type]
 
