@@ -157,10 +157,7 @@ class EnvironmentPool:
         with self._lock:
             if self._closed:
                 raise ProcessEndedError(None)
-            if self._server.lost:
-                log.warning("the process that starts others for environments was lost and is replaced")
-                self._server.close()
-                self._server = ForkServer(_HOST, _HOST)
+            self._server = self._server.replaced_if_lost()
             return self._server.fork()
 
     def close(self) -> None:

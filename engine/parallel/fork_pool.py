@@ -1,6 +1,5 @@
 """A pool of processes, each of which can be killed. Imports no torch."""
 
-import logging
 import pickle
 import queue
 import threading
@@ -14,8 +13,6 @@ from typing import Any, Self
 
 from .. import errors
 from .fork_server import ForkedProcess, ForkServer, Messages, ProcessEndedError
-
-log = logging.getLogger(__name__)
 
 LOAD_S = 120.0
 """For how many seconds what a process imports at its start may take."""
@@ -95,7 +92,7 @@ class ForkPool:
         imports_program: bool = False,
     ) -> None:
         preparation = program_to_import(preload) if imports_program else {}
-        self._start, self._preload = (preparation, pickle.dumps((start, arguments))), preload
+        self._start = (preparation, pickle.dumps((start, arguments)))
         self._closed = False
         self._lock = threading.Lock()
         self._server = ForkServer(__name__, preload)
@@ -145,10 +142,7 @@ class ForkPool:
         with self._lock:
             if self._closed:
                 raise PoolClosedError("the pool was closed")
-            if self._server.lost:
-                log.warning("the process that starts others for %s was lost and is replaced", self._preload)
-                self._server.close()
-                self._server = ForkServer(__name__, self._preload)
+            self._server = self._server.replaced_if_lost()
             return self._server.fork()
 
     @property

@@ -5,6 +5,7 @@ complains when a program or a part of it was killed; here is nothing that could 
 processes leave when they are killed, and kills all of them when the program ends, however that ends.
 """
 
+import logging
 import math
 import os
 import pickle
@@ -23,6 +24,8 @@ from importlib import import_module
 from typing import Any, Self
 
 from .orphans import adopt_orphans, die_with_parent
+
+log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _REQUEST = struct.Struct("=cq")
@@ -61,6 +64,7 @@ class ForkServer:
     """
 
     def __init__(self, module: str, preload: str) -> None:
+        self._module, self._preload = module, preload
         self._lock, self._silent = threading.Lock(), False
         self._socket, theirs = socket.socketpair()
         # As with multiprocessing, a child finds the modules that its parent finds.
@@ -93,6 +97,14 @@ class ForkServer:
     def note_silence(self) -> None:
         """Note that the server has closed a pipe without a report, which it only does when it ends."""
         self._silent = True
+
+    def replaced_if_lost(self) -> "ForkServer":
+        """Return this server, or another one that takes its place if it has ended."""
+        if not self.lost:
+            return self
+        log.warning("the process that starts others for %s was lost and is replaced", self._preload)
+        self.close()
+        return ForkServer(self._module, self._preload)
 
     def fork(self) -> "ForkedProcess":
         """Start a process.

@@ -158,6 +158,17 @@ def test_a_process_that_dies_takes_its_episodes_with_it_and_no_others() -> None:
                 assert isinstance(pool.step(key, turn(1)).result(60), Observation)
 
 
+def test_the_process_that_starts_the_others_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    with pool_of("CountingEnvironment", turns=1) as pool:
+        pool.reset(0, ROW).result(60)
+        os.kill(pool._server.pid, signal.SIGKILL)
+        with pytest.raises(EnvironmentFailure) as caught:
+            pool.step(0, turn(0)).result(60)
+        assert caught.value.kind == "lost"
+        assert isinstance(play(pool, 1), Done)
+    assert "was lost and is replaced" in caplog.text
+
+
 def test_a_step_without_a_reset_and_a_closed_pool() -> None:
     pool = pool_of("CountingEnvironment")
     with pytest.raises(EnvironmentFailure, match="there is no episode 7"):

@@ -94,6 +94,11 @@ class Episode:
         return self.row if self.first is None else replace(self.row, ids=self.first)
 
     @property
+    def context_length(self) -> int:
+        """The number of tokens that the policy reads for its next turn."""
+        return len(self.prompt.ids) + len(self.tokens)
+
+    @property
     def context(self) -> Prompt:
         """What the policy reads for its next turn."""
         return replace(self.row, ids=[*self.prompt.ids, *self.tokens])

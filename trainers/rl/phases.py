@@ -349,7 +349,7 @@ class Phases:
             batch = self.group.data.get_batch(ref)
             self.group.data.clear_data_cache(running.prompt_ref)
             self.group.data.clear_data_cache(ref)
-        turns = generations_of(batch, [len(episode.context.ids) for episode in running.episodes])
+        turns = generations_of(batch, [episode.context_length for episode in running.episodes])
         self._check_versions({made for turn in turns for made in turn.versions}, running.versions)
         self.tokens["rollout"] = self.tokens.get("rollout", 0) + sum(len(turn.response) for turn in turns)
         return turns
