@@ -161,7 +161,12 @@ def test_a_process_that_dies_takes_its_episodes_with_it_and_no_others() -> None:
 def test_the_process_that_starts_the_others_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     with pool_of("CountingEnvironment", turns=1) as pool:
         pool.reset(0, ROW).result(60)
+        (host,) = pool._hosts
         os.kill(pool._server.pid, signal.SIGKILL)
+        # Its processes end with it, but not at the same instant.
+        deadline = time.monotonic() + 60
+        while not host.is_over and time.monotonic() < deadline:
+            time.sleep(0.01)
         with pytest.raises(EnvironmentFailure) as caught:
             pool.step(0, turn(0)).result(60)
         assert caught.value.kind == "lost"
