@@ -74,6 +74,10 @@ class WorkerLostError(WorkerError):
     """A process of a worker group died; the group must be rebuilt."""
 
 
+class NoWorkerError(WorkerLostError):
+    """No worker takes requests now."""
+
+
 class QueueFullError(WorkerError):
     """Too many requests are waiting; send it again later."""
 

@@ -1,7 +1,7 @@
 """The routes of the gateway."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
@@ -11,21 +11,20 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from ... import __version__
-from ...engine.errors import ConfigError, DataError, DrivetrainError
+from ...engine.errors import ConfigError
 from ...generation.result import Generation
 from ...generation.token_scheduler import GenerationRequest
-from ..openai.answers import ClosingResponse, add_error_handlers, sse_event, unless_gone
-from ..openai.guards import HostGuard, SizeGuard, error_body
+from ...trainers.data.conversation_tokens import ConversationTokens
+from ..openai.guards import HostGuard, SizeGuard
 from ..openai.metrics import Metrics
 from ..openai.model import ServedModel
 from ..openai.replicas import Replicas
 from ..openai.responses import CompletionPiece, RequestCompletions
-from ..openai.responses import Response as Generated
 from ..openai.settings import ServeSettings
-from .chat import ChatFormat, GatewayChatRequest, new_call_ids
-from .conversation import ConversationTokens
-from .messages import ChatPath, ChatTurn, read_answer, read_messages
-from .session import Place, Session, SessionEndedError, SessionLimits, Sessions, SessionUnknownError
+from .conversations import Answer, ChatPath, Conversation, TextPrompt
+from .formats.base import AnswerFormat, AnswerRequest, answer_of
+from .routes import AnswerPiece, PolicyRoutes, bearer
+from .session import Place, Session, SessionLimits, Sessions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,19 +73,13 @@ def create_gateway(settings: GatewaySettings, model: ServedModel, replicas: Repl
     app.get("/sessions/{key}/trajectories")(gateway.read)
     app.post("/sessions/{key}/reward")(gateway.reward)
     app.delete("/sessions/{key}")(gateway.close)
-    for prefix in ("/sessions/{key}", ""):
-        app.get(f"{prefix}/v1/models")(gateway.models)
-        app.post(f"{prefix}/v1/chat/completions")(gateway.chat)
-    add_error_handlers(app)
-    app.exception_handler(SessionUnknownError)(_unknown)
-    app.exception_handler(SessionEndedError)(_ended)
-    app.exception_handler(DataError)(_unfit)
+    gateway.add_to(app)
     app.add_middleware(SizeGuard, limit=int(settings.service.max_body_mib * 2**20))
     app.add_middleware(HostGuard, hosts=settings.service.hosts())
     return app
 
 
-class Gateway:
+class Gateway(PolicyRoutes[Session]):
     """What the routes do.
 
     Args:
@@ -97,6 +90,7 @@ class Gateway:
     """
 
     def __init__(self, settings: GatewaySettings, model: ServedModel, replicas: Replicas, tokens: ConversationTokens) -> None:
+        super().__init__(settings.service.name)
         self.sessions = Sessions(settings.limits, most=settings.most_sessions)
         self._settings, self._model, self._replicas, self._tokens = settings, model, replicas, tokens
         self._completions = RequestCompletions(replicas, model.texts, Metrics())
@@ -112,12 +106,14 @@ class Gateway:
     async def open(self, request: Request) -> dict[str, str]:
         """Begin a session."""
         keys = self._settings.service.api_keys
-        if keys and _bearer(request) not in keys:
+        if keys and bearer(request) not in keys:
             raise HTTPException(401, "the key is missing or wrong; send it as: Authorization: Bearer KEY")
         session, reward_key = self.sessions.open()
+        root = f"{str(request.base_url).rstrip('/')}/sessions/{session.key}"
         return {
             "session": session.key,
-            "base_url": f"{str(request.base_url).rstrip('/')}/sessions/{session.key}/v1",
+            "base_url": f"{root}/v1",
+            "anthropic_base_url": root,
             "reward_key": reward_key,
         }
 
@@ -137,153 +133,96 @@ class Gateway:
 
     def _guarded(self, key: str, request: Request) -> Session:
         session = self.sessions.find(key)
-        if not session.holds(_bearer(request)):
+        if not session.holds(bearer(request)):
             raise HTTPException(401, "the reward's key is missing or wrong; send it as: Authorization: Bearer REWARD_KEY")
         return session
 
     # ---- the policy ------------------------------------------------------------------------------------------------------
 
-    async def models(self, request: Request, key: str = "") -> dict[str, Any]:
-        """List the policy."""
-        self.sessions.find(key or _bearer(request))
-        model = {"id": self._settings.service.name, "object": "model", "created": 0, "owned_by": "drivetrain"}
-        return {"object": "list", "data": [model]}
-
-    async def chat(self, body: GatewayChatRequest, request: Request, key: str = "") -> Response:
-        """Answer a conversation."""
+    def session(self, key: str) -> Session:
+        """Return an open session."""
         self.sessions.expire()
-        session = self.sessions.find(key or _bearer(request))
-        self._check(body)
-        path = ChatPath.of(read_messages(body.messages), body.shown_tools)
-        self._model.check_length(sum(len(message.content) for message in path.messages))
-        place = await asyncio.to_thread(session.place, path, self._tokens)
-        prompt = place.prompt
-        most = min(body.max_completion_tokens or body.max_tokens or self._settings.turn_tokens, self._settings.turn_tokens)
-        options = self._model.options(body, len(prompt), min(most, session.room()))
+        return self.sessions.find(key)
+
+    def check(self, session: Session, request: AnswerRequest) -> None:
+        """Check that a request can be answered as it asks."""
+        request.check(name=self._name, aliases=self._model.aliases, temperature=self._settings.temperature)
+        if request.sampling.n > (most := self._settings.service.max_samples):
+            raise ConfigError(f"n={request.sampling.n}: at most {most} answers are allowed")
+        self._model.check_length(request.conversation.characters)
+
+    async def count(self, session: Session, request: AnswerRequest) -> int:
+        """Return the number of tokens that the policy would read."""
+        self._model.check_length(request.conversation.characters)
+        place = await asyncio.to_thread(session.place, request.conversation, self._tokenize)
+        return len(place.prompt)
+
+    async def begin(self, session: Session, request: AnswerRequest, form: AnswerFormat) -> AsyncIterator[AnswerPiece]:
+        """Begin to answer."""
+        place = await asyncio.to_thread(session.place, request.conversation, self._tokenize)
+        prompt, asked, most = place.prompt, request.sampling, self._settings.turn_tokens
+        form.usage.prompt = len(prompt)
+        options = self._model.options(asked, len(prompt), min(request.max_tokens or most, most, session.room()))
         options = replace(options, temperature=self._settings.temperature)
-        requests = [GenerationRequest(prompt=prompt, options=options, row=0, sample=i, images=[]) for i in range(body.n)]
-        answers = _Answers(session, place, body, ChatFormat(self._settings.service.name), len(prompt))
-        pieces = self._running(session, body.n, self._completions.pieces(requests, body.stops))
-        if not body.stream:
-            return JSONResponse(await unless_gone(request, answers.whole(pieces)))
-        first = await unless_gone(request, anext(pieces))
-        return ClosingResponse(
-            answers.stream(first, pieces), media_type="text/event-stream", headers={"cache-control": "no-cache"}
-        )
+        requests = [GenerationRequest(prompt=prompt, options=options, row=0, sample=i, images=[]) for i in range(asked.n)]
+        pieces = self._completions.pieces(requests, asked.stops)
+        return self._answers(session, place, request, form, pieces)
 
-    def _check(self, body: GatewayChatRequest) -> None:
-        name = self._settings.service.name
-        if body.model and body.model not in (name, *self._model.aliases):
-            raise HTTPException(404, f"the model {body.model!r} is not served here; this is {name!r}")
-        at = self._settings.temperature
-        if body.temperature not in (None, at):
-            raise ConfigError(
-                f"temperature={body.temperature:g}, but all answers are sampled at {at:g}, at which log-probabilities are recorded; leave it out, or start "
-                f"the gateway with --temperature {body.temperature:g}"
-            )
-        for field_name, plain in (("top_p", 1.0), ("top_k", 0)):
-            if (value := getattr(body, field_name)) not in (None, plain):
-                raise ConfigError(
-                    f"{field_name}={value}: answers are drawn from the whole vocabulary, as they are learned; leave it out"
-                )
-
-    async def _running(
-        self, session: Session, count: int, pieces: AsyncIterator[CompletionPiece]
-    ) -> AsyncIterator[CompletionPiece]:
+    async def _answers(
+        self,
+        session: Session,
+        place: Place,
+        request: AnswerRequest,
+        form: AnswerFormat,
+        pieces: AsyncIterator[CompletionPiece],
+    ) -> AsyncIterator[AnswerPiece]:
         # Here, so that what is never begun counts nothing; until they have ended, also if the client goes away.
-        session.running += count
+        session.running += request.sampling.n
         try:
             async for piece in pieces:
-                yield piece
+                index = piece.response.index
+                if not piece.ended:
+                    yield AnswerPiece(index=index, text=piece.text)
+                    continue
+                form.usage.written += len(piece.response.tokens)
+                yield AnswerPiece(index=index, answer=self._ended(session, place, request, piece))
         finally:
-            session.running -= count
+            session.running -= request.sampling.n
             await pieces.aclose()  # type: ignore[attr-defined]
 
-
-class _Answers:
-    """The answers to one request.
-
-    Args:
-        session: The session.
-        place: Where they begin.
-        body: The request.
-        form: The format.
-        prompt_tokens: The number of tokens of the prompt.
-    """
-
-    def __init__(self, session: Session, place: Place, body: GatewayChatRequest, form: ChatFormat, prompt_tokens: int) -> None:
-        self._session, self._place, self._body, self._form, self._prompt_tokens = session, place, body, form, prompt_tokens
-        self._written = 0
-
-    def _ended(self, response: Generated) -> ChatTurn:
-        """Note an answer that has ended; return it as a message."""
-        turn = read_answer(response.writer.text, tools=self._body.shown_tools, ids=new_call_ids())
-        self._written += len(response.tokens)
-        self._session.add(
-            self._place,
-            turn,
-            Generation(
-                prompt=response.prompt,
-                response=[token.token for token in response.tokens],
-                log_probs=[token.log_prob for token in response.tokens],
-                versions=[token.version for token in response.tokens],
-                finish_reason="stop" if response.finish_reason == "stop" else "length",
-            ),
+    def _ended(self, session: Session, place: Place, request: AnswerRequest, piece: CompletionPiece) -> Answer:
+        """Note an answer that has ended."""
+        response = piece.response
+        tokens = [token.token for token in response.tokens]
+        answer = answer_of(
+            request,
+            response.index,
+            response.writer.text,
+            is_cut=response.finish_reason != "stop",
+            stop=response.writer.stop,
+            tokens=tokens,
+            whole_text=self._model.texts.decode(tokens) if response.writer.stop else "",
         )
-        return turn
+        generation = Generation(
+            prompt=response.prompt,
+            response=tokens,
+            log_probs=[token.log_prob for token in response.tokens],
+            versions=[token.version for token in response.tokens],
+            finish_reason="length" if answer.is_cut else "stop",
+        )
+        session.add(place, answer, generation)
+        return answer
 
-    @property
-    def _usage(self) -> dict[str, int]:
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": self._written,
-            "total_tokens": self._prompt_tokens + self._written,
-        }
-
-    async def whole(self, pieces: AsyncIterator[CompletionPiece]) -> dict[str, Any]:
-        """Return the answer, when all of it is there."""
-        choices: dict[int, dict[str, Any]] = {}
-        try:
-            async for piece in pieces:
-                if piece.ended:
-                    index, reason = piece.response.index, piece.response.finish_reason
-                    choices[index] = self._form.choice(index, self._ended(piece.response), reason)
-        finally:
-            await pieces.aclose()  # type: ignore[attr-defined]
-        return self._form.answer([choices[index] for index in sorted(choices)], self._usage)
-
-    async def stream(self, first: CompletionPiece, pieces: AsyncIterator[CompletionPiece]) -> AsyncIterator[bytes]:
-        """Yield the parts of the answer. With tools a text may become a call, so it is held back until its end."""
-        sent: dict[int, str] = {}
-        try:
-            for chunk in self._chunks(first, sent):
-                yield sse_event(chunk)
-            async for piece in pieces:
-                for chunk in self._chunks(piece, sent):
-                    yield sse_event(chunk)
-            if self._body.wants_usage:
-                yield sse_event(self._form.usage_chunk(self._usage))
-            yield b"data: [DONE]\n\n"
-        except DrivetrainError as e:
-            # The status was sent long ago.
-            yield sse_event(error_body(str(e).splitlines()[0], "server_error"))
-        finally:
-            await pieces.aclose()  # type: ignore[attr-defined]
-
-    def _chunks(self, piece: CompletionPiece, sent: dict[int, str]) -> Sequence[dict[str, Any]]:
-        index, before = piece.response.index, sent.get(piece.response.index, "")
-        if piece.ended:
-            return self._form.chunks(index, self._ended(piece.response), piece.response.finish_reason, sent=before)
-        if self._body.shown_tools or not piece.text:
-            return []
-        sent[index] = before + piece.text
-        delta = {"content": piece.text} if before else {"role": "assistant", "content": piece.text}
-        return [self._form.chunk(index, delta)]
-
-
-def _bearer(request: Request) -> str:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    def _tokenize(self, conversation: Conversation, begin: int, last: int | None) -> list[int]:
+        if isinstance(conversation, ChatPath):
+            messages = [message.for_template() for message in conversation.messages[begin:]]
+            return self._tokens.messages(messages, last, conversation.tools)
+        if isinstance(conversation, TextPrompt):
+            return self._tokens.text(conversation.text[begin:], last)
+        ids = list(conversation.ids[begin:])
+        if any(token >= len(self._tokens.tokenizer) for token in ids):
+            raise ConfigError(f"prompt has the token {max(ids)}, and the model has those below {len(self._tokens.tokenizer)}")
+        return ids
 
 
 def _described(session: Session) -> dict[str, Any]:
@@ -303,15 +242,3 @@ def _described(session: Session) -> dict[str, Any]:
             for one in session.trajectories()
         ],
     }
-
-
-async def _unknown(request: Request, error: Exception) -> Response:
-    return JSONResponse(error_body(str(error), "invalid_request_error", "session_unknown"), status_code=404)
-
-
-async def _ended(request: Request, error: Exception) -> Response:
-    return JSONResponse(error_body(str(error), "invalid_request_error", "session_ended"), status_code=409)
-
-
-async def _unfit(request: Request, error: Exception) -> Response:
-    return JSONResponse(error_body(str(error), "invalid_request_error"), status_code=400)

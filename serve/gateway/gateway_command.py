@@ -16,10 +16,13 @@ from pathlib import Path
 from ...checkpoint_tools.model_source import model_folder
 from ...engine.config import ModelConfig
 from ...engine.errors import DrivetrainError
+from ...engine.hf.generation import end_tokens
+from ...trainers.data.conversation_tokens import ConversationTokens
+from ...trainers.data.turn_ends import TurnEnds
+from ..openai.model import ServedModel
 from ..openai.serve_command import KEY_VARIABLE, add_common_arguments, check_common_arguments, serve
 from ..openai.settings import ServeSettings
 from .app import GatewaySettings, create_gateway
-from .conversation import ConversationTokens
 from .session import SessionLimits
 
 
@@ -36,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     args,
                     settings.service,
                     folder,
-                    lambda model, replicas: create_gateway(
-                        settings, model, replicas, ConversationTokens(model.texts.tokenizer, config)
-                    ),
+                    lambda model, replicas: create_gateway(settings, model, replicas, _tokens(model, config)),
                     path="/sessions",
                 )
             )
@@ -47,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DrivetrainError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
+
+
+def _tokens(model: ServedModel, config: ModelConfig) -> ConversationTokens:
+    tokenizer = model.texts.tokenizer
+    return ConversationTokens(tokenizer, TurnEnds.of(tokenizer, end_tokens(config)))
 
 
 def _parser() -> argparse.ArgumentParser:

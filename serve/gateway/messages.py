@@ -3,8 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from hashlib import sha256
+from dataclasses import dataclass
 from typing import Any
 
 from ...engine.errors import ConfigError
@@ -65,11 +64,20 @@ def read_messages(messages: Sequence[Any]) -> list[ChatTurn]:
         turn = _read(number, message, names)
         names |= {call_id: call.name for call_id, call in turn.calls}
         turns.append(turn)
+    check_last(turns)
+    return turns
+
+
+def check_last(turns: Sequence[ChatTurn]) -> None:
+    """Check that there is something to answer.
+
+    Raises:
+        ConfigError: There are no messages, or the last one is the policy's own.
+    """
     if not turns:
         raise ConfigError("there are no messages; give at least one")
     if turns[-1].role == "assistant":
         raise ConfigError("the last message is the assistant's own; end with a message that it is to answer")
-    return turns
 
 
 def _read(number: int, message: Any, names: Mapping[str, str]) -> ChatTurn:
@@ -80,38 +88,65 @@ def _read(number: int, message: Any, names: Mapping[str, str]) -> ChatTurn:
         raise ConfigError(f"messages.{number} answers a tool's call, but has no tool_call_id")
     return ChatTurn(
         role=message["role"],
-        content=_text(number, message.get("content")),
-        calls=tuple(_read_call(number, call) for call in message.get("tool_calls") or ()),
+        content=read_text(f"messages.{number}", message.get("content")),
+        calls=tuple(_read_call(f"messages.{number}", call) for call in message.get("tool_calls") or ()),
         call_id=call_id or "",
         name=names.get(call_id or "", str(message.get("name") or "")),
     )
 
 
-def _text(number: int, content: Any) -> str:
+def read_text(place: str, content: Any, kinds: Sequence[str] = ("text",)) -> str:
+    """Return the text of a content, which is a text or a list of parts with texts.
+
+    Args:
+        place: Where it stands in the request.
+        content: The content.
+        kinds: The types of parts that are texts.
+
+    Raises:
+        ConfigError: It is something else.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if isinstance(content, Sequence) and all(
-        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+        isinstance(part, Mapping) and part.get("type") in kinds and isinstance(part.get("text"), str) for part in content
     ):
         return "".join(part["text"] for part in content)
-    raise ConfigError(f"messages.{number} has a content that is neither a text nor a list of parts of the type text")
+    raise ConfigError(f"{place} has a content that is neither a text nor a list of parts of the type {kinds[0]}")
 
 
-def _read_call(number: int, call: Any) -> tuple[str, ToolCall]:
+def _read_call(place: str, call: Any) -> tuple[str, ToolCall]:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ConfigError(f"messages.{number} has a call of a tool without a function and its name")
-    arguments = function.get("arguments") or "{}"
+    if not isinstance(function, Mapping):
+        raise ConfigError(f"{place} has a call of a tool without a function and its name")
+    return read_call(place, call.get("id"), function.get("name"), function.get("arguments"))
+
+
+def read_call(place: str, call_id: Any, name: Any, arguments: Any) -> tuple[str, ToolCall]:
+    """Return a call of a tool, with its id.
+
+    Args:
+        place: Where it stands in the request.
+        call_id: Its id.
+        name: The name of the tool.
+        arguments: The arguments, also as JSON.
+
+    Raises:
+        ConfigError: It has no name.
+    """
+    if not isinstance(name, str):
+        raise ConfigError(f"{place} has a call of a tool without a function and its name")
+    arguments = arguments or {}
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         # As the policy has written them; nobody could run this call.
         arguments = {"": arguments}
     if not isinstance(arguments, Mapping):
         arguments = {"": arguments}
-    return str(call.get("id") or ""), ToolCall(name=function["name"], arguments=arguments)
+    return str(call_id or ""), ToolCall(name=name, arguments=arguments)
 
 
 def read_answer(text: str, *, tools: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> ChatTurn:
@@ -131,31 +166,3 @@ def read_answer(text: str, *, tools: Sequence[Mapping[str, Any]], ids: Sequence[
     mark = _CALL.search(text) if calls else None
     content = text if not calls else text[: mark.start()].rstrip() if mark else ""
     return ChatTurn(role="assistant", content=content, calls=tuple(zip(ids, calls, strict=False)))
-
-
-def digest_of(before: str, part: str) -> str:
-    """Return the digest of a conversation, from that of the messages before the last one and the last one."""
-    return sha256(f"{before}\0{part}".encode()).hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatPath:
-    """The messages of a request, with the digests of all conversations that they begin with.
-
-    Args:
-        messages: The messages.
-        digests: For each number of messages, from none to all, the digest of so many, and of the tools.
-        tools: The tools, as JSON schemas.
-    """
-
-    messages: tuple[ChatTurn, ...]
-    digests: tuple[str, ...]
-    tools: tuple[Mapping[str, Any], ...] = field(default=())
-
-    @classmethod
-    def of(cls, messages: Sequence[ChatTurn], tools: Sequence[Mapping[str, Any]] = ()) -> "ChatPath":
-        """Return the path of messages."""
-        digests = [digest_of("", json.dumps(list(tools), sort_keys=True, ensure_ascii=False))]
-        for message in messages:
-            digests.append(digest_of(digests[-1], message.canonical()))
-        return cls(messages=tuple(messages), digests=tuple(digests), tools=tuple(tools))

@@ -17,21 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...engine.errors import ConfigError, DataError, DrivetrainError
+from ...engine.errors import ConfigError, DataError
 from ...generation.result import Generation
-from .messages import ChatPath, ChatTurn, digest_of
+from .conversations import Answer, ChatPath, Conversation, History
+from .formats.base import SessionEndedError, SessionUnknownError, StoredResponses
 
 log = logging.getLogger(__name__)
 
 SessionEnd = Literal["rewarded", "closed", "expired"]
-
-
-class SessionEndedError(DrivetrainError):
-    """The session has ended, or is full."""
-
-
-class SessionUnknownError(DrivetrainError):
-    """There is no such session, or the key is not its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +90,12 @@ class Place:
     Args:
         parent: The answer before it.
         observed: The tokens between the two.
-        digest: The digest of the conversation that it answers.
+        conversation: What it answers.
     """
 
     parent: PolicyTurn | None
     observed: tuple[int, ...]
-    digest: str
+    conversation: Conversation
 
     @property
     def prompt(self) -> list[int]:
@@ -110,8 +103,9 @@ class Place:
         return [*([] if self.parent is None else self.parent.context()), *self.observed]
 
 
-Tokenize = Callable[[ChatPath, int, int | None], list[int]]
-"""Returns the tokens of the messages of a path from a number on. The last argument is the last token of the answer before them, if there is one."""
+Tokenize = Callable[[Conversation, int, int | None], list[int]]
+"""Returns the tokens of a conversation from a message, a character or a token on. The last argument is the last token of the answer before them, if
+there is one."""
 
 
 class Session:
@@ -134,51 +128,47 @@ class Session:
         self._began_at = time.monotonic()
         self._lock = threading.Lock()
         self._turns: list[PolicyTurn] = []
-        self._by_digest: dict[str, PolicyTurn] = {}
+        self._history: History[PolicyTurn] = History()
+        self.responses = StoredResponses()
         self._tokens = 0
 
     # ---- answers ---------------------------------------------------------------------------------------------------------
 
-    def place(self, path: ChatPath, tokenize: Tokenize) -> Place:
-        """Return where the answer to messages begins.
+    def place(self, conversation: Conversation, tokenize: Tokenize) -> Place:
+        """Return where the answer to a conversation begins.
 
         Args:
-            path: The messages.
+            conversation: The conversation.
             tokenize: Tokenizes what follows the last equal answer.
 
         Raises:
             SessionEndedError: The session has ended, or has no answers left.
-            DataError: The messages cannot be rendered. Where only what follows the last equal answer cannot, the conversation is rendered from its
+            DataError: It cannot be tokenized. Where only the messages behind the last equal answer cannot, the conversation is rendered from its
                 beginning, as one that has no equal answer.
         """
         with self._lock:
             self._check_open()
-            equal, parent = self._last_equal(path)
+            begin, parent = self._history.find(conversation)
         if parent is not None:
             try:
-                observed = tokenize(path, equal, parent.tokens[-1])
-                return Place(parent=parent, observed=tuple(observed), digest=path.digests[-1])
+                observed = tokenize(conversation, begin, parent.tokens[-1])
+                return Place(parent=parent, observed=tuple(observed), conversation=conversation)
             except DataError as e:
+                if not isinstance(conversation, ChatPath):
+                    raise
                 log.warning("a conversation is rendered again from its beginning, in a document of its own: %s", e)
-        return Place(parent=None, observed=tuple(tokenize(path, 0, None)), digest=path.digests[-1])
-
-    def _last_equal(self, path: ChatPath) -> tuple[int, PolicyTurn | None]:
-        for count in range(len(path.messages), 0, -1):
-            turn = self._by_digest.get(path.digests[count])
-            if turn is not None:
-                return count, turn
-        return 0, None
+        return Place(parent=None, observed=tuple(tokenize(conversation, 0, None)), conversation=conversation)
 
     def room(self) -> int:
         """Return how many tokens the policy may still write."""
         return self.limits.tokens - self._tokens
 
-    def add(self, place: Place, answer: ChatTurn, turn: Generation) -> PolicyTurn:
+    def add(self, place: Place, answer: Answer, turn: Generation) -> PolicyTurn:
         """Note an answer.
 
         Args:
             place: Where it began.
-            answer: It as the message that was returned, with which later requests are compared.
+            answer: It as it was returned, with which later requests are compared.
             turn: Its tokens.
 
         Raises:
@@ -198,7 +188,7 @@ class Session:
             self._turns.append(added)
             self._tokens += len(added.tokens)
             if added.tokens:
-                self._by_digest[digest_of(place.digest, answer.canonical())] = added
+                self._history.add(place.conversation, answer, added)
             return added
 
     def _check_open(self, *, adds: bool = False) -> None:

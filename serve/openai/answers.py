@@ -13,9 +13,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from ...engine.errors import ConfigError, DrivetrainError, QueueFullError, WorkerError, WorkerLostError
+from ...engine.errors import ConfigError, DrivetrainError, NoWorkerError, QueueFullError, WorkerError, WorkerLostError
 from .guards import error_body
-from .replicas import NoWorkerError
 
 logger = logging.getLogger(__name__)
 

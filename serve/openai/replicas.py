@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...engine.errors import ConfigError, WorkerLostError
+from ...engine.errors import ConfigError, NoWorkerError
 from ...generation.token_scheduler import GenerationRequest
 from ...workers.groups.process import visible_gpu
 from ...workers.groups.remote import VISIBLE
@@ -18,10 +18,6 @@ from ...workers.supervision.supervisor import SupervisedWorker, SupervisorSettin
 
 EMBEDDINGS_AT_ONCE = 64
 """The number of texts of a request that wait at a worker at the same time, so that one request does not fill its queue."""
-
-
-class NoWorkerError(WorkerLostError):
-    """No worker takes requests now."""
 
 
 def gpus_of_replicas(replicas: int, devices: int, *, cache_is_given: bool) -> list[str]:

@@ -95,8 +95,13 @@ class TextStream:
         self._tokens: list[int] = []
         self.text = ""
         """All text that has been returned."""
-        self.stopped = False
+        self.stop = ""
+        """The stop string that has come."""
+
+    @property
+    def stopped(self) -> bool:
         """Whether a stop string has come."""
+        return bool(self.stop)
 
     def add(self, token: int) -> str:
         """Add a token; return the text that is certain by now, which is not the beginning of a stop string."""
@@ -104,10 +109,10 @@ class TextStream:
             return ""
         self._tokens.append(token)
         self._held += self._decoder.step(self._backend, token) or ""
-        positions = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        positions = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if positions:
-            self.stopped = True
-            return self._give(min(positions))
+            at, self.stop = min(positions)
+            return self._give(at)
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         return self._give(len(self._held) - keep)
 

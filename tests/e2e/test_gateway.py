@@ -1,7 +1,6 @@
 """The gateway as agents use it: a process of its own, and the client of OpenAI's interface."""
 
 import asyncio
-import json
 import random
 from collections.abc import Iterator
 from itertools import groupby
@@ -11,37 +10,17 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer
 
+from helpers.gateway_process import begin, check_log_probs, post_reward, write_policy
 from helpers.server import Server
-from helpers.templates import CHATML, tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policy") / "tiny"
-    words = tokenizer(CHATML)
-    config = Qwen3Config(
-        vocab_size=len(words),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=2048,
-        eos_token_id=words.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=None,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    words.save_pretrained(folder)
-    return folder
+    return write_policy(tmp_path_factory.mktemp("policy") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -53,49 +32,12 @@ def gateway(policy: Path) -> Iterator[Server]:
     server.process.wait()
 
 
-def begin(gateway: Server) -> dict[str, str]:
-    answer = httpx.post(f"{gateway.root}/sessions", headers={"Authorization": "Bearer admin"}, timeout=30)
-    assert answer.status_code == 200
-    session: dict[str, str] = answer.json()
-    return session
-
-
 def agent(session: dict[str, str], **more: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=session["base_url"], api_key="none", max_retries=0, timeout=60.0, **more)
 
 
-def post_reward(gateway: Server, session: dict[str, str], reward: Any, key: str | None = None) -> httpx.Response:
-    return httpx.post(
-        f"{gateway.root}/sessions/{session['session']}/reward",
-        headers={
-            "Authorization": f"Bearer {session['reward_key'] if key is None else key}",
-            "Content-Type": "application/json",
-        },
-        content=json.dumps({"reward": reward}),
-        timeout=30,
-    )
-
-
 def ask(client: Any, messages: list[Any], **more: Any) -> Any:
     return client.chat.completions.create(model="policy", messages=messages, **{"max_tokens": 24, **more})
-
-
-def check_log_probs(policy: Path, documents: list[dict[str, Any]], temperature: float) -> int:
-    """Compare the recorded log-probabilities with those of plain transformers, document by document; return how many there are."""
-    model = AutoModelForCausalLM.from_pretrained(policy).double()
-    count = 0
-    for document in documents:
-        ids = torch.tensor([[*document["prompt"], *document["response"]]])
-        with torch.no_grad():
-            logits = model(input_ids=ids).logits[0, :-1] / temperature
-        expected = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[len(document["prompt"]) - 1 :, 0]
-        sampled = torch.tensor(document["sampled"])
-        recorded = torch.tensor(document["log_probs"], dtype=torch.float64)
-        assert torch.allclose(recorded[sampled], expected[sampled], rtol=0, atol=1e-5)
-        assert not recorded[~sampled].any()
-        assert not torch.allclose(recorded[sampled], expected.roll(1)[sampled], rtol=0, atol=1e-2)
-        count += int(sampled.sum())
-    return count
 
 
 def test_an_agent_in_turns_and_every_token_is_the_policys_own(gateway: Server, policy: Path) -> None:
@@ -140,7 +82,7 @@ def test_what_is_refused(gateway: Server) -> None:
     client = agent(session)
     question: list[Any] = [{"role": "user", "content": "q"}]
     for more, status, message in (
-        ({"temperature": 0.1}, 400, "start the gateway with --temperature 0.1"),
+        ({"temperature": 0.1}, 400, "all answers are sampled at 0.8"),
         ({"top_p": 0.5}, 400, "top_p=0.5"),
         ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),

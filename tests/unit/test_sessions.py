@@ -13,15 +13,10 @@ from hypothesis import strategies as st
 from drivetrain.engine.errors import ConfigError, DataError
 from drivetrain.environments.tools import ToolCall
 from drivetrain.generation.result import Generation
-from drivetrain.serve.gateway.messages import ChatPath, ChatTurn, read_answer, read_messages
-from drivetrain.serve.gateway.session import (
-    Session,
-    SessionEndedError,
-    SessionLimits,
-    Sessions,
-    SessionUnknownError,
-    trajectories_of,
-)
+from drivetrain.serve.gateway.conversations import Answer, ChatPath
+from drivetrain.serve.gateway.formats.base import SessionEndedError, SessionUnknownError
+from drivetrain.serve.gateway.messages import ChatTurn, read_answer, read_messages
+from drivetrain.serve.gateway.session import Session, SessionLimits, Sessions, trajectories_of
 from drivetrain.trainers.data.continuation import Continuation
 from drivetrain.trainers.data.turn_ends import TurnEnds
 from helpers.templates import CHATML, tokenizer
@@ -32,7 +27,7 @@ CONTINUATION = Continuation(TOKENIZER, TurnEnds(("<e>",), ()), {})
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": [2]}'}}
 
 
-def tokenize(path: ChatPath, first: int, last: int | None) -> list[int]:
+def tokenize(path: Any, first: int, last: int | None) -> list[int]:
     messages = [message.for_template() for message in path.messages[first:]]
     return CONTINUATION.first_tokens(messages) if last is None else CONTINUATION.tokens(messages, last)
 
@@ -60,7 +55,7 @@ def answer(session: Session, messages: list[dict[str, Any]], text: str, version:
         versions=[version] * len(tokens),
         finish_reason="stop",
     )
-    session.add(place, read_answer(text, tools=[{}], ids=["x"]), turn)
+    session.add(place, Answer(index=0, turn=read_answer(text, tools=[{}], ids=["x"]), text=text), turn)
     return place.prompt, tokens
 
 
@@ -198,7 +193,7 @@ def test_every_answer_is_learned_once_behind_what_it_has_read(seed: int) -> None
 
 
 def test_what_a_template_cannot_continue_is_a_document_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    def refuses(path: ChatPath, first: int, last: int | None) -> list[int]:
+    def refuses(path: Any, first: int, last: int | None) -> list[int]:
         if last is not None:
             raise DataError("it depends on the answer")
         return tokenize(path, first, last)
@@ -321,5 +316,6 @@ def test_no_answers_make_no_documents() -> None:
     assert trajectories_of([]) == []
     session = new_session()
     place = session.place(ChatPath.of(read_messages([user("a")])), tokenize)
-    session.add(place, read_answer("", tools=[], ids=[]), Generation(prompt=place.prompt, response=[], log_probs=[]))
+    empty = Answer(index=0, turn=read_answer("", tools=[], ids=[]), text="")
+    session.add(place, empty, Generation(prompt=place.prompt, response=[], log_probs=[]))
     assert session.trajectories() == []

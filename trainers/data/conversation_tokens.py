@@ -1,0 +1,74 @@
+"""The tokens of a conversation's next part, behind what a policy has written."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...engine.errors import DataError
+from .continuation import Continuation
+from .turn_ends import TurnEnds
+
+_MOST = 64
+"""How many sets of tools are remembered."""
+
+
+class ConversationTokens:
+    """Tokenizes messages and texts that follow what a policy has written, or begin a conversation.
+
+    Args:
+        tokenizer: The tokenizer of the policy.
+        ends: The tokens that may end an answer.
+        variables: Variables of the chat template.
+    """
+
+    def __init__(self, tokenizer: Any, ends: TurnEnds, variables: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._ends, self._variables = ends, dict(variables or {})
+        self._continuations: dict[str, Continuation] = {}
+
+    def messages(
+        self, messages: Sequence[Mapping[str, Any]], last: int | None, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Return the tokens of messages, up to where the answer to them begins.
+
+        Args:
+            messages: The messages.
+            last: The last token of the answer before them; None if they begin a conversation.
+            tools: The tools that the policy is told about; without any those of the variables, if they have some.
+
+        Raises:
+            DataError: There is no chat template, it does not take the messages, or what it writes behind an answer depends on the answer.
+        """
+        if not self.tokenizer.chat_template:
+            raise DataError("the model's tokenizer has no chat template, which messages need; set one, or use tokens or texts")
+        continuation = self._continuation(tools)
+        return continuation.first_tokens(messages) if last is None else continuation.tokens(messages, last)
+
+    def _continuation(self, tools: Sequence[Mapping[str, Any]]) -> Continuation:
+        key = json.dumps(list(tools), sort_keys=True)
+        if key not in self._continuations:
+            if len(self._continuations) >= _MOST:
+                self._continuations.clear()
+            variables = {**self._variables, "tools": list(tools)} if tools else self._variables
+            self._continuations[key] = Continuation(self.tokenizer, self._ends, variables)
+        return self._continuations[key]
+
+    def text(self, text: str, last: int | None) -> list[int]:
+        """Return the tokens of a text as it is, in which special tokens are special.
+
+        Args:
+            text: The text.
+            last: The last token of the answer before it, which the text may begin with; None if it begins a conversation.
+
+        Raises:
+            DataError: It holds half of a character.
+        """
+        if last is not None:
+            ending = self.tokenizer.convert_ids_to_tokens(last)
+            if ending in (*self._ends.stopping, *self._ends.special):
+                text = text.removeprefix(ending)
+        try:
+            ids: list[int] = self.tokenizer(text, add_special_tokens=last is None)["input_ids"] if text else []
+        except (TypeError, UnicodeError) as e:
+            raise DataError(f"a text cannot be tokenized: {e}") from e
+        return ids
