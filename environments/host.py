@@ -17,7 +17,15 @@ from typing import Any, Literal
 from ..engine.errors import ConfigError
 from ..engine.parallel.fork_pool import import_program
 from ..engine.parallel.fork_server import Messages
-from .environment import Environment, EnvironmentResultError, EpisodeRow, Turn, check_first, check_next
+from .environment import (
+    Environment,
+    EnvironmentResultError,
+    EpisodeLostError,
+    EpisodeRow,
+    Turn,
+    check_first,
+    check_next,
+)
 from .registry import build_environment
 
 THREADS = 256
@@ -25,7 +33,22 @@ THREADS = 256
 
 EpisodeKey = Hashable
 CallKind = Literal["describe", "reset", "step", "close"]
-ReplyKind = Literal["value", "settings", "invalid", "error"]
+ReplyKind = Literal["value", "settings", "invalid", "error", "timeout", "lost"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentDescription:
+    """What an environment says of itself.
+
+    Args:
+        tools: Its tools, as JSON schemas.
+        processes: How many processes may run instances at the same time; None without a limit.
+        independent: Whether no episode waits for another one to end.
+    """
+
+    tools: list[dict[str, Any]]
+    processes: int | None = None
+    independent: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +57,15 @@ class HostCall:
 
     Args:
         key: The episode.
-        kind: The method; `describe` builds an environment and returns its tools, without an episode.
+        kind: The method; `describe` builds an environment and returns what it says of itself, without an episode.
         argument: Its argument.
+        timeout_s: For how many seconds it may run.
     """
 
     key: EpisodeKey
     kind: CallKind
     argument: EpisodeRow | Turn | None = None
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +74,30 @@ class HostReply:
 
     Args:
         key: The episode.
-        kind: `value`; `settings`, if the environment cannot be built; `invalid`, if it returned something that it must not; or `error`.
+        kind: `value`; `settings`, if the environment cannot be built; `invalid`, if it returned something that it must not; `timeout`, if it took too
+            long; `lost`, if it said so; or `error`.
         value: What it returned, or what went wrong.
         trace: The traceback of an error.
+        goes_on: Whether a method that took too long may never end. A coroutine is cancelled.
     """
 
     key: EpisodeKey
     kind: ReplyKind
     value: Any
     trace: str = ""
+    goes_on: bool = False
+
+
+class _TooLongError(Exception):
+    """A call has taken too long.
+
+    Args:
+        goes_on: Whether it may never end.
+    """
+
+    def __init__(self, *, goes_on: bool) -> None:
+        super().__init__(goes_on)
+        self.goes_on = goes_on
 
 
 def serve_one(messages: Messages) -> None:
@@ -113,6 +153,9 @@ class _Host:
         try:
             reply = HostReply(key=call.key, kind="value", value=await self._call(call))
             data = pickle.dumps(reply)
+        except _TooLongError as e:
+            message = "the call took longer than environment.timeout_s"
+            data = pickle.dumps(HostReply(key=call.key, kind="timeout", value=message, goes_on=e.goes_on))
         except BaseException as e:  # of the environment, which may want to exit; sent to the pool
             data = pickle.dumps(_failed(call.key, e))
         await asyncio.get_running_loop().run_in_executor(self._writer, self._messages.send_bytes, data)
@@ -120,24 +163,36 @@ class _Host:
     async def _call(self, call: HostCall) -> Any:
         if call.kind == "describe":
             environment = await self._run(self._build)
-            tools = [dict(schema) for schema in environment.tools]
+            description = EnvironmentDescription(
+                tools=[dict(schema) for schema in environment.tools],
+                processes=environment.processes,
+                independent=environment.independent,
+            )
             await self._run(environment.close)
-            return tools
+            return description
         if call.kind == "close":
             closed = self._environments.pop(call.key, None)
             return None if closed is None else await self._run(closed.close)
         if call.kind == "reset":
             self._environments[call.key] = await self._run(self._build)
-            return check_first(await self._run(self._environments[call.key].reset, call.argument))
-        return check_next(await self._run(self._environments[call.key].step, call.argument))
+            return check_first(await self._run(self._environments[call.key].reset, call.argument, seconds=call.timeout_s))
+        return check_next(await self._run(self._environments[call.key].step, call.argument, seconds=call.timeout_s))
 
     def _build(self) -> Environment:
         return build_environment(self._location, self._settings)
 
-    async def _run(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        if inspect.iscoroutinefunction(method):
-            return await method(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, method, *arguments)
+    async def _run(self, method: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
+        is_coroutine = inspect.iscoroutinefunction(method)
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                if is_coroutine:
+                    return await method(*arguments)
+                return await asyncio.get_running_loop().run_in_executor(self._threads, method, *arguments)
+        except TimeoutError:
+            # An environment may raise such errors of its own.
+            if limit.expired():
+                raise _TooLongError(goes_on=not is_coroutine) from None
+            raise
 
 
 def _failed(key: EpisodeKey, error: BaseException) -> HostReply:
@@ -150,4 +205,6 @@ def _failed(key: EpisodeKey, error: BaseException) -> HostReply:
         return HostReply(key=key, kind="invalid", value=text, trace=trace)
     if isinstance(error, ConfigError):
         return HostReply(key=key, kind="settings", value=text, trace=trace)
+    if isinstance(error, EpisodeLostError):
+        return HostReply(key=key, kind="lost", value=text, trace=trace)
     return HostReply(key=key, kind="error", value=f"{type(error).__name__}: {text}", trace=trace)

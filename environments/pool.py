@@ -15,7 +15,7 @@ from ..engine.errors import ConfigError, DrivetrainError
 from ..engine.parallel.fork_pool import LOAD_S, is_importing_program, program_to_import
 from ..engine.parallel.fork_server import ForkedProcess, ForkServer, ProcessEndedError
 from .environment import EpisodeRow, Turn
-from .host import EpisodeKey, HostCall, HostReply
+from .host import EnvironmentDescription, EpisodeKey, HostCall, HostReply
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ MIB = 2**20
 _HOST = f"{__name__.rpartition('.')[0]}.host"
 _SEND_S = 60.0
 """For how many seconds a process may take to read a call, or to send a reply that has begun."""
+_GRACE_S = 2.0
+"""For how many seconds a process may be late with its reply that a call took too long."""
 _DESCRIBE = "describe"
 
 FailureKind = Literal["error", "invalid", "timeout", "lost"]
@@ -49,8 +51,8 @@ class EnvironmentFailure(DrivetrainError):
 class EnvironmentPool:
     """Runs the environments of episodes, in processes of their own, with limits on time and memory. Use it with `with`, or close it.
 
-    An episode stays in its process. If a call takes too long, its episode has failed, and the process, which may never end it, gets no new
-    episodes and is killed when the others in it have ended. If a process ends, all its episodes have failed.
+    An episode stays in its process. If a call takes too long, its episode has failed. A coroutine is cancelled then; any other method may never end, so
+    its process gets no new episodes and is killed when the others in it have ended. If a process ends, all its episodes have failed.
 
     Args:
         location: The class of the environments, as `module:class`.
@@ -84,21 +86,21 @@ class EnvironmentPool:
         self._host_of: dict[EpisodeKey, _HostThread] = {}
         self._closed = False
 
-    def describe(self) -> list[dict[str, Any]]:
-        """Build an environment in one of the processes, and return its tools.
+    def describe(self) -> EnvironmentDescription:
+        """Build an environment in one of the processes, and return what it says of itself.
 
         Raises:
             ConfigError: It cannot be built.
         """
         try:
-            tools: list[dict[str, Any]] = self._submit(HostCall(key=_DESCRIBE, kind="describe"), LOAD_S).result()
+            description: EnvironmentDescription = self._submit(HostCall(key=_DESCRIBE, kind="describe"), LOAD_S).result()
         except EnvironmentFailure as e:
             raise ConfigError(
                 f"the environment {self._location} cannot be built: {e}; a process of it may have {self._memory_mb} MiB for data (environment.memory_mb)"
             ) from e
         finally:
             self.close_episode(_DESCRIBE)
-        return tools
+        return description
 
     def reset(self, key: EpisodeKey, row: EpisodeRow) -> "Future[Any]":
         """Begin an episode.
@@ -110,7 +112,9 @@ class EnvironmentPool:
         Returns:
             What `reset` of the environment returns; or an `EnvironmentFailure`, or a ConfigError if it cannot be built.
         """
-        return self._submit(HostCall(key=key, kind="reset", argument=row), self._timeout_s)
+        return self._submit(
+            HostCall(key=key, kind="reset", argument=row, timeout_s=self._timeout_s), self._timeout_s + _GRACE_S
+        )
 
     def step(self, key: EpisodeKey, turn: Turn) -> "Future[Any]":
         """Let an environment answer a turn.
@@ -122,7 +126,9 @@ class EnvironmentPool:
         Returns:
             What `step` of the environment returns; or an `EnvironmentFailure`.
         """
-        return self._submit(HostCall(key=key, kind="step", argument=turn), self._timeout_s)
+        return self._submit(
+            HostCall(key=key, kind="step", argument=turn, timeout_s=self._timeout_s), self._timeout_s + _GRACE_S
+        )
 
     def close_episode(self, key: EpisodeKey) -> None:
         """End an episode, if there is one."""
@@ -305,6 +311,9 @@ class _HostThread:
         with self._lock:
             outcome = self._outcomes.pop(reply.key, None)
             self._deadlines.pop(reply.key, None)
+            if reply.goes_on:
+                self._episodes.discard(reply.key)
+                self.retired = True
         if outcome is None:
             # The episode has ended: this is a late reply, or that of its `close`.
             if reply.kind != "value":

@@ -23,6 +23,8 @@ ENVIRONMENTS = Locations(
         "calculator": f"{_PACKAGE}.calculator:CalculatorEnvironment",
         "python": f"{_PACKAGE}.python_tool:PythonEnvironment",
         "search": f"{_PACKAGE}.search:SearchEnvironment",
+        # It has a server, which is a layer above.
+        "gateway": f"{_PACKAGE.rpartition('.')[0]}.serve.gateway.agent_environment:GatewayEnvironment",
     },
 )
 """The environments that have a name."""

@@ -34,7 +34,18 @@ TOKEN_FIELDS = frozenset(
 to role.
 """
 SEQUENCE_FIELDS = frozenset(
-    {"rewards", "chosen", "margin", "reference_log_probs", "matched_margin", "kl_baseline", "baselines", "row", "finished"}
+    {
+        "rewards",
+        "chosen",
+        "margin",
+        "reference_log_probs",
+        "matched_margin",
+        "kl_baseline",
+        "baselines",
+        "row",
+        "finished",
+        "episode",
+    }
 )
 """Sequence fields that some loss reads or some worker returns."""
 

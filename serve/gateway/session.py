@@ -13,12 +13,13 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ...engine.errors import ConfigError, DataError
 from ...generation.result import Generation
+from ...generation.trajectories import PolicyTurn, trajectories_of
 from .conversations import Answer, ChatPath, Conversation, History
 from .formats.base import SessionEndedError, SessionUnknownError, StoredResponses
 
@@ -45,42 +46,6 @@ class SessionLimits:
         for name in ("turns", "tokens", "seconds"):
             if not 0 < getattr(self, name) < 2**40:
                 raise ConfigError(f"the limit {name}={getattr(self, name)} of a session; it must be above 0")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PolicyTurn:
-    """An answer of the policy.
-
-    Args:
-        number: Its number in the session, in the order in which answers ended.
-        parent: The answer before it; None for the first one of a conversation.
-        observed: The tokens between the answer before it and itself; without one before it the prompt.
-        tokens: Its tokens.
-        log_probs: Their log-probabilities.
-        versions: The versions of the weights that made them.
-        finished: Whether the policy has ended it, and not a limit.
-    """
-
-    number: int
-    parent: "PolicyTurn | None"
-    observed: tuple[int, ...]
-    tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    versions: tuple[int, ...]
-    finished: bool
-
-    def path(self) -> "list[PolicyTurn]":
-        """Return the answers of its conversation, up to itself."""
-        path: list[PolicyTurn] = []
-        turn: PolicyTurn | None = self
-        while turn is not None:
-            path.append(turn)
-            turn = turn.parent
-        return path[::-1]
-
-    def context(self) -> list[int]:
-        """Return all tokens of its conversation, up to its own last one."""
-        return [token for turn in self.path() for token in (*turn.observed, *turn.tokens)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -235,51 +200,7 @@ class Session:
 
     def trajectories(self) -> list[Generation]:
         """Return its conversations as documents. Each answer is sampled in one of them: where conversations share their beginning, in the first."""
-        return trajectories_of(self.turns())
-
-
-def trajectories_of(turns: Sequence[PolicyTurn]) -> list[Generation]:
-    """Return the conversations of answers as documents, one for each answer that no other follows.
-
-    Args:
-        turns: The answers of a session.
-
-    Returns:
-        A document for each conversation. The prompt is what the policy read first, and `sampled` says which of the tokens behind it are its own and in no
-        document before.
-    """
-    inner = {id(turn.parent) for turn in turns}
-    documents: list[Generation] = []
-    learned: set[int] = set()
-    for leaf in turns:
-        if id(leaf) in inner or not leaf.tokens:
-            continue
-        first, *others = leaf.path()
-        document = Generation(
-            prompt=list(first.observed),
-            response=[],
-            log_probs=[],
-            finish_reason="stop" if leaf.finished else "length",
-            sampled=[],
-        )
-        for turn in (first, *others):
-            observed = () if turn is first else turn.observed
-            is_new = id(turn) not in learned
-            learned.add(id(turn))
-            _extend(document, observed, [0.0] * len(observed), [-1] * len(observed), sampled=False)
-            _extend(document, turn.tokens, turn.log_probs, turn.versions, sampled=is_new)
-        documents.append(document)
-    return documents
-
-
-def _extend(
-    document: Generation, tokens: Sequence[int], log_probs: Sequence[float], versions: Sequence[int], *, sampled: bool
-) -> None:
-    assert document.sampled is not None
-    document.response.extend(tokens)
-    document.log_probs.extend(log_probs if sampled else [0.0] * len(tokens))
-    document.versions.extend(versions if sampled else [-1] * len(tokens))
-    document.sampled.extend([sampled] * len(tokens))
+        return [trajectory.generation for trajectory in trajectories_of(self.turns())]
 
 
 @dataclass(kw_only=True)

@@ -8,10 +8,8 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from ...workers.roles.generator import RolloutWorker
 from ...workers.supervision.hosts import Host, RayHost
 from ...workers.supervision.supervisor import SupervisorSettings
 from .app import create_app
+from .listening import HTTPServer, listen
 from .model import ServedModel
 from .replicas import Replicas, gpus_of_replicas
 from .settings import ServeSettings
@@ -36,7 +35,6 @@ from .settings import ServeSettings
 KEY_VARIABLE, WEIGHTS_KEY_VARIABLE = "DRIVETRAIN_API_KEY", "DRIVETRAIN_WEIGHTS_KEY"
 SHUTDOWN_S = 5
 """For how many seconds responses may go on after the service was told to end."""
-LISTEN_QUEUE = 2048
 _UNFIT = "generator=continuous cannot run"
 
 
@@ -167,15 +165,6 @@ def check_common_arguments(args: argparse.Namespace) -> None:
     generator_class(ENGINES[args.engine])
 
 
-class _HTTPServer(uvicorn.Server):
-    """A server that leaves signals to the command."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Do nothing: the command has taken the signals before the workers were started."""
-        yield
-
-
 class _Stop:
     """Ends the service in order when a signal comes; at once when a second one does.
 
@@ -246,7 +235,7 @@ async def _serve_until(
         trust_remote_code=args.trust_remote_code,
     )
     # Before anything takes time.
-    listener = _listen(settings)
+    listener = listen(settings.host, settings.port)
     replicas = await _start(args, folder, embeds=embeds)
     try:
         if not embeds:
@@ -256,7 +245,7 @@ async def _serve_until(
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SHUTDOWN_S
         )
-        server = _HTTPServer(config)
+        server = HTTPServer(config)
         stop.server = server
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
@@ -274,19 +263,6 @@ async def _serve_until(
     finally:
         await asyncio.shield(replicas.close())
     return stop.code
-
-
-def _listen(settings: ServeSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((settings.host.strip("[]"), settings.port))
-        listener.listen(LISTEN_QUEUE)
-    except OSError as e:
-        listener.close()
-        raise ConfigError(f"--host {settings.host} --port {settings.port} cannot be used: {e.strerror or e}") from e
-    return listener
 
 
 async def _start(args: argparse.Namespace, folder: Path, *, embeds: bool) -> Replicas:

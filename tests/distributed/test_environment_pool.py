@@ -14,6 +14,7 @@ import pytest
 
 from drivetrain.engine.errors import ConfigError
 from drivetrain.environments.environment import Done, EpisodeRow, Observation, Turn
+from drivetrain.environments.host import EnvironmentDescription
 from drivetrain.environments.pool import EnvironmentFailure, EnvironmentPool
 from helpers.search_path import python_path
 
@@ -48,7 +49,7 @@ def failure(pool: EnvironmentPool, key: int) -> EnvironmentFailure:
 
 def test_many_episodes_share_a_process_and_none_sees_another() -> None:
     with pool_of("CountingEnvironment", turns=3) as pool:
-        assert pool.describe() == []
+        assert pool.describe() == EnvironmentDescription(tools=[])
         results = [pool.reset(key, ROW) for key in range(50)]
         assert all(result.result(60) is None for result in results)
         for number in range(3):

@@ -22,10 +22,9 @@ from drivetrain.trainers.rl.bundle import Bundle
 from drivetrain.trainers.rl.completions import Completion
 from drivetrain.trainers.rl.kept_completions import KeptCompletions, from_bytes, to_bytes
 from drivetrain.trainers.rl.phase_commands import main as phases_command
-from drivetrain.trainers.rl.phases import Phases
 from drivetrain.trainers.rl.prompts import load_data
 from drivetrain.trainers.rl.trainer import RLTrainer
-from helpers.rl_runs import PROMPTS, make_task, records, train, words
+from helpers.rl_runs import PROMPTS, make_task, records, stored_completions, train, words
 
 COUNTING = ["rollout.environment=helpers.environments:CountingEnvironment"]
 TROUBLED = ["rollout.environment=helpers.environments:TroubledEnvironment"]
@@ -41,16 +40,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stored(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PackedBatch, Sequence[Completion]]]:
-    """The completions that a run puts into its stores."""
-    seen: list[tuple[PackedBatch, Sequence[Completion]]] = []
-    put = Phases.put_completions
-
-    def noting(phases: Phases, batch: PackedBatch, rows: Sequence[Completion]) -> Any:
-        seen.append((batch, rows))
-        return put(phases, batch, rows)
-
-    monkeypatch.setattr(Phases, "put_completions", noting)
-    return seen
+    return stored_completions(monkeypatch)
 
 
 def plain_log_probs(model: Any, ids: Tensor) -> Tensor:
@@ -67,7 +57,7 @@ def test_a_single_turn_is_the_run_without_an_environment(task: Path, tmp_path: P
     for split in ("train", "eval"):
         for one, other in zip(records(tmp_path / "without", split), records(tmp_path / "with", split), strict=True):
             assert {name: other[name] for name in one} == one
-            assert other.keys() - one.keys() == {"turns", "observation_tokens", "max_turns", "max_tokens"}
+            assert other.keys() - one.keys() == {"turns", "documents", "observation_tokens", "max_turns", "max_tokens"}
             assert (other["turns"], other["observation_tokens"]) == (1.0, 0.0)
 
 

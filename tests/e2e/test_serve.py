@@ -522,7 +522,7 @@ def test_a_port_in_use_and_keys_that_no_header_carries(models: Path, capsys: pyt
         taken.listen()
         port = taken.getsockname()[1]
         assert main([str(models), "--port", str(port)]) == 1
-    assert f"--host 127.0.0.1 --port {port} cannot be used: Address already in use" in capsys.readouterr().err
+    assert f"the address 127.0.0.1:{port} cannot be used: Address already in use" in capsys.readouterr().err
     for keys in (("",), ("schlüssel",)):
         with pytest.raises(ConfigError, match="a key is empty or has characters"):
             ServeSettings(name="m", api_keys=keys)

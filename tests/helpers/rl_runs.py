@@ -1,12 +1,18 @@
 """Runs of the trainers of reinforcement learning on the embedded task: shared by tests."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import GRPOConfig, RLConfig
 from drivetrain.trainers.loop.loop import TrainResult
+from drivetrain.trainers.rl.completions import Completion
+from drivetrain.trainers.rl.phases import Phases
 from drivetrain.trainers.rl.trainer import RLTrainer
 from drivetrain.trainers.tasks.addition import write_model, write_prompts
 
@@ -59,3 +65,16 @@ def records(run: Path, split: str = "train") -> list[dict[str, Any]]:
         for line in lines
         if line.get("split", "train") == split
     ]
+
+
+def stored_completions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PackedBatch, Sequence[Completion]]]:
+    """Return a list of the completions that runs put into their stores from now on."""
+    seen: list[tuple[PackedBatch, Sequence[Completion]]] = []
+    put = Phases.put_completions
+
+    def noting(phases: Phases, batch: PackedBatch, rows: Sequence[Completion]) -> Any:
+        seen.append((batch, rows))
+        return put(phases, batch, rows)
+
+    monkeypatch.setattr(Phases, "put_completions", noting)
+    return seen

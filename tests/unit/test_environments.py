@@ -356,7 +356,7 @@ MESSAGE = {"role": "tool", "content": "x"}
         ("text", "the text 'text'"),
         (None, "step returned None"),
         (3, "a int"),
-        (Observation(), "neither messages nor tokens"),
+        (Observation(), "none of messages, tokens and text"),
         (Observation(messages=[MESSAGE], tokens=[1]), "both messages and tokens"),
         (Observation(tokens="12"), "token ids"),  # type: ignore[arg-type]
         (Observation(tokens=[1.0]), "token ids"),  # type: ignore[list-item]

@@ -151,7 +151,7 @@ class FakeTurnPhases(FakePhases):
         assert self.used <= version <= self.newest, f"version {version} was given up"
         assert version in self.holds
         self.busy, self.used, self.is_cancelled = True, version, False
-        self.written.append((version, tuple((one.number, one.sample, len(one.spans)) for one in due)))
+        self.written.append((version, tuple((one.number, one.sample, len(one.turns)) for one in due)))
         return SimpleNamespace(episodes=tuple(due), version=version, calls=[Call(self.chance)], seconds=1.0)
 
     def finish_turns(self, running: Any) -> list[Generation]:
@@ -161,7 +161,7 @@ class FakeTurnPhases(FakePhases):
         for one in running.episodes:
             tokens = list(one.begun.response) if one.begun else []
             versions = list(one.begun.versions) if one.begun else []
-            length = length_of(one.number, one.sample, len(one.spans))
+            length = length_of(one.number, one.sample, len(one.turns))
             while len(tokens) < length and not (self.is_cancelled and self.chance.random() < 0.4):
                 tokens.append(STARTS * running.version + len(tokens))
                 versions.append(running.version)

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from drivetrain.engine.errors import ConfigError, DataError
 from drivetrain.environments.tools import ToolCall
 from drivetrain.generation.result import Generation
+from drivetrain.generation.trajectories import trajectories_of
 from drivetrain.serve.gateway.conversations import Answer, ChatPath
 from drivetrain.serve.gateway.formats.base import SessionEndedError, SessionUnknownError
 from drivetrain.serve.gateway.messages import ChatTurn, read_answer, read_messages
-from drivetrain.serve.gateway.session import Session, SessionLimits, Sessions, trajectories_of
+from drivetrain.serve.gateway.session import Session, SessionLimits, Sessions
 from drivetrain.trainers.data.continuation import Continuation
 from drivetrain.trainers.data.turn_ends import TurnEnds
 from helpers.templates import CHATML, tokenizer

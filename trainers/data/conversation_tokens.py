@@ -40,7 +40,9 @@ class ConversationTokens:
             DataError: There is no chat template, it does not take the messages, or what it writes behind an answer depends on the answer.
         """
         if not self.tokenizer.chat_template:
-            raise DataError("the model's tokenizer has no chat template, which messages need; set one, or use tokens or texts")
+            raise DataError(
+                "the model's tokenizer has no chat template, which messages need; set one (model.chat_template), or use texts or tokens"
+            )
         continuation = self._continuation(tools)
         return continuation.first_tokens(messages) if last is None else continuation.tokens(messages, last)
 

@@ -17,16 +17,21 @@ EpisodeEnd = Literal["done", "max_turns", "max_tokens", "error", "invalid", "tim
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRecord:
-    """What happened in an episode.
+    """What happened in an episode. One that branches has several documents; each turn is learned in one of them, and the last one is judged for all.
 
     Args:
         end: How it has ended.
-        turns: The turns of the policy (role `assistant`) and the observations between them, as messages.
-        spans: For each turn, where its tokens begin and end behind the prompt.
-        turn_rewards: The reward of each turn; None where the environment gave none.
+        turns: The turns of the policy (role `assistant`) in this document and the observations between them, as messages.
+        spans: For each turn that is learned here, where its tokens begin and end behind the prompt.
+        turn_rewards: The reward of each of them; None where the environment gave none.
         metrics: Numbers of the environment.
         message: What went wrong, if the environment failed.
         own_prompt: Whether the environment has written what the policy read first.
+        sample: The number of the episode among those of its prompt.
+        document: The number of this document among those of the episode.
+        documents: How many there are.
+        first_turn: The number of turns before the first one that is learned here.
+        other_rewards: The sum of the rewards of turns in other documents; None if they have none.
     """
 
     end: EpisodeEnd
@@ -36,6 +41,11 @@ class EpisodeRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     message: str = ""
     own_prompt: bool = False
+    sample: int = 0
+    document: int = 0
+    documents: int = 1
+    first_turn: int = 0
+    other_rewards: float | None = None
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self:
@@ -62,7 +72,7 @@ class EpisodeRecord:
     @property
     def reward(self) -> float | None:
         """The sum of the rewards. Without any, 0 if the episode has come to a limit, where nothing was earned, and else None."""
-        rewards = [reward for reward in self.turn_rewards if reward is not None]
+        rewards = [reward for reward in (*self.turn_rewards, self.other_rewards) if reward is not None]
         return sum(rewards) if rewards else 0.0 if self.end in ("max_turns", "max_tokens") else None
 
 
@@ -95,8 +105,13 @@ class Completion:
     episode: EpisodeRecord | None = None
 
     @property
+    def is_judged(self) -> bool:
+        """Whether it is judged itself: of the documents of an episode only the last one is."""
+        return self.episode is None or self.episode.document == self.episode.documents - 1
+
+    @property
     def written(self) -> list[int]:
-        """The tokens that the policy has written, without observations."""
+        """The tokens that the policy has written, without observations and what is learned in another document."""
         if self.episode is None:
             return self.tokens
         return [token for begin, end in self.episode.spans for token in self.tokens[begin:end]]
@@ -204,6 +219,22 @@ def prefixes_of(rows: Sequence[Completion]) -> Prefixes:
     for prompt in prompts:
         numbers.setdefault(prompt, len(numbers))
     return Prefixes.of_prompts([numbers[prompt] for prompt in prompts], [len(row.prompt.ids) for row in rows])
+
+
+def judged_only(completions: Sequence[Completion]) -> list[Completion]:
+    """Return the completions that are judged themselves: each episode counts once."""
+    return [completion for completion in completions if completion.is_judged]
+
+
+def episodes_of(completions: Sequence[Completion]) -> list[int]:
+    """Return for each completion the place of the one that is judged for it, which follows it: its own, or that of the last document of its episode."""
+    places: list[int] = []
+    judged = len(completions) - 1
+    for i in reversed(range(len(completions))):
+        if completions[i].is_judged:
+            judged = i
+        places.append(judged)
+    return places[::-1]
 
 
 def equal_groups(completions: Sequence[Completion]) -> set[int]:

@@ -5,12 +5,15 @@ the observation are put:
 
     prompt | turn 0 | observation | turn 1 | observation | turn 2
              learned                learned                learned
+
+An environment that changes its history begins a branch, a document of its own: see `generation.trajectories`.
 """
 
 import logging
 import queue
 import time
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,8 +22,9 @@ from ...environments.environment import Done, EpisodeRow, Observation, Turn
 from ...environments.pool import EnvironmentFailure, EnvironmentPool, FailureKind
 from ...generation.result import Generation, to_batch
 from ...generation.sampling import seed_of
+from ...generation.trajectories import PolicyTurn, Trajectory, path_of, trajectories_of
 from ..config.rl import RLConfig
-from ..data.continuation import Continuation
+from ..data.conversation_tokens import ConversationTokens
 from ..data.prompts import Prompt
 from ..loop.ranks import TrainerRanks
 from .completions import Completion, EpisodeEnd, EpisodeRecord, decoded
@@ -52,6 +56,21 @@ class EnvironmentResult:
     message: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EpisodeTurn(PolicyTurn):
+    """A turn of an episode.
+
+    Args:
+        observation: The messages between the turn before it and itself; without one before it none.
+        text: Its text.
+        routed_experts: The experts that the tokens of its context and itself went to, if they are known.
+    """
+
+    observation: tuple[Mapping[str, Any], ...] = ()
+    text: str = ""
+    routed_experts: Any = None
+
+
 @dataclass(kw_only=True, eq=False)
 class Episode:
     """An episode that has not ended.
@@ -69,46 +88,50 @@ class Episode:
     sample: int
     row: Prompt
     restarts: int = 0
-    first: list[int] | None = None
-    """The tokens that the policy reads first, if they are not those of the row."""
     is_due: bool = False
     """Whether the policy has to write its next turn, and does not yet."""
     is_generating: bool = False
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    turns: list[dict[str, Any]] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
+    turns: list[EpisodeTurn] = field(default_factory=list)
+    parent: EpisodeTurn | None = None
+    """The turn that the next one follows."""
+    observed: list[int] = field(default_factory=list)
+    """The tokens between the two; without a turn before it, what the policy reads first."""
+    observation: tuple[Mapping[str, Any], ...] = ()
+    """The messages between the two."""
+    stop: tuple[str, ...] = ()
+    """The strings at which the next turn ends."""
+    max_tokens: int | None = None
+    """The number of tokens of the next turn, if the environment limits it."""
     rewards: list[float | None] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
-    finished: bool = False
-    """Whether the policy has ended its last turn."""
-    routed_experts: Any = None
+    unread: set[int] = field(default_factory=set)
+    """The numbers of turns that are not learned."""
     begun: Generation | None = None
     """The tokens of a turn whose call was cancelled."""
 
     @property
-    def prompt(self) -> Prompt:
-        """What the policy reads first."""
-        return self.row if self.first is None else replace(self.row, ids=self.first)
+    def context_ids(self) -> list[int]:
+        """The tokens that the policy reads for its next turn."""
+        return [*([] if self.parent is None else self.parent.context()), *self.observed]
 
     @property
     def context_length(self) -> int:
-        """The number of tokens that the policy reads for its next turn."""
-        return len(self.prompt.ids) + len(self.tokens)
+        """How many these are."""
+        return sum(self.lengths)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The number of tokens that were read first in the conversation that the next turn belongs to, and of those behind them."""
+        if self.parent is None:
+            return len(self.observed), 0
+        first, *others = path_of(self.parent)
+        behind = len(first.tokens) + sum(len(turn.observed) + len(turn.tokens) for turn in others)
+        return len(first.observed), behind + len(self.observed)
 
     @property
     def context(self) -> Prompt:
         """What the policy reads for its next turn."""
-        return replace(self.row, ids=[*self.prompt.ids, *self.tokens])
-
-    def add(self, tokens: Sequence[int], log_probs: Sequence[float], versions: Sequence[int], *, sampled: bool) -> None:
-        """Add tokens of a turn or an observation."""
-        self.tokens += tokens
-        self.log_probs += log_probs
-        self.versions += versions
-        self.sampled += [sampled] * len(tokens)
+        return replace(self.row, ids=self.context_ids)
 
 
 class Episodes:
@@ -119,10 +142,11 @@ class Episodes:
         ranks: The processes of the controller.
         pool: The processes that run environments, in the first of them.
         tokenizer: The tokenizer of the policy.
-        continuation: What the chat template writes behind a turn; None without a chat template.
+        conversation: Tokenizes what environments return.
         title: A number that other episodes of the same pool do not have.
         seed: The seed of what environments draw.
         positions: The number of positions of the model; None without a limit.
+        independent: Whether no episode waits for another one to end.
     """
 
     def __init__(
@@ -131,25 +155,26 @@ class Episodes:
         ranks: TrainerRanks,
         pool: EnvironmentPool | None,
         tokenizer: Any,
-        continuation: Continuation | None,
+        conversation: ConversationTokens | None,
         *,
         title: int,
         seed: int,
         positions: int | None = None,
+        independent: bool = True,
     ) -> None:
         self._config, self._settings, self._ranks, self._pool = config, config.environment, ranks, pool
-        self._tokenizer, self._continuation, self._title, self._seed = tokenizer, continuation, title, seed
+        self._tokenizer, self._conversation, self._title, self._seed = tokenizer, conversation, title, seed
         self._episodes: dict[tuple[int, ...], Episode] = {}
         self._left: dict[int, int] = {}
         """For each prompt, how many of its episodes have not ended."""
-        self._ended: dict[int, dict[int, tuple[Generation, Completion]]] = {}
+        self._ended: dict[int, dict[int, list[tuple[Generation, Completion]]]] = {}
         self._results: queue.SimpleQueue[EnvironmentResult] = queue.SimpleQueue()
         self._asked: dict[tuple[int, ...], float] = {}
         """The episodes whose environments were called by this process, and whose results were not taken, with the time of the call."""
         self._seconds: dict[tuple[int, ...], float] = {}
         """For how long the environment of each has worked before."""
         self._warned: set[str] = set()
-        self._positions = positions
+        self._positions, self._independent = positions, independent
         longest = prompt_budget(config).tokens
         self._longest = longest if positions is None else min(longest, positions - 1)
 
@@ -165,7 +190,8 @@ class Episodes:
         """
         self._left[number], self._ended[number] = samples, {}
         for sample in range(samples):
-            self._reset(Episode(key=(self._title, number, sample, 0), number=number, sample=sample, row=prompt))
+            key = (self._title, number, sample, 0)
+            self._reset(Episode(key=key, number=number, sample=sample, row=prompt, observed=prompt.ids))
 
     @property
     def numbers(self) -> list[int]:
@@ -188,12 +214,13 @@ class Episodes:
 
     def room(self, episode: Episode) -> int:
         """Return how many tokens the next turn of an episode may have."""
-        return min(self._config.rollout.max_tokens, self._most(episode) - len(episode.tokens))
+        first, behind = episode.lengths
+        return min(self._config.rollout.max_tokens, episode.max_tokens or TURNS, self._most(first) - behind)
 
-    def _most(self, episode: Episode) -> int:
-        """Return how many tokens may follow what is read first."""
+    def _most(self, first: int) -> int:
+        """Return how many tokens may follow what is read first, of which there are `first`."""
         most = self._config.max_answer_tokens
-        return most if self._positions is None else min(most, self._positions - len(episode.prompt.ids))
+        return most if self._positions is None else min(most, self._positions - first)
 
     def give_back(self, episodes: Sequence[Episode]) -> None:
         """Note that whatever was writing turns is gone: they have to be written again."""
@@ -219,21 +246,63 @@ class Episodes:
             self._add_turn(episode, turn)
 
     def _add_turn(self, episode: Episode, turn: Generation) -> None:
-        begin = len(episode.tokens)
-        episode.add(turn.response, turn.log_probs, turn.versions, sampled=True)
-        episode.spans.append((begin, len(episode.tokens)))
-        episode.finished, episode.begun, episode.routed_experts = turn.finished, None, turn.routed_experts
+        turn, text, stop = self._until_stop(turn, episode.stop)
+        context_length = episode.context_length
+        added = EpisodeTurn(
+            number=len(episode.turns),
+            parent=episode.parent,
+            observed=tuple(episode.observed),
+            tokens=tuple(turn.response),
+            log_probs=tuple(turn.log_probs),
+            versions=tuple(turn.versions),
+            finished=turn.finished,
+            observation=episode.observation,
+            text=text,
+            routed_experts=turn.routed_experts,
+        )
+        episode.turns.append(added)
+        episode.begun = None
+        argument = Turn(
+            number=added.number,
+            tokens=turn.response,
+            text=text,
+            finished=turn.finished,
+            stop=stop,
+            context_length=context_length,
+        )
+        self._ask(episode, argument)
+
+    def _until_stop(self, turn: Generation, stops: Sequence[str]) -> tuple[Generation, str, str]:
+        """Return a turn up to the token with which the first stop string is complete, its text before that, and the stop string."""
         text = decoded(self._tokenizer, turn.response)
-        number = len(episode.spans) - 1
-        episode.turns.append({"role": "assistant", "content": text})
-        self._ask(episode, Turn(number=number, tokens=turn.response, text=text, finished=turn.finished))
+        if not any(stop in text for stop in stops):
+            return turn, text, ""
+        count = bisect_left(
+            range(len(turn.response)),
+            True,
+            key=lambda last: any(stop in decoded(self._tokenizer, turn.response[: last + 1]) for stop in stops),
+        )
+        count = min(count + 1, len(turn.response))
+        text = decoded(self._tokenizer, turn.response[:count])
+        at, stop = min((at, stop) for stop in stops if (at := text.find(stop)) >= 0)
+        routes = turn.routed_experts
+        cut = replace(
+            turn,
+            response=turn.response[:count],
+            log_probs=turn.log_probs[:count],
+            versions=turn.versions[:count],
+            finish_reason="stop",
+            routed_experts=None if routes is None else routes[: len(turn.prompt) + count],
+        )
+        return cut, text[:at], stop
 
     # ---- what environments do --------------------------------------------------------------------------------------------
 
     def _reset(self, episode: Episode) -> None:
         self._episodes[episode.key] = episode
         row, seed = episode.row, seed_of(self._seed, episode.number, episode.sample)
-        self._ask(episode, EpisodeRow(prompt=row.content, columns=row.columns, seed=seed))
+        temperature = self._config.rollout.temperature
+        self._ask(episode, EpisodeRow(prompt=row.content, columns=row.columns, seed=seed, temperature=temperature))
 
     def _ask(self, episode: Episode, argument: EpisodeRow | Turn) -> None:
         """Call an environment, in the process that has it."""
@@ -266,6 +335,8 @@ class Episodes:
     @property
     def waits_for_all(self) -> bool:
         """Whether a call of the generator waits for all environments."""
+        if not self._independent:
+            return False
         if (chosen := self._settings.wait_for_all) is not None:
             return chosen
         return self._config.rl.staleness == 0 and not self._config.rollout.invariant
@@ -311,9 +382,13 @@ class Episodes:
     def _take_result(self, episode: Episode, result: EnvironmentResult) -> None:
         if result.failure == "lost" and episode.restarts < self._settings.restarts:
             self._restart(episode)
-        elif result.failure is not None:
+            return
+        if result.failure is not None:
             self._end(episode, result.failure, result.message)
-        elif isinstance(result.value, Done):
+            return
+        if result.value is not None:
+            episode.unread |= set(result.value.unread)
+        if isinstance(result.value, Done):
             episode.rewards.append(result.value.reward)
             episode.metrics |= {name: float(value) for name, value in result.value.metrics.items()}
             self._end(episode, "done")
@@ -332,99 +407,140 @@ class Episodes:
                 number=episode.number,
                 sample=episode.sample,
                 row=episode.row,
+                observed=episode.row.ids,
                 restarts=episode.restarts + 1,
             )
         )
 
     def _observe(self, episode: Episode, observation: Observation) -> None:
         try:
-            tokens = self._tokens(episode, observation)
+            parent, tokens = self._next(episode, observation)
         except DataError as e:
             self._end(episode, "invalid", str(e))
             return
-        if not episode.spans:
-            episode.first, episode.is_due = tokens, True
-            return
-        episode.rewards.append(observation.reward)
-        if len(episode.spans) >= self._settings.max_turns:
+        if episode.turns:
+            episode.rewards.append(observation.reward)
+        if len(episode.turns) >= self._settings.max_turns:
             self._end(episode, "max_turns")
-        elif len(episode.tokens) + len(tokens) >= self._most(episode):
+            return
+        episode.parent, episode.observed = parent, tokens
+        episode.stop, episode.max_tokens = tuple(observation.stop), observation.max_tokens
+        episode.observation = tuple(dict(message) for message in observation.messages) or (
+            {"role": "tool", "content": decoded(self._tokenizer, tokens) if observation.text is None else observation.text},
+        )
+        first, behind = episode.lengths
+        if first > self._longest or behind >= self._most(first):
             self._end(episode, "max_tokens")
         else:
-            episode.add(tokens, [0.0] * len(tokens), [-1] * len(tokens), sampled=False)
-            episode.turns += [dict(message) for message in observation.messages] or [
-                {"role": "tool", "content": decoded(self._tokenizer, tokens)}
-            ]
             episode.is_due = True
 
-    def _tokens(self, episode: Episode, observation: Observation) -> list[int]:
-        """Return the tokens of an observation.
+    def _next(self, episode: Episode, observation: Observation) -> tuple[EpisodeTurn | None, list[int]]:
+        """Return the turn that an observation follows, and its tokens.
 
         Raises:
-            DataError: The chat template cannot render it, a token is not in the vocabulary, or what is read first is too long.
+            DataError: The chat template cannot render it, a token is not in the vocabulary, there is no such turn, or what is read first of all is too
+                long.
         """
+        parent = self._parent(episode, observation.after)
         if observation.tokens is not None:
             tokens = list(observation.tokens)
             if not tokens or not 0 <= min(tokens) <= max(tokens) < len(self._tokenizer):
                 raise DataError(
                     f"an observation has the tokens {tokens[:8]}; there must be at least one, and the model has those below {len(self._tokenizer)}"
                 )
-        elif self._continuation is None:
-            raise DataError(
-                "an observation has messages, but the model's tokenizer has no chat template; set model.chat_template=FILE, or return tokens"
-            )
-        elif not episode.spans:
-            tokens = self._continuation.first_tokens(observation.messages)
+            return parent, tokens
+        assert self._conversation is not None
+        last = None if parent is None else parent.context()[-1]
+        if observation.text is not None:
+            tokens = self._conversation.text(observation.text, last)
         else:
-            tokens = self._continuation.tokens(observation.messages, episode.tokens[-1])
-        if not episode.spans and len(tokens) > self._longest:
+            try:
+                tokens = self._conversation.messages(observation.messages, last, observation.tools)
+            except DataError as e:
+                if parent is None or not observation.history:
+                    raise
+                self._warn("history", "a conversation is rendered again from its beginning, in a document of its own: %s", e)
+                parent = None
+                whole = [*observation.history, *observation.messages]
+                tokens = self._conversation.messages(whole, None, observation.tools)
+        if parent is None and not tokens:
+            raise DataError("an observation that begins a conversation has no tokens")
+        if not episode.turns and len(tokens) > self._longest:
             raise DataError(
                 f"the first observation has {len(tokens)} tokens, more than the {self._longest} that fit with an episode"
             )
-        return tokens
+        return parent, tokens
+
+    @staticmethod
+    def _parent(episode: Episode, after: int | None) -> EpisodeTurn | None:
+        if after is None:
+            return episode.turns[-1] if episode.turns else None
+        if after >= len(episode.turns):
+            raise DataError(
+                f"an observation follows turn {after}, but there are {len(episode.turns)} turns, which are numbered from 0"
+            )
+        return None if after < 0 else episode.turns[after]
+
+    def _warn(self, kind: str, message: str, *values: object) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log.warning(message, *values)
 
     def _end(self, episode: Episode, end: EpisodeEnd, message: str = "") -> None:
         """End an episode."""
-        if message and end not in self._warned:
-            self._warned.add(end)
-            log.warning(
-                "the environment of an episode of %s has failed, which is left out (%s: %s); further ones are counted in the metrics",
-                episode.row.name,
-                end,
-                message,
-            )
+        if message:
+            text = "the environment of an episode of %s has failed, which is left out (%s: %s); further ones are counted in the metrics"
+            self._warn(end, text, episode.row.name, end, message)
         self._close(episode)
-        rewards = [*episode.rewards, *([None] * (len(episode.spans) - len(episode.rewards)))]
-        finished = episode.finished and end == "done"
-        generation = Generation(
-            prompt=list(episode.prompt.ids),
-            response=episode.tokens,
-            log_probs=episode.log_probs,
-            versions=episode.versions,
-            finish_reason="stop" if finished else "length",
-            routed_experts=episode.routed_experts,
-            sampled=episode.sampled,
-        )
-        record = EpisodeRecord(
-            end=end,
-            turns=tuple(episode.turns),
-            spans=tuple(episode.spans),
-            turn_rewards=tuple(rewards),
-            metrics=episode.metrics,
-            message=message,
-            own_prompt=episode.first is not None,
-        )
-        completion = Completion(
-            prompt=episode.prompt,
-            group=episode.number,
-            tokens=episode.tokens,
-            text=decoded(self._tokenizer, episode.tokens[slice(*record.last_span)]),
-            finished=finished,
-            versions=tuple(sorted({*episode.versions} - {-1})),
-            episode=record,
-        )
-        self._ended[episode.number][episode.sample] = (generation, completion)
+        self._ended[episode.number][episode.sample] = self._documents(episode, end, message)
         self._left[episode.number] -= 1
+
+    def _documents(self, episode: Episode, end: EpisodeEnd, message: str) -> list[tuple[Generation, Completion]]:
+        # A turn that another one follows was read.
+        unread = episode.unread - {turn.parent.number for turn in episode.turns if turn.parent is not None}
+        trajectories = trajectories_of([turn for turn in episode.turns if turn.number not in unread])
+        if not trajectories:
+            ids = episode.observed if episode.parent is None else episode.row.ids
+            empty = Generation(prompt=list(ids), response=[], log_probs=[], sampled=[])
+            trajectories = [Trajectory(turns=(), new=0, spans=(), generation=empty)]
+        rewards = [*episode.rewards, *([None] * (len(episode.turns) - len(episode.rewards)))]
+        documents = []
+        for number, trajectory in enumerate(trajectories):
+            is_last = number == len(trajectories) - 1
+            generation, new = trajectory.generation, trajectory.new
+            if trajectory.turns:
+                generation = replace(generation, routed_experts=trajectory.turns[-1].routed_experts)
+            if is_last and end != "done":
+                generation = replace(generation, finish_reason="length")
+            learned = trajectory.turns[new:]
+            numbers = {turn.number for turn in learned}
+            others = [reward for i, reward in enumerate(rewards) if reward is not None and i not in numbers]
+            own_prompt = generation.prompt != episode.row.ids
+            record = EpisodeRecord(
+                end=end,
+                turns=_messages(trajectory.turns),
+                spans=trajectory.spans[new:],
+                turn_rewards=tuple(rewards[turn.number] for turn in learned),
+                metrics=episode.metrics,
+                message=message,
+                own_prompt=own_prompt,
+                sample=episode.sample,
+                document=number,
+                documents=len(trajectories),
+                first_turn=new,
+                other_rewards=sum(others) if others else None,
+            )
+            completion = Completion(
+                prompt=replace(episode.row, ids=generation.prompt) if own_prompt else episode.row,
+                group=episode.number,
+                tokens=generation.response,
+                text=decoded(self._tokenizer, generation.response[slice(*record.last_span)]),
+                finished=generation.finished,
+                versions=tuple(sorted({*generation.versions} - {-1})),
+                episode=record,
+            )
+            documents.append((generation, completion))
+        return documents
 
     def _close(self, episode: Episode) -> None:
         del self._episodes[episode.key]
@@ -441,8 +557,16 @@ class Episodes:
         for number in [number for number, left in self._left.items() if not left]:
             del self._left[number]
             ended = self._ended.pop(number)
-            pairs = [ended[sample] for sample in sorted(ended)]
+            pairs = [pair for sample in sorted(ended) for pair in ended[sample]]
             complete[number] = KeptCompletions(
                 batch=to_batch([generation for generation, _ in pairs]), rows=tuple(completion for _, completion in pairs)
             )
         return complete
+
+
+def _messages(turns: Sequence[EpisodeTurn]) -> tuple[Mapping[str, Any], ...]:
+    """Return turns and the observations between them as messages."""
+    messages: list[Mapping[str, Any]] = []
+    for number, turn in enumerate(turns):
+        messages += [*(turn.observation if number else ()), {"role": "assistant", "content": turn.text}]
+    return tuple(messages)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...generation.options import SamplingOptions
 from ..config.rl import RLConfig
 from ..data.prompts import PromptSet
-from .completions import Completion
+from .completions import Completion, judged_only
 from .metrics import completion_metrics
 from .phases import Phases
 from .reward_runner import check_judged
@@ -64,8 +64,8 @@ def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict
     return {
         **completion_metrics(judged),
         **counts,
-        **accuracy(judged, correct_reward(phases.config, phases.reward_runner.names), samples),
-    }, judged
+        **accuracy(judged_only(judged), correct_reward(phases.config, phases.reward_runner.names), samples),
+    }, judged_only(judged)
 
 
 def correct_reward(config: RLConfig, names: Sequence[str]) -> str:

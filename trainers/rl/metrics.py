@@ -9,7 +9,7 @@ from typing import Any
 from ..loop.console import Lines, TextPart, duration
 from ..loop.loggers import Panel
 from ..loop.samples import HeldOutCompletion
-from .completions import Completion, equal_groups
+from .completions import Completion, episodes_of, equal_groups, judged_only
 
 PANELS = (
     Panel(ylabel="reward", curves={"train": ("train", "reward"), "eval": ("eval", "reward")}),
@@ -19,7 +19,7 @@ PANELS = (
 
 
 def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return the numbers of judged completions.
+    """Return the numbers of judged completions, of which the documents of an episode are one.
 
     Returns:
         The mean and the standard deviation of the `reward`; the mean of each reward, `reward/NAME`, over the completions that have it; mean
@@ -27,6 +27,8 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         `answers`, and of `groups`; the share of groups in which all rewards are equal, `equal_groups`; and with an environment those of
         `episode_metrics`.
     """
+    documents, places = completions, episodes_of(completions)
+    completions = judged_only(documents)
     count = max(1, len(completions))
     rewards = [completion.reward for completion in completions]
     mean = sum(rewards) / count
@@ -37,7 +39,10 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     for name in dict.fromkeys(name for completion in completions for name in completion.rewards):
         values = [completion.rewards[name] for completion in completions if name in completion.rewards]
         numbers[f"reward/{name}"] = sum(values) / len(values)
-    lengths = [len(completion.written) for completion in completions]
+    written = dict.fromkeys(places, 0)
+    for place, document in zip(places, documents, strict=True):
+        written[place] += len(document.written)
+    lengths = list(written.values())
     groups = len({completion.group for completion in completions})
     return {
         **numbers,
@@ -47,7 +52,7 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         "answers": float(len(completions)),
         "groups": float(groups),
         "equal_groups": len(equal_groups(completions)) / max(1, groups),
-        **episode_metrics(completions),
+        **episode_metrics(documents),
     }
 
 
@@ -55,16 +60,18 @@ def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """Return the numbers of episodes; none without an environment.
 
     Returns:
-        The mean number of `turns`; the mean number of tokens in observations, `observation_tokens`; the shares of episodes that ended at a limit,
+        The mean number of `turns`, of `documents`, and of tokens in observations, `observation_tokens`; the shares of episodes that ended at a limit,
         `max_turns` and `max_tokens`; and the mean of each number of the environment, `environment/NAME`, over the episodes that have it.
     """
-    episodes = [completion.episode for completion in completions if completion.episode is not None]
+    documents = [completion.episode for completion in completions if completion.episode is not None]
+    episodes = [completion.episode for completion in judged_only(completions) if completion.episode is not None]
     if not episodes:
         return {}
     count = len(episodes)
     observed = sum(len(completion.tokens) - len(completion.written) for completion in completions)
     numbers = {
-        "turns": sum(len(episode.spans) for episode in episodes) / count,
+        "turns": sum(len(document.spans) for document in documents) / count,
+        "documents": len(documents) / count,
         "observation_tokens": observed / count,
         **{end: sum(episode.end == end for episode in episodes) / count for end in ("max_turns", "max_tokens")},
     }

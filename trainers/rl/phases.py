@@ -18,12 +18,13 @@ from ...workers.data_plane.data_ref import DataRef
 from ...workers.groups.base import WorkerGroup
 from ...workers.groups.group_call import GroupCall
 from ..config.rl import RLConfig
-from ..data.continuation import Continuation
+from ..data.conversation_tokens import ConversationTokens
 from ..data.prompts import Prompt, packed_prompts
 from ..loop.ranks import TrainerRanks
 from .adaptive import Adaptive
 from .algorithms import Algorithm
-from .completions import Completion, Completions, decoded, join, prefixes_of
+from .completions import Completion, Completions, decoded, join, judged_only, prefixes_of
+from .environments import described
 from .episodes import TURNS, Episode, Episodes
 from .kept_completions import KeptCompletions, generations_of
 from .memory_manager import MemoryManager, scoring_phase
@@ -94,7 +95,7 @@ class Phases:
         adaptive: The settings that a run adapts.
         environments: The processes of environments, in the first process of the controller; None without any.
         positions: The number of positions of the model; None if it has no limit, or is not known.
-        continuation: What the chat template writes behind a turn; None without an environment or a chat template.
+        conversation: Tokenizes what environments return; None without an environment.
         is_random: Whether the policy computes random numbers while it is trained, as with dropout.
         after_each: Called after each phase: what runs beside them may go on there.
         seconds: The duration of each phase in this step, by name.
@@ -112,7 +113,7 @@ class Phases:
     adaptive: Adaptive
     environments: EnvironmentPool | None = None
     positions: int | None = None
-    continuation: Continuation | None = None
+    conversation: ConversationTokens | None = None
     is_random: bool = False
     after_each: Callable[[], object] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
@@ -295,10 +296,11 @@ class Phases:
         self._titles += 1
         seed = seed_of(self.config.data.seed, int(evaluates))
         return Episodes(
-            *(self.config, self.ranks, self.environments, self.tokenizer, self.continuation),
+            *(self.config, self.ranks, self.environments, self.tokenizer, self.conversation),
             title=self._titles,
             seed=seed,
             positions=self.positions,
+            independent=described(self.config).independent,
         )
 
     def begin_turns(
@@ -321,7 +323,7 @@ class Phases:
         """
         columns: dict[str, list[Any]] = {
             "number": [episode.number for episode in due],
-            "first_samples": [len(episode.spans) * TURNS + episode.sample for episode in due],
+            "first_samples": [len(episode.turns) * TURNS + episode.sample for episode in due],
             "max_tokens": [episodes.room(episode) for episode in due],
         }
         if any(episode.begun is not None for episode in due):
@@ -472,7 +474,7 @@ class Phases:
         (completions,) = self.ask_reward_model([completions])
         with self.timed("reward_wait"):
             rows, counts = self.reward_runner.result(completions.rows, completions.pending, completions.model_scores)
-        for row in rows:
+        for row in judged_only(rows):
             if row.episode is not None and row.episode.failure:
                 name = f"{row.episode.failure}/episode"
                 counts[name] = counts.get(name, 0.0) + 1.0
@@ -485,7 +487,7 @@ class Phases:
             rows = [replace(row, baseline=by_group.get(row.group, math.nan)) for row in rows]
         judged = replace(completions, rows=tuple(rows), pending=(), baselines=None)
         kept = [i for i, row in enumerate(rows) if not math.isnan(row.reward) and not math.isnan(row.baseline or 0.0)]
-        counts["dropped"] = float(len(rows) - len(kept))
+        counts["dropped"] = float(len(judged_only(rows)) - len(judged_only([rows[i] for i in kept])))
         if len(kept) < len(rows):
             self.discard(completions.ref.select(sorted(set(range(len(rows))) - set(kept))))
             judged = judged.select(kept)

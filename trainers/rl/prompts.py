@@ -1,6 +1,5 @@
 """The prompts of a run, in the order of its tickets."""
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from ...engine.hf.shape import context_of
 from ...engine.hf.tokenizer import load_tokenizer
 from ...generation.memory import PAGE_TOKENS_CUDA
 from ..config.rl import REWARD_MODEL, RLConfig
-from ..data.continuation import Continuation
+from ..data.conversation_tokens import ConversationTokens
 from ..data.dataset import Budget, micro_batch_budget
 from ..data.media import MediaReader
 from ..data.order import BatchOrder, Sampler
@@ -19,7 +18,7 @@ from ..data.prompts import Prompt, PromptSet, empty_fields, load_prompts
 from ..data.tokenize import cache_folder
 from ..data.turn_ends import TurnEnds
 from ..data.vocabulary import check_same_vocabulary
-from .environments import start_pool
+from .environments import described
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,23 +106,12 @@ def template_variables_of(config: RLConfig) -> dict[str, Any]:
     variables = dict(config.data.chat_template_kwargs)
     if config.rollout.environment is None:
         return variables
-    tools = _tools(config.rollout.environment, json.dumps(config.environment.settings, sort_keys=True, default=str), config)
+    tools = described(config).tools
     return {**variables, "tools": tools} if tools else variables
 
 
-_TOOLS: dict[tuple[str, str], list[dict[str, Any]]] = {}
-
-
-def _tools(name: str, settings: str, config: RLConfig) -> list[dict[str, Any]]:
-    # A run asks twice: to load its prompts, and when it is opened.
-    if (name, settings) not in _TOOLS:
-        with start_pool(config, 1) as pool:
-            _TOOLS[name, settings] = pool.describe()
-    return _TOOLS[name, settings]
-
-
-def continuation_of(config: RLConfig, tokenizer: Any) -> Continuation | None:
-    """Return what the chat template writes behind the turns of an environment; None without one of the two.
+def conversation_of(config: RLConfig, tokenizer: Any) -> ConversationTokens | None:
+    """Return what tokenizes the observations of an environment; None without one.
 
     Args:
         config: The run's settings.
@@ -132,17 +120,17 @@ def continuation_of(config: RLConfig, tokenizer: Any) -> Continuation | None:
     Raises:
         ConfigError: The environment has tools, but the template does not say what follows their calls.
     """
-    if config.rollout.environment is None or not tokenizer.chat_template:
+    if config.rollout.environment is None:
         return None
     variables = template_variables_of(config)
-    continuation = Continuation(tokenizer, TurnEnds.of(tokenizer, end_tokens(config.model)), variables)
+    conversation = ConversationTokens(tokenizer, TurnEnds.of(tokenizer, end_tokens(config.model)), variables)
     if tools := variables.get("tools"):
         name = tools[0]["function"]["name"]
         try:
-            continuation.tokens([{"role": "tool", "tool_call_id": "call00000", "name": name, "content": "0"}], 0)
+            conversation.messages([{"role": "tool", "tool_call_id": "call00000", "name": name, "content": "0"}], 0)
         except DataError as e:
             raise ConfigError(f"rollout.environment={config.rollout.environment} has tools, but {e}") from e
-    return continuation
+    return conversation
 
 
 def prompt_budget(config: RLConfig) -> Budget:

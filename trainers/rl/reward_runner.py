@@ -11,7 +11,7 @@ from ...rewards.scorer import PendingScores, RewardScorer, Scores
 from ..config.rl import REWARD_MODEL, RLConfig
 from ..data.prompts import PromptSet
 from ..loop.ranks import TrainerRanks
-from .completions import Completion
+from .completions import Completion, episodes_of, judged_only
 
 log = logging.getLogger(__name__)
 SHOWN = 80
@@ -71,12 +71,14 @@ class RewardRunner:
     def submit(self, completions: Sequence[Completion]) -> PendingScores | None:
         """Begin to judge completions, and return at once; None in a process that computes no rewards.
 
+        Of an episode with several documents the last one is judged.
+
         Raises:
             ConfigError: A completion lacks a column that a reward needs.
         """
         if self._scorer is None:
             return None
-        return self._scorer.submit([completion.sample() for completion in completions])
+        return self._scorer.submit([completion.sample() for completion in judged_only(completions)])
 
     def result(
         self, rows: Sequence[Completion], pending: Sequence[PendingScores | None], model: Sequence[float] | None
@@ -94,6 +96,10 @@ class RewardRunner:
         Raises:
             RewardError: A function failed, and `rewards.on_failure` is `raise`.
         """
+
+        everything, places = rows, episodes_of(rows)
+        rows = judged_only(everything)
+        model = None if model is None else [model[place] for i, place in enumerate(places) if place == i]
 
         def wait() -> list[Scores] | RewardError:
             scores, first = [], 0
@@ -128,6 +134,11 @@ class RewardRunner:
                 for kind, count in part.counts(name).items():
                     counts[f"{kind}/{name}"] = counts.get(f"{kind}/{name}", 0) + count
         self._warn(messages)
+        by_place = dict(zip((i for i, place in enumerate(places) if place == i), judged, strict=True))
+        judged = [
+            replace(row, reward=by_place[place].reward, rewards=by_place[place].rewards)
+            for row, place in zip(everything, places, strict=True)
+        ]
         return judged, {name: count for name, count in counts.items() if count and not name.startswith(f"{OUTCOME_KINDS[0]}/")}
 
     def _warn(self, messages: Mapping[str, tuple[Completion, str]]) -> None:

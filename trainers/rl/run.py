@@ -22,6 +22,7 @@ from .bundle import StepBundles
 from .checkpoints import RunCheckpoints
 from .collect import Collector
 from .completions import Completion
+from .environments import described
 from .episode_rollouts import EpisodeRollouts
 from .evaluation import evaluate
 from .kept_completions import from_bytes, to_bytes
@@ -271,11 +272,12 @@ def _announce(run: RLRun) -> None:
         )
     if (environment := run.settings.rollout.environment) is not None:
         log.info(
-            "environment: %s, at most %d turns and %d tokens behind a prompt; a call that takes more than %g s has failed",
+            "environment: %s, at most %d turns and %d tokens behind a prompt; a call that takes more than %g s has failed%s",
             environment,
             run.settings.environment.max_turns,
             run.settings.max_answer_tokens,
             run.settings.environment.timeout_s,
+            "" if described(run.settings).independent else "; agents run elsewhere, so another run is not the same",
         )
     for line in run.phases.group["actor"].describe_settings():
         log.info("actor: %s", line)

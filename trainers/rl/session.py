@@ -17,7 +17,7 @@ from .correction import resolve_importance
 from .environments import environment_pool
 from .memory_manager import MemoryManager
 from .phases import Phases
-from .prompts import continuation_of
+from .prompts import conversation_of
 from .reward_runner import RewardRunner
 from .roles import Roles, start_group
 from .state import GroupStates, is_random
@@ -88,7 +88,7 @@ def open_phases(
             tokenizer=tokenizer,
             environments=environments,
             positions=context_of(read_config(config.actor.model or config.model)) if generates else None,
-            continuation=continuation_of(config, tokenizer) if generates else None,
+            conversation=conversation_of(config, tokenizer) if generates else None,
             memory_manager=memory_manager,
             adaptive=Adaptive(config.rl, algorithm),
             is_random="actor" in group.roles

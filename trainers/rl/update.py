@@ -14,7 +14,7 @@ from ...losses.preference import PreferenceLoss
 from ...workers.data_plane.data_ref import DataRef
 from ...workers.roles.dispatch import MiniBatches
 from ..config.rl import ENVIRONMENT_REWARD
-from .completions import Completion, Completions
+from .completions import Completion, Completions, episodes_of, judged_only
 from .phases import Phases
 
 GAPS = ("log_prob_gap", "log_prob_gap_max")
@@ -69,6 +69,8 @@ def estimate_advantages(phases: Phases, completions: Completions, step: int) -> 
     batch, metrics = _corrected(phases, completions, step)
     rewards = phases.adaptive.shape_rewards([row.reward for row in completions.rows])
     columns = {"rewards": torch.tensor(rewards, dtype=torch.float32)}
+    if len(judged_only(completions.rows)) < len(completions):
+        columns["episode"] = torch.tensor(episodes_of(completions.rows))
     if phases.algorithm.needs_baselines:
         baselines_given = [row.baseline for row in completions.rows if row.baseline is not None]
         if len(baselines_given) < len(completions):
@@ -114,7 +116,7 @@ def turn_columns(completions: Sequence[Completion], totals: Sequence[float], wei
             earned = [counts * (reward or 0.0) for reward in episode.turn_rewards]
             earned[-1] += total - sum(earned)
             for number, (begin, end) in enumerate(episode.spans):
-                of_tokens[first + begin : first + end] = [number] * (end - begin)
+                of_tokens[first + begin : first + end] = [episode.first_turn + number] * (end - begin)
                 at_ends[first + end - 1] = earned[number]
         turns += of_tokens
         rewards += at_ends
@@ -244,7 +246,12 @@ def _check_gap(phases: Phases, numbers: Mapping[str, float], completions: Comple
 
 def _pairs(phases: Phases, completions: Completions, step: int) -> tuple[DataRef, dict[str, float]]:
     """Return the best and the worst completion to each prompt, in pairs, and their number."""
-    pairs = best_and_worst(completions.groups, [row.reward for row in completions.rows])
+    judged = [row for row, place in enumerate(episodes_of(completions.rows)) if row == place]
+    rewards = [completions.rows[row].reward for row in judged]
+    pairs = [
+        (judged[best], judged[worst])
+        for best, worst in best_and_worst([completions.rows[row].group for row in judged], rewards)
+    ]
     chosen = completions.ref.select([row for pair in pairs for row in pair])
     if not pairs:
         return chosen, {"pairs": 0.0}

@@ -81,6 +81,9 @@ class AdvantageWorker:
     def compute_advantages(self, data: Any, *, kl_coef: float | None = None) -> dict[str, Tensor]:
         """Compute the `advantages` of response tokens, and where rewards are those of tokens (`kl_coef`) also their `returns`.
 
+        Where a sequence field `episode` says which documents are parts of one episode, estimators that give a response one advantage compare the last
+        of them, and give it to all; others look at each document by itself.
+
         Collective over the ranks of the role.
 
         Args:
@@ -93,14 +96,24 @@ class AdvantageWorker:
         config = self.config if kl_coef is None else replace(self.config, kl_coef=kl_coef)
         with self._errors():
             adapter = adapt_batch(data, every=True)
-            responses = PenalizedCompletions(adapter.batch, config)
+            responses = compared = PenalizedCompletions(adapter.batch, config)
             advantages, returns = config.estimator.estimate(responses)
+            places: list[int] | None = None
             if advantages.dim() == 1:
-                advantages = broadcast_to_tokens(advantages, responses.mask)
+                last, of_documents = episodes_of(adapter.batch)
+                if len(last) < len(of_documents):
+                    # Of an episode with several documents one is compared with the others, for all.
+                    compared, places = PenalizedCompletions(adapter.batch.select(last), config), of_documents
+                    advantages = config.estimator.estimate(compared)[0]
+                advantages = broadcast_to_tokens(advantages, compared.mask)
             if not bool(torch.isfinite(advantages).all()):
                 raise BatchError("the advantages are not finite; the rewards or values are too large")
         # Sums over ranks come last: a rank that raised before them would leave the others waiting.
-        advantages = config.estimator.finish(advantages, responses, self._sum)
+        advantages = config.estimator.finish(advantages, compared, self._sum)
+        if places is not None:
+            # All tokens of a document have the same.
+            of_episodes = advantages[:, 0] if advantages.shape[1] else advantages.sum(1)
+            advantages = broadcast_to_tokens(of_episodes[torch.tensor(places)], responses.mask)
         fields = {"advantages": responses.packed(advantages)}
         if returns is not None:
             fields["returns"] = responses.packed(returns)
@@ -250,6 +263,16 @@ class AdvantageWorker:
         """Release the process group."""
         if self._groups is not None:
             self._groups.close()
+
+
+def episodes_of(batch: PackedBatch) -> tuple[list[int], list[int]]:
+    """Return the last document of each episode, and for each document which of these its episode's is; all if no field says so."""
+    numbers = batch.sequence_fields.get("episode")
+    if numbers is None:
+        return list(range(batch.num_sequences)), list(range(batch.num_sequences))
+    last = {int(number): row for row, number in enumerate(numbers.tolist())}
+    order = {number: i for i, number in enumerate(last)}
+    return list(last.values()), [order[int(number)] for number in numbers.tolist()]
 
 
 class PenalizedCompletions(PaddedCompletions):

@@ -1,0 +1,123 @@
+"""The turns of a policy as a tree, and the documents that it makes.
+
+prompt | turn 0 | observation | turn 1 | observation | turn 2        a conversation
+               \\_ observation | turn 3                               a branch of it: what followed turn 0 was changed
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from .result import Generation
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PolicyTurn:
+    """A turn of the policy.
+
+    Args:
+        number: Its number, in the order in which turns ended.
+        parent: The turn before it; None for the first one of a conversation.
+        observed: The tokens between the turn before it and itself; without one before it the prompt.
+        tokens: Its tokens.
+        log_probs: Their log-probabilities.
+        versions: The versions of the weights that made them.
+        finished: Whether the policy has ended it, and not a limit.
+    """
+
+    number: int
+    parent: "PolicyTurn | None"
+    observed: tuple[int, ...]
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finished: bool
+
+    def context(self) -> list[int]:
+        """Return all tokens of its conversation, up to its own last one."""
+        return [token for turn in path_of(self) for token in (*turn.observed, *turn.tokens)]
+
+
+Turn = TypeVar("Turn", bound=PolicyTurn)
+
+
+def path_of(turn: Turn) -> list[Turn]:
+    """Return the turns of a conversation, from its first one to this one."""
+    path: list[Turn] = []
+    last: Turn | None = turn
+    while last is not None:
+        path.append(last)
+        # All turns of a tree are of one class.
+        last = last.parent  # type: ignore[assignment]
+    return path[::-1]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trajectory(Generic[Turn]):
+    """A conversation as a document.
+
+    Args:
+        turns: Its turns.
+        new: The number of its first turn that is learned here; those before it are learned in a document before it.
+        spans: Where the tokens of each turn begin and end behind the prompt.
+        generation: The document. The prompt is what the policy read first, and `sampled` says which of the tokens behind it are learned.
+    """
+
+    turns: tuple[Turn, ...]
+    new: int
+    spans: tuple[tuple[int, int], ...]
+    generation: Generation
+
+
+def trajectories_of(turns: Sequence[Turn]) -> list[Trajectory[Turn]]:
+    """Return the conversations of turns, one for each turn that no other follows, in their order.
+
+    Each turn is learned in one of them: what conversations share in the first.
+
+    Args:
+        turns: The turns. Those without tokens that nothing follows are left out.
+    """
+    inner: set[int] = set()
+    for turn in reversed(turns):
+        if turn.tokens or id(turn) in inner:
+            inner.add(id(turn.parent))
+    trajectories: list[Trajectory[Turn]] = []
+    learned: set[int] = set()
+    for leaf in turns:
+        if id(leaf) in inner or not leaf.tokens:
+            continue
+        path = path_of(leaf)
+        new = sum(id(turn) in learned for turn in path)
+        learned |= {id(turn) for turn in path}
+        trajectories.append(_trajectory(path, new))
+    return trajectories
+
+
+def _trajectory(path: Sequence[Turn], new: int) -> Trajectory[Turn]:
+    response: list[int] = []
+    log_probs: list[float] = []
+    versions: list[int] = []
+    sampled: list[bool] = []
+    spans = []
+    for number, turn in enumerate(path):
+        observed = turn.observed if number else ()
+        unlearned = len(observed) + (0 if number >= new else len(turn.tokens))
+        begin = len(response) + len(observed)
+        response += (*observed, *turn.tokens)
+        spans.append((begin, len(response)))
+        log_probs += [0.0] * unlearned
+        versions += [-1] * unlearned
+        sampled += [False] * unlearned
+        if number >= new:
+            log_probs += turn.log_probs
+            versions += turn.versions
+            sampled += [True] * len(turn.tokens)
+    generation = Generation(
+        prompt=list(path[0].observed),
+        response=response,
+        log_probs=log_probs,
+        versions=versions,
+        finish_reason="stop" if path[-1].finished else "length",
+        sampled=sampled,
+    )
+    return Trajectory(turns=tuple(path), new=new, spans=tuple(spans), generation=generation)

@@ -1,0 +1,353 @@
+"""The gateway inside a run: a request of an agent becomes the next observation of an episode, and the policy's turn is its answer. Imports no torch."""
+
+import asyncio
+import hmac
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from uvicorn import Config
+
+from ... import __version__
+from ...engine.errors import ConfigError
+from ...environments.environment import EpisodeRow, Observation, Turn
+from ..openai.guards import HostGuard, SizeGuard
+from ..openai.listening import HTTPServer, listen
+from ..openai.settings import ServeSettings
+from .conversations import Answer, ChatPath, History, TextPrompt
+from .formats.base import AnswerFormat, AnswerRequest, SessionEndedError, SessionUnknownError, StoredResponses, answer_of
+from .routes import AnswerPiece, PolicyRoutes, bearer
+
+log = logging.getLogger(__name__)
+
+MOST_ANSWERS = 128
+"""The number of answers to a request."""
+
+
+@dataclass(kw_only=True, eq=False)
+class PendingAnswer:
+    """An answer that an agent waits for.
+
+    Args:
+        request: What was asked.
+        index: The number of the answer among those to the request.
+        form: How it is written.
+        outcome: The answer; cancelled if nobody waits for it any more.
+    """
+
+    request: AnswerRequest
+    index: int
+    form: AnswerFormat
+    outcome: "asyncio.Future[Answer]"
+
+
+class EpisodeReward(BaseModel):
+    """The reward of an episode, and numbers that are averaged over those of a step."""
+
+    reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    metrics: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
+
+
+class EpisodeSession:
+    """A session, which is one episode.
+
+    Args:
+        row: What the episode is about.
+    """
+
+    def __init__(self, row: EpisodeRow) -> None:
+        self.row = row
+        self.key, self.reward_key = secrets.token_urlsafe(16), secrets.token_urlsafe(16)
+        self.responses = StoredResponses()
+        self.finished: asyncio.Future[EpisodeReward] = asyncio.get_running_loop().create_future()
+        """Its reward, when the agent has ended."""
+        self.claimed = asyncio.Event()
+        """Whether an agent has it."""
+        self.heard_at = time.monotonic()
+        """When the agent was heard of last."""
+        self.is_closed = False
+        self._history: History[int] = History()
+        self._asked: asyncio.Queue[PendingAnswer] = asyncio.Queue()
+        self._pending: PendingAnswer | None = None
+        self._unread: list[int] = []
+
+    # ---- what agents do --------------------------------------------------------------------------------------------------
+
+    def ask(self, request: AnswerRequest, index: int, form: AnswerFormat) -> "asyncio.Future[Answer]":
+        """Ask for an answer. Those of a session are written one after the other.
+
+        Raises:
+            SessionEndedError: The episode has ended.
+        """
+        if self.is_closed or self.finished.done():
+            raise SessionEndedError("the session has ended")
+        outcome: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._asked.put_nowait(PendingAnswer(request=request, index=index, form=form, outcome=outcome))
+        return outcome
+
+    def finish(self, reward: EpisodeReward) -> None:
+        """End the episode with its reward.
+
+        Raises:
+            SessionEndedError: It has ended before; a reward is given once.
+        """
+        if self.is_closed or self.finished.done():
+            raise SessionEndedError("the session has ended before")
+        self.finished.set_result(reward)
+
+    # ---- what the episode does -------------------------------------------------------------------------------------------
+
+    def answer(self, turn: Turn) -> None:
+        """Give the agent the turn that the policy has written."""
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        if pending.outcome.done():
+            self._unread.append(turn.number)
+            return
+        answer = answer_of(
+            pending.request,
+            pending.index,
+            turn.text,
+            is_cut=not turn.finished,
+            stop=turn.stop,
+            tokens=turn.tokens,
+            whole_text=turn.text + turn.stop,
+        )
+        if turn.tokens:
+            self._history.add(pending.request.conversation, answer, turn.number)
+        pending.form.usage.prompt = max(pending.form.usage.prompt, turn.context_length)
+        pending.form.usage.written += len(turn.tokens)
+        pending.outcome.set_result(answer)
+        self.heard_at = time.monotonic()
+
+    async def next(self, *, silence_s: float | None = None) -> Observation | EpisodeReward | None:
+        """Wait for what the agent does next: an observation that the policy answers, or the end of the episode.
+
+        Args:
+            silence_s: For how many seconds nothing may be heard of the agent; None without a limit.
+
+        Returns:
+            The observation or the reward; None if nothing was heard.
+        """
+        while True:
+            asking = asyncio.ensure_future(self._asked.get())
+            left = None if silence_s is None else max(0.0, self.heard_at + silence_s - time.monotonic())
+            try:
+                waited: list[asyncio.Future[Any]] = [asking, self.finished]
+                await asyncio.wait(waited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not asking.done():
+                    asking.cancel()
+            if self.finished.done():
+                return self.finished.result()
+            if asking.done() and not asking.cancelled():
+                pending = asking.result()
+                if pending.outcome.done():
+                    # Its client has gone away.
+                    continue
+                self._pending, self.heard_at = pending, time.monotonic()
+                return self._observation(pending.request)
+            if silence_s is not None and time.monotonic() >= self.heard_at + silence_s:
+                return None
+
+    def _observation(self, request: AnswerRequest) -> Observation:
+        conversation = request.conversation
+        begin, turn = self._history.find(conversation)
+        common: dict[str, Any] = {
+            "after": -1 if turn is None else turn,
+            "stop": request.sampling.stops,
+            "max_tokens": request.max_tokens,
+            "unread": self.take_unread(),
+        }
+        if isinstance(conversation, ChatPath):
+            messages = [message.for_template() for message in conversation.messages]
+            return Observation(messages=messages[begin:], history=messages[:begin], tools=conversation.tools, **common)
+        if isinstance(conversation, TextPrompt):
+            return Observation(text=conversation.text[begin:], **common)
+        rest = conversation.ids[begin:]
+        return Observation(tokens=list(rest), **common) if rest else Observation(text="", **common)
+
+    def take_unread(self) -> list[int]:
+        """Return the numbers of the turns that nobody has read, once."""
+        unread, self._unread = self._unread, []
+        return unread
+
+    def close(self) -> None:
+        """End the session: whoever waits for an answer is told so."""
+        self.is_closed = True
+        while not self._asked.empty():
+            self._refuse(self._asked.get_nowait())
+        if self._pending is not None:
+            self._refuse(self._pending)
+
+    @staticmethod
+    def _refuse(pending: PendingAnswer) -> None:
+        if not pending.outcome.done():
+            pending.outcome.set_exception(SessionEndedError("the episode has ended"))
+
+
+class AgentServer(PolicyRoutes[EpisodeSession]):
+    """The routes of the sessions of a process, at an address of its own.
+
+    Args:
+        settings: Where it listens, and the keys by which agents that run elsewhere begin sessions.
+        gives: Whether such agents are given sessions.
+    """
+
+    def __init__(self, settings: ServeSettings, *, gives: bool = False) -> None:
+        super().__init__(settings.name)
+        self._settings, self._gives = settings, gives
+        self._sessions: dict[str, EpisodeSession] = {}
+        self._waiting: deque[EpisodeSession] = deque()
+        self._serving: asyncio.Task[None] | None = None
+        self.root = ""
+
+    async def start(self) -> None:
+        """Begin to listen.
+
+        Raises:
+            ConfigError: The address cannot be used.
+        """
+        listener = listen(self._settings.host, self._settings.port)
+        host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
+        self.root = f"http://{host}:{listener.getsockname()[1]}"
+        app = FastAPI(title="Drivetrain gateway", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+        if self._gives:
+            app.post("/sessions")(self.give)
+            app.post("/sessions/{key}/reward")(self.reward)
+            app.delete("/sessions/{key}")(self.lose)
+        self.add_to(app)
+        app.add_middleware(SizeGuard, limit=int(self._settings.max_body_mib * 2**20))
+        app.add_middleware(HostGuard, hosts=self._settings.hosts())
+        server = HTTPServer(Config(app, log_level="warning", access_log=False, lifespan="off"))
+        self._serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not self._serving.done():
+            await asyncio.sleep(0.005)
+
+    # ---- sessions --------------------------------------------------------------------------------------------------------
+
+    def open(self, row: EpisodeRow) -> EpisodeSession:
+        """Begin a session. If agents that run elsewhere are given sessions, it waits for one of them."""
+        session = EpisodeSession(row)
+        self._sessions[session.key] = session
+        if self._gives:
+            self._waiting.append(session)
+        return session
+
+    def close_session(self, session: EpisodeSession) -> None:
+        """End a session."""
+        session.close()
+        self._sessions.pop(session.key, None)
+        if session in self._waiting:
+            self._waiting.remove(session)
+
+    def addresses(self, session: EpisodeSession) -> dict[str, str]:
+        """Return what an agent talks to."""
+        root = f"{self.root}/sessions/{session.key}"
+        return {"base_url": f"{root}/v1", "anthropic_base_url": root}
+
+    async def give(self, request: Request) -> dict[str, Any]:
+        """Give an agent the session that waits longest."""
+        keys = self._settings.api_keys
+        if keys and not any(hmac.compare_digest(bearer(request).encode(), key.encode()) for key in keys):
+            raise HTTPException(401, "the key is missing or wrong; send it as: Authorization: Bearer KEY")
+        if not self._waiting:
+            raise HTTPException(503, "no prompt waits for an agent now; ask again later", headers={"retry-after": "1"})
+        session = self._waiting.popleft()
+        session.heard_at = time.monotonic()
+        session.claimed.set()
+        row = session.row
+        return {
+            "session": session.key,
+            **self.addresses(session),
+            "reward_key": session.reward_key,
+            "prompt": row.prompt,
+            "columns": dict(row.columns),
+            "seed": row.seed,
+        }
+
+    async def reward(self, key: str, body: EpisodeReward, request: Request) -> dict[str, Any]:
+        """End a session with its reward, once."""
+        self._guarded(key, request).finish(body)
+        return {"session": key, "reward": body.reward}
+
+    async def lose(self, key: str, request: Request) -> dict[str, Any]:
+        """End a session without a reward: its prompt waits for another agent."""
+        session = self._guarded(key, request)
+        session.finished.cancel()
+        return {"session": key}
+
+    def _guarded(self, key: str, request: Request) -> EpisodeSession:
+        session = self.session(key)
+        if not hmac.compare_digest(bearer(request).encode(), session.reward_key.encode()):
+            raise HTTPException(401, "the reward's key is missing or wrong; send it as: Authorization: Bearer REWARD_KEY")
+        return session
+
+    # ---- the policy ------------------------------------------------------------------------------------------------------
+
+    def session(self, key: str) -> EpisodeSession:
+        """Return an open session."""
+        session = self._sessions.get(key)
+        if session is None:
+            raise SessionUnknownError("there is no open session of this id")
+        session.heard_at = time.monotonic()
+        return session
+
+    def check(self, session: EpisodeSession, request: AnswerRequest) -> None:
+        """Check that a request can be answered as it asks."""
+        request.check(name=self._name, aliases=(), temperature=session.row.temperature)
+        asked = request.sampling
+        for name in ("seed", "stop_token_ids", "ignore_eos"):
+            if getattr(asked, name):
+                raise ConfigError(f"{name}={getattr(asked, name)!r:.40}: a run decides that itself; leave it out")
+        if asked.n > MOST_ANSWERS:
+            raise ConfigError(f"n={asked.n}: at most {MOST_ANSWERS} answers are allowed")
+
+    async def count(self, session: EpisodeSession, request: AnswerRequest) -> int:
+        """Refuse to count tokens: the tokenizer is elsewhere."""
+        raise ConfigError("tokens are not counted inside a run; `usage` of an answer says how many there were")
+
+    async def begin(self, session: EpisodeSession, request: AnswerRequest, form: AnswerFormat) -> AsyncIterator[AnswerPiece]:
+        """Begin to answer."""
+        outcomes = [session.ask(request, index, form) for index in range(request.sampling.n)]
+        return _pieces(outcomes)
+
+
+async def _pieces(outcomes: "list[asyncio.Future[Answer]]") -> AsyncIterator[AnswerPiece]:
+    try:
+        for index, outcome in enumerate(outcomes):
+            yield AnswerPiece(index=index, answer=await outcome)
+    finally:
+        for outcome in outcomes:
+            outcome.cancel()
+
+
+@dataclass(kw_only=True)
+class AgentServers:
+    """The servers of a process, one for each address."""
+
+    servers: dict[tuple[Any, ...], "asyncio.Task[AgentServer]"] = field(default_factory=dict)
+
+    async def of(self, settings: ServeSettings, *, gives: bool) -> AgentServer:
+        """Return the server of some settings, which is started once.
+
+        Raises:
+            ConfigError: The address cannot be used.
+        """
+        key = (settings, gives)
+        if key not in self.servers:
+            self.servers[key] = asyncio.create_task(_started(settings, gives=gives))
+        return await asyncio.shield(self.servers[key])
+
+
+async def _started(settings: ServeSettings, *, gives: bool) -> AgentServer:
+    server = AgentServer(settings, gives=gives)
+    await server.start()
+    return server

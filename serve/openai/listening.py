@@ -1,0 +1,42 @@
+"""The sockets and the server of a service. Imports no torch."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from ...engine.errors import ConfigError
+
+LISTEN_QUEUE = 2048
+
+
+class HTTPServer(uvicorn.Server):
+    """A server that leaves signals to its process."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Do nothing: a command has taken the signals before its workers were started."""
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens.
+
+    Args:
+        host: The address.
+        port: The port; 0 takes a free one.
+
+    Raises:
+        ConfigError: The address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host.strip("[]"), port))
+        listener.listen(LISTEN_QUEUE)
+    except OSError as e:
+        listener.close()
+        raise ConfigError(f"the address {host}:{port} cannot be used: {e.strerror or e}") from e
+    return listener
