@@ -65,7 +65,7 @@ class AgentError(Exception):
 
 
 @cache
-def _servers() -> AgentServers:
+def _servers(loop: asyncio.AbstractEventLoop) -> AgentServers:
     return AgentServers()
 
 
@@ -141,7 +141,7 @@ class GatewayEnvironment(Environment):
 
     async def reset(self, row: EpisodeRow) -> Observation:
         """Let the agent begin; return its first request."""
-        self._server = await _servers().of(self._settings, gives=self._gives)
+        self._server = await _servers(asyncio.get_running_loop()).of(self._settings, gives=self._gives)
         self._session = session = self._server.open(row)
         if self._gives:
             await session.claimed.wait()

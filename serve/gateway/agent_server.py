@@ -174,9 +174,9 @@ class EpisodeSession:
         rest = conversation.ids[begin:]
         return Observation(tokens=list(rest), **common) if rest else Observation(text="", **common)
 
-    def take_unread(self) -> list[int]:
+    def take_unread(self) -> tuple[int, ...]:
         """Return the numbers of the turns that nobody has read, once."""
-        unread, self._unread = self._unread, []
+        unread, self._unread = tuple(self._unread), []
         return unread
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return JSONResponse(error_body(str(error.detail), kind), status_code=error.status_code)
+    return JSONResponse(error_body(str(error.detail), kind), status_code=error.status_code, headers=error.headers)
 
 
 async def _not_unicode(request: Request, error: Exception) -> Response:

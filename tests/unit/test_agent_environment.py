@@ -1,0 +1,286 @@
+"""The gateway inside a run by itself: requests of an agent are observations, turns are answers, and each session ends once."""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from drivetrain.engine.errors import ConfigError
+from drivetrain.environments.environment import (
+    Done,
+    EnvironmentResultError,
+    EpisodeLostError,
+    EpisodeRow,
+    Observation,
+    Turn,
+    check_first,
+    check_next,
+)
+from drivetrain.serve.gateway.agent_environment import AgentError, AgentTask, GatewayEnvironment, reward_of
+from helpers.server import until
+
+ROW = EpisodeRow(prompt="q", seed=3, columns={"answer": "1"})
+
+
+def turn(number: int, text: str = "a", **more: Any) -> Turn:
+    return Turn(number=number, tokens=[5, 6], text=text, context_length=9, **more)
+
+
+def client_of(task: AgentTask) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=task.base_url, api_key="none", max_retries=0, timeout=10.0)
+
+
+async def ask(task: AgentTask, messages: list[Any], **more: Any) -> Any:
+    async with client_of(task) as client:
+        return await client.chat.completions.create(model=task.model, messages=messages, **more)
+
+
+class OneAgent(GatewayEnvironment):
+    """The environment of a function."""
+
+    def __init__(self, agent: Callable[[AgentTask], Awaitable[Any]], **settings: Any) -> None:
+        super().__init__(agent="json:dumps", **settings)
+        self._agent = agent
+
+
+USER: Any = [{"role": "user", "content": "q"}]
+
+
+def test_requests_are_observations_and_turns_are_answers() -> None:
+    async def agent(task: AgentTask) -> Any:
+        assert (task.prompt, task.seed, dict(task.columns)) == ("q", 3, {"answer": "1"})
+        first = await ask(task, USER, stop="END", max_tokens=7, n=2)
+        assert [choice.message.content for choice in first.choices] == ["one", "two"]
+        assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (9, 4)
+        history = [*USER, {"role": "assistant", "content": "two"}, {"role": "user", "content": "on"}]
+        second = await ask(task, history)
+        assert second.choices[0].finish_reason == "length"
+        async with client_of(task) as client:
+            await client.completions.create(model="policy", prompt="text")
+            await client.completions.create(model="policy", prompt=[1, 2])
+            await client.completions.create(model="policy", prompt=[1, 2, 5, 6, 3])
+            await client.completions.create(model="policy", prompt=[1, 2, 5, 6])
+        return {"reward": 2, "calls": 5}
+
+    async def run() -> None:
+        environment = OneAgent(agent)
+        observation = check_first(await environment.reset(ROW))
+        assert observation is not None
+        assert (observation.messages, observation.after) == ([{"role": "user", "content": "q"}], -1)
+        assert (observation.stop, observation.max_tokens) == (["END"], 7)
+        again = check_next(await environment.step(turn(0, "one", stop="END")))
+        assert (again.messages, again.after) == (observation.messages, -1)  # type: ignore[union-attr]
+        third = check_next(await environment.step(turn(1, "two")))
+        assert isinstance(third, Observation)
+        assert (third.messages, third.after) == ([{"role": "user", "content": "on"}], 1)
+        assert third.history == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "two"}]
+        text = check_next(await environment.step(turn(2, finished=False)))
+        tokens = check_next(await environment.step(turn(3)))
+        more = check_next(await environment.step(turn(4)))
+        same = check_next(await environment.step(turn(5)))
+        kinds = [(one.text, one.tokens, one.after) for one in (text, tokens, more, same) if isinstance(one, Observation)]
+        assert kinds == [("text", None, -1), (None, [1, 2], -1), (None, [3], 4), ("", None, 4)]
+        assert check_next(await environment.step(turn(6))) == Done(reward=2.0, metrics={"calls": 5.0})
+        await environment.close()
+
+    asyncio.run(run())
+
+
+def test_a_turn_that_nobody_reads_is_not_learned() -> None:
+    async def agent(task: AgentTask) -> float:
+        asking = asyncio.create_task(ask(task, USER))
+        # It is being written by now.
+        await seen.wait()
+        asking.cancel()
+        await asyncio.wait({asking})
+        gone.set()
+        await ask(task, USER)
+        return 1.0
+
+    async def run() -> None:
+        environment = OneAgent(agent)
+        await environment.reset(ROW)
+        seen.set()
+        await gone.wait()
+        # The server has noticed that the connection was closed.
+        await asyncio.sleep(0.1)
+        second = await environment.step(turn(0))
+        assert isinstance(second, Observation)
+        assert (second.unread, second.after) == ((0,), -1)
+        assert await environment.step(turn(1)) == Done(reward=1.0)
+        await environment.close()
+
+    seen, gone = asyncio.Event(), asyncio.Event()
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("ends", "error", "message"),
+    [
+        (ValueError("broken"), ValueError, "broken"),
+        ("much", EnvironmentResultError, "reward='much'"),
+        (float("inf"), EnvironmentResultError, "reward=inf"),
+        ({"reward": 1, "x": None}, EnvironmentResultError, "x=None"),
+    ],
+)
+def test_an_agent_that_fails(ends: Any, error: type[Exception], message: str) -> None:
+    async def agent(task: AgentTask) -> Any:
+        await ask(task, USER)
+        if isinstance(ends, Exception):
+            raise ends
+        return ends
+
+    async def run() -> None:
+        environment = OneAgent(agent)
+        await environment.reset(ROW)
+        with pytest.raises(error, match=message):
+            await environment.step(turn(0))
+        await environment.close()
+
+    asyncio.run(run())
+
+
+def test_an_agent_that_asks_nothing_and_one_whose_episode_has_ended() -> None:
+    errors: list[str] = []
+
+    async def silent(task: AgentTask) -> float:
+        return 1.0
+
+    async def late(task: AgentTask) -> float:
+        try:
+            await ask(task, USER)
+        except openai.APIStatusError as e:
+            errors.append(str(e))
+        return 1.0
+
+    async def run() -> None:
+        environment = OneAgent(silent)
+        with pytest.raises(EnvironmentResultError, match="without a request"):
+            await environment.reset(ROW)
+        await environment.close()
+        environment = OneAgent(late)
+        await environment.reset(ROW)
+        session = environment._session
+        assert session is not None
+        assert environment._server is not None
+        environment._server.close_session(session)
+        while not errors:
+            await asyncio.sleep(0.01)
+        await environment.close()
+
+    asyncio.run(run())
+    assert "the episode has ended" in errors[0]
+
+
+def program(text: str) -> GatewayEnvironment:
+    return GatewayEnvironment(command=["python", "-c", text])
+
+
+ASKS = """
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+body = json.dumps({"messages": [{"role": "user", "content": task["prompt"]}]}).encode()
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {"Content-Type": "application/json"})
+answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected"),
+    [
+        ("print('noise' * 100000); print(len(answer) / 2)", Done(reward=2.0)),
+        ("", Done()),
+        ("print('no JSON')", EnvironmentResultError),
+        ("sys.exit('it broke')", AgentError),
+        ("os.kill(os.getpid(), 9)", AgentError),
+    ],
+)
+def test_programs(ending: str, expected: Any) -> None:
+    async def run() -> None:
+        environment = program(ASKS + ending)
+        await environment.reset(ROW)
+        if isinstance(expected, Done):
+            assert await environment.step(turn(0, "four")) == expected
+        else:
+            with pytest.raises(expected):
+                await environment.step(turn(0, "four"))
+        await environment.close()
+
+    asyncio.run(run())
+
+
+def test_a_program_and_its_children_end_with_their_episode(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    starts = f"import subprocess; open({str(file)!r}, 'w').write(str(subprocess.Popen(['sleep', '1000']).pid)); answer = "
+
+    async def run() -> None:
+        environment = program(ASKS.replace("answer = ", starts))
+        await environment.reset(ROW)
+        running = environment._running
+        assert running is not None
+        child = int(file.read_text())
+        os.kill(child, 0)
+        await environment.close()
+        await asyncio.wait({running}, timeout=10)
+        until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
+
+    asyncio.run(run())
+
+
+def test_agents_elsewhere() -> None:
+    async def run() -> None:
+        environment = GatewayEnvironment(port=0, api_key="admin", silence_s=0.3)
+        assert (environment.processes, environment.independent) == (1, False)
+        waiting = asyncio.create_task(environment.reset(ROW))
+        while environment._server is None:
+            await asyncio.sleep(0.01)
+        root = environment._server.root
+        async with httpx.AsyncClient(base_url=root, timeout=10.0) as http:
+            assert (await http.post("/sessions")).status_code == 401
+            given = await http.post("/sessions", headers={"Authorization": "Bearer admin"})
+            assert (given.json()["prompt"], given.json()["seed"]) == ("q", 3)
+            none = await http.post("/sessions", headers={"Authorization": "Bearer admin"})
+            assert (none.status_code, none.headers["retry-after"]) == (503, "1")
+            path = f"/sessions/{given.json()['session']}"
+            asking = asyncio.create_task(http.post(f"{path}/v1/chat/completions", json={"messages": USER}))
+            assert isinstance(await waiting, Observation)
+            stepping = asyncio.create_task(environment.step(turn(0)))
+            assert (await asking).status_code == 200
+            # Nothing is heard of it any more.
+            with pytest.raises(EpisodeLostError, match=r"silence_s=0\.3"):
+                await stepping
+            await environment.close()
+            assert (await http.post(f"{path}/v1/chat/completions", json={"messages": USER})).status_code == 404
+
+    asyncio.run(run())
+
+
+def test_rewards_of_agents() -> None:
+    assert reward_of(None).reward is None
+    assert reward_of(True).reward == 1.0
+    assert reward_of({"steps": 3}).metrics == {"steps": 3.0}
+    with pytest.raises(EnvironmentResultError, match="reward=nan"):
+        reward_of(float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "none of agent, command and port"),
+        ({"agent": "json:dumps", "port": 8100}, "agent and port"),
+        ({"agent": "helpers.agents:missing"}, "missing"),
+        ({"command": []}, "must be a list of words"),
+        ({"command": "python agent.py"}, "must be a list of words"),
+        ({"port": 8100, "host": "0.0.0.0"}, "can be reached from other machines"),
+        ({"port": 70000}, "70000"),
+        ({"agent": "json:dumps", "silence_s": 0}, "silence_s=0"),
+    ],
+)
+def test_settings_that_cannot_be_used(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GatewayEnvironment(**settings)
