@@ -20,6 +20,7 @@ from drivetrain.trainers.rl.kept_completions import KeptCompletions, from_bytes,
 from drivetrain.trainers.rl.prompts import load_data
 from helpers.agents import elsewhere
 from helpers.rl_runs import make_task, records, stored_completions, train, words
+from helpers.search_path import python_path
 
 MORE = ["engine.micro_batch.max_tokens=256", "environment.max_turns=8", "rewards.use=[format,environment]"]
 GATEWAY = [*MORE, "rollout.environment=gateway", "environment.workers=2"]
@@ -117,7 +118,10 @@ def test_branches_are_documents_that_share_their_reward(task: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_program_that_finds_the_policy_in_its_environment(task: Path, tmp_path: Path, stored: Stored) -> None:
+def test_a_program_that_finds_the_policy_in_its_environment(
+    task: Path, tmp_path: Path, stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", python_path())
     command = "environment.settings.command=[python,-m,helpers.agents]"
     train(task, tmp_path / "run", *GATEWAY, command, "trainer.max_steps=1", "data.batch_size=1", "rl.mini_batch_size=4")
     (record,) = records(tmp_path / "run")

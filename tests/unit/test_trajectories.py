@@ -242,7 +242,7 @@ def test_observations_that_cannot_be_used(answers: list[Any], end: str) -> None:
 
 GROUPS = [0, 0, 0, 0, 1, 1]
 EPISODES = [1, 1, 2, 3, 4, 5]
-REWARDS = [1.5, 1.5, 0.0, 3.0, 2.0, 0.5]
+REWARDS = [2.0, 2.0, 0.0, 1.0, 2.0, 0.5]
 
 
 def advantages(name: str, rows: Sequence[int], *, marked: bool) -> list[list[float]]:
