@@ -1,5 +1,5 @@
 # Everything a person types. Each target sets up what it needs; PYTHON=path takes an existing environment instead.
-.PHONY: setup demo demo-rl bench-trl test test-all test-share test-unit durations mutants coverage slow-map test-gpu test-vllm setup-vllm test-next setup-next wheels-gpu check bench soak decoders docs clean
+.PHONY: setup demo demo-rl bench-trl test test-all test-share test-unit durations mutants coverage slow-map test-gpu test-vllm setup-vllm test-agents setup-agents test-next setup-next wheels-gpu check bench soak decoders docs clean
 
 SHELL := bash
 # Tests start many processes, which would compile every module anew where the environment forbids to keep compiled ones.
@@ -92,6 +92,13 @@ setup-vllm: $(SETUP)
 
 test-vllm: setup-vllm
 	PYTHONPATH=$(CURDIR)/.types .venv-vllm/bin/python -m pytest -p no:cacheprovider tests/distributed/test_vllm.py -v -rs
+
+# So have the environments of other projects.
+setup-agents: $(SETUP)
+	.ci/setup-agents
+
+test-agents: setup-agents
+	$(PY) -m pytest -p no:cacheprovider tests/e2e/test_foreign_environments.py -v -rs
 
 # For a GPU machine without a network that has PyTorch, transformers and pytest, Python 3.12 on Linux, but not these.
 GPU_WHEELS := omegaconf datasets dill multiprocess tensordict pyvers megatron-core msgspec pyzmq
