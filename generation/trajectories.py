@@ -38,13 +38,13 @@ class PolicyTurn:
         return [token for turn in path_of(self) for token in (*turn.observed, *turn.tokens)]
 
 
-Turn = TypeVar("Turn", bound=PolicyTurn)
+AnyTurn = TypeVar("AnyTurn", bound=PolicyTurn)
 
 
-def path_of(turn: Turn) -> list[Turn]:
+def path_of(turn: AnyTurn) -> list[AnyTurn]:
     """Return the turns of a conversation, from its first one to this one."""
-    path: list[Turn] = []
-    last: Turn | None = turn
+    path: list[AnyTurn] = []
+    last: AnyTurn | None = turn
     while last is not None:
         path.append(last)
         # All turns of a tree are of one class.
@@ -53,7 +53,7 @@ def path_of(turn: Turn) -> list[Turn]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Trajectory(Generic[Turn]):
+class Trajectory(Generic[AnyTurn]):
     """A conversation as a document.
 
     Args:
@@ -63,13 +63,13 @@ class Trajectory(Generic[Turn]):
         generation: The document. The prompt is what the policy read first, and `sampled` says which of the tokens behind it are learned.
     """
 
-    turns: tuple[Turn, ...]
+    turns: tuple[AnyTurn, ...]
     new: int
     spans: tuple[tuple[int, int], ...]
     generation: Generation
 
 
-def trajectories_of(turns: Sequence[Turn]) -> list[Trajectory[Turn]]:
+def trajectories_of(turns: Sequence[AnyTurn]) -> list[Trajectory[AnyTurn]]:
     """Return the conversations of turns, one for each turn that no other follows, in their order.
 
     Each turn is learned in one of them: what conversations share in the first.
@@ -81,7 +81,7 @@ def trajectories_of(turns: Sequence[Turn]) -> list[Trajectory[Turn]]:
     for turn in reversed(turns):
         if turn.tokens or id(turn) in inner:
             inner.add(id(turn.parent))
-    trajectories: list[Trajectory[Turn]] = []
+    trajectories: list[Trajectory[AnyTurn]] = []
     learned: set[int] = set()
     for leaf in turns:
         if id(leaf) in inner or not leaf.tokens:
@@ -93,7 +93,7 @@ def trajectories_of(turns: Sequence[Turn]) -> list[Trajectory[Turn]]:
     return trajectories
 
 
-def _trajectory(path: Sequence[Turn], new: int) -> Trajectory[Turn]:
+def _trajectory(path: Sequence[AnyTurn], new: int) -> Trajectory[AnyTurn]:
     response: list[int] = []
     log_probs: list[float] = []
     versions: list[int] = []

@@ -22,6 +22,8 @@ from drivetrain.environments.environment import (
     check_next,
 )
 from drivetrain.serve.gateway.agent_environment import AgentError, AgentTask, GatewayEnvironment, reward_of
+from drivetrain.serve.gateway.agent_server import EpisodeReward, EpisodeSession
+from drivetrain.serve.gateway.formats.base import SessionEndedError
 from helpers.server import until
 
 ROW = EpisodeRow(prompt="q", seed=3, columns={"answer": "1"})
@@ -253,9 +255,23 @@ def test_agents_elsewhere() -> None:
             assert (await asking).status_code == 200
             # Nothing is heard of it any more.
             with pytest.raises(EpisodeLostError, match=r"silence_s=0\.3"):
-                await stepping
+                await asyncio.wait_for(stepping, 10)
             await environment.close()
             assert (await http.post(f"{path}/v1/chat/completions", json={"messages": USER})).status_code == 404
+
+    asyncio.run(run())
+
+
+def test_a_reward_is_given_once_and_nothing_is_asked_after_it() -> None:
+    async def run() -> None:
+        session = EpisodeSession(ROW)
+        session.finish(EpisodeReward(reward=0.25))
+        with pytest.raises(SessionEndedError, match="has ended before"):
+            session.finish(EpisodeReward(reward=1.0))
+        request: Any = None
+        with pytest.raises(SessionEndedError, match="has ended"):
+            session.ask(request, 0, request)
+        assert await session.next() == EpisodeReward(reward=0.25)
 
     asyncio.run(run())
 
