@@ -14,6 +14,8 @@ from helpers.gateway_runs import GATEWAY, check_log_probs, free_port
 from helpers.rl_runs import make_task, records, stored_completions, train
 from helpers.server import until
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 AGENTS = Path(str(drivetrain.serve.gateway.__file__)).parent / "agents"
 FOREIGN = Path(__file__).parents[1] / "helpers" / "foreign"

@@ -228,7 +228,7 @@ def test_what_is_refused_is_refused_in_the_words_of_the_interface() -> None:
             body: Any = caught.value.body
             assert body["type"] == "error"
             assert message in body["error"]["message"]
-        client = openai_of(served)
+        client: Any = openai_of(served)
         for more, message in (
             ({"text": {"format": {"type": "json_object"}}}, "text.format"),
             ({"tools": [{"type": "web_search"}]}, "only functions are supported"),

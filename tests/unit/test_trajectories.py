@@ -114,7 +114,8 @@ def episode(
         seed=0,
     )
     episodes.begin(0, Prompt(name="p", ids=[40, 41, 42], content="p"), 1)
-    read, left = [], list(texts)
+    read: list[list[int]] = []
+    left = list(texts)
     for _ in range(50):
         episodes.poll(wait=False)
         if kept := episodes.take_complete():
@@ -286,7 +287,12 @@ def test_rewards_of_episodes_that_branch_are_asked_for_once() -> None:
 
     runner = RewardRunner.__new__(RewardRunner)
     runner._ranks, runner._shown = TrainerRanks(alone=True), set()
-    runner._scorer = cast(Any, SimpleNamespace(submit=lambda samples: (asked.append(samples), Pending())[1]))
+
+    def submit(samples: Any) -> Pending:
+        asked.append(samples)
+        return Pending()
+
+    runner._scorer = cast(Any, SimpleNamespace(submit=submit))
     pending = runner.submit(rows)
     judged, _ = runner.result(rows, [pending], [0.25, 0.75])
     assert [row.reward for row in judged] == [8.0, 8.0]
