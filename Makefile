@@ -142,6 +142,7 @@ decoders: $(SETUP)
 soak: $(SETUP)
 	$(PY) tests/soak.py --kills $(or $(KILLS),200)
 	PYTHONPATH=$(CURDIR)/.types:$(CURDIR)/tests $(PY) tests/rl_soak.py --kills $(or $(KILLS),100)
+	PYTHONPATH=$(CURDIR)/.types:$(CURDIR)/tests $(PY) tests/rl_soak.py --kills $(or $(KILLS),100) --agents
 
 docs: $(SETUP)
 	$(PY) -m docs.reference

@@ -1,6 +1,6 @@
 """Kills runs of reinforcement learning that generate while they train, at random instants: `make soak`, and a short form in the tests.
 
-The controller, a process of the actor or of the generator, or one of the rewards is killed. The same command then goes on, and its losses, its
+The controller, a process of the actor or of the generator, one of the rewards or, with agents, one of their environments is killed. The same command then goes on, and its losses, its
 weights and the weights that answered must in the end be those of a run that nobody disturbed, to the bit.
 """
 
@@ -25,6 +25,10 @@ from helpers.search_path import python_path
 
 STEPS = 8
 VICTIMS = ("controller", "actor", "generator", "rewards")
+HOST = "environments.host"
+"""What the command lines of processes with environments have."""
+SURVIVED = ("generator", "rewards", "environments")
+"""What a run goes on without."""
 SETTINGS = (
     "rewards.use=[format,helpers.hesitant:large]",
     "rewards.weights.format=0",
@@ -38,6 +42,14 @@ SETTINGS = (
     "trainer.save_every=1",
     "trainer.keep_last=3",
     "trainer.export_hf=false",
+)
+AGENTS = (
+    "rollout.environment=gateway",
+    "environment.settings.agent=helpers.agents:counts",
+    "environment.max_turns=4",
+    "environment.workers=2",
+    "environment.restarts=100",
+    "engine.micro_batch.max_tokens=256",
 )
 
 
@@ -56,7 +68,7 @@ class SoakedRun:
     processes: int = 0
 
 
-def soak(folder: Path, kills: int, *, staleness: int = 1, seed: int = 0) -> SoakedRun:
+def soak(folder: Path, kills: int, *, staleness: int = 1, seed: int = 0, agents: bool = False) -> SoakedRun:
     """Train in spite of so many kills.
 
     Args:
@@ -64,6 +76,7 @@ def soak(folder: Path, kills: int, *, staleness: int = 1, seed: int = 0) -> Soak
         kills: How many.
         staleness: K.
         seed: Of the instants.
+        agents: Whether prompts are answered by agents behind the gateway.
 
     Raises:
         AssertionError: The run came out otherwise.
@@ -73,15 +86,16 @@ def soak(folder: Path, kills: int, *, staleness: int = 1, seed: int = 0) -> Soak
     make_task(task)
     rng, done = random.Random(seed), SoakedRun()
     # Longer by as many steps as are made between kills, since a run that is over cannot be killed.
-    more = [*SETTINGS, f"rl.staleness={staleness}", f"trainer.max_steps={STEPS + 4 * kills}"]
+    more = [*SETTINGS, *(AGENTS if agents else ()), f"rl.staleness={staleness}", f"trainer.max_steps={STEPS + 4 * kills}"]
+    victims = (*VICTIMS, "environments") if agents else VICTIMS
     with open(folder / "log", "a") as log:
         assert _start(task, whole, more, log).wait(3600) == 0, (folder / "log").read_text()[-5000:]
         for number in range(kills):
             process = _start(task, run, more, log)
-            kind = VICTIMS[number % len(VICTIMS)]
+            kind = victims[number % len(victims)]
             pids = _kill_one(process, run, kind, rng)
             done.kills[kind] = done.kills.get(kind, 0) + 1
-            if kind in ("rewards", "generator"):
+            if kind in SURVIVED:
                 # It is started again, and the run goes on; it is ended to let the next one be drawn.
                 goes_on = _makes_steps(process, run)
                 done.survived += goes_on
@@ -119,7 +133,8 @@ def _kill_one(process: "subprocess.Popen[bytes]", run: Path, kind: str, rng: ran
         "controller": [process.pid],
         "actor": [pid for pid, command in commands.items() if "--identity=main-0" in command],
         "generator": [pid for pid, command in commands.items() if "--identity=rollout-0" in command],
-        "rewards": [pid for pid, command in commands.items() if "--identity" not in command],
+        "rewards": [pid for pid, command in commands.items() if "--identity" not in command and HOST not in command],
+        "environments": [pid for pid, command in commands.items() if HOST in command],
     }[kind]
     with contextlib.suppress(ProcessLookupError):
         os.kill(rng.choice(of_kind), signal.SIGKILL)
@@ -182,10 +197,13 @@ if __name__ == "__main__":
     parser.add_argument(
         "--staleness", type=int, nargs="+", default=[1, 2], help="the bounds, among which the kills are divided"
     )
+    parser.add_argument("--agents", action="store_true", help="answer prompts by agents behind the gateway")
     chosen = parser.parse_args()
     for bound in chosen.staleness:
         with tempfile.TemporaryDirectory() as root:
             begun = time.monotonic()
-            soaked = soak(Path(root), chosen.kills // len(chosen.staleness), staleness=bound, seed=chosen.seed)
+            soaked = soak(
+                Path(root), chosen.kills // len(chosen.staleness), staleness=bound, seed=chosen.seed, agents=chosen.agents
+            )
             print(json.dumps({"staleness": bound, **vars(soaked), "seconds": round(time.monotonic() - begun)}), flush=True)
     sys.exit(0)

@@ -295,11 +295,12 @@ def test_a_checkpoint_of_other_answers_is_refused(task: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("real_commands")
-@pytest.mark.parametrize("staleness", [1, 2])
-def test_a_run_that_is_killed_at_random_learns_the_same(tmp_path: Path, staleness: int) -> None:
-    soaked = soak(tmp_path, 4, staleness=staleness, seed=staleness)
-    assert soaked.kills == dict.fromkeys(("controller", "actor", "generator", "rewards"), 1)
-    assert soaked.survived == 2
+@pytest.mark.parametrize(("staleness", "agents"), [(1, False), (2, True)])
+def test_a_run_that_is_killed_at_random_learns_the_same(tmp_path: Path, staleness: int, agents: bool) -> None:
+    victims = ("controller", "actor", "generator", "rewards", *(["environments"] if agents else []))
+    soaked = soak(tmp_path, len(victims), staleness=staleness, seed=staleness, agents=agents)
+    assert soaked.kills == dict.fromkeys(victims, 1)
+    assert soaked.survived == len(victims) - 2
 
 
 @pytest.mark.parametrize(
