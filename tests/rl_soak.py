@@ -87,7 +87,7 @@ def soak(folder: Path, kills: int, *, staleness: int = 1, seed: int = 0, agents:
     rng, done = random.Random(seed), SoakedRun()
     # Longer by as many steps as are made between kills, since a run that is over cannot be killed.
     more = [*SETTINGS, *(AGENTS if agents else ()), f"rl.staleness={staleness}", f"trainer.max_steps={STEPS + 4 * kills}"]
-    victims = (*VICTIMS, "environments") if agents else VICTIMS
+    victims = ("environments", *VICTIMS) if agents else VICTIMS
     with open(folder / "log", "a") as log:
         assert _start(task, whole, more, log).wait(3600) == 0, (folder / "log").read_text()[-5000:]
         for number in range(kills):

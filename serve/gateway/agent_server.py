@@ -146,6 +146,9 @@ class EpisodeSession:
                 if not asking.done():
                     asking.cancel()
             if self.finished.done():
+                if asking.done() and not asking.cancelled():
+                    # Who has asked is told when the session is closed.
+                    self._asked.put_nowait(asking.result())
                 return self.finished.result()
             if asking.done() and not asking.cancelled():
                 pending = asking.result()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from rl_soak import soak
+from rl_soak import SURVIVED, soak
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -295,12 +295,14 @@ def test_a_checkpoint_of_other_answers_is_refused(task: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("real_commands")
-@pytest.mark.parametrize(("staleness", "agents"), [(1, False), (2, True)])
-def test_a_run_that_is_killed_at_random_learns_the_same(tmp_path: Path, staleness: int, agents: bool) -> None:
-    victims = ("controller", "actor", "generator", "rewards", *(["environments"] if agents else []))
-    soaked = soak(tmp_path, len(victims), staleness=staleness, seed=staleness, agents=agents)
+@pytest.mark.parametrize(
+    ("staleness", "victims"),
+    [(1, ("controller", "actor", "generator", "rewards")), (2, ("environments", "controller"))],
+)
+def test_a_run_that_is_killed_at_random_learns_the_same(tmp_path: Path, staleness: int, victims: tuple[str, ...]) -> None:
+    soaked = soak(tmp_path, len(victims), staleness=staleness, seed=staleness, agents="environments" in victims)
     assert soaked.kills == dict.fromkeys(victims, 1)
-    assert soaked.survived == len(victims) - 2
+    assert soaked.survived == sum(victim in SURVIVED for victim in victims)
 
 
 @pytest.mark.parametrize(
