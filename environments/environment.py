@@ -158,7 +158,11 @@ class Environment(ABC):
         """
 
     def close(self) -> Any:
-        """Free what the episode holds. Called once, also after errors."""
+        """Free what the episode holds. Called once, also after errors.
+
+        Returns:
+            True if something goes on that cannot be ended, so that the process gets no new episodes; otherwise nothing.
+        """
         return None
 
 
@@ -191,18 +195,17 @@ def check_next(result: Any) -> Observation | Done:
     reward = result.reward
     if reward is not None and (not isinstance(reward, Real) or not abs(reward) <= LARGEST_REWARD):
         raise EnvironmentResultError(f"step returned reward={reward!r:.40}; it must be a finite number, or None")
-    if not all(isinstance(number, int) for number in result.unread):
-        raise EnvironmentResultError(f"step returned unread={result.unread!r:.40}; they must be numbers of turns")
     if isinstance(result, Observation):
         _check_observation(result, "step")
-    elif not isinstance(result.metrics, Mapping):
+        return result
+    _check_unread(result.unread, "step")
+    if not isinstance(result.metrics, Mapping):
         raise EnvironmentResultError(f"step returned Done with metrics={result.metrics!r:.40}; they must be numbers by name")
-    else:
-        for name, value in result.metrics.items():
-            if not isinstance(value, Real) or not math.isfinite(value):
-                raise EnvironmentResultError(
-                    f"step returned Done with metrics[{name!r}]={value!r:.40}; they must be finite numbers"
-                )
+    for name, value in result.metrics.items():
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise EnvironmentResultError(
+                f"step returned Done with metrics[{name!r}]={value!r:.40}; they must be finite numbers"
+            )
     return result
 
 
@@ -230,10 +233,23 @@ def _check_observation(observation: Observation, method: str) -> None:
             raise EnvironmentResultError(
                 f"{method} returned an Observation with {name}={value!r:.40}; it must be an integer of at least {least}, or None"
             )
+    _check_unread(observation.unread, method)
+    try:
+        schemas = [dict(schema) for schema in observation.tools]
+        json.dumps(schemas, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as e:
+        raise EnvironmentResultError(
+            f"{method} returned an Observation with tools={observation.tools!r:.60}; they must be JSON schemas: {e}"
+        ) from e
     if isinstance(observation.stop, str) or not all(isinstance(one, str) and one for one in observation.stop):
         raise EnvironmentResultError(
             f"{method} returned an Observation with stop={observation.stop!r:.40}; it must be a list of texts that are not empty"
         )
+
+
+def _check_unread(unread: Any, method: str) -> None:
+    if not isinstance(unread, Sequence) or not all(isinstance(number, int) for number in unread):
+        raise EnvironmentResultError(f"{method} returned unread={unread!r:.40}; they must be numbers of turns")
 
 
 def _check_messages(messages: Any, method: str, name: str) -> None:

@@ -78,7 +78,7 @@ class HostReply:
             long; `lost`, if it said so; or `error`.
         value: What it returned, or what went wrong.
         trace: The traceback of an error.
-        goes_on: Whether a method that took too long may never end. A coroutine is cancelled.
+        goes_on: Whether a method that took too long may never end, as a coroutine does, which is cancelled; or something of an episode that was closed.
     """
 
     key: EpisodeKey
@@ -151,7 +151,9 @@ class _Host:
 
     async def _answer(self, call: HostCall) -> None:
         try:
-            reply = HostReply(key=call.key, kind="value", value=await self._call(call))
+            value = await self._call(call)
+            # Of `close`.
+            reply = HostReply(key=call.key, kind="value", value=value, goes_on=call.kind == "close" and value is True)
             data = pickle.dumps(reply)
         except _TooLongError as e:
             message = "the call took longer than environment.timeout_s"

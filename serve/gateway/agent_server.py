@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from uvicorn import Config
 
 from ... import __version__
 from ...engine.errors import ConfigError
-from ...environments.environment import EpisodeRow, Observation, Turn
+from ...environments.environment import LARGEST_REWARD, EpisodeRow, Observation, Turn
 from ..openai.guards import HostGuard, SizeGuard
 from ..openai.listening import HTTPServer, listen
 from ..openai.settings import ServeSettings
@@ -39,19 +39,23 @@ class PendingAnswer:
         request: What was asked.
         index: The number of the answer among those to the request.
         form: How it is written.
+        place: How much of what was asked is known, and the turn that it follows.
+        turn: The number of the turn that was the answer.
         outcome: The answer; cancelled if nobody waits for it any more.
     """
 
     request: AnswerRequest
     index: int
     form: AnswerFormat
+    place: tuple[int, int | None]
     outcome: "asyncio.Future[Answer]"
+    turn: int | None = None
 
 
 class EpisodeReward(BaseModel):
     """The reward of an episode, and numbers that are averaged over those of a step."""
 
-    reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    reward: Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)] | None = None
     metrics: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
 
 
@@ -80,17 +84,22 @@ class EpisodeSession:
 
     # ---- what agents do --------------------------------------------------------------------------------------------------
 
-    def ask(self, request: AnswerRequest, index: int, form: AnswerFormat) -> "asyncio.Future[Answer]":
-        """Ask for an answer. Those of a session are written one after the other.
+    def ask(self, request: AnswerRequest, form: AnswerFormat) -> list[PendingAnswer]:
+        """Ask for answers. Those of a session are written one after the other.
 
         Raises:
             SessionEndedError: The episode has ended.
         """
         if self.is_closed or self.finished.done():
             raise SessionEndedError("the session has ended")
-        outcome: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._asked.put_nowait(PendingAnswer(request=request, index=index, form=form, outcome=outcome))
-        return outcome
+        loop, place = asyncio.get_running_loop(), self._history.find(request.conversation)
+        asked = [
+            PendingAnswer(request=request, index=index, form=form, place=place, outcome=loop.create_future())
+            for index in range(request.sampling.n)
+        ]
+        for one in asked:
+            self._asked.put_nowait(one)
+        return asked
 
     def finish(self, reward: EpisodeReward) -> None:
         """End the episode with its reward.
@@ -108,6 +117,7 @@ class EpisodeSession:
         """Give the agent the turn that the policy has written."""
         pending, self._pending = self._pending, None
         assert pending is not None
+        pending.turn = turn.number
         if pending.outcome.done():
             self._unread.append(turn.number)
             return
@@ -156,16 +166,16 @@ class EpisodeSession:
                     # Its client has gone away.
                     continue
                 self._pending, self.heard_at = pending, time.monotonic()
-                return self._observation(pending.request)
+                return self._observation(pending)
             if silence_s is not None and time.monotonic() >= self.heard_at + silence_s:
                 return None
 
-    def _observation(self, request: AnswerRequest) -> Observation:
+    def _observation(self, pending: PendingAnswer) -> Observation:
+        request, (begin, turn) = pending.request, pending.place
         conversation = request.conversation
-        begin, turn = self._history.find(conversation)
         common: dict[str, Any] = {
             "after": -1 if turn is None else turn,
-            "stop": request.sampling.stops,
+            "stop": [stop for stop in request.sampling.stops if stop],
             "max_tokens": request.max_tokens,
             "unread": self.take_unread(),
         }
@@ -176,6 +186,10 @@ class EpisodeSession:
             return Observation(text=conversation.text[begin:], **common)
         rest = conversation.ids[begin:]
         return Observation(tokens=list(rest), **common) if rest else Observation(text="", **common)
+
+    def forget(self, asked: Sequence[PendingAnswer]) -> None:
+        """Note that nobody has read the answers to a request."""
+        self._unread += [one.turn for one in asked if one.turn is not None and one.turn not in self._unread]
 
     def take_unread(self) -> tuple[int, ...]:
         """Return the numbers of the turns that nobody has read, once."""
@@ -251,9 +265,14 @@ class AgentServer(PolicyRoutes[EpisodeSession]):
         if session in self._waiting:
             self._waiting.remove(session)
 
-    def addresses(self, session: EpisodeSession) -> dict[str, str]:
-        """Return what an agent talks to."""
-        root = f"{self.root}/sessions/{session.key}"
+    def addresses(self, session: EpisodeSession, root: str = "") -> dict[str, str]:
+        """Return what an agent talks to.
+
+        Args:
+            session: The session.
+            root: The address at which the agent has found the gateway; that at which it listens if empty.
+        """
+        root = f"{root or self.root}/sessions/{session.key}"
         return {"base_url": f"{root}/v1", "anthropic_base_url": root}
 
     async def give(self, request: Request) -> dict[str, Any]:
@@ -269,7 +288,7 @@ class AgentServer(PolicyRoutes[EpisodeSession]):
         row = session.row
         return {
             "session": session.key,
-            **self.addresses(session),
+            **self.addresses(session, str(request.base_url).rstrip("/")),
             "reward_key": session.reward_key,
             "prompt": row.prompt,
             "columns": dict(row.columns),
@@ -284,7 +303,8 @@ class AgentServer(PolicyRoutes[EpisodeSession]):
     async def lose(self, key: str, request: Request) -> dict[str, Any]:
         """End a session without a reward: its prompt waits for another agent."""
         session = self._guarded(key, request)
-        session.finished.cancel()
+        if session.is_closed or not session.finished.cancel():
+            raise SessionEndedError("the session has ended before")
         return {"session": key}
 
     def _guarded(self, key: str, request: Request) -> EpisodeSession:
@@ -319,17 +339,19 @@ class AgentServer(PolicyRoutes[EpisodeSession]):
 
     async def begin(self, session: EpisodeSession, request: AnswerRequest, form: AnswerFormat) -> AsyncIterator[AnswerPiece]:
         """Begin to answer."""
-        outcomes = [session.ask(request, index, form) for index in range(request.sampling.n)]
-        return _pieces(outcomes)
+        return _pieces(session, session.ask(request, form), streams=request.stream)
 
 
-async def _pieces(outcomes: "list[asyncio.Future[Answer]]") -> AsyncIterator[AnswerPiece]:
+async def _pieces(session: EpisodeSession, asked: Sequence[PendingAnswer], *, streams: bool) -> AsyncIterator[AnswerPiece]:
     try:
-        for index, outcome in enumerate(outcomes):
-            yield AnswerPiece(index=index, answer=await outcome)
+        for one in asked:
+            yield AnswerPiece(index=one.index, answer=await one.outcome)
     finally:
-        for outcome in outcomes:
-            outcome.cancel()
+        if not all(one.outcome.done() for one in asked) and not streams:
+            # They would have been sent together.
+            session.forget(asked)
+        for one in asked:
+            one.outcome.cancel()
 
 
 @dataclass(kw_only=True)
@@ -347,7 +369,12 @@ class AgentServers:
         key = (settings, gives)
         if key not in self.servers:
             self.servers[key] = asyncio.create_task(_started(settings, gives=gives))
-        return await asyncio.shield(self.servers[key])
+        try:
+            return await asyncio.shield(self.servers[key])
+        except ConfigError:
+            # Another one may find the port free.
+            self.servers.pop(key, None)
+            raise
 
 
 async def _started(settings: ServeSettings, *, gives: bool) -> AgentServer:

@@ -136,6 +136,8 @@ class History(Generic[T]):
             self._by_digest[digest_of(conversation.digests[-1], answer.turn.canonical())] = value
         elif isinstance(conversation, TextPrompt):
             # Whoever asks may write the stop string again, or not.
-            self._texts += [(conversation.text + one, value) for one in dict.fromkeys((answer.text, answer.whole_text))]
+            texts = dict.fromkeys((answer.text, answer.whole_text))
+            # Without any, a request that is the same again would seem to go on from it.
+            self._texts += [(conversation.text + one, value) for one in texts if one]
         else:
             self._ids.append(((*conversation.ids, *answer.tokens), value))

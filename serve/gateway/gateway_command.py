@@ -20,8 +20,8 @@ from ...engine.hf.generation import end_tokens
 from ...trainers.data.conversation_tokens import ConversationTokens
 from ...trainers.data.turn_ends import TurnEnds
 from ..openai.model import ServedModel
-from ..openai.serve_command import KEY_VARIABLE, add_common_arguments, check_common_arguments, serve
-from ..openai.settings import ServeSettings
+from ..openai.serve_command import add_common_arguments, check_common_arguments, serve
+from ..openai.settings import KEY_VARIABLE, ServeSettings
 from .app import GatewaySettings, create_gateway
 from .session import SessionLimits
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,13 +83,17 @@ def check_last(turns: Sequence[ChatTurn]) -> None:
 def _read(number: int, message: Any, names: Mapping[str, str]) -> ChatTurn:
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         raise ConfigError(f"messages.{number} needs a role, one of {', '.join(ROLES)}")
-    call_id = message.get("tool_call_id")
+    call_id, calls = message.get("tool_call_id"), message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise ConfigError(f"messages.{number} has tool_calls={calls!r:.40}; they must be a list")
+    if call_id is not None and not isinstance(call_id, str):
+        raise ConfigError(f"messages.{number} has tool_call_id={call_id!r:.40}; it must be a text")
     if message["role"] == "tool" and not isinstance(call_id, str):
         raise ConfigError(f"messages.{number} answers a tool's call, but has no tool_call_id")
     return ChatTurn(
         role=message["role"],
         content=read_text(f"messages.{number}", message.get("content")),
-        calls=tuple(_read_call(f"messages.{number}", call) for call in message.get("tool_calls") or ()),
+        calls=tuple(_read_call(f"messages.{number}", call) for call in calls),
         call_id=call_id or "",
         name=names.get(call_id or "", str(message.get("name") or "")),
     )
@@ -149,20 +153,21 @@ def read_call(place: str, call_id: Any, name: Any, arguments: Any) -> tuple[str,
     return str(call_id or ""), ToolCall(name=name, arguments=arguments)
 
 
-def read_answer(text: str, *, tools: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> ChatTurn:
+def read_answer(text: str, *, tools: Sequence[Mapping[str, Any]], new_id: Callable[[], str]) -> ChatTurn:
     """Return what a policy has written as a message.
 
     Args:
         text: Its text, without special tokens.
         tools: The tools of the request; without any a call is text as any other.
-        ids: Ids for its calls, as many as there may be.
+        new_id: Makes an id for a call.
     """
     try:
         calls = [call.typed(tools) for call in parse_calls(text)] if tools else []
-    except CallFormatError:
+        # What no JSON can hold: NaN, and half a character.
+        json.dumps([[call.name, call.arguments] for call in calls], ensure_ascii=False, allow_nan=False).encode()
+    except (CallFormatError, ValueError):
         # What cannot be read as a call is a text, which the agent may complain about.
         calls = []
-    calls = calls[: len(ids)]
     mark = _CALL.search(text) if calls else None
     content = text if not calls else text[: mark.start()].rstrip() if mark else ""
-    return ChatTurn(role="assistant", content=content, calls=tuple(zip(ids, calls, strict=False)))
+    return ChatTurn(role="assistant", content=content, calls=tuple((new_id(), call) for call in calls))

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from ...engine.errors import DataError, DrivetrainError
-from ..openai.answers import ClosingResponse, add_error_handlers, unless_gone
+from ..openai.answers import RETRY_S, ClosingResponse, add_error_handlers, unless_gone
 from ..openai.guards import error_body
 from .conversations import Answer
 from .formats.anthropic import CountTokensRequest, MessagesFormat, MessagesRequest, anthropic_error
@@ -19,6 +19,7 @@ from .formats.base import (
     AnswerRequest,
     ModelUnknownError,
     SessionEndedError,
+    SessionsFullError,
     SessionUnknownError,
     StoredResponses,
 )
@@ -75,6 +76,7 @@ class PolicyRoutes(ABC, Generic[S]):
         add_error_handlers(app)
         app.exception_handler(SessionUnknownError)(_unknown)
         app.exception_handler(SessionEndedError)(_ended)
+        app.exception_handler(SessionsFullError)(_full)
         app.exception_handler(ModelUnknownError)(_no_model)
         app.exception_handler(DataError)(_unfit)
         for error, handler in list(app.exception_handlers.items()):
@@ -237,7 +239,14 @@ async def _unknown(request: Request, error: Exception) -> Response:
 
 
 async def _ended(request: Request, error: Exception) -> Response:
-    return JSONResponse(error_body(str(error), "invalid_request_error", "session_ended"), status_code=409)
+    # Clients ask again after 409.
+    return JSONResponse(error_body(str(error), "invalid_request_error", "session_ended"), status_code=410)
+
+
+async def _full(request: Request, error: Exception) -> Response:
+    return JSONResponse(
+        error_body(str(error), "rate_limit_error", "sessions_full"), status_code=429, headers={"retry-after": str(RETRY_S)}
+    )
 
 
 async def _no_model(request: Request, error: Exception) -> Response:

@@ -21,7 +21,7 @@ from ...engine.errors import ConfigError, DataError
 from ...generation.result import Generation
 from ...generation.trajectories import PolicyTurn, trajectories_of
 from .conversations import Answer, ChatPath, Conversation, History
-from .formats.base import SessionEndedError, SessionUnknownError, StoredResponses
+from .formats.base import SessionEndedError, SessionsFullError, SessionUnknownError, StoredResponses
 
 log = logging.getLogger(__name__)
 
@@ -237,13 +237,13 @@ class Sessions:
         """Begin a session; return it and the key of its reward. Both its id and this key are random numbers of 128 bits.
 
         Raises:
-            SessionEndedError: There are as many as there may be.
+            SessionsFullError: There are as many as there may be.
         """
         session = Session(secrets.token_urlsafe(16), reward_key := secrets.token_urlsafe(16), self._limits)
         self.expire()
         with self._lock:
             if len(self._open) >= self._most:
-                raise SessionEndedError(f"{self._most} sessions are open, which is the limit; end some, or try again later")
+                raise SessionsFullError(f"{self._most} sessions are open, which is the limit; end some, or try again later")
             self._open[session.key] = session
             self.counts.opened += 1
         return session, reward_key

@@ -30,9 +30,9 @@ from .app import create_app
 from .listening import HTTPServer, listen
 from .model import ServedModel
 from .replicas import Replicas, gpus_of_replicas
-from .settings import ServeSettings
+from .settings import KEY_VARIABLE, ServeSettings
 
-KEY_VARIABLE, WEIGHTS_KEY_VARIABLE = "DRIVETRAIN_API_KEY", "DRIVETRAIN_WEIGHTS_KEY"
+WEIGHTS_KEY_VARIABLE = "DRIVETRAIN_WEIGHTS_KEY"
 SHUTDOWN_S = 5
 """For how many seconds responses may go on after the service was told to end."""
 _UNFIT = "generator=continuous cannot run"

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from ...engine.errors import ConfigError
 
+KEY_VARIABLE = "DRIVETRAIN_API_KEY"
+"""The environment variable with the key that requests must carry."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:

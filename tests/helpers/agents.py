@@ -9,7 +9,7 @@ from typing import Any
 import anthropic
 import openai
 
-from drivetrain.serve.gateway.agent_environment import AgentTask
+from drivetrain.serve.gateway.agent_runner import AgentTask
 
 
 def question_of(task: AgentTask) -> list[Any]:
@@ -128,7 +128,7 @@ def elsewhere(address: str, key: str, stop: Any) -> list[str]:
                 continue
             assert http.post(f"{where}/reward", json={"reward": 1.0}).status_code == 401
             assert http.post(f"{where}/reward", json={"reward": 0.25}, headers=reward).status_code == 200
-            assert http.post(f"{where}/reward", json={"reward": 1.0}, headers=reward).status_code in (404, 409)
+            assert http.post(f"{where}/reward", json={"reward": 1.0}, headers=reward).status_code in (404, 410)
     return prompts
 
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from drivetrain.environments.environment import (
     check_first,
     check_next,
 )
-from drivetrain.serve.gateway.agent_environment import AgentError, AgentTask, GatewayEnvironment, reward_of
+from drivetrain.serve.gateway.agent_environment import GatewayEnvironment
+from drivetrain.serve.gateway.agent_runner import AgentError, AgentTask, reward_of
 from drivetrain.serve.gateway.agent_server import EpisodeReward, EpisodeSession
 from drivetrain.serve.gateway.formats.base import SessionEndedError
 from helpers.server import until
@@ -45,7 +48,7 @@ async def ask(task: AgentTask, messages: list[Any], **more: Any) -> Any:
 class OneAgent(GatewayEnvironment):
     """The environment of a function."""
 
-    def __init__(self, agent: Callable[[AgentTask], Awaitable[Any]], **settings: Any) -> None:
+    def __init__(self, agent: Callable[[AgentTask], Any], **settings: Any) -> None:
         super().__init__(agent="json:dumps", **settings)
         self._agent = agent
 
@@ -97,7 +100,7 @@ def test_a_turn_that_nobody_reads_is_not_learned() -> None:
     async def agent(task: AgentTask) -> float:
         asking = asyncio.create_task(ask(task, USER))
         # It is being written by now.
-        await seen.wait()
+        await asyncio.to_thread(seen.wait, 10)
         asking.cancel()
         await asyncio.wait({asking})
         gone.set()
@@ -108,7 +111,7 @@ def test_a_turn_that_nobody_reads_is_not_learned() -> None:
         environment = OneAgent(agent)
         await environment.reset(ROW)
         seen.set()
-        await gone.wait()
+        await asyncio.to_thread(gone.wait, 10)
         # The server has noticed that the connection was closed.
         await asyncio.sleep(0.1)
         second = await environment.step(turn(0))
@@ -117,28 +120,41 @@ def test_a_turn_that_nobody_reads_is_not_learned() -> None:
         assert await environment.step(turn(1)) == Done(reward=1.0)
         await environment.close()
 
-    seen, gone = asyncio.Event(), asyncio.Event()
+    seen, gone = threading.Event(), threading.Event()
     asyncio.run(run())
 
 
 @pytest.mark.parametrize(
     ("ends", "error", "message"),
     [
-        (ValueError("broken"), ValueError, "broken"),
+        (ValueError("broken"), AgentError, "ValueError: broken"),
+        (SystemExit(3), AgentError, "SystemExit: 3"),
+        (StopIteration(), AgentError, "StopIteration"),
+        (asyncio.CancelledError(), AgentError, "CancelledError"),
+        (10**400, EnvironmentResultError, "reward=1000"),
         ("much", EnvironmentResultError, "reward='much'"),
         (float("inf"), EnvironmentResultError, "reward=inf"),
         ({"reward": 1, "x": None}, EnvironmentResultError, "x=None"),
     ],
 )
-def test_an_agent_that_fails(ends: Any, error: type[Exception], message: str) -> None:
-    async def agent(task: AgentTask) -> Any:
-        await ask(task, USER)
-        if isinstance(ends, Exception):
+@pytest.mark.parametrize("plain", [True, False])
+def test_an_agent_that_fails(ends: Any, error: type[Exception], message: str, plain: bool) -> None:
+    def agent(task: AgentTask) -> Any:
+        client = openai.OpenAI(base_url=task.base_url, api_key="none", max_retries=0, timeout=10.0)
+        client.chat.completions.create(model=task.model, messages=USER)
+        if isinstance(ends, BaseException):
             raise ends
         return ends
 
+    async def coroutine(task: AgentTask) -> Any:
+        # It blocks its loop, which is not that of the server.
+        try:
+            return agent(task)
+        except StopIteration:
+            raise AgentError("StopIteration") from None
+
     async def run() -> None:
-        environment = OneAgent(agent)
+        environment = OneAgent(agent if plain else coroutine)
         await environment.reset(ROW)
         with pytest.raises(error, match=message):
             await environment.step(turn(0))
@@ -200,6 +216,8 @@ answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["co
         ("print('no JSON')", EnvironmentResultError),
         ("sys.exit('it broke')", AgentError),
         ("os.kill(os.getpid(), 9)", AgentError),
+        ("import subprocess; subprocess.Popen(['sleep', '1000']); print(1.0)", Done(reward=1.0)),
+        ("import subprocess; subprocess.Popen(['setsid', 'sleep', '3']); print(1.0)", Done(reward=1.0)),
     ],
 )
 def test_programs(ending: str, expected: Any) -> None:
@@ -223,14 +241,82 @@ def test_a_program_and_its_children_end_with_their_episode(tmp_path: Path) -> No
     async def run() -> None:
         environment = program(ASKS.replace("answer = ", starts))
         await environment.reset(ROW)
-        running = environment._running
-        assert running is not None
         child = int(file.read_text())
         os.kill(child, 0)
-        await environment.close()
-        await asyncio.wait({running}, timeout=10)
+        assert await environment.close() is False
         until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
 
+    asyncio.run(run())
+
+
+def test_a_program_that_prints_much_before_it_reads_much() -> None:
+    async def run() -> None:
+        environment = program("print('x' * 2_000_000)\n" + ASKS + "print(0.5)")
+        await environment.reset(EpisodeRow(prompt="q" * 300_000))
+        assert await environment.step(turn(0)) == Done(reward=0.5)
+        await environment.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_function_that_never_ends_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{GatewayEnvironment.__module__}.END_S", 0.1)
+    ends = threading.Event()
+
+    def agent(task: AgentTask) -> None:
+        with suppress(openai.APIStatusError):
+            openai.OpenAI(base_url=task.base_url, api_key="none").chat.completions.create(model="policy", messages=USER)
+        ends.wait(60)
+
+    class Callable:
+        async def __call__(self, task: AgentTask) -> float:
+            await ask(task, USER)
+            return 1.0
+
+    async def run() -> None:
+        environment = OneAgent(agent)
+        await environment.reset(ROW)
+        assert await environment.close() is True
+        ends.set()
+        # The control: a callable object whose call is a coroutine, and which ends.
+        environment = OneAgent(Callable())
+        await environment.reset(ROW)
+        assert await environment.step(turn(0)) == Done(reward=1.0)
+        assert await environment.close() is False
+
+    asyncio.run(run())
+
+
+def test_answers_to_a_request_that_was_given_up_are_not_learned() -> None:
+    """Two that would have been sent together, of which the first was written; and the texts of empty answers are nothing to go on from."""
+
+    async def agent(task: AgentTask) -> float:
+        asking = asyncio.create_task(ask(task, USER, n=3))
+        await asyncio.wait_for(asyncio.to_thread(first.wait), 10)
+        asking.cancel()
+        await asyncio.wait({asking})
+        gone.set()
+        async with client_of(task) as client:
+            await client.completions.create(model="policy", prompt="A", n=2, stop=["", "x"])
+        return 1.0
+
+    async def run() -> None:
+        environment = OneAgent(agent)
+        await environment.reset(ROW)
+        await environment.step(turn(0))
+        first.set()
+        await asyncio.to_thread(gone.wait, 10)
+        await asyncio.sleep(0.1)
+        text = await environment.step(turn(1))
+        assert isinstance(text, Observation)
+        assert (text.text, text.after, sorted(text.unread), text.stop) == ("A", -1, [0, 1], ["x"])
+        again = await environment.step(turn(2, ""))
+        assert isinstance(again, Observation)
+        assert (again.text, again.after) == ("A", -1)
+        assert await environment.step(turn(3)) == Done(reward=1.0)
+        await environment.close()
+
+    first, gone = threading.Event(), threading.Event()
     asyncio.run(run())
 
 
@@ -270,7 +356,7 @@ def test_a_reward_is_given_once_and_nothing_is_asked_after_it() -> None:
             session.finish(EpisodeReward(reward=1.0))
         request: Any = None
         with pytest.raises(SessionEndedError, match="has ended"):
-            session.ask(request, 0, request)
+            session.ask(request, request)
         assert await session.next() == EpisodeReward(reward=0.25)
 
     asyncio.run(run())
@@ -293,7 +379,13 @@ def test_rewards_of_agents() -> None:
         ({"command": []}, "must be a list of words"),
         ({"command": "python agent.py"}, "must be a list of words"),
         ({"port": 8100, "host": "0.0.0.0"}, "can be reached from other machines"),
-        ({"port": 70000}, "70000"),
+        ({"port": 70000}, "port=70000; it must be from 1"),
+        ({"port": "8100"}, "port='8100'"),
+        ({"port": True}, "port=True"),
+        ({"agent": "json:dumps", "model": 5}, "model=5"),
+        ({"agent": "json:dumps", "allowed_hosts": "abc"}, "allowed_hosts='abc'"),
+        ({"agent": "dumps"}, "must be module:function"),
+        ({"agent": "json:__version__"}, "agent json:__version__"),
         ({"agent": "json:dumps", "silence_s": 0}, "silence_s=0"),
     ],
 )

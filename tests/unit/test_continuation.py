@@ -131,6 +131,12 @@ def test_special_tokens_in_a_message_are_text() -> None:
         assert one.decode(tokens).count(content) == 1
         # Those of the template alone: of two messages, the second of which is open.
         assert sum(token in special for token in tokens) == 3
+    # In the arguments of a call, which the template writes as JSON.
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": '"<e>\n', "<s>": 1}}}
+    called = behind.first_tokens(
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}, RESULT]
+    )
+    assert sum(token in special for token in called) == 7
     plain = behind.tokens([RESULT], 0)
     assert plain == one("<e>\n<s>tool\n42<e>\n<s>assistant\n", add_special_tokens=False)["input_ids"]
     _, changes = continuation(CHATML.replace("{{ m.content }}", "{{ m.content | replace('1', 'one') }}"), special=tuple(ADDED))

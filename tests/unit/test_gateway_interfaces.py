@@ -12,7 +12,7 @@ from drivetrain.engine.errors import ConfigError
 from drivetrain.serve.gateway.conversations import Answer, ChatPath, History, TextPrompt, TokenPrompt
 from drivetrain.serve.gateway.formats.anthropic import read_anthropic
 from drivetrain.serve.gateway.formats.responses import read_items
-from drivetrain.serve.gateway.messages import ChatTurn, read_messages
+from drivetrain.serve.gateway.messages import ChatTurn, read_answer, read_messages
 from helpers.gateway import ScriptedPolicy, Served, scripted
 
 CALL = 'I ask.\n<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": [1]}}\n</tool_call>'
@@ -231,6 +231,9 @@ def test_what_is_refused_is_refused_in_the_words_of_the_interface() -> None:
         client: Any = openai_of(served)
         for more, message in (
             ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+            ({"text": {"format": "json"}}, "text.format"),
+            ({"tools": [{"type": "function", "name": "f", "parameters": "x"}]}, "tools.0 has parameters"),
+            ({"tools": [{"type": "function", "name": "f", "parameters": {"properties": {"a": 5}}}]}, "tools.0 has parameters"),
             ({"tools": [{"type": "web_search"}]}, "only functions are supported"),
             ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'"),
             ({"input": [{"type": "function_call_output", "output": "x"}]}, "no call_id"),
@@ -256,6 +259,29 @@ def test_what_is_refused_is_refused_in_the_words_of_the_interface() -> None:
         by_key = anthropic.Anthropic(base_url=served.root, api_key="key", max_retries=0)
         assert by_key.messages.create(model="policy", max_tokens=5, messages=question).content
     assert len(policy.of_agent.asked) == 1
+
+
+def test_calls_that_no_json_can_hold_are_texts() -> None:
+    tools: Any = [{"type": "function", "function": {"name": "f"}}]
+    for arguments in ('{"a": NaN}', '{"a": -Infinity}', '{"a": "\\ud83d"}'):
+        text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+        turn = read_answer(text, tools=tools, new_id=lambda: "x")
+        assert (turn.calls, turn.content) == ((), text)
+    calls = "".join('<tool_call>{"name": "f", "arguments": {}}</tool_call>' for _ in range(20))
+    assert len(read_answer(calls, tools=tools, new_id=lambda: "x").calls) == 20
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "", "tool_calls": 5},
+        {"role": "assistant", "content": "", "tool_calls": True},
+        {"role": "user", "content": "x", "tool_call_id": ["a"]},
+    ],
+)
+def test_calls_that_are_no_calls(message: Any) -> None:
+    with pytest.raises(ConfigError, match=r"messages\.0 has tool_call"):
+        read_messages([message, {"role": "user", "content": "x"}])
 
 
 def test_malformed_messages() -> None:

@@ -15,7 +15,7 @@ from drivetrain.environments.tools import ToolCall
 from drivetrain.generation.result import Generation
 from drivetrain.generation.trajectories import trajectories_of
 from drivetrain.serve.gateway.conversations import Answer, ChatPath
-from drivetrain.serve.gateway.formats.base import SessionEndedError, SessionUnknownError
+from drivetrain.serve.gateway.formats.base import SessionEndedError, SessionsFullError, SessionUnknownError
 from drivetrain.serve.gateway.messages import ChatTurn, read_answer, read_messages
 from drivetrain.serve.gateway.session import Session, SessionLimits, Sessions
 from drivetrain.trainers.data.continuation import Continuation
@@ -56,7 +56,7 @@ def answer(session: Session, messages: list[dict[str, Any]], text: str, version:
         versions=[version] * len(tokens),
         finish_reason="stop",
     )
-    session.add(place, Answer(index=0, turn=read_answer(text, tools=[{}], ids=["x"]), text=text), turn)
+    session.add(place, Answer(index=0, turn=read_answer(text, tools=[{}], new_id=lambda: "x"), text=text), turn)
     return place.prompt, tokens
 
 
@@ -270,7 +270,7 @@ def test_sessions_are_random_numbers_and_not_more_than_there_may_be() -> None:
     keys = {key for _ in range(2) for session, reward_key in [sessions.open()] for key in (session.key, reward_key)}
     assert len(keys) == 4
     assert {len(key) for key in keys} == {22}
-    with pytest.raises(SessionEndedError, match="2 sessions are open"):
+    with pytest.raises(SessionsFullError, match="2 sessions are open"):
         sessions.open()
     time.sleep(0.06)
     # Those that are too old make room.
@@ -300,11 +300,11 @@ def test_malformed_messages_are_refused(messages: list[Any], message: str) -> No
 
 def test_calls_are_read_where_there_are_tools() -> None:
     text = 'I ask.\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-    turn = read_answer(text, tools=[{}], ids=["i1", "i2"])
-    assert (turn.content, turn.calls) == ("I ask.", (("i1", ToolCall(name="f", arguments={"a": 1})),))
-    assert read_answer(text, tools=[], ids=["i1"]).content == text
+    turn = read_answer(text, tools=[{}], new_id=lambda: "x")
+    assert (turn.content, turn.calls) == ("I ask.", (("x", ToolCall(name="f", arguments={"a": 1})),))
+    assert read_answer(text, tools=[], new_id=lambda: "x").content == text
     broken = "<tool_call>{oh</tool_call>"
-    assert read_answer(broken, tools=[{}], ids=["i1"]) == ChatTurn(role="assistant", content=broken)
+    assert read_answer(broken, tools=[{}], new_id=lambda: "x") == ChatTurn(role="assistant", content=broken)
     # Arguments that are no JSON are still the same when they come back.
     odd = {"role": "assistant", "content": None, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{oh"}}]}
     assert (
@@ -317,6 +317,6 @@ def test_no_answers_make_no_documents() -> None:
     assert trajectories_of([]) == []
     session = new_session()
     place = session.place(ChatPath.of(read_messages([user("a")])), tokenize)
-    empty = Answer(index=0, turn=read_answer("", tools=[], ids=[]), text="")
+    empty = Answer(index=0, turn=read_answer("", tools=[], new_id=lambda: "x"), text="")
     session.add(place, empty, Generation(prompt=place.prompt, response=[], log_probs=[]))
     assert session.trajectories() == []

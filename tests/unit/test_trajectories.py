@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.environments.environment import Done, EpisodeRow, Observation, Turn
 from drivetrain.generation.result import Generation
@@ -100,10 +101,11 @@ def episode(
     *,
     words: Any = TOKENIZER,
     more: Sequence[str] = (),
+    pool: Scripted | None = None,
 ) -> tuple[list[Completion], list[list[int]], Scripted]:
     """Run an episode; return its documents, what the policy has read, and the pool."""
     settings_of_run = ["model.path=none", "rollout.environment=single_turn", "rollout.max_tokens=40", *more]
-    pool = Scripted(answers)
+    pool = pool or Scripted(answers)
     episodes = Episodes(
         parse(GRPOConfig, settings_of_run, ""),
         TrainerRanks(alone=True),
@@ -239,6 +241,25 @@ def test_what_a_template_cannot_continue_begins_again_or_fails(caplog: pytest.Lo
 def test_observations_that_cannot_be_used(answers: list[Any], end: str) -> None:
     rows, _, _ = episode(answers, more=["engine.micro_batch.max_tokens=1024"])
     assert [row.episode.end for row in rows if row.episode] == [end]
+
+
+def test_an_episode_of_which_nobody_has_read_anything_has_failed() -> None:
+    rows, _, _ = episode([None, Done(reward=1.0, unread=[0])])
+    (row,) = rows
+    assert row.episode is not None
+    assert (row.episode.end, row.episode.failure, row.tokens, row.episode.spans) == ("invalid", "invalid", [], ())
+    assert row.sample().failure == "invalid"
+
+
+def test_settings_that_an_episode_cannot_have_end_the_run() -> None:
+    class Unsettled(Scripted):
+        def reset(self, key: Any, row: EpisodeRow) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_exception(ConfigError("the address is taken"))
+            return future
+
+    with pytest.raises(ConfigError, match="the address is taken"):
+        episode([], pool=Unsettled([]))
 
 
 GROUPS = [0, 0, 0, 0, 1, 1]

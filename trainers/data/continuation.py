@@ -9,7 +9,7 @@ otherwise.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...engine.errors import DataError
@@ -60,18 +60,22 @@ class Continuation:
         return self._encoded(self._rendered(messages, asks=True), messages)
 
     def _encoded(self, text: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Tokenize what the template has rendered. A special token in the content of a message is a text there, or a document that a tool has found
-        could write turns of its own.
+        """Tokenize what the template has rendered. A special token in the content of a message, or in the arguments of a call, is a text there, or a
+        document that a tool has found could write turns of its own.
         """
         ids: list[int] = []
         at = 0
-        for content in [message["content"] for message in messages]:
+        for content in [part for message in messages for part in (message["content"], *_strings(message.get("tool_calls")))]:
             if not any(token in content for token in self._ends.special if token):
                 continue
-            begin = next((begin for part in (content, content.strip()) if (begin := text.find(part, at)) >= 0), -1)
+            # As it is, without white space around it, or in JSON.
+            forms = dict.fromkeys(
+                (content, content.strip(), json.dumps(content, ensure_ascii=False)[1:-1], json.dumps(content)[1:-1])
+            )
+            begin, form = next(((begin, form) for form in forms if (begin := text.find(form, at)) >= 0), (-1, ""))
             if begin < 0:
                 raise DataError(f"a message holds a special token, and the chat template changes its text: {content!r:.80}")
-            end = begin + (len(content) if text.startswith(content, begin) else len(content.strip()))
+            end = begin + len(form)
             ids += self._ids(text[at:begin])
             ids += self._ids(text[begin:end], split_special_tokens=True)
             at = end
@@ -141,6 +145,19 @@ class Continuation:
                 self._tokenizer, messages, _NAME, None, add_generation_prompt=asks, **{**self._variables, "tokenize": False}
             )
         )
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield all texts in a value, in order."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _strings(item)
 
 
 def _with_calls(content: str, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

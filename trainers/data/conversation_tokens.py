@@ -48,12 +48,15 @@ class ConversationTokens:
 
     def _continuation(self, tools: Sequence[Mapping[str, Any]]) -> Continuation:
         key = json.dumps(list(tools), sort_keys=True)
-        if key not in self._continuations:
+        continuation = self._continuations.get(key)
+        if continuation is None:
+            variables = {**self._variables, "tools": list(tools)} if tools else self._variables
+            continuation = Continuation(self.tokenizer, self._ends, variables)
+            # Several threads may be here.
             if len(self._continuations) >= _MOST:
                 self._continuations.clear()
-            variables = {**self._variables, "tools": list(tools)} if tools else self._variables
-            self._continuations[key] = Continuation(self.tokenizer, self._ends, variables)
-        return self._continuations[key]
+            self._continuations[key] = continuation
+        return continuation
 
     def text(self, text: str, last: int | None) -> list[int]:
         """Return the tokens of a text as it is, in which special tokens are special.

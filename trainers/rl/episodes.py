@@ -11,15 +11,16 @@ An environment that changes its history begins a branch, a document of its own: 
 
 import logging
 import queue
+import sys
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...engine.errors import DataError
+from ...engine.errors import ConfigError, DataError
 from ...environments.environment import Done, EpisodeRow, Observation, Turn
-from ...environments.pool import EnvironmentFailure, EnvironmentPool, FailureKind
+from ...environments.pool import FAILURE_KINDS, EnvironmentFailure, EnvironmentPool, FailureKind
 from ...generation.result import Generation, to_batch
 from ...generation.sampling import seed_of
 from ...generation.trajectories import PolicyTurn, Trajectory, path_of, trajectories_of
@@ -48,12 +49,14 @@ class EnvironmentResult:
         value: What it has returned.
         failure: How it has failed, if it has.
         message: What went wrong.
+        settings: What is wrong with its settings, if that is why it has failed.
     """
 
     key: tuple[int, ...]
     value: Observation | Done | None = None
     failure: FailureKind | None = None
     message: str = ""
+    settings: ConfigError | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,6 +111,12 @@ class Episode:
     """The numbers of turns that are not learned."""
     begun: Generation | None = None
     """The tokens of a turn whose call was cancelled."""
+
+    @property
+    def read_turns(self) -> list[EpisodeTurn]:
+        """The turns without those that nobody has read. One that another follows was read."""
+        unread = self.unread - {turn.parent.number for turn in self.turns if turn.parent is not None}
+        return [turn for turn in self.turns if turn.number not in unread]
 
     @property
     def context_ids(self) -> list[int]:
@@ -215,7 +224,7 @@ class Episodes:
     def room(self, episode: Episode) -> int:
         """Return how many tokens the next turn of an episode may have."""
         first, behind = episode.lengths
-        return min(self._config.rollout.max_tokens, episode.max_tokens or TURNS, self._most(first) - behind)
+        return min(self._config.rollout.max_tokens, episode.max_tokens or sys.maxsize, self._most(first) - behind)
 
     def _most(self, first: int) -> int:
         """Return how many tokens may follow what is read first, of which there are `first`."""
@@ -318,7 +327,8 @@ class Episodes:
                 self._results.put(EnvironmentResult(key=key, value=ended.result()))
             else:
                 kind = error.kind if isinstance(error, EnvironmentFailure) else "error"
-                self._results.put(EnvironmentResult(key=key, failure=kind, message=str(error)))
+                settings = error if isinstance(error, ConfigError) else None
+                self._results.put(EnvironmentResult(key=key, failure=kind, message=str(error), settings=settings))
 
         future.add_done_callback(done)
 
@@ -357,6 +367,8 @@ class Episodes:
 
     def _timed(self, result: EnvironmentResult) -> EnvironmentResult:
         """Return a result, or a failure if its environment has taken too long over it."""
+        if result.settings is not None:
+            raise result.settings
         asked_at = self._asked.pop(result.key, None)
         if asked_at is None:
             return result
@@ -488,6 +500,8 @@ class Episodes:
 
     def _end(self, episode: Episode, end: EpisodeEnd, message: str = "") -> None:
         """End an episode."""
+        if end not in FAILURE_KINDS and not trajectories_of(episode.read_turns):
+            end, message = "invalid", "no turn has tokens that somebody has read"
         if message:
             text = "the environment of an episode of %s has failed, which is left out (%s: %s); further ones are counted in the metrics"
             self._warn(end, text, episode.row.name, end, message)
@@ -496,9 +510,7 @@ class Episodes:
         self._left[episode.number] -= 1
 
     def _documents(self, episode: Episode, end: EpisodeEnd, message: str) -> list[tuple[Generation, Completion]]:
-        # A turn that another one follows was read.
-        unread = episode.unread - {turn.parent.number for turn in episode.turns if turn.parent is not None}
-        trajectories = trajectories_of([turn for turn in episode.turns if turn.number not in unread])
+        trajectories = trajectories_of(episode.read_turns)
         if not trajectories:
             ids = episode.observed if episode.parent is None else episode.row.ids
             empty = Generation(prompt=list(ids), response=[], log_probs=[], sampled=[])

@@ -12,9 +12,6 @@ from ...openai.schema import Sampling
 from ..conversations import Answer, Conversation
 from ..messages import ChatTurn, read_answer
 
-MOST_CALLS = 16
-"""The number of calls of tools in an answer."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerRequest:
@@ -69,6 +66,10 @@ class SessionEndedError(DrivetrainError):
     """The session has ended, or is full."""
 
 
+class SessionsFullError(DrivetrainError):
+    """There are as many sessions as there may be."""
+
+
 class SessionUnknownError(DrivetrainError):
     """There is no such session, or the key is not its own."""
 
@@ -94,15 +95,15 @@ def answer_of(
         tokens: Its tokens.
         whole_text: The text of its tokens.
     """
-    turn = read_answer(text, tools=request.tools, ids=new_call_ids())
+    turn = read_answer(text, tools=request.tools, new_id=new_call_id)
     return Answer(
         index=index, turn=turn, text=text, is_cut=is_cut, stop=stop, tokens=tuple(tokens), whole_text=whole_text or text
     )
 
 
-def new_call_ids() -> list[str]:
-    """Return ids for the calls of an answer. Some templates want nine letters and digits."""
-    return [secrets.token_hex(5)[:9] for _ in range(MOST_CALLS)]
+def new_call_id() -> str:
+    """Return an id for a call of a tool. Some templates want nine letters and digits."""
+    return secrets.token_hex(5)[:9]
 
 
 @dataclass(kw_only=True)

@@ -51,10 +51,15 @@ def check_function(place: str, function: Any) -> None:
     """Check the description of a tool.
 
     Raises:
-        ValueError: It has no name.
+        ValueError: It has no name, or its parameters are no schema of an object.
     """
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{place} needs a function with a name")
+    for name in ("parameters", "input_schema"):
+        schema = function.get(name) or {}
+        properties = schema.get("properties") or {} if isinstance(schema, Mapping) else None
+        if not isinstance(properties, Mapping) or not all(isinstance(one, Mapping) for one in properties.values()):
+            raise ValueError(f"{place} has {name} that are no schema of an object with properties")
 
 
 def check_choice(choice: Any, known: Sequence[str]) -> None:

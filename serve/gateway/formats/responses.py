@@ -48,7 +48,8 @@ class ResponsesRequest(BaseModel):
         refused = [name for name in _REFUSED if getattr(self, name)]
         if any((self.reasoning or {}).values()):
             refused.append("reasoning")
-        if ((self.text or {}).get("format") or {}).get("type", "text") != "text":
+        form = (self.text or {}).get("format") or {}
+        if not isinstance(form, Mapping) or form.get("type", "text") != "text":
             refused.append("text.format")
         if refused:
             raise ValueError(f"{', '.join(refused)}: this service does not support it; leave it out")

@@ -1,0 +1,256 @@
+"""Runs an agent: a function or a program, that talks to the policy by HTTP. Imports no torch.
+
+Nothing of it runs in the event loop of the server that answers it, which it would wait for: coroutines have a loop in a thread of their own, other functions
+a thread each, and programs a process each.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from numbers import Real
+from typing import Any
+
+from ...engine.parallel.orphans import die_with_parent
+from ...environments.environment import EnvironmentResultError
+from .agent_server import EpisodeReward
+
+THREADS = 256
+"""How many agents that are plain functions may run in a process at the same time."""
+_OUTPUT_BYTES = 2**16
+"""How much of what a program prints is kept."""
+_CLOSE_S = 1.0
+"""For how many seconds the pipes of a program that has ended are read."""
+_LOOK_S = 0.02
+"""How often one looks whether a program has ended, or an agent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentTask:
+    """What an agent is given.
+
+    Args:
+        base_url: Where the policy is, for clients of OpenAI's interface; the API key does not matter.
+        anthropic_base_url: Where it is for clients of Anthropic's interface.
+        model: The name of the policy.
+        prompt: The prompt of the row: a text, or the messages of a chat.
+        columns: The other columns of the row, by name.
+        seed: A number for whatever the agent draws, so that another run draws the same.
+    """
+
+    base_url: str
+    anthropic_base_url: str
+    model: str
+    prompt: str | Sequence[Mapping[str, Any]]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+
+Agent = Callable[[AgentTask], Any]
+
+
+class AgentError(Exception):
+    """An agent has failed."""
+
+
+class AgentRun:
+    """An agent that runs.
+
+    Args:
+        agent: A function, or the words of a program.
+        task: What it is given.
+    """
+
+    def __init__(self, agent: Agent | Sequence[str], task: AgentTask) -> None:
+        self._agent, self._task = agent, task
+        self._ended = threading.Event()
+        self._running: asyncio.Future[EpisodeReward] = asyncio.ensure_future(self._run())
+
+    def when_done(self, call: Callable[["asyncio.Future[EpisodeReward]"], None]) -> None:
+        """Let something be called when the agent has ended, with its reward or its error."""
+        self._running.add_done_callback(call)
+
+    async def end(self, seconds: float) -> bool:
+        """End the agent, whose requests are refused by now; return whether it goes on, because it cannot be ended.
+
+        Args:
+            seconds: For how long it is waited for.
+        """
+        self._running.cancel()
+        deadline = asyncio.get_running_loop().time() + seconds
+        while not self._ended.is_set() and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_LOOK_S)
+        return not self._ended.is_set()
+
+    async def _run(self) -> EpisodeReward:
+        if callable(self._agent):
+            return reward_of(await self._call(self._agent))
+        try:
+            return reward_of(await run_program(self._agent, self._task))
+        finally:
+            self._ended.set()
+
+    async def _call(self, agent: Agent) -> Any:
+        if not inspect.iscoroutinefunction(agent):
+            result = await asyncio.wrap_future(_threads().submit(self._in_thread, agent))
+            if not inspect.isawaitable(result):
+                return result
+            # A callable object, whose call is a coroutine.
+            self._ended.clear()
+        else:
+            result = agent(self._task)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._in_loop(result), _loop()))
+
+    def _in_thread(self, agent: Agent) -> Any:
+        try:
+            return agent(self._task)
+        except BaseException as e:  # also a wish to exit, which is the agent's alone
+            raise AgentError(described(e)) from e
+        finally:
+            self._ended.set()
+
+    async def _in_loop(self, work: Awaitable[Any]) -> Any:
+        try:
+            return await work
+        except asyncio.CancelledError as e:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise AgentError(described(e)) from e
+        except BaseException as e:  # as above
+            raise AgentError(described(e)) from e
+        finally:
+            self._ended.set()
+
+
+def described(error: BaseException) -> str:
+    """Return an error as a text, also one that cannot be printed."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # of the error's own text
+        return type(error).__name__
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, "agents")
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="agents", daemon=True).start()
+    return loop
+
+
+def reward_of(result: Any) -> EpisodeReward:
+    """Return what an agent has returned as a reward.
+
+    Raises:
+        EnvironmentResultError: It is neither None, a finite number, nor a mapping of these.
+    """
+    numbers = dict(result) if isinstance(result, Mapping) else {"reward": result}
+    if numbers.get("reward", 0) is None:
+        del numbers["reward"]
+    for name, value in numbers.items():
+        if not isinstance(value, Real) or not _is_finite(value):
+            raise EnvironmentResultError(
+                f"the agent returned {name}={value!r:.40}; it must return a finite number, None, or a mapping of such by name"
+            )
+    reward = numbers.pop("reward", None)
+    metrics = {str(name): float(value) for name, value in numbers.items()}
+    return EpisodeReward(reward=None if reward is None else float(reward), metrics=metrics)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False
+
+
+async def run_program(command: Sequence[str], task: AgentTask) -> Any:
+    """Run a program; return what its last line says. All that it has started ends with it.
+
+    Raises:
+        AgentError: It has failed.
+        EnvironmentResultError: Its last line is no JSON.
+    """
+    addresses = {
+        "OPENAI_BASE_URL": task.base_url,
+        "OPENAI_API_KEY": "none",
+        "ANTHROPIC_BASE_URL": task.anthropic_base_url,
+        "ANTHROPIC_API_KEY": "none",
+    }
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable if word == "python" else word for word in command),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **addresses},
+        start_new_session=True,
+        preexec_fn=die_with_parent,  # it calls one function of the kernel, and takes no lock
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    printed, errors = bytearray(), bytearray()
+    # At the same time: it may print before it reads.
+    piping = [
+        asyncio.ensure_future(_feed(process.stdin, json.dumps(asdict(task)).encode())),
+        asyncio.ensure_future(_keep_tail(process.stdout, printed)),
+        asyncio.ensure_future(_keep_tail(process.stderr, errors)),
+    ]
+    try:
+        await _exit_of(process)
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await _exit_of(process)
+        # What has left its group may keep a pipe open.
+        await asyncio.wait(piping, timeout=_CLOSE_S)
+        for one in piping:
+            one.cancel()
+    code = process.returncode
+    if code:
+        raise AgentError(
+            f"the program {command[0]} has ended with exit code {code}: {errors.decode(errors='replace').strip()[-500:]}"
+        )
+    lines = printed.decode(errors="replace").strip().splitlines()
+    if not lines:
+        return None
+    try:
+        return json.loads(lines[-1])
+    except ValueError:
+        raise EnvironmentResultError(
+            f"the program {command[0]} has printed {lines[-1]!r:.80} as its last line; it must be a number, or an object of numbers, as JSON"
+        ) from None
+
+
+async def _exit_of(process: asyncio.subprocess.Process) -> None:
+    # Its own `wait` also waits for what the process has started and left its pipes.
+    while process.returncode is None:
+        await asyncio.sleep(_LOOK_S)
+
+
+async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
+    with suppress(BrokenPipeError, ConnectionResetError):
+        stream.write(data)
+        await stream.drain()
+    stream.close()
+
+
+async def _keep_tail(stream: asyncio.StreamReader, kept: bytearray) -> None:
+    """Keep the last part of what comes from a pipe."""
+    while chunk := await stream.read(_OUTPUT_BYTES):
+        kept += chunk
+        del kept[:-_OUTPUT_BYTES]
