@@ -10,20 +10,18 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from uvicorn import Config
 
-from ... import __version__
 from ...engine.errors import ConfigError
 from ...environments.environment import LARGEST_REWARD, EpisodeRow, Observation, Turn
-from ..openai.guards import HostGuard, SizeGuard
 from ..openai.listening import HTTPServer, listen
 from ..openai.settings import ServeSettings
 from .conversations import Answer, ChatPath, History, TextPrompt
 from .formats.base import AnswerFormat, AnswerRequest, SessionEndedError, SessionUnknownError, StoredResponses, answer_of
-from .routes import AnswerPiece, PolicyRoutes, bearer
+from .routes import AnswerPiece, PolicyRoutes, bearer, new_app
 
 log = logging.getLogger(__name__)
 
@@ -235,14 +233,12 @@ class AgentServer(PolicyRoutes[EpisodeSession]):
         listener = listen(self._settings.host, self._settings.port)
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         self.root = f"http://{host}:{listener.getsockname()[1]}"
-        app = FastAPI(title="Drivetrain gateway", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+        app = new_app(self._settings)
         if self._gives:
             app.post("/sessions")(self.give)
             app.post("/sessions/{key}/reward")(self.reward)
             app.delete("/sessions/{key}")(self.lose)
         self.add_to(app)
-        app.add_middleware(SizeGuard, limit=int(self._settings.max_body_mib * 2**20))
-        app.add_middleware(HostGuard, hosts=self._settings.hosts())
         server = HTTPServer(Config(app, log_level="warning", access_log=False, lifespan="off"))
         self._serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not self._serving.done():

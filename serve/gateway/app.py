@@ -10,12 +10,10 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from ... import __version__
 from ...engine.errors import ConfigError
 from ...generation.result import Generation
 from ...generation.token_scheduler import GenerationRequest
 from ...trainers.data.conversation_tokens import ConversationTokens
-from ..openai.guards import HostGuard, SizeGuard
 from ..openai.metrics import Metrics
 from ..openai.model import ServedModel
 from ..openai.replicas import Replicas
@@ -23,7 +21,7 @@ from ..openai.responses import CompletionPiece, RequestCompletions
 from ..openai.settings import ServeSettings
 from .conversations import Answer, ChatPath, Conversation, TextPrompt
 from .formats.base import AnswerFormat, AnswerRequest, answer_of
-from .routes import AnswerPiece, PolicyRoutes, bearer
+from .routes import AnswerPiece, PolicyRoutes, bearer, new_app
 from .session import Place, Session, SessionLimits, Sessions
 
 
@@ -67,15 +65,13 @@ def create_gateway(settings: GatewaySettings, model: ServedModel, replicas: Repl
         tokens: Tokenizes conversations.
     """
     gateway = Gateway(settings, model, replicas, tokens)
-    app = FastAPI(title="Drivetrain gateway", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app = new_app(settings.service)
     app.get("/health")(gateway.health)
     app.post("/sessions")(gateway.open)
     app.get("/sessions/{key}/trajectories")(gateway.read)
     app.post("/sessions/{key}/reward")(gateway.reward)
     app.delete("/sessions/{key}")(gateway.close)
     gateway.add_to(app)
-    app.add_middleware(SizeGuard, limit=int(settings.service.max_body_mib * 2**20))
-    app.add_middleware(HostGuard, hosts=settings.service.hosts())
     return app
 
 

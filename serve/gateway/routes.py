@@ -9,9 +9,11 @@ from typing import Any, Generic, Protocol, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from ... import __version__
 from ...engine.errors import DataError, DrivetrainError
 from ..openai.answers import RETRY_S, ClosingResponse, add_error_handlers, unless_gone
-from ..openai.guards import error_body
+from ..openai.guards import HostGuard, SizeGuard, error_body
+from ..openai.settings import ServeSettings
 from .conversations import Answer
 from .formats.anthropic import CountTokensRequest, MessagesFormat, MessagesRequest, anthropic_error
 from .formats.base import (
@@ -52,6 +54,18 @@ class AnswerPiece:
     index: int
     text: str = ""
     answer: Answer | None = None
+
+
+def new_app(settings: ServeSettings) -> FastAPI:
+    """Return an application without routes, whose requests pass the guards of a service.
+
+    Args:
+        settings: The settings of the service.
+    """
+    app = FastAPI(title="Drivetrain gateway", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(SizeGuard, limit=int(settings.max_body_mib * 2**20))
+    app.add_middleware(HostGuard, hosts=settings.hosts())
+    return app
 
 
 class PolicyRoutes(ABC, Generic[S]):

@@ -500,17 +500,19 @@ class Episodes:
 
     def _end(self, episode: Episode, end: EpisodeEnd, message: str = "") -> None:
         """End an episode."""
-        if end not in FAILURE_KINDS and not trajectories_of(episode.read_turns):
+        trajectories = trajectories_of(episode.read_turns)
+        if end not in FAILURE_KINDS and not trajectories:
             end, message = "invalid", "no turn has tokens that somebody has read"
         if message:
             text = "the environment of an episode of %s has failed, which is left out (%s: %s); further ones are counted in the metrics"
             self._warn(end, text, episode.row.name, end, message)
         self._close(episode)
-        self._ended[episode.number][episode.sample] = self._documents(episode, end, message)
+        self._ended[episode.number][episode.sample] = self._documents(episode, trajectories, end, message)
         self._left[episode.number] -= 1
 
-    def _documents(self, episode: Episode, end: EpisodeEnd, message: str) -> list[tuple[Generation, Completion]]:
-        trajectories = trajectories_of(episode.read_turns)
+    def _documents(
+        self, episode: Episode, trajectories: list[Trajectory[EpisodeTurn]], end: EpisodeEnd, message: str
+    ) -> list[tuple[Generation, Completion]]:
         if not trajectories:
             ids = episode.observed if episode.parent is None else episode.row.ids
             empty = Generation(prompt=list(ids), response=[], log_probs=[], sampled=[])
