@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from . import progress
+from .adapters.bank import AdapterBank
 from .capabilities import Capabilities
 from .checkpoint.local_shards import LocalShard
 from .config import EngineConfig, OptimConfig, ParallelConfig
@@ -89,6 +90,16 @@ class Backend(ABC):
     @property
     def invariant_size(self) -> int | None:
         """The number of tokens up to which documents of a call share a micro-batch with `EngineConfig.invariant`; None without it."""
+        return None
+
+    @property
+    def row_multiple(self) -> int:
+        """The number of which that of a pass's rows is a multiple with `EngineConfig.invariant`; 1 without it."""
+        return 1
+
+    @property
+    def adapters(self) -> AdapterBank | None:
+        """The adapters that are trained side by side (`model.max_adapters`); None without any."""
         return None
 
     @property

@@ -71,7 +71,8 @@ class BaseEngine(Backend):
         # With megatron no layer is compiled; a CPU's compiler is slower than none.
         cuda, compiler = torch.cuda.is_available(), find_spec("triton") is not None
         self.model_config, self.optim_config = model, optim
-        self.config = resolve_device(engine, cuda=cuda, can_compile=self.capabilities.compile and compiler)
+        can_compile = self.capabilities.compile and compiler and not model.max_adapters
+        self.config = resolve_device(engine, cuda=cuda, can_compile=can_compile)
         """The settings of this engine; what `auto` means is known once it is initialized."""
         self.memory_estimate = ""
         """One line about the estimate that `auto` was decided by; empty if nothing was left to decide."""

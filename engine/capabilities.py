@@ -14,6 +14,7 @@ class Capabilities:
         axes: The names of the axes in `engine.parallel` that may be greater than 1 (or true).
         heads: The supported values of `model.head`; None for every type of `engine.model_types`, also those of third parties.
         lora: Whether adapters are supported.
+        adapters: Whether several adapters can be trained side by side on a frozen model (`model.max_adapters`).
         recompute: The supported values of `engine.recompute`.
         compile: Whether `engine.compile` is supported.
         offload_params: The supported values of `engine.offload.params`.
@@ -39,6 +40,7 @@ class Capabilities:
     shared_prefixes: bool = False
     media: bool = False
     invariant: bool = False
+    adapters: bool = False
 
     def check(self, engine: EngineConfig, model: ModelConfig, optimizer: str | None) -> None:
         """Check that the backend supports the settings.
@@ -87,6 +89,8 @@ class Capabilities:
             raise CapabilityError(
                 f"model.lora.rank={model.lora.rank}: backend {engine.backend!r} does not support adapters; set it to 0"
             )
+        if model.max_adapters:
+            self._check_adapters(engine, model, optimizer)
         if engine.compile is True and not self.compile:
             raise CapabilityError(f"engine.compile=true: backend {engine.backend!r} does not support it; set it to false")
         if engine.share_prefixes == "on" and not self.shared_prefixes:
@@ -114,6 +118,33 @@ class Capabilities:
                 f"engine.precision.reduce={reduce} with params={pair[0]} and compute={pair[1]}: use float32 or the format of "
                 "either, but no less than float64 with float64"
             )
+
+    def _check_adapters(self, engine: EngineConfig, model: ModelConfig, optimizer: str | None) -> None:
+        several = f"model.max_adapters={model.max_adapters}"
+        if not self.adapters:
+            raise CapabilityError(
+                f"{several}: backend {engine.backend!r} cannot train several adapters side by side; set it to 0, or use another engine.backend"
+            )
+        if optimizer is not None:
+            raise CapabilityError(
+                f"{several} with optim.name={optimizer}: the model is frozen, and each adapter is given the settings of its optimizer with every "
+                "step; leave optim out, or set model.max_adapters=0"
+            )
+        if model.lora.rank:
+            raise CapabilityError(
+                f"{several} with model.lora.rank={model.lora.rank}, which is a single adapter that is there from the start; set either to 0"
+            )
+        if model.head != "lm":
+            raise CapabilityError(f"{several} with model.head={model.head}: adapters are trained by log-probabilities; set model.head=lm")
+        if model.freeze:
+            raise CapabilityError(f"{several} with model.freeze={list(model.freeze)}: the whole model is frozen; leave model.freeze out")
+        if engine.compile is True:
+            raise CapabilityError(
+                f"{several} with engine.compile=true: the adapters of a pass change from one to the next, which no compiled layer follows; set "
+                "engine.compile to auto or false"
+            )
+        if engine.parallel.ep > 1:
+            raise CapabilityError(f"{several} with engine.parallel.ep={engine.parallel.ep} is not supported; set engine.parallel.ep=1")
 
     def _check_invariant(self, engine: EngineConfig) -> None:
         if not self.invariant:

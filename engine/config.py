@@ -262,6 +262,12 @@ class ModelConfig(Settings):
         (), "the shape of what the head gives for each token, where it has one: [4,7] are 4 actions with 7 numbers each"
     )
     lora: LoraConfig = setting(factory=LoraConfig, help="low-rank adapters")
+    max_adapters: int = setting(
+        0,
+        "how many adapters may be created, trained and dropped side by side on the frozen model while it runs; 0: none, see model.lora for a "
+        "single one",
+        most=100_000,
+    )
     router_aux_loss_coef: float | None = setting(
         None,
         "weight of the router's load-balancing loss in a mixture-of-experts model; null: as in the model's config",
@@ -295,6 +301,7 @@ class ModelConfig(Settings):
     def _check_values(self) -> None:
         if self.head not in (names := head_names()):
             raise ConfigError(f"model.head={self.head}; it must be one of {', '.join(names)}")
+        check_least("model.max_adapters", self.max_adapters, 0)
         if any(size < 1 for size in self.head_shape):
             raise ConfigError(f"model.head_shape={list(self.head_shape)}; every number must be at least 1")
 

@@ -121,7 +121,7 @@ class LossAccumulator:
             try:
                 part = self._evaluate(micro_batch, outputs)
                 # Of a head that consists of several parts, each gets a gradient on every rank, also where the loss does not use it.
-                part = part + _Unused.apply(*outputs.others.values()) if outputs.others else part
+                part = part + unused(*outputs.others.values()) if outputs.others else part
                 total = part if part.requires_grad else total + part
             except Exception as e:
                 # The other ranks are in this step's collectives, so this rank continues with a zero gradient; finish then
@@ -225,9 +225,13 @@ def _totals(sums: Sequence[Sequence[Tensor | float]]) -> list[float]:
     ]
 
 
-class _Unused(torch.autograd.Function):
-    """A zero that depends on tensors, whose gradient is zero whatever they are; multiplied by zero, an infinity would be a NaN."""
+def unused(*values: Tensor) -> Tensor:
+    """Return a zero that depends on tensors, whose gradient is zero whatever they are; multiplied by zero, an infinity would be a NaN."""
+    zero: Tensor = _Unused.apply(*values)
+    return zero
 
+
+class _Unused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *values: Tensor) -> Tensor:
         """Return the zero."""

@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from .adapters.bank import AdapterRows
 from .config import MicroBatchConfig, ModelConfig, SharePrefixes
 from .errors import BatchError, BudgetError, ConfigError
 from .flops import ModelShape
@@ -16,7 +17,7 @@ from .hf.media_family import MediaFamily
 from .loss import OUTPUTS, Loss, OutputRequest
 from .media import Items, MediaSummary, check_media, comparable_ids, items_of, positions_of
 from .ops.expert_routes import ROUTED_EXPERTS, RouterShape, check_routes, route_numbers
-from .packing.batch import Kind, PackedBatch, check_read
+from .packing.batch import IGNORE, Kind, PackedBatch, check_read
 from .packing.convert import unsupervised
 from .packing.microbatch import count_units, invariant_partition, partition
 from .packing.prefixes import Prefixes
@@ -39,6 +40,7 @@ class MicroBatch:
         count: The number of micro-batches in the step, the same on every rank.
         layout: What is computed instead of the documents one by one; None if they share nothing.
         media: The items of each kind of media that any rank has in the step, of which this micro-batch may have none.
+        adapters: The rows of each adapter, where several are trained side by side.
         is_dummy: Whether this is a dummy micro-batch, which a rank without further documents runs because other ranks still
             have some, and all ranks must enter the same collectives.
     """
@@ -48,6 +50,7 @@ class MicroBatch:
     count: int
     layout: SharedLayout | None = None
     media: Mapping[Kind, Items] = field(default_factory=dict)
+    adapters: tuple[AdapterRows, ...] = ()
     is_dummy: bool = False
 
     @property
@@ -380,8 +383,8 @@ def plan_step(
 def _shared_prefixes(
     batch: PackedBatch, share: SharePrefixes, media: MediaModel | None, kinds: Sequence[Kind]
 ) -> Prefixes | None:
-    # The tokens of an image that see each other would have to be in one segment.
-    if share == "off" or (media is not None and set(kinds) & set(media.family.block_kinds)):
+    # The tokens of an image that see each other would have to be in one segment; of tokens that are computed once, the labels are equal.
+    if share == "off" or batch.free_labels or (media is not None and set(kinds) & set(media.family.block_kinds)):
         return None
     ids = comparable_ids(batch, media.family, kinds) if media is not None and batch.media else None
     if ROUTED_EXPERTS in batch.token_fields:
@@ -462,6 +465,13 @@ def check_ids(batch: PackedBatch, vocabulary: int) -> None:
     Raises:
         BatchError: An id has no embedding; the message names the sequence, the token and the id.
     """
+    if vocabulary and batch.free_labels and bool(
+        ((batch.labels != IGNORE) & ((batch.labels < 0) | (batch.labels >= vocabulary))).any()
+    ):
+        raise BatchError(
+            f"labels are from {int(batch.labels.min())} to {int(batch.labels.max())}; they must be {IGNORE} or ids that the model has, 0 to "
+            f"{vocabulary - 1}"
+        )
     ids = batch.input_ids
     if not vocabulary or not len(ids):
         return

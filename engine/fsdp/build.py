@@ -7,13 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..adapters.bank import AdapterBank, RunningPass
+from ..adapters.slot import AdaptedLayer
 from ..checkpoint.local_shards import LocalShard
 from ..config import EngineConfig, ModelConfig, ParallelConfig
 from ..errors import ModelError, TopologyError
 from ..flops import ModelShape
 from ..heads import head_of
+from ..hf.adapted_layers import adapted_layers, install_adapters
 from ..hf.config import check_model, logit_transform
 from ..hf.experts import use_grouped_experts, use_invariant_experts
 from ..hf.layout import DiskLayout
@@ -47,12 +51,14 @@ class Described:
         meta_model: The full model on the meta device.
         layout: The layout of the model's tensors on disk.
         adapters: The settings of peft, or None.
+        adapted: The layers to whose output several adapters add (`model.max_adapters`).
         shape: The model's sizes, from which the cost of a token follows.
     """
 
     meta_model: PackedModel
     layout: DiskLayout
     adapters: Any
+    adapted: tuple[AdaptedLayer, ...]
     shape: ModelShape
 
 
@@ -66,6 +72,7 @@ class FSDPBuild:
         adapters: The settings of peft, or None.
         shape: The model's sizes, from which the cost of a token follows.
         experts: The experts that this rank holds; None without expert parallelism.
+        bank: The adapters that are trained side by side; None without any.
     """
 
     root: PackedModel
@@ -73,6 +80,7 @@ class FSDPBuild:
     adapters: Any
     shape: ModelShape
     experts: ExpertShards | None
+    bank: AdapterBank | None
 
 
 def check_config(
@@ -164,6 +172,11 @@ def describe(
     routers = record_routers(lm, config)
     if media is not None:
         check_media_support(lm)
+    adapted: tuple[AdaptedLayer, ...] = ()
+    running: RunningPass | None = None
+    if model.max_adapters:
+        adapted, running = adapted_layers(lm), RunningPass()
+        install_adapters(lm, adapted, running)
     root = PackedModel(
         lm,
         head=head_of(model),
@@ -171,10 +184,11 @@ def describe(
         router=router_settings(config, aux_coef),
         media=None if media is None else FAMILIES[media.model_type](media),
         routers=routers,
+        running=running,
     )
     choose_trainable(root, model)
     root.eval()
-    return Described(meta_model=root, layout=layout, adapters=adapters, shape=model_shape(root, config))
+    return Described(meta_model=root, layout=layout, adapters=adapters, adapted=adapted, shape=model_shape(root, config))
 
 
 def build(
@@ -199,7 +213,32 @@ def build(
     shard(root, build_mesh(topology), experts, engine, options)
     materialize(root, topology.device, on_host=engine.offload.params == "host")
     fill(root, meta_model, described.layout, experts, model, engine, topology)
-    return FSDPBuild(root=root, layout=described.layout, adapters=described.adapters, shape=described.shape, experts=experts)
+    bank: AdapterBank | None = None
+    if root.running is not None:
+        if isinstance(root, FSDPModule):
+            _require_input_gradients(root, root.running)
+        bank = AdapterBank(described.adapted, root.running, topology.device, model.max_adapters)
+    return FSDPBuild(
+        root=root,
+        layout=described.layout,
+        adapters=described.adapters,
+        shape=described.shape,
+        experts=experts,
+        bank=bank,
+    )
+
+
+def _require_input_gradients(root: PackedModel, running: RunningPass) -> None:
+    """Let the backward pass reach every layer, whichever of them the adapters of a pass adapt.
+
+    FSDP gathers a layer's parameters when its backward pass begins. A rank without documents, or whose adapters adapt other layers, would
+    otherwise not take part in that.
+    """
+
+    def anchored(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output + running.anchor
+
+    root.lm.get_input_embeddings().register_forward_hook(anchored)
 
 
 def materialize(root: nn.Module, device: torch.device, *, on_host: bool) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig
 
+from ..adapters.bank import AdapterBank
 from ..backend import Adapters, check_adapters
 from ..base import BaseEngine
 from ..capabilities import Capabilities
@@ -80,6 +81,7 @@ class FSDPEngine(BaseEngine):
         shared_prefixes=True,
         media=True,
         invariant=True,
+        adapters=True,
     )
 
     options_type = FSDPOptions
@@ -140,6 +142,16 @@ class FSDPEngine(BaseEngine):
     def invariant_size(self) -> int | None:
         """See `Backend.invariant_size`."""
         return None if self._pass_sizes is None else self._pass_sizes.largest
+
+    @property
+    def row_multiple(self) -> int:
+        """See `Backend.row_multiple`."""
+        return 1 if self._pass_sizes is None else self._pass_sizes.multiple
+
+    @property
+    def adapters(self) -> AdapterBank | None:
+        """See `Backend.adapters`."""
+        return self._built.bank
 
     @property
     def routers(self) -> RouterShape | None:
@@ -258,6 +270,9 @@ class FSDPEngine(BaseEngine):
             aux = output.pop("router_aux", None)
             return consumer(micro_batch, part.gather_outputs(output), aux)
 
+        if self._built.bank is not None:
+            rows = len(part.input_ids)
+            self._built.bank.select(micro_batch.adapters, self.topology.cp_rank * rows, rows)
         output = (chunk or self._root)(part)
         if self._root.routers is not None and (routes := part.context.routes) is not None:
             layers = range(self._root.routers.layers)
@@ -310,6 +325,11 @@ class FSDPEngine(BaseEngine):
 
     def set_training(self, training: bool) -> None:
         self._root.train(training)
+        if self._built.bank is not None:
+            # The random numbers of an adapter's rows would depend on the others in its pass.
+            for module in self._root.modules():
+                if isinstance(module, nn.Dropout):
+                    module.eval()
         self._reshard()
 
     def _reshard(self) -> None:

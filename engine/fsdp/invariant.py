@@ -51,7 +51,11 @@ def pass_sizes(root: PackedModel, topology: Topology | None = None) -> PassSizes
 
     def run(tokens: Tensor) -> Tensor:
         # The multiple is that of these numbers of tokens, which are not padded.
-        outputs = root(whole_documents([1] * len(tokens), tokens, tokens, request))
+        part = whole_documents([1] * len(tokens), tokens, tokens, request)
+        if root.running is not None:
+            # Passes have documents of several calls, so that gradients may not depend on the other rows either.
+            return _with_input_gradients(root, part)
+        outputs = root(part)
         numbers = [outputs[name].double().reshape(len(tokens), -1) for name in names]
         # An adapter that has not learned anything adds nothing, whatever its first product is.
         return torch.cat([*numbers, *(F.linear(_states(tokens, factor), factor).double() for factor in factors)], 1)
@@ -61,6 +65,25 @@ def pass_sizes(root: PackedModel, topology: Topology | None = None) -> PassSizes
 
     with torch.no_grad():
         return find_pass_sizes(vocabulary, MOST_ROWS, run, everywhere) or ALONE
+
+
+def _with_input_gradients(root: PackedModel, part: RankSlice) -> Tensor:
+    """Return the log-probability of each token, and the gradient of their sum with respect to the first layer's input, `[T, 1 + H]`."""
+    inputs: list[Tensor] = []
+
+    def capture(module: Any, args: Any, output: Tensor) -> Tensor:
+        inputs.append(output.detach().requires_grad_())
+        return inputs[0]
+
+    handle = root.lm.get_input_embeddings().register_forward_hook(capture)
+    try:
+        with torch.enable_grad():
+            log_probs = root(part)["log_probs"]
+            log_probs.sum().backward()
+    finally:
+        handle.remove()
+    assert inputs[0].grad is not None
+    return torch.cat([log_probs.detach()[:, None], inputs[0].grad.view(len(log_probs), -1)], 1).double()
 
 
 def whole_documents(

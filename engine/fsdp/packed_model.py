@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..adapters.bank import HEAD, RunningPass
 from ..errors import ModelError
 from ..heads import HeadType, compute_outputs
 from ..hf.lora import head_adapter
 from ..hf.media_family import MediaFamily
 from ..hf.model import HFModel, decoder_of
 from ..hf.routers import follow
+from ..ops.adapter_products import head_adapter_of
 from ..ops.expert_routes import RouterShape
 from ..ops.head_regions import HeadRegions
-from ..ops.linear_head import LogitTransform, final_logits, linear_head
+from ..ops.linear_head import HeadAdapter, LogitTransform, final_logits, linear_head
 from ..ops.packed_context import PackedContext
 from ..ops.router import RouterSettings, balancing_loss
 from ..packing.batch import Kind
@@ -37,6 +39,7 @@ class PackedModel(HFModel):
         router: The settings of the router's balancing loss; None if the loss is off.
         media: How the model takes media; None if it takes none.
         routers: The routers, if their choices can be recorded and replayed.
+        running: The rows of several adapters that are trained side by side; None without these.
     """
 
     def __init__(
@@ -48,12 +51,14 @@ class PackedModel(HFModel):
         router: RouterSettings | None,
         media: MediaFamily | None = None,
         routers: RouterShape | None = None,
+        running: RunningPass | None = None,
     ) -> None:
         super().__init__(lm, head=head)
         self.transform = transform
         self.router = router
         self.media = media
         self.routers = routers
+        self.running = running
         self._follows = False
         self.compute: torch.dtype | None = None
         """The dtype that encoders compute in; None for that of their input."""
@@ -151,19 +156,48 @@ class PackedModel(HFModel):
     def _head(self, hidden_sh: Tensor, part: RankSlice) -> dict[str, Tensor]:
         if self.head is not None and self.score is not None:
             return compute_outputs(self.head, self.score, hidden_sh, part.outputs.names)
+        if self.running is not None:
+            return self._head_of_adapters(hidden_sh, part, self.running)
         head = self.lm.get_output_embeddings()
+        return self._outputs(hidden_sh, part, slice(None), head_adapter(head, hidden_sh), expected=True)
+
+    def _head_of_adapters(self, hidden_sh: Tensor, part: RankSlice, running: RunningPass) -> dict[str, Tensor]:
+        """Compute the outputs adapter by adapter, each with its own addition to the weight of the head."""
+        edges = sorted({0, len(part.input_ids), *(edge for one in running.rows for edge in (one.start, one.end))})
+        # The rows between those of adapters are padding.
+        of_start = {one.start: one for one in running.rows}
+        ends = torch.searchsorted(part.selected, torch.tensor(edges, device=part.selected.device)).tolist()
+        outputs: list[dict[str, Tensor]] = []
+        for edge, start, end in zip(edges, ends, ends[1:], strict=False):
+            rows = slice(start, end)
+            one = of_start.get(edge)
+            adapter = None
+            if one is not None and one.adapter is not None and start < end:
+                factors = running.slots[one.adapter].factors(HEAD, hidden_sh.dtype, train=one.train)
+                if factors is not None:
+                    adapter = head_adapter_of(hidden_sh[rows], factors, running.anchor)
+            outputs.append(
+                self._outputs(hidden_sh[rows], part, rows, adapter, expected=one is not None and one.linear)
+            )
+        return {name: torch.cat([one[name] for one in outputs]) for name in outputs[0]}
+
+    def _outputs(
+        self, hidden_sh: Tensor, part: RankSlice, rows: slice, adapter: HeadAdapter | None, *, expected: bool
+    ) -> dict[str, Tensor]:
+        head = self.lm.get_output_embeddings()
+        gradients = part.expected if expected else None
         head_outputs = linear_head(
             hidden_sh,
             head.weight,
-            part.targets,
+            part.targets[rows],
             bias_v=getattr(head, "bias", None),
-            adapter=head_adapter(head, hidden_sh),
+            adapter=adapter,
             transform=self.transform,
             temperature=part.outputs.temperature,
             entropy=part.outputs.entropy,
             greedy=part.outputs.greedy,
             sum_squared_probs=part.outputs.sum_squared_probs,
-            expected=part.expected,
+            expected=None if gradients is None else {name: value[rows] for name, value in gradients.items()},
             regions=self.head_regions,
         )
         return {name: value for name, value in head_outputs._asdict().items() if getattr(part.outputs, name)}

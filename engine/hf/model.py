@@ -179,7 +179,10 @@ def allocate(module: nn.Module, device: torch.device, *, buffers: torch.device |
 
 
 def choose_trainable(root: HFModel, model: ModelConfig) -> None:
-    """Make a new head next to adapters trainable, and freeze the parameters that match `model.freeze`."""
+    """Make a new head next to adapters trainable, and freeze what adapters are trained on, or what matches `model.freeze`."""
+    if model.max_adapters:
+        root.requires_grad_(False)
+        return
     if wants_adapters(model.lora) and root.score is not None:
         root.score.requires_grad_(True)
     freeze(root, model.freeze)

@@ -12,7 +12,6 @@ Axes: T tokens, C tokens of a chunk, H hidden size, V vocabulary (this rank's ro
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .head_regions import ChunkOutputs, HeadRegions, chunk_outputs
+from .products import add_product, wide_product
 
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
 """The size of a chunk's float32 logits: what stays in a CPU's cache, and what keeps a GPU's matrix units busy."""
@@ -178,48 +178,12 @@ _Pairs = list[tuple[Tensor, Tensor]]
 """The inputs whose products are the logits: hidden states and weight and, of an adapter, low-rank states and B."""
 
 
-def _widening(device_type: str, dtype: torch.dtype) -> bool:
-    """Return whether a product of 16-bit matrices can be written in float32, as the kernel has accumulated it."""
-    return device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b` in at least float32."""
-    if _widening(a.device.type, a.dtype):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    z = a @ b
-    return z.to(torch.promote_types(z.dtype, torch.float32))
-
-
-@cache
-def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch's product of 16-bit matrices can be added to a float32 matrix; some versions want the format of the factors."""
-    tiny = torch.zeros(16, 16, dtype=dtype, device=device)
-    try:
-        torch.addmm(torch.zeros(16, 16, device=device), tiny, tiny, out_dtype=torch.float32)
-    except RuntimeError as e:
-        if "dtype" not in str(e):
-            raise
-        return False
-    return True
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to `total` in place, whose precision is at least theirs."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif _widening(a.device.type, a.dtype) and _adds_to_float32(a.device, a.dtype):
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total += _product(a, b)
-
-
 def _logits(pairs: _Pairs, part: slice, bias_v: Tensor | None, s: _Settings) -> tuple[Tensor, Tensor | None]:
     """Return a chunk's final logits and, with a soft cap, the derivative of the cap."""
     (h_th, w_vh), *others = pairs
-    z_cv = _product(h_th[part], w_vh.T)
+    z_cv = wide_product(h_th[part], w_vh.T)
     for low_tr, up_vr in others:
-        _add_product(z_cv, low_tr[part], up_vr.T)
+        add_product(z_cv, low_tr[part], up_vr.T)
     if bias_v is not None:
         z_cv += bias_v
     if s.transform.scale != 1.0:
@@ -335,7 +299,7 @@ class _Accumulator:
             if d_states is not None:
                 torch.mm(dz_cv, weight, out=d_states[part])
             if d_weight is not None:
-                _add_product(d_weight, dz_cv.T, states[part])
+                add_product(d_weight, dz_cv.T, states[part])
 
     def results(self) -> tuple[Tensor | None, ...]:
         """Return the gradients in the order of `needs_grad`."""

@@ -52,6 +52,7 @@ class PackedBatch:
         call_ids: `[N]` int64, the call that each sequence belongs to, if the batch holds those of several callers: with
             `EngineConfig.invariant`, no micro-batch has sequences of two calls.
         names: The origin of each sequence, for error messages (`data.jsonl:12`).
+        free_labels: Whether a label may be any token, and of a document's last token too. Documents then share no prefixes.
         extra_fields: The names of fields that are carried along and may remain unread. The engine rejects any other field that
             the loss does not read, because its name is most likely misspelled.
 
@@ -69,6 +70,7 @@ class PackedBatch:
     group_ids: Tensor | None = None
     call_ids: Tensor | None = None
     names: tuple[str, ...] | None = None
+    free_labels: bool = False
     extra_fields: frozenset[str] = frozenset()
     bounds: tuple[int, ...] = field(init=False)
     """A copy of `cu_seqlens` on the host, so that reading it never waits for a device."""
@@ -213,6 +215,7 @@ class PackedBatch:
             group_ids=None if first.group_ids is None else _distinct([b.group_ids for b in batches]),
             call_ids=None if first.call_ids is None else _distinct([b.call_ids for b in batches]),
             names=None if first.names is None else tuple(n for b in batches for n in b.names or ()),
+            free_labels=any(b.free_labels for b in batches),
             extra_fields=frozenset().union(*(b.extra_fields for b in batches)),
             bounds=bounds,
         )
@@ -325,7 +328,8 @@ def _check(batch: PackedBatch) -> None:
             raise BatchError(f"{name} is {tuple(ids.shape)} {ids.dtype}; it must be [{count}] torch.int64")
     if batch.names is not None and len(batch.names) != count:
         raise BatchError(f"names has {len(batch.names)} entries for {count} sequences")
-    _check_labels(batch)
+    if not batch.free_labels:
+        _check_labels(batch)
 
 
 def _check_positions(positions: Tensor, tokens: int) -> None:
@@ -350,7 +354,8 @@ def _check_labels(batch: PackedBatch) -> None:
         sequence = next(i for i, end in enumerate(batch.bounds[1:]) if at < end)
         raise BatchError(
             f"labels[{at}] = {int(batch.labels[at])} in {batch.name_of(sequence)}; labels are already shifted, so it must be "
-            f"{IGNORE} or the next token of the same document ({int(expected[at])}); use `shift_labels` to create them"
+            f"{IGNORE} or the next token of the same document ({int(expected[at])}); use `shift_labels` to create them, or set "
+            "free_labels=True for other targets"
         )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from drivetrain.engine.ops import flex as flex_module
 from drivetrain.engine.ops import kernels
 from drivetrain.engine.ops import linear_head as head_module
+from drivetrain.engine.ops import products as products_module
 from drivetrain.engine.ops.flex import compile_flex, flex
 from drivetrain.engine.ops.head_regions import HeadRegions, chunk_outputs, logit_gradient
 from drivetrain.engine.ops.kernels import by_document
@@ -356,10 +357,10 @@ def test_products_on_cuda_are_written_in_float32(adds: bool, monkeypatch: pytest
         return total.add_(a.to(out_dtype) @ b.to(out_dtype))
 
     monkeypatch.setitem(head_module.KEPT_BYTES, "cpu", 0)
-    monkeypatch.setattr(head_module, "_widening", lambda device, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(products_module, "_widening", lambda device, dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
-    head_module._adds_to_float32.cache_clear()
+    products_module._adds_to_float32.cache_clear()
     torch.manual_seed(0)
     h, w = (torch.randn(n, 16, dtype=torch.bfloat16, requires_grad=True) for n in (50, 97))
     targets = torch.randint(0, 97, (50,))

@@ -1,0 +1,360 @@
+"""Training several adapters of one frozen model: forward and backward passes of many calls at once, and one optimizer step for each.
+
+A call is a batch of one adapter with a loss of its own, which is a sum: nothing is divided by tokens, documents or ranks. Its documents
+share passes with those of other calls. The gradients of an adapter add up over calls until its optimizer step.
+
+Axes: T tokens of a call's batch.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adapters.bank import AdapterBank, AdapterRows
+from .adapters.config import AdapterConfig
+from .adapters.passes import PassLimits, Segment, plan_passes
+from .adapters.slot import AdapterStep
+from .base import BaseEngine
+from .config import OptimConfig
+from .errors import BatchError, ConfigError, DrivetrainError
+from .loss import HeadRequest, Loss, LossSums, OutputRequest, TokenOutputs, combine, expected_gradient
+from .ops.expert_routes import ExpertRoutes
+from .packing.batch import PackedBatch
+from .packing.convert import unsupervised
+from .rank_slice import PADDING_DOCUMENT
+from .step import unused
+from .step_plan import MicroBatch, TokenBudget, check_ids
+
+REQUEST = OutputRequest(log_probs=True)
+"""What every call is answered: log-probabilities at a temperature of 1, of which losses are functions."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdapterCall:
+    """A batch of one adapter.
+
+    Args:
+        adapter: The name of the adapter; None for the frozen model without any, which can only be evaluated.
+        batch: This rank's data-parallel shard of the call's batch, on the host; None if it has no documents here.
+        loss: The loss, a sum over tokens; its weights are not used. Its request is log-probabilities at a temperature of 1.
+        forward_only: Whether to evaluate the loss only, without gradients.
+    """
+
+    adapter: str | None
+    batch: PackedBatch | None
+    loss: Loss
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdapterCallResult:
+    """The result of a call.
+
+    Args:
+        loss: The loss, summed over all ranks; NaN if there is an error.
+        terms: The loss by term.
+        metrics: The metrics of the loss, each sum / count.
+        log_probs: `[T]` float32 on the host, the log-probability of each label of this rank's shard in the pass that gradients are of; 0
+            where a label is ignored. None without documents here.
+        error: What is wrong with the call, which then has changed nothing; None if it is done.
+    """
+
+    loss: float
+    terms: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    log_probs: Tensor | None = None
+    error: DrivetrainError | None = None
+
+
+class AdapterTrainer:
+    """What creates and trains the adapters of an engine. All methods are collective over the engine's ranks.
+
+    Args:
+        engine: An initialized engine with `model.max_adapters`.
+
+    Raises:
+        ConfigError: The engine has no adapters that are trained side by side.
+    """
+
+    def __init__(self, engine: BaseEngine) -> None:
+        if engine.adapters is None:
+            raise ConfigError(
+                f"model.max_adapters={engine.model_config.max_adapters}: the engine has no adapters that are created while it runs; set it"
+            )
+        self._engine = engine
+        self.bank: AdapterBank = engine.adapters
+        """The adapters."""
+
+    def create(self, name: str, config: AdapterConfig) -> None:
+        """Create an adapter; see `AdapterBank.create`. An error on one rank is raised on all ranks."""
+        with self._engine.topology.collective_errors():
+            self.bank.create(name, config)
+
+    def drop(self, name: str) -> None:
+        """Free an adapter."""
+        self.bank.drop(name)
+
+    def optim_step(self, name: str, optim: OptimConfig) -> AdapterStep:
+        """Make an optimizer step of an adapter; see `AdapterSlot.optim_step`.
+
+        Raises:
+            ConfigError: There is no such adapter, or the optimizer is not AdamW.
+            NonFiniteError: The gradient is not finite.
+        """
+        if optim.name != "adamw":
+            raise ConfigError(f"optim.name={optim.name}: adapters that are trained side by side are trained with adamw")
+        return self.bank[name].optim_step(optim, self._engine.topology.world)
+
+    def forward_backward(self, calls: Sequence[AdapterCall]) -> list[AdapterCallResult]:
+        """Compute the losses of calls, and add their gradients to those of their adapters.
+
+        A call that is wrong has an error as its result, on every rank, and changes nothing; the others go on.
+
+        Args:
+            calls: The calls, the same on every rank but for their batches. Those of one adapter are taken in order.
+
+        Returns:
+            The result of each call.
+        """
+        topology = self._engine.topology
+        checked = [self._error_of(call) for call in calls]
+        # A call is wrong if it is on any rank, and its documents are all elsewhere.
+        by_rank = topology.all_gather_object([(None if e is None else str(e), call.batch is not None) for e, call in zip(checked, calls, strict=True)])
+        errors: dict[int, DrivetrainError] = {}
+        for index in range(len(calls)):
+            messages = [of_rank[index][0] for of_rank in by_rank if of_rank[index][0] is not None]
+            if messages:
+                errors[index] = BatchError(messages[0])
+            elif not any(of_rank[index][1] for of_rank in by_rank):
+                errors[index] = BatchError("the call has no documents")
+        runs = {index: _CallRun(call) for index, call in enumerate(calls) if index not in errors}
+        for forward_only in (True, False):
+            part = {index: run for index, run in runs.items() if run.call.forward_only == forward_only}
+            if part:
+                self._run(part, backward=not forward_only)
+        sums = topology.all_gather_object({index: run.sums() for index, run in runs.items()} if topology.is_output_rank else None)
+        return [
+            AdapterCallResult(loss=math.nan, error=errors[index])
+            if index in errors
+            else runs[index].result([of_rank[index] for of_rank in sums if of_rank is not None])
+            for index in range(len(calls))
+        ]
+
+    def _error_of(self, call: AdapterCall) -> DrivetrainError | None:
+        try:
+            if call.adapter is not None:
+                self.bank[call.adapter]
+            elif not call.forward_only:
+                raise ConfigError("a call without an adapter trains nothing; name one, or set forward_only")
+            if call.loss.request != REQUEST:
+                raise ConfigError(
+                    f"a loss of {type(call.loss).__name__} needs {call.loss.request}; losses of adapters that are trained side by side are "
+                    f"functions of log-probabilities: {REQUEST}"
+                )
+            if call.batch is not None:
+                self._check_batch(call.batch, call.loss)
+        except DrivetrainError as e:
+            return e
+        return None
+
+    def _check_batch(self, batch: PackedBatch, loss: Loss) -> None:
+        if batch.media or batch.position_ids.dim() > 1:
+            raise BatchError("documents with media cannot be trained by adapters side by side; leave the media out")
+        if not batch.num_tokens:
+            raise BatchError("the call has no documents")
+        check_ids(batch, self._engine.model_shape.vocabulary)
+        limit = self._limits.tokens
+        if batch.max_seqlen > limit:
+            raise BatchError(
+                f"a document has {batch.max_seqlen} tokens, more than {self._limits.setting}={limit}; shorten it, or raise the budget"
+            )
+        # A loss that fails must do so before anything was added to a gradient.
+        mask = torch.ones(batch.num_tokens, dtype=torch.bool)
+        try:
+            sums = loss(TokenOutputs(mask=mask, log_probs=torch.zeros(batch.num_tokens)), batch)
+            expected_gradient(loss, batch, mask, _ones(loss, batch))
+        except DrivetrainError:
+            raise
+        except Exception as e:  # of many types: losses are of whoever made the call
+            raise BatchError(f"{type(loss).__name__} cannot be computed of this batch: {type(e).__name__}: {e}") from e
+        if not isinstance(sums, LossSums):
+            raise BatchError(f"{type(loss).__name__} returned a {type(sums).__name__}; a loss must return LossSums")
+
+    @property
+    def _limits(self) -> PassLimits:
+        engine = self._engine
+        budget = TokenBudget.of(engine.config.micro_batch, training=True)
+        usable = budget.tokens // engine.topology.token_multiple * engine.topology.token_multiple
+        return PassLimits(
+            tokens=usable, setting=budget.setting, invariant_size=engine.invariant_size, multiple=engine.row_multiple
+        )
+
+    def _run(self, runs: "Mapping[int, _CallRun]", *, backward: bool) -> None:
+        engine, topology = self._engine, self._engine.topology
+        indices = list(runs)
+        lengths = [[] if (batch := runs[index].call.batch) is None else batch.lengths for index in indices]
+        passes = plan_passes(lengths, [runs[index].call.adapter for index in indices], self._limits)
+        count = max(topology.all_gather_object(len(passes)))
+        accumulator = _Accumulator([runs[index] for index in indices], passes, backward=backward)
+        micro_batches = [
+            _micro_batch(accumulator, number, count, topology.device, backward=backward) for number in range(count)
+        ]
+        names = {call.adapter for run in runs.values() if (call := run.call).adapter is not None} if backward else set()
+        before = {name: None if (grads := self.bank[name].grads) is None else grads.clone() for name in names}
+        try:
+            with engine.train_mode() if backward else engine.eval_mode():
+                engine.run_micro_batches(micro_batches, accumulator, backward=backward)
+        except BaseException:
+            # What earlier calls have added stays as it was.
+            for name, grads in before.items():
+                self.bank[name].grads = grads
+            raise
+        if backward:
+            for name in names:
+                # Ranks without documents of an adapter add zeros at its step.
+                self.bank[name].require_gradients()
+
+
+class _CallRun:
+    """A call that is running on this rank."""
+
+    def __init__(self, call: AdapterCall) -> None:
+        self.call = call
+        self.terms: dict[str, list[Tensor]] = defaultdict(list)
+        self.metrics: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
+        self.log_probs: list[tuple[tuple[int, ...], Tensor]] = []
+
+    def part(self, segment: Segment) -> PackedBatch:
+        """Return the documents of a segment."""
+        assert self.call.batch is not None
+        return self.call.batch.select(segment.documents)
+
+    def sums(self) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+        """Return the sums of this rank's documents."""
+        terms = {name: math.fsum(float(v) for v in values) for name, values in self.terms.items()}
+        metrics = {
+            name: (math.fsum(float(v) for v, _ in pairs), math.fsum(float(n) for _, n in pairs))
+            for name, pairs in self.metrics.items()
+        }
+        return terms, metrics
+
+    def result(self, sums: Sequence[tuple[dict[str, float], dict[str, tuple[float, float]]]]) -> AdapterCallResult:
+        """Return the result, given the sums of each data-parallel rank."""
+        terms: dict[str, float] = defaultdict(float)
+        metrics: dict[str, tuple[float, float]] = {}
+        for of_terms, of_metrics in sums:
+            for name, value in of_terms.items():
+                terms[name] += value
+            for name, (value, number) in of_metrics.items():
+                total, many = metrics.get(name, (0.0, 0.0))
+                metrics[name] = total + value, many + number
+        batch = self.call.batch
+        log_probs = None
+        if batch is not None:
+            log_probs = torch.zeros(batch.num_tokens)
+            for documents, values in self.log_probs:
+                log_probs[batch.token_index(documents)] = values.float().cpu()
+        return AdapterCallResult(
+            loss=sum(terms.values()),
+            terms=dict(terms),
+            metrics={name: value / number if number else math.nan for name, (value, number) in metrics.items()},
+            log_probs=log_probs,
+        )
+
+
+class _Accumulator:
+    """Consumer of passes that evaluates the loss of each call on its own documents; see `step.MicroBatchConsumer`."""
+
+    def __init__(self, runs: Sequence[_CallRun], passes: Sequence[Sequence[Segment]], *, backward: bool) -> None:
+        self.runs, self.passes, self._backward = runs, passes, backward
+
+    records_routes = False
+    counts_experts = False
+
+    def take_routes(self, micro_batch: MicroBatch, routes: ExpertRoutes, gather: Callable[[], Tensor]) -> None:
+        """Ignore the experts that tokens go to."""
+
+    def segments(self, micro_batch: MicroBatch) -> list[tuple[int, Segment, PackedBatch]]:
+        """Return the segments of a pass with their first rows and their documents on the device."""
+        of_pass = [] if micro_batch.is_dummy else self.passes[micro_batch.index]
+        starts = accumulate((segment.rows for segment in of_pass), initial=0)
+        device = micro_batch.batch.device
+        return [
+            (start, segment, self.runs[segment.call].part(segment).to(device))
+            for start, segment in zip(starts, of_pass, strict=False)
+        ]
+
+    def request(self, micro_batch: MicroBatch) -> HeadRequest:
+        """Return what the head computes: the log-probability of every label."""
+        rows, device = micro_batch.batch.num_tokens, micro_batch.batch.device
+        mask = torch.zeros(rows, dtype=torch.bool, device=device)
+        gradient = torch.zeros(rows, device=device)
+        for start, segment, part in self.segments(micro_batch):
+            mask[start : start + segment.tokens] = True
+            loss = self.runs[segment.call].call.loss
+            known = expected_gradient(loss, part, mask.new_ones(part.num_tokens), _ones(loss, part)) if self._backward else None
+            if known is not None:
+                gradient[start : start + segment.tokens] = known["log_probs"]
+        return HeadRequest(outputs=REQUEST, mask=mask, expected={"log_probs": gradient} if self._backward else None)
+
+    def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
+        """Return the sum of the losses of a pass."""
+        assert outputs.log_probs is not None
+        # Where there are no documents, or none that are learned from, the other ranks' collectives need a backward pass all the same.
+        totals = [unused(outputs.log_probs)]
+        for start, segment, part in self.segments(micro_batch):
+            run, rows = self.runs[segment.call], slice(start, start + segment.tokens)
+            log_probs = outputs.log_probs[rows]
+            sums = run.call.loss(TokenOutputs(mask=outputs.mask[rows], log_probs=log_probs), part)
+            totals.append(combine(sums, dict.fromkeys(sums.terms, 1.0)))
+            for name, value in sums.terms.items():
+                run.terms[name].append(value.detach())
+            for name, pair in sums.metrics.items():
+                run.metrics[name].append(pair)
+            run.log_probs.append((segment.documents, log_probs.detach()))
+        return torch.stack([total.to(totals[0].dtype) for total in totals]).sum()
+
+
+def _ones(loss: Loss, part: PackedBatch) -> dict[str, float]:
+    return dict.fromkeys(loss.weights(part), 1.0)
+
+
+def _micro_batch(accumulator: _Accumulator, number: int, count: int, device: torch.device, *, backward: bool) -> MicroBatch:
+    if number >= len(accumulator.passes):
+        return MicroBatch(batch=unsupervised(1, device), index=number, count=count, is_dummy=True)
+    parts: list[PackedBatch] = []
+    rows: list[AdapterRows] = []
+    start = 0
+    for segment in accumulator.passes[number]:
+        run = accumulator.runs[segment.call]
+        parts.append(_only_tokens(run.part(segment)))
+        for begin in range(0, segment.padding, PADDING_DOCUMENT):
+            parts.append(_only_tokens(unsupervised(min(PADDING_DOCUMENT, segment.padding - begin), "cpu")))
+        rows.append(
+            AdapterRows(
+                start=start,
+                end=start + segment.rows,
+                adapter=run.call.adapter,
+                train=backward,
+                linear=run.call.loss.linear,
+            )
+        )
+        start += segment.rows
+    return MicroBatch(batch=PackedBatch.concat(parts).to(device), index=number, count=count, adapters=tuple(rows))
+
+
+def _only_tokens(batch: PackedBatch) -> PackedBatch:
+    """Return a batch without what losses read."""
+    return PackedBatch(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        cu_seqlens=batch.cu_seqlens,
+        labels=batch.labels,
+        free_labels=True,
+    )

@@ -1,0 +1,1 @@
+"""Several low-rank adapters (LoRA) on one frozen model, created, trained and dropped while it runs."""

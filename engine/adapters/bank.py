@@ -1,0 +1,131 @@
+"""The adapters of a model by their names, and those of the rows of the pass that is running."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..ops.adapter_products import FactorSpan
+from .config import AdapterConfig
+from .slot import AdaptedLayer, AdapterSlot
+
+HEAD = "lm_head"
+"""The name of the head among the layers, whatever it is called in the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterRows:
+    """Rows of a pass that belong to one call of one adapter.
+
+    Args:
+        start: The first row.
+        end: The row after the last one.
+        adapter: The name of the adapter; None for the model without any.
+        train: Whether gradients are added up.
+        linear: Whether the loss is linear in its outputs, so that the head's gradient is known in advance.
+    """
+
+    start: int
+    end: int
+    adapter: str | None
+    train: bool = False
+    linear: bool = False
+
+
+@dataclass(eq=False)
+class RunningPass:
+    """The rows of the pass that is running, on this rank: what the adapted layers read. One object for all layers of a model."""
+
+    rows: tuple[AdapterRows, ...] = ()
+    slots: Mapping[str, AdapterSlot] = field(default_factory=dict)
+    anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
+    """Through which the backward pass reaches layers whose input requires no gradient."""
+
+    def spans(self, layer: str, dtype: torch.dtype) -> list[FactorSpan]:
+        """Return the rows with factors for a layer."""
+        spans: list[FactorSpan] = []
+        for one in self.rows:
+            if one.adapter is not None:
+                factors = self.slots[one.adapter].factors(layer, dtype, train=one.train)
+                spans += [] if factors is None else [FactorSpan(one.start, one.end, factors)]
+        return spans
+
+
+class AdapterBank:
+    """The adapters of a model.
+
+    Args:
+        layers: The layers that can be adapted.
+        running: What the layers read.
+        device: Where adapters are held.
+        most: How many there may be at a time.
+    """
+
+    def __init__(self, layers: Sequence[AdaptedLayer], running: RunningPass, device: torch.device, most: int) -> None:
+        self.layers, self._running, self._device, self._most = tuple(layers), running, device, most
+        self._slots: dict[str, AdapterSlot] = {}
+        running.slots = self._slots
+        running.anchor = torch.zeros((), device=device, requires_grad=True)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the adapters, in the order in which they were created."""
+        return tuple(self._slots)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._slots
+
+    def __getitem__(self, name: str) -> AdapterSlot:
+        if name not in self._slots:
+            raise ConfigError(f"there is no adapter {name!r}; there are {', '.join(self._slots) or 'none'}")
+        return self._slots[name]
+
+    def create(self, name: str, config: AdapterConfig) -> AdapterSlot:
+        """Create an adapter. It must be created on all ranks, which draw the same initial factors.
+
+        Raises:
+            ConfigError: There is one with this name, there are as many as there may be, or its settings do not fit the model.
+        """
+        if name in self._slots:
+            raise ConfigError(f"there is an adapter {name!r} already; drop it first, or choose another name")
+        if len(self._slots) >= self._most:
+            raise ConfigError(
+                f"model.max_adapters={self._most}: there are as many adapters already; drop one first, or raise the number"
+            )
+        slot = AdapterSlot(config, self.layers, self._device)
+        self._slots[name] = slot
+        return slot
+
+    def drop(self, name: str) -> None:
+        """Free an adapter.
+
+        Raises:
+            ConfigError: There is none with this name.
+        """
+        self[name]
+        del self._slots[name]
+
+    def select(self, rows: Sequence[AdapterRows], first: int, count: int) -> None:
+        """Choose the adapters of the rows of the next pass.
+
+        Args:
+            rows: The rows of the complete pass, which do not overlap, in order.
+            first: The first row of this rank's slice.
+            count: The number of rows of the slice.
+        """
+        clipped = [
+            AdapterRows(
+                start=max(one.start - first, 0),
+                end=min(one.end - first, count),
+                adapter=one.adapter,
+                train=one.train,
+                linear=one.linear,
+            )
+            for one in rows
+        ]
+        self._running.rows = tuple(one for one in clipped if one.start < one.end)
+        for one in self._running.rows:
+            if one.adapter is not None and one.train:
+                self[one.adapter].require_gradients()

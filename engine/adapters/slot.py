@@ -1,0 +1,242 @@
+"""One adapter: its factors, gradients and moments, each in one flat float32 tensor, and its step count."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ..config import OptimConfig
+from ..errors import ConfigError, NonFiniteError
+from ..ops.adapter_products import Factors
+from .config import AdapterConfig, Target
+
+ALIGNMENT = 16
+"""Factors begin at multiples of 64 bytes, since products on a CPU may add up in another order where memory is not aligned."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedLayer:
+    """A layer that adapters can adapt.
+
+    Args:
+        name: The name of its module in the transformers model.
+        target: What it belongs to.
+        inputs: The size of its input.
+        outputs: The size of its output.
+    """
+
+    name: str
+    target: Target
+    inputs: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the factors of a layer are in the flat tensors."""
+
+    layer: AdaptedLayer
+    down: int
+    up: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterStep:
+    """The result of an optimizer step of one adapter.
+
+    Args:
+        grad_norm: The 2-norm of its gradient before clipping.
+        step: The number of its steps so far.
+    """
+
+    grad_norm: float
+    step: int
+
+
+class AdapterSlot:
+    """An adapter of a frozen model. Every rank holds it whole, and adds up the gradients of its own tokens until the optimizer step.
+
+    Args:
+        config: Its settings.
+        layers: All layers of the model that can be adapted.
+        device: Where it is held.
+
+    Raises:
+        ConfigError: The model has none of the layers that the settings name, or the rank is larger than one of them.
+    """
+
+    def __init__(self, config: AdapterConfig, layers: Sequence[AdaptedLayer], device: torch.device) -> None:
+        self.config, self.device, self.step_count = config, device, 0
+        self._places: dict[str, _Place] = {}
+        end = 0
+        for layer in layers:
+            if layer.target in config.targets:
+                down, up = end, _aligned(end + config.rank * layer.inputs)
+                end = _aligned(up + layer.outputs * config.rank)
+                self._places[layer.name] = _Place(layer, down, up)
+        present = {layer.target for layer in layers}
+        if missing := [target for target in config.targets if target not in present]:
+            raise ConfigError(
+                f"adapter.targets={list(config.targets)}: the model has no layers of {missing[0]} that can be adapted; it has those of "
+                f"{', '.join(sorted(present)) or 'none'}"
+            )
+        widest = min(min(place.layer.inputs, place.layer.outputs) for place in self._places.values())
+        if config.rank > widest:
+            raise ConfigError(
+                f"adapter.rank={config.rank} is more than the smallest side of the layers that it adapts, {widest}; lower it, or leave out "
+                "targets"
+            )
+        self.values = torch.zeros(end, dtype=torch.float32, device=device)
+        """All factors; what lies between them stays zero."""
+        self.grads: Tensor | None = None
+        """The gradients of this rank's tokens since the last step, divided like `values`; None if there are none."""
+        self._optimizer: torch.optim.AdamW | None = None
+        self._cast: Tensor | None = None
+        self._initialize()
+
+    def _initialize(self) -> None:
+        """Draw A like a linear layer's weight; B is zero (section 4.1 of the paper)."""
+        generator = torch.Generator().manual_seed(self.config.seed)
+        for place in self._places.values():
+            # As torch's kaiming_uniform_ with a = sqrt(5), which has no generator in older versions.
+            bound = 1 / math.sqrt(place.layer.inputs)
+            drawn = torch.empty(self.config.rank, place.layer.inputs).uniform_(-bound, bound, generator=generator)
+            self._down(self.values, place).copy_(drawn)
+
+    def _down(self, flat: Tensor, place: _Place) -> Tensor:
+        rank, inputs = self.config.rank, place.layer.inputs
+        return flat[place.down : place.down + rank * inputs].view(rank, inputs)
+
+    def _up(self, flat: Tensor, place: _Place) -> Tensor:
+        outputs, rank = place.layer.outputs, self.config.rank
+        return flat[place.up : place.up + outputs * rank].view(outputs, rank)
+
+    # ---- passes --------------------------------------------------------------------------------------------------
+
+    def require_gradients(self) -> None:
+        """Allocate the gradients, if there are none since the last step."""
+        if self.grads is None:
+            self.grads = torch.zeros_like(self.values)
+
+    def factors(self, layer: str, dtype: torch.dtype, *, train: bool) -> Factors | None:
+        """Return the factors for a layer; None if the adapter does not adapt it.
+
+        Args:
+            layer: The name of the layer.
+            dtype: The dtype of the layer's input.
+            train: Whether gradients are added up.
+        """
+        place = self._places.get(layer)
+        if place is None:
+            return None
+        values = self.values
+        if dtype != values.dtype:
+            if self._cast is None or self._cast.dtype != dtype:
+                self._cast = values.to(dtype)
+            values = self._cast
+        grads = self.grads if train else None
+        return Factors(
+            down_ri=self._down(values, place),
+            up_or=self._up(values, place),
+            scale=self.config.scale,
+            down_grad=None if grads is None else self._down(grads, place),
+            up_grad=None if grads is None else self._up(grads, place),
+        )
+
+    # ---- the optimizer -------------------------------------------------------------------------------------------
+
+    def optim_step(self, optim: OptimConfig, group: ProcessGroup) -> AdapterStep:
+        """Add up the gradients over the ranks, clip them, and make a step of AdamW. Collective. The gradients are dropped either way.
+
+        Without gradients since the last step, they are zeros.
+
+        Args:
+            optim: The settings of this step. There is no schedule: `lr` is that of the step.
+            group: The ranks of the engine.
+
+        Raises:
+            NonFiniteError: The gradient is not finite; the factors and moments are unchanged.
+        """
+        self.require_gradients()
+        grads, self.grads = self.grads, None
+        assert grads is not None
+        dist.all_reduce(grads, group=group)
+        norm = float(torch.linalg.vector_norm(grads))
+        if not math.isfinite(norm):
+            raise NonFiniteError(
+                f"the norm of the adapter's gradient is {norm:g}; it was dropped, and factors and moments are unchanged. Check the data, the "
+                "weights and the learning rate"
+            )
+        if optim.clip_grad_norm is not None and norm > optim.clip_grad_norm:
+            # The formula of torch.nn.utils.clip_grad_norm_, so that a plain loop clips identically.
+            grads *= optim.clip_grad_norm / (norm + 1e-6)
+        optimizer = self._require_optimizer()
+        settings = optimizer.param_groups[0]
+        settings.update(lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
+        settings["params"][0].grad = grads
+        optimizer.step()
+        settings["params"][0].grad = None
+        self._cast = None
+        self.step_count += 1
+        return AdapterStep(grad_norm=norm, step=self.step_count)
+
+    def _require_optimizer(self) -> torch.optim.AdamW:
+        if self._optimizer is None:
+            parameter = nn.Parameter(self.values, requires_grad=True)
+            # What a step changes is given with each step.
+            self._optimizer = torch.optim.AdamW([parameter], lr=0.0, fused=True)
+            self._optimizer.state[parameter] = {
+                "step": torch.tensor(float(self.step_count), device=self.device),
+                **{kind: torch.zeros_like(self.values) for kind in MOMENTS},
+            }
+        return self._optimizer
+
+    def _moments(self) -> dict[str, Tensor]:
+        state = self._require_optimizer().state
+        return {kind: next(iter(state.values()))[kind] for kind in MOMENTS}
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> Iterator[tuple[str, Literal["down", "up"], str, Tensor]]:
+        """Yield the layer, the factor, the kind (`value`, `exp_avg`, `exp_avg_sq`) and a view of each tensor of the state."""
+        for kind, flat in {"value": self.values, **self._moments()}.items():
+            for name, place in self._places.items():
+                yield name, "down", kind, self._down(flat, place)
+                yield name, "up", kind, self._up(flat, place)
+
+    def state_dict(self, *, optimizer: bool = True) -> dict[str, Any]:
+        """Return a copy of the state, on the host: `step`, `value` and, with the optimizer, its moments, each `[P]` float32.
+
+        Gradients that no step has used are not part of it.
+        """
+        kinds = {"value": self.values, **(self._moments() if optimizer else {})}
+        return {"step": self.step_count if optimizer else 0, **{k: v.detach().to("cpu", copy=True) for k, v in kinds.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` of an adapter with the same settings returned; gradients are dropped. Without moments, they are zero.
+
+        Raises:
+            ConfigError: A tensor has another size.
+        """
+        for kind in ("value", *MOMENTS):
+            if kind in state and state[kind].shape != self.values.shape:
+                raise ConfigError(
+                    f"{kind} of the adapter's state is {list(state[kind].shape)}, but by its settings it is {list(self.values.shape)}; load it "
+                    "into an adapter with the same rank and targets"
+                )
+        self.grads, self._cast, self._optimizer = None, None, None
+        self.step_count = int(state["step"]) if MOMENTS[0] in state else 0
+        self.values.copy_(state["value"])
+        if MOMENTS[0] in state:
+            for kind, moment in self._moments().items():
+                moment.copy_(state[kind])
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

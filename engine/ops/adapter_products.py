@@ -1,0 +1,133 @@
+"""The products of several adapters in one pass: each row of a layer's input is multiplied by the factors of its own adapter.
+
+The rows of an adapter are contiguous spans. Every span is multiplied by itself, and the gradients of a factor are added to its float32
+buffer span by span, in the order of the rows: what an adapter is given depends neither on the other spans of a pass nor on how spans
+are divided into passes. Autograd would add the spans of a pass in reverse order.
+
+Axes: T rows, R rank, I inputs, O outputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .linear_head import HeadAdapter
+from .products import add_product
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Factors:
+    """The factors of an adapter for one layer, in the dtype of its input.
+
+    Args:
+        down_ri: The matrix A.
+        up_or: The matrix B.
+        scale: The factor on the product.
+        down_grad: Where the gradient of A is added, at least float32; None if there is none.
+        up_grad: Where the gradient of B is added; None if there is none.
+    """
+
+    down_ri: Tensor
+    up_or: Tensor
+    scale: float
+    down_grad: Tensor | None = None
+    up_grad: Tensor | None = None
+
+
+class FactorSpan(NamedTuple):
+    """Rows with the factors that they are multiplied by."""
+
+    start: int
+    end: int
+    factors: Factors
+
+
+def adapter_outputs(x_ti: Tensor, spans: Sequence[FactorSpan], outputs: int, anchor: Tensor) -> Tensor:
+    """Return what adapters add to the output of a layer, `[T, O]`; zeros for rows outside of all spans.
+
+    Args:
+        x_ti: The input of the layer.
+        spans: The spans, in the order of their rows.
+        outputs: The number O.
+        anchor: A scalar that requires a gradient, through which the backward pass reaches the layer if its input requires none.
+    """
+    return _AdapterOutputs.apply(x_ti, anchor, tuple(spans), outputs)
+
+
+class _AdapterOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ti: Tensor, anchor: Tensor, spans: tuple[FactorSpan, ...], outputs: int) -> Tensor:
+        out_to = x_ti.new_zeros(len(x_ti), outputs)
+        lows: list[Tensor] = []
+        for start, end, factors in spans:
+            low_tr = x_ti[start:end] @ factors.down_ri.T
+            torch.mm(low_tr, factors.up_or.T, out=out_to[start:end])
+            out_to[start:end] *= factors.scale
+            lows.append(low_tr)
+        ctx.save_for_backward(x_ti, *lows)
+        ctx.spans = spans
+        return out_to
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x_ti, *lows = ctx.saved_tensors
+        # In memory order, so that products of spans are the same whatever the layer after this one has returned.
+        grad_to = grads[0].contiguous()
+        dx_ti = torch.zeros_like(x_ti) if ctx.needs_input_grad[0] else None
+        for (start, end, factors), low_tr in zip(ctx.spans, lows, strict=True):
+            scaled_to = grad_to[start:end] * factors.scale
+            dlow_tr = scaled_to @ factors.up_or
+            if factors.up_grad is not None:
+                add_product(factors.up_grad, scaled_to.T, low_tr)
+            if factors.down_grad is not None:
+                add_product(factors.down_grad, dlow_tr.T, x_ti[start:end])
+            if dx_ti is not None:
+                torch.mm(dlow_tr, factors.down_ri, out=dx_ti[start:end])
+        return dx_ti, None, None, None
+
+
+def head_adapter_of(hidden_th: Tensor, factors: Factors, anchor: Tensor) -> HeadAdapter:
+    """Return an adapter of the head for rows that are all its own.
+
+    Args:
+        hidden_th: The hidden states, `[T, H]`.
+        factors: The factors of the head.
+        anchor: A scalar that requires a gradient; see `adapter_outputs`.
+    """
+    return HeadAdapter(_LowRankStates.apply(hidden_th, anchor, factors), _ScaledUp.apply(anchor, factors))
+
+
+class _LowRankStates(torch.autograd.Function):
+    """Hidden states times the transposed matrix A."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_th: Tensor, anchor: Tensor, factors: Factors) -> Tensor:
+        ctx.save_for_backward(hidden_th)
+        ctx.factors = factors
+        return hidden_th @ factors.down_ri.T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        (hidden_th,) = ctx.saved_tensors
+        factors = ctx.factors
+        if factors.down_grad is not None:
+            add_product(factors.down_grad, grads[0].T, hidden_th)
+        return grads[0] @ factors.down_ri if ctx.needs_input_grad[0] else None, None, None
+
+
+class _ScaledUp(torch.autograd.Function):
+    """The matrix B times the scale of the adapter."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, factors: Factors) -> Tensor:
+        ctx.factors = factors
+        return factors.up_or * factors.scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        if ctx.factors.up_grad is not None:
+            ctx.factors.up_grad.add_(grads[0], alpha=ctx.factors.scale)
+        return None, None
