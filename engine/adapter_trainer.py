@@ -125,7 +125,9 @@ class AdapterTrainer:
         topology = self._engine.topology
         checked = [self._error_of(call) for call in calls]
         # A call is wrong if it is on any rank, and its documents are all elsewhere.
-        by_rank = topology.all_gather_object([(None if e is None else str(e), call.batch is not None) for e, call in zip(checked, calls, strict=True)])
+        by_rank = topology.all_gather_object(
+            [(None if e is None else str(e), call.batch is not None) for e, call in zip(checked, calls, strict=True)]
+        )
         errors: dict[int, DrivetrainError] = {}
         for index in range(len(calls)):
             messages = [of_rank[index][0] for of_rank in by_rank if of_rank[index][0] is not None]
@@ -138,7 +140,9 @@ class AdapterTrainer:
             part = {index: run for index, run in runs.items() if run.call.forward_only == forward_only}
             if part:
                 self._run(part, backward=not forward_only)
-        sums = topology.all_gather_object({index: run.sums() for index, run in runs.items()} if topology.is_output_rank else None)
+        sums = topology.all_gather_object(
+            {index: run.sums() for index, run in runs.items()} if topology.is_output_rank else None
+        )
         return [
             AdapterCallResult(loss=math.nan, error=errors[index])
             if index in errors
@@ -298,7 +302,9 @@ class _Accumulator:
         for start, segment, part in self.segments(micro_batch):
             mask[start : start + segment.tokens] = True
             loss = self.runs[segment.call].call.loss
-            known = expected_gradient(loss, part, mask.new_ones(part.num_tokens), _ones(loss, part)) if self._backward else None
+            known = (
+                expected_gradient(loss, part, mask.new_ones(part.num_tokens), _ones(loss, part)) if self._backward else None
+            )
             if known is not None:
                 gradient[start : start + segment.tokens] = known["log_probs"]
         return HeadRequest(outputs=REQUEST, mask=mask, expected={"log_probs": gradient} if self._backward else None)

@@ -135,16 +135,22 @@ class Capabilities:
                 f"{several} with model.lora.rank={model.lora.rank}, which is a single adapter that is there from the start; set either to 0"
             )
         if model.head != "lm":
-            raise CapabilityError(f"{several} with model.head={model.head}: adapters are trained by log-probabilities; set model.head=lm")
+            raise CapabilityError(
+                f"{several} with model.head={model.head}: adapters are trained by log-probabilities; set model.head=lm"
+            )
         if model.freeze:
-            raise CapabilityError(f"{several} with model.freeze={list(model.freeze)}: the whole model is frozen; leave model.freeze out")
+            raise CapabilityError(
+                f"{several} with model.freeze={list(model.freeze)}: the whole model is frozen; leave model.freeze out"
+            )
         if engine.compile is True:
             raise CapabilityError(
                 f"{several} with engine.compile=true: the adapters of a pass change from one to the next, which no compiled layer follows; set "
                 "engine.compile to auto or false"
             )
         if engine.parallel.ep > 1:
-            raise CapabilityError(f"{several} with engine.parallel.ep={engine.parallel.ep} is not supported; set engine.parallel.ep=1")
+            raise CapabilityError(
+                f"{several} with engine.parallel.ep={engine.parallel.ep} is not supported; set engine.parallel.ep=1"
+            )
 
     def _check_invariant(self, engine: EngineConfig) -> None:
         if not self.invariant:

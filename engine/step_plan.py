@@ -465,8 +465,10 @@ def check_ids(batch: PackedBatch, vocabulary: int) -> None:
     Raises:
         BatchError: An id has no embedding; the message names the sequence, the token and the id.
     """
-    if vocabulary and batch.free_labels and bool(
-        ((batch.labels != IGNORE) & ((batch.labels < 0) | (batch.labels >= vocabulary))).any()
+    if (
+        vocabulary
+        and batch.free_labels
+        and bool(((batch.labels != IGNORE) & ((batch.labels < 0) | (batch.labels >= vocabulary))).any())
     ):
         raise BatchError(
             f"labels are from {int(batch.labels.min())} to {int(batch.labels.max())}; they must be {IGNORE} or ids that the model has, 0 to "

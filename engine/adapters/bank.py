@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..ops.adapter_products import FactorSpan
+from ..errors import ConfigError, ModelError
+from ..ops.adapter_products import Factors, FactorSpan
 from .config import AdapterConfig
 from .slot import AdaptedLayer, AdapterSlot
 
@@ -39,17 +39,58 @@ class RunningPass:
     """The rows of the pass that is running, on this rank: what the adapted layers read. One object for all layers of a model."""
 
     rows: tuple[AdapterRows, ...] = ()
+    count: int = 0
     slots: Mapping[str, AdapterSlot] = field(default_factory=dict)
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     """Through which the backward pass reaches layers whose input requires no gradient."""
 
-    def spans(self, layer: str, dtype: torch.dtype) -> list[FactorSpan]:
-        """Return the rows with factors for a layer."""
+    def factors(self, rows: AdapterRows, layer: str, dtype: torch.dtype) -> Factors | None:
+        """Return the factors of the adapter of rows for a layer; None if there is none."""
+        return None if rows.adapter is None else self.slots[rows.adapter].factors(layer, dtype, train=rows.train)
+
+    def spans(self, layer: str, x_ti: Tensor) -> list[FactorSpan]:
+        """Return the rows with factors for a layer.
+
+        Args:
+            layer: The name of the layer.
+            x_ti: Its input.
+
+        Raises:
+            ModelError: The input has other rows than the pass, so that nobody knows whose they are.
+        """
+        if self.rows and len(x_ti) != self.count:
+            raise ModelError(
+                f"{layer} is given {len(x_ti)} rows in a pass of {self.count}, so that adapters cannot tell their own; train adapters that "
+                "leave out its target"
+            )
+        found = [(one, self.factors(one, layer, x_ti.dtype)) for one in self.rows]
+        return [FactorSpan(one.start, one.end, factors) for one, factors in found if factors is not None]
+
+    def expert_spans(self, layer: str, dtype: torch.dtype, experts_s: Tensor, tokens_s: Tensor) -> list[FactorSpan]:
+        """Return the pairs of a token and its expert with that expert's factors. The pairs are in the order of experts, then of tokens.
+
+        Args:
+            layer: The name of the layer.
+            dtype: The dtype of its input.
+            experts_s: The expert of each pair.
+            tokens_s: The row of each pair's token.
+        """
+        if not self.rows:
+            return []
+        edges = sorted({edge for one in self.rows for edge in (one.start, one.end)})
+        of_region = {edges.index(one.start) + 1: one for one in self.rows}
+        # Region n begins with edge n - 1.
+        regions_s = torch.bucketize(tokens_s, torch.tensor(edges, device=tokens_s.device), right=True)
+        keys, counts = torch.unique_consecutive(experts_s * (len(edges) + 1) + regions_s, return_counts=True)
         spans: list[FactorSpan] = []
-        for one in self.rows:
-            if one.adapter is not None:
-                factors = self.slots[one.adapter].factors(layer, dtype, train=one.train)
-                spans += [] if factors is None else [FactorSpan(one.start, one.end, factors)]
+        start = 0
+        for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
+            expert, region = divmod(key, len(edges) + 1)
+            one = of_region.get(region)
+            if one is not None and one.adapter is not None:
+                factors = self.slots[one.adapter].factors(layer, dtype, train=one.train, expert=expert)
+                spans += [] if factors is None else [FactorSpan(start, start + count, factors)]
+            start += count
         return spans
 
 
@@ -125,6 +166,7 @@ class AdapterBank:
             )
             for one in rows
         ]
+        self._running.count = count
         self._running.rows = tuple(one for one in clipped if one.start < one.end)
         for one in self._running.rows:
             if one.adapter is not None and one.train:

@@ -29,12 +29,14 @@ class AdaptedLayer:
         target: What it belongs to.
         inputs: The size of its input.
         outputs: The size of its output.
+        experts: The number of experts, of one matrix of all experts of a layer, each of which has factors of its own; else None.
     """
 
     name: str
     target: Target
     inputs: int
     outputs: int
+    experts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,9 @@ class AdapterSlot:
         end = 0
         for layer in layers:
             if layer.target in config.targets:
-                down, up = end, _aligned(end + config.rank * layer.inputs)
-                end = _aligned(up + layer.outputs * config.rank)
+                several = config.rank * (layer.experts or 1)
+                down, up = end, _aligned(end + several * layer.inputs)
+                end = _aligned(up + several * layer.outputs)
                 self._places[layer.name] = _Place(layer, down, up)
         present = {layer.target for layer in layers}
         if missing := [target for target in config.targets if target not in present]:
@@ -106,16 +109,16 @@ class AdapterSlot:
         for place in self._places.values():
             # As torch's kaiming_uniform_ with a = sqrt(5), which has no generator in older versions.
             bound = 1 / math.sqrt(place.layer.inputs)
-            drawn = torch.empty(self.config.rank, place.layer.inputs).uniform_(-bound, bound, generator=generator)
-            self._down(self.values, place).copy_(drawn)
+            down = self._down(self.values, place)
+            down.copy_(torch.empty(down.shape).uniform_(-bound, bound, generator=generator))
 
     def _down(self, flat: Tensor, place: _Place) -> Tensor:
-        rank, inputs = self.config.rank, place.layer.inputs
-        return flat[place.down : place.down + rank * inputs].view(rank, inputs)
+        """Return A, `[R, I]`, or `[E, R, I]` for experts."""
+        return _view(flat, place.down, place.layer.experts, self.config.rank, place.layer.inputs)
 
     def _up(self, flat: Tensor, place: _Place) -> Tensor:
-        outputs, rank = place.layer.outputs, self.config.rank
-        return flat[place.up : place.up + outputs * rank].view(outputs, rank)
+        """Return B, `[O, R]`, or `[E, O, R]` for experts."""
+        return _view(flat, place.up, place.layer.experts, place.layer.outputs, self.config.rank)
 
     # ---- passes --------------------------------------------------------------------------------------------------
 
@@ -124,13 +127,14 @@ class AdapterSlot:
         if self.grads is None:
             self.grads = torch.zeros_like(self.values)
 
-    def factors(self, layer: str, dtype: torch.dtype, *, train: bool) -> Factors | None:
+    def factors(self, layer: str, dtype: torch.dtype, *, train: bool, expert: int | None = None) -> Factors | None:
         """Return the factors for a layer; None if the adapter does not adapt it.
 
         Args:
             layer: The name of the layer.
             dtype: The dtype of the layer's input.
             train: Whether gradients are added up.
+            expert: The expert, where each has factors of its own.
         """
         place = self._places.get(layer)
         if place is None:
@@ -141,12 +145,13 @@ class AdapterSlot:
                 self._cast = values.to(dtype)
             values = self._cast
         grads = self.grads if train else None
+        which = slice(None) if expert is None else expert
         return Factors(
-            down_ri=self._down(values, place),
-            up_or=self._up(values, place),
+            down_ri=self._down(values, place)[which],
+            up_or=self._up(values, place)[which],
             scale=self.config.scale,
-            down_grad=None if grads is None else self._down(grads, place),
-            up_grad=None if grads is None else self._up(grads, place),
+            down_grad=None if grads is None else self._down(grads, place)[which],
+            up_grad=None if grads is None else self._up(grads, place)[which],
         )
 
     # ---- the optimizer -------------------------------------------------------------------------------------------
@@ -236,6 +241,11 @@ class AdapterSlot:
         if MOMENTS[0] in state:
             for kind, moment in self._moments().items():
                 moment.copy_(state[kind])
+
+
+def _view(flat: Tensor, start: int, experts: int | None, rows: int, columns: int) -> Tensor:
+    shape = (rows, columns) if experts is None else (experts, rows, columns)
+    return flat[start : start + math.prod(shape)].view(shape)
 
 
 def _aligned(offset: int) -> int:

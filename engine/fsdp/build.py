@@ -215,7 +215,7 @@ def build(
     fill(root, meta_model, described.layout, experts, model, engine, topology)
     bank: AdapterBank | None = None
     if root.running is not None:
-        if isinstance(root, FSDPModule):
+        if topology.size > 1 or isinstance(root, FSDPModule):
             _require_input_gradients(root, root.running)
         bank = AdapterBank(described.adapted, root.running, topology.device, model.max_adapters)
     return FSDPBuild(
@@ -232,7 +232,7 @@ def _require_input_gradients(root: PackedModel, running: RunningPass) -> None:
     """Let the backward pass reach every layer, whichever of them the adapters of a pass adapt.
 
     FSDP gathers a layer's parameters when its backward pass begins. A rank without documents, or whose adapters adapt other layers, would
-    otherwise not take part in that.
+    otherwise not take part in that; and of a rank without documents nothing would have a gradient.
     """
 
     def anchored(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

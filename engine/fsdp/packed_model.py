@@ -19,7 +19,7 @@ from ..hf.lora import head_adapter
 from ..hf.media_family import MediaFamily
 from ..hf.model import HFModel, decoder_of
 from ..hf.routers import follow
-from ..ops.adapter_products import head_adapter_of
+from ..ops.adapter_products import FactorSpan, head_adapters
 from ..ops.expert_routes import RouterShape
 from ..ops.head_regions import HeadRegions
 from ..ops.linear_head import HeadAdapter, LogitTransform, final_logits, linear_head
@@ -163,22 +163,26 @@ class PackedModel(HFModel):
 
     def _head_of_adapters(self, hidden_sh: Tensor, part: RankSlice, running: RunningPass) -> dict[str, Tensor]:
         """Compute the outputs adapter by adapter, each with its own addition to the weight of the head."""
+        # Between the rows of adapters, and after them, is padding.
         edges = sorted({0, len(part.input_ids), *(edge for one in running.rows for edge in (one.start, one.end))})
-        # The rows between those of adapters are padding.
-        of_start = {one.start: one for one in running.rows}
         ends = torch.searchsorted(part.selected, torch.tensor(edges, device=part.selected.device)).tolist()
-        outputs: list[dict[str, Tensor]] = []
-        for edge, start, end in zip(edges, ends, ends[1:], strict=False):
-            rows = slice(start, end)
-            one = of_start.get(edge)
-            adapter = None
-            if one is not None and one.adapter is not None and start < end:
-                factors = running.slots[one.adapter].factors(HEAD, hidden_sh.dtype, train=one.train)
-                if factors is not None:
-                    adapter = head_adapter_of(hidden_sh[rows], factors, running.anchor)
-            outputs.append(
-                self._outputs(hidden_sh[rows], part, rows, adapter, expected=one is not None and one.linear)
+        of_start = {one.start: one for one in running.rows}
+        runs = [(of_start.get(edge), start, end) for edge, start, end in zip(edges, ends, ends[1:], strict=False)]
+        spans: dict[int, FactorSpan] = {}
+        for number, (one, start, end) in enumerate(runs):
+            if one is not None and start < end and (factors := running.factors(one, HEAD, hidden_sh.dtype)) is not None:
+                spans[number] = FactorSpan(start, end, factors)
+        adapters = dict(zip(spans, head_adapters(hidden_sh, list(spans.values()), running.anchor), strict=True))
+        outputs = [
+            self._outputs(
+                hidden_sh[start:end],
+                part,
+                slice(start, end),
+                adapters.get(number),
+                expected=one is not None and one.linear,
             )
+            for number, (one, start, end) in enumerate(runs)
+        ]
         return {name: torch.cat([one[name] for one in outputs]) for name in outputs[0]}
 
     def _outputs(

@@ -11,11 +11,15 @@ from ..adapters.bank import HEAD, RunningPass
 from ..adapters.config import Target
 from ..adapters.slot import AdaptedLayer
 from ..ops.adapter_products import adapter_outputs
+from ..ops.lora import ALIGNED
+from .experts import expert_modules, matrices_of
 from .lora import KERNEL_WEIGHTS
 from .model import decoder_of
 
 FEED_FORWARD = {"mlp", "feed_forward", "ffn", "shared_mlp", "shared_expert", "shared_experts", "moe"}
+"""What a feed-forward network, or a part of one, is called in the models of transformers."""
 TOKEN_MIXERS = ("attn", "attention", "mixer", "mamba", "conv")
+"""Parts of the names of what mixes tokens."""
 ROUTERS = {"router", "gate", "shared_expert_gate"}
 
 
@@ -37,20 +41,24 @@ class MultiAdapterLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, `[..., T, O]`, of an input `[..., T, I]` whose other axes are of size 1."""
         out: Tensor = self.base_layer(x)
-        spans = self.running.spans(self.layer.name, x.dtype)
+        x_ti = x.reshape(-1, x.shape[-1])
+        spans = self.running.spans(self.layer.name, x_ti)
         if not spans:
             return out
-        added = adapter_outputs(x.reshape(-1, x.shape[-1]), spans, out.shape[-1], self.running.anchor)
+        added = adapter_outputs(x_ti, spans, out.shape[-1], self.running.anchor)
         return out + added.view(out.shape)
 
 
 def adapted_layers(lm: PreTrainedModel) -> tuple[AdaptedLayer, ...]:
-    """Return the layers of a model on the meta device that adapters can adapt, in order: linear layers of its decoder, and its head."""
+    """Return the layers of a model on the meta device that adapters can adapt, in order: linear layers of its decoder, experts, and its head."""
     decoder, head = decoder_of(lm), lm.get_output_embeddings()
     names = {id(module): name for name, module in lm.named_modules()}
     without_effect = KERNEL_WEIGHTS.get(lm.config.get_text_config().model_type, set())
     layers: list[AdaptedLayer] = []
+    experts = {id(module) for _, module in expert_modules(decoder)}
     for module in decoder.modules():
+        if id(module) in experts:
+            layers += _matrices_of_experts(names[id(module)], module)
         if not isinstance(module, nn.Linear | Conv1D) or module is head:
             continue
         name = names[id(module)]
@@ -64,10 +72,23 @@ def adapted_layers(lm: PreTrainedModel) -> tuple[AdaptedLayer, ...]:
     return tuple(layers)
 
 
+def _matrices_of_experts(name: str, module: Any) -> list[AdaptedLayer]:
+    """Return both matrices of a layer's experts; none if grouped products do not take their rows."""
+    shapes: list[tuple[str, int, int, int]] = []
+    for matrix in matrices_of(module):
+        experts, *sizes = getattr(module, matrix).shape
+        inputs, outputs = sizes if module.is_transposed else reversed(sizes)
+        shapes.append((f"{name}.{matrix}", experts, inputs, outputs))
+    if any(inputs % ALIGNED or outputs % ALIGNED for _, _, inputs, outputs in shapes):
+        return []
+    return [AdaptedLayer(name=n, target="mlp", inputs=i, outputs=o, experts=e) for n, e, i, o in shapes]
+
+
 def _target(name: str) -> Target | None:
     *path, leaf = name.split(".")
-    # What is outside of the repeated layers, such as the projection of embeddings, belongs to neither.
-    if leaf in ROUTERS or not any(part.isdigit() for part in path):
+    # What is outside of the repeated layers, such as the projection of embeddings, belongs to neither; experts that are modules of their own
+    # are given rows in an order of their own.
+    if leaf in ROUTERS or "experts" in path or not any(part.isdigit() for part in path):
         return None
     if FEED_FORWARD & set(path):
         return "mlp"
@@ -78,6 +99,13 @@ def install_adapters(lm: PreTrainedModel, layers: Sequence[AdaptedLayer], runnin
     """Let the layers of a model add the adapters of the rows that are running. The head does so where its outputs are computed."""
     for layer in layers:
         if layer.name == HEAD:
+            continue
+        if layer.experts is not None:
+            experts: Any = lm.get_submodule(layer.name.rpartition(".")[0])
+            experts.running, experts.adapted = (
+                running,
+                {**getattr(experts, "adapted", {}), layer.name.rpartition(".")[2]: layer.name},
+            )
             continue
         parent_name, _, leaf = layer.name.rpartition(".")
         parent: Any = lm.get_submodule(parent_name)

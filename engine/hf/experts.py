@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, _grouped_mm
 
+from ..ops.adapter_products import adapter_outputs
 from ..ops.invariance import padded_rows
 from ..ops.lora import ALIGNED, expert_adapter_output, merge_experts
 from ..ops.router import count_tokens
@@ -85,7 +86,7 @@ def use_grouped_experts(root: nn.Module) -> None:
     Experts whose rows grouped products do not take go on one after the other, as transformers' own "eager" function has them.
     """
     for _, module in expert_modules(root):
-        if hasattr(module, "adapters"):
+        if hasattr(module, "adapters") or hasattr(module, "running"):
             module.config._experts_implementation = IMPLEMENTATION
         elif module.config._experts_implementation == "grouped_mm":
             aligned = all(p.shape[-1] % ALIGNED == 0 for p in module.parameters(recurse=False) if p.dim() == 3)
@@ -150,6 +151,7 @@ def grouped_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Ten
     def linear(x_si: Tensor, name: str) -> Tensor:
         bias_so = getattr(module, f"{name}_bias")[chosen_s] if module.has_bias else None
         out_so = _grouped_linear(x_si, getattr(module, name), ends_e, bias=bias_so, is_transposed=module.is_transposed)
+        out_so = _with_several_adapters(module, name, x_si, out_so, chosen_s, order_s // top_k_index.shape[1])
         return out_so + adapters[name](x_si, ends_e) if name in adapters and adapters[name].enabled else out_so
 
     way = (order_s, inverse_s, top_k_index.shape[1])
@@ -162,6 +164,26 @@ def grouped_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Ten
     weighted_sh = output_sh * top_k_weights.reshape(-1).index_select(0, order_s)[:, None]
     result: Tensor = _FromExperts.apply(weighted_sh, *way)
     return result.to(hidden_states.dtype)
+
+
+def _with_several_adapters(
+    module: Any, matrix: str, x_si: Tensor, out_so: Tensor, experts_s: Tensor, tokens_s: Tensor
+) -> Tensor:
+    """Return the output of a matrix of experts with what the adapters of the running pass add to it (`model.max_adapters`).
+
+    Args:
+        module: The experts of a layer.
+        matrix: The name of the matrix.
+        x_si: Its input, in the order of experts, then of tokens.
+        out_so: Its output.
+        experts_s: The expert of each row.
+        tokens_s: The token of each row.
+    """
+    running = getattr(module, "running", None)
+    if running is None or matrix not in module.adapted:
+        return out_so
+    spans = running.expert_spans(module.adapted[matrix], x_si.dtype, experts_s, tokens_s)
+    return out_so + adapter_outputs(x_si, spans, out_so.shape[1], running.anchor) if spans else out_so
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, grouped_experts_forward)
@@ -184,7 +206,11 @@ def invariant_experts_forward(module: Any, hidden_states: Tensor, top_k_index: T
         for name in (up, down):
             weight = parameters[name][expert]
             bias = parameters[f"{name}_bias"][expert] if module.has_bias else None
-            rows = F.linear(rows, weight.T if module.is_transposed else weight, bias)
+            inputs, rows = rows, F.linear(rows, weight.T if module.is_transposed else weight, bias)
+            if hasattr(module, "running"):
+                count, tokens_s = len(pairs), pairs // top_k_index.shape[1]
+                adapted = _with_several_adapters(module, name, inputs[:count], rows[:count], experts_s[pairs], tokens_s)
+                rows = torch.cat([adapted, rows[count:]])
             if name == up:
                 rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
         if module.has_post_expert_norm:

@@ -89,45 +89,41 @@ class _AdapterOutputs(torch.autograd.Function):
         return dx_ti, None, None, None
 
 
-def head_adapter_of(hidden_th: Tensor, factors: Factors, anchor: Tensor) -> HeadAdapter:
-    """Return an adapter of the head for rows that are all its own.
+def head_adapters(hidden_th: Tensor, spans: Sequence[FactorSpan], anchor: Tensor) -> list[HeadAdapter]:
+    """Return the adapter of the head for each span.
 
     Args:
         hidden_th: The hidden states, `[T, H]`.
-        factors: The factors of the head.
+        spans: The spans, in the order of their rows.
         anchor: A scalar that requires a gradient; see `adapter_outputs`.
     """
-    return HeadAdapter(_LowRankStates.apply(hidden_th, anchor, factors), _ScaledUp.apply(anchor, factors))
+    parts = _HeadFactors.apply(hidden_th, anchor, tuple(spans)) if spans else ()
+    return [HeadAdapter(low_tr, up_vr) for low_tr, up_vr in zip(parts[::2], parts[1::2], strict=True)]
 
 
-class _LowRankStates(torch.autograd.Function):
-    """Hidden states times the transposed matrix A."""
+class _HeadFactors(torch.autograd.Function):
+    """For each span, its hidden states times the transposed matrix A, and the matrix B times the scale: one node, which adds up in order."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_th: Tensor, anchor: Tensor, factors: Factors) -> Tensor:
+    def forward(ctx: Any, hidden_th: Tensor, anchor: Tensor, spans: tuple[FactorSpan, ...]) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden_th)
-        ctx.factors = factors
-        return hidden_th @ factors.down_ri.T
+        ctx.set_materialize_grads(False)
+        ctx.spans = spans
+        parts: list[Tensor] = []
+        for start, end, factors in spans:
+            parts += [hidden_th[start:end] @ factors.down_ri.T, factors.up_or * factors.scale]
+        return tuple(parts)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
         (hidden_th,) = ctx.saved_tensors
-        factors = ctx.factors
-        if factors.down_grad is not None:
-            add_product(factors.down_grad, grads[0].T, hidden_th)
-        return grads[0] @ factors.down_ri if ctx.needs_input_grad[0] else None, None, None
-
-
-class _ScaledUp(torch.autograd.Function):
-    """The matrix B times the scale of the adapter."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, factors: Factors) -> Tensor:
-        ctx.factors = factors
-        return factors.up_or * factors.scale
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        if ctx.factors.up_grad is not None:
-            ctx.factors.up_grad.add_(grads[0], alpha=ctx.factors.scale)
-        return None, None
+        dhidden_th = torch.zeros_like(hidden_th) if ctx.needs_input_grad[0] else None
+        for (start, end, factors), dlow_tr, dup_vr in zip(ctx.spans, grads[::2], grads[1::2], strict=True):
+            if dlow_tr is not None:
+                if factors.down_grad is not None:
+                    add_product(factors.down_grad, dlow_tr.T, hidden_th[start:end])
+                if dhidden_th is not None:
+                    torch.mm(dlow_tr, factors.down_ri, out=dhidden_th[start:end])
+            if dup_vr is not None and factors.up_grad is not None:
+                factors.up_grad.add_(dup_vr, alpha=factors.scale)
+        return dhidden_th, None, None

@@ -1,0 +1,164 @@
+"""Adapters that are trained side by side, and plain transformers with peft that they are compared with."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from drivetrain.engine.adapter_trainer import AdapterCall, AdapterTrainer
+from drivetrain.engine.adapters.bank import HEAD
+from drivetrain.engine.adapters.config import AdapterConfig
+from drivetrain.engine.base import BaseEngine
+from drivetrain.engine.config import OptimConfig
+from drivetrain.engine.hf.lora import as_peft_stores
+from drivetrain.engine.hf.names import expert_factor
+from drivetrain.engine.packing.batch import PackedBatch
+from drivetrain.losses.token_sums import TokenSumLoss
+from helpers.engines import build
+
+Document = dict[str, list[float]]
+"""The lists `tokens`, `targets` and, by the name of the field, what a loss reads, all of one length."""
+
+
+def bank_engine(folder: Path | str, adapters: int = 8, **settings: Any) -> BaseEngine:
+    return build(folder, model={"max_adapters": adapters}, optim=None, **settings)
+
+
+def documents(
+    random: Random, count: int, loss: str = "cross_entropy", longest: int = 40, vocabulary: int = 250
+) -> list[Document]:
+    """Documents with targets of any kind, weights of any sign, and a few tokens without a weight."""
+    result: list[Document] = []
+    for _ in range(count):
+        length = random.choice((1, 2, 15, 16, 17, longest))
+        document: Document = {
+            "tokens": [random.randrange(vocabulary) for _ in range(length)],
+            "targets": [random.randrange(vocabulary) for _ in range(length)],
+        }
+        if loss == "cross_entropy":
+            document["loss_weights"] = [random.choice((0.0, 1.0, 0.25, -0.5)) for _ in range(length)]
+        else:
+            document["old_log_probs"] = [-6 + random.random() for _ in range(length)]
+            document["advantages"] = [random.choice((0.0, 1.0, -0.7)) for _ in range(length)]
+        if loss == "gspo":
+            document["sequence_ratio_mask"] = [float(random.random() < 0.8) for _ in range(length)]
+        result.append(document)
+    return result
+
+
+def packed(documents: Sequence[Document]) -> PackedBatch:
+    lengths = [len(document["tokens"]) for document in documents]
+
+    def flat(name: str, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([value for document in documents for value in document[name]], dtype=dtype)
+
+    fields = [name for name in documents[0] if name not in ("tokens", "targets")]
+    return PackedBatch(
+        input_ids=flat("tokens", torch.int64),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
+        labels=flat("targets", torch.int64),
+        token_fields={name: flat(name, torch.float32) for name in fields},
+        free_labels=True,
+    )
+
+
+def call(
+    adapter: str | None, documents: Sequence[Document] | None, loss: str = "cross_entropy", *, forward_only: bool = False
+) -> AdapterCall:
+    batch = packed(documents) if documents else None
+    return AdapterCall(adapter=adapter, batch=batch, loss=TokenSumLoss(loss), forward_only=forward_only)
+
+
+class PlainAdapter:
+    """An adapter of plain transformers and peft in float64, trained document by document.
+
+    Args:
+        folder: The model.
+        trainer: A trainer with an adapter of the same settings, whose factors it begins with.
+        name: The name of that adapter.
+    """
+
+    def __init__(self, folder: Path | str, trainer: AdapterTrainer, name: str) -> None:
+        torch.manual_seed(0)
+        slot = trainer.bank[name]
+        base = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
+        adapted = [layer for layer, factor, kind, _ in slot.tensors() if kind == "value" and factor == "down"]
+        config = PeftLoraConfig(
+            r=slot.config.rank,
+            lora_alpha=slot.config.alpha,  # type: ignore[arg-type]
+            target_modules=[layer for layer in adapted if ".experts." not in layer],
+            target_parameters=[layer for layer in adapted if ".experts." in layer],
+            lora_dropout=0.0,
+        )
+        self.model = get_peft_model(base, config)
+        # The model's own dropout has no place in the comparison.
+        self.model.eval()
+        self.parameters: dict[tuple[str, str], torch.nn.Parameter] = {}
+        for layer, factor, kind, value in slot.tensors():
+            if kind != "value":
+                continue
+            name_of = {"down": "lora_A", "up": "lora_B"}[factor]
+            stored = f"base_model.model.{'lm_head' if layer == HEAD else layer}.{name_of}.weight"
+            if ".experts." in layer:
+                stored = expert_factor(*layer.rsplit(".", 1), name_of)
+            parameter = self.model.get_parameter(stored.replace(".weight", ".default.weight"))
+            with torch.no_grad():
+                parameter.copy_(as_peft_stores(stored, value))
+            self.parameters[layer, factor] = parameter
+        self._optimizer: torch.optim.AdamW | None = None
+
+    def forward_backward(self, documents: Sequence[Document], loss: str) -> tuple[float, list[Tensor]]:
+        """Add the gradients of a call; return its loss and the log-probabilities of each document."""
+        total, found = 0.0, []
+        for document in documents:
+            logits = self.model(input_ids=torch.tensor([document["tokens"]]), use_cache=False).logits[0]
+            targets = torch.tensor(document["targets"])
+            p = torch.log_softmax(logits.double(), -1).gather(1, targets[:, None])[:, 0]
+            value = plain_loss(loss, p, {k: torch.tensor(v, dtype=torch.float64) for k, v in document.items()})
+            value.backward()
+            total += float(value)
+            found.append(p.detach())
+        return total, found
+
+    def step(self, optim: OptimConfig) -> float:
+        parameters = list(self.parameters.values())
+        if self._optimizer is None:
+            self._optimizer = torch.optim.AdamW(parameters)
+        for group in self._optimizer.param_groups:
+            group.update(lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
+        most = float("inf") if optim.clip_grad_norm is None else optim.clip_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(parameters, most)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(norm)
+
+
+def plain_loss(name: str, p: Tensor, x: Mapping[str, Tensor]) -> Tensor:
+    """The loss of one document by the published formulas, written once more."""
+    if name == "cross_entropy":
+        return -(x["loss_weights"] * p).sum()
+    a, q = x["advantages"], x["old_log_probs"]
+    if name == "gspo":
+        mask = x["sequence_ratio_mask"]
+        s = ((((p - q).detach() * mask).sum() / max(float(mask.sum()), 1.0)) + p - p.detach()).exp()
+        return -torch.minimum(s * a, s.clamp(0.8, 1.2) * a).sum()
+    r = (p - q).exp()
+    return {
+        "importance_sampling": lambda: -(r * a).sum(),
+        "ppo": lambda: -torch.minimum(r * a, r.clamp(0.8, 1.2) * a).sum(),
+        "cispo": lambda: -(r.clamp(0.0, 4.0).detach() * p * a).sum(),
+        "dro": lambda: -(p * a - 0.05 / 2 * (p - q) ** 2).sum(),
+    }[name]()
+
+
+def config(rank: int = 4, targets: Sequence[str] = ("attention", "mlp"), seed: int = 0) -> AdapterConfig:
+    return AdapterConfig(rank=rank, targets=tuple(targets), seed=seed)
