@@ -11,11 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .adapter_checkpoint import load_adapter, save_adapter
 from .adapters.bank import AdapterBank, AdapterRows
 from .adapters.config import AdapterConfig
 from .adapters.passes import PassLimits, Segment, plan_passes
@@ -99,6 +101,14 @@ class AdapterTrainer:
     def drop(self, name: str) -> None:
         """Free an adapter."""
         self.bank.drop(name)
+
+    def save(self, name: str, root: Path | str, extra: Mapping[str, Any] | None = None) -> str:
+        """Write a checkpoint of an adapter; see `adapter_checkpoint.save_adapter`."""
+        return save_adapter(self._engine, self.bank[name], root, extra)
+
+    def load(self, name: str, folder: Path | str, *, optimizer: bool = True) -> None:
+        """Load a checkpoint into an adapter; see `adapter_checkpoint.load_adapter`."""
+        load_adapter(self._engine, self.bank[name], folder, optimizer=optimizer)
 
     def optim_step(self, name: str, optim: OptimConfig) -> AdapterStep:
         """Make an optimizer step of an adapter; see `AdapterSlot.optim_step`.

@@ -103,6 +103,11 @@ class Backend(ABC):
         return None
 
     @property
+    def transposed_weights(self) -> bool:
+        """Whether the model keeps the weights of its linear layers transposed, `[in, out]`, as GPT-2 does."""
+        return False
+
+    @property
     def routers(self) -> RouterShape | None:
         """The routers of a mixture of experts, if this backend can record and replay what they choose."""
         return None

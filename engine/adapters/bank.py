@@ -11,9 +11,6 @@ from ..ops.adapter_products import Factors, FactorSpan
 from .config import AdapterConfig
 from .slot import AdaptedLayer, AdapterSlot
 
-HEAD = "lm_head"
-"""The name of the head among the layers, whatever it is called in the model."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterRows:
@@ -40,6 +37,8 @@ class RunningPass:
 
     rows: tuple[AdapterRows, ...] = ()
     count: int = 0
+    head: str = ""
+    """The name of the head among the layers."""
     slots: Mapping[str, AdapterSlot] = field(default_factory=dict)
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     """Through which the backward pass reaches layers whose input requires no gradient."""

@@ -120,6 +120,11 @@ class AdapterSlot:
         """Return B, `[O, R]`, or `[E, O, R]` for experts."""
         return _view(flat, place.up, place.layer.experts, place.layer.outputs, self.config.rank)
 
+    @property
+    def layers(self) -> list[AdaptedLayer]:
+        """The layers that it adapts."""
+        return [place.layer for place in self._places.values()]
+
     # ---- passes --------------------------------------------------------------------------------------------------
 
     def require_gradients(self) -> None:
@@ -235,12 +240,25 @@ class AdapterSlot:
                     f"{kind} of the adapter's state is {list(state[kind].shape)}, but by its settings it is {list(self.values.shape)}; load it "
                     "into an adapter with the same rank and targets"
                 )
-        self.grads, self._cast, self._optimizer = None, None, None
-        self.step_count = int(state["step"]) if MOMENTS[0] in state else 0
+        has_moments = MOMENTS[0] in state
         self.values.copy_(state["value"])
-        if MOMENTS[0] in state:
-            for kind, moment in self._moments().items():
+        for kind, moment in self._moments().items():
+            if has_moments:
                 moment.copy_(state[kind])
+        self.loaded(int(state["step"]) if has_moments else 0, moments=has_moments)
+
+    def loaded(self, step: int, *, moments: bool) -> None:
+        """Bring what follows from the factors and moments up to date, after these have been loaded.
+
+        Args:
+            step: The number of steps that the moments are of.
+            moments: Whether they have been loaded; otherwise they become zero.
+        """
+        self.grads, self._cast, self.step_count = None, None, step
+        if not moments:
+            self._optimizer = None
+        (state,) = self._require_optimizer().state.values()
+        state["step"].fill_(float(step))
 
 
 def _view(flat: Tensor, start: int, experts: int | None, rows: int, columns: int) -> Tensor:

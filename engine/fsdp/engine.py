@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from ..adapters.bank import AdapterBank
 from ..backend import Adapters, check_adapters
@@ -152,6 +153,11 @@ class FSDPEngine(BaseEngine):
     def adapters(self) -> AdapterBank | None:
         """See `Backend.adapters`."""
         return self._built.bank
+
+    @property
+    def transposed_weights(self) -> bool:
+        """See `Backend.transposed_weights`."""
+        return any(isinstance(module, Conv1D) for module in self._root.modules())
 
     @property
     def routers(self) -> RouterShape | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..adapters.bank import HEAD, RunningPass
+from ..adapters.bank import RunningPass
 from ..errors import ModelError
 from ..heads import HeadType, compute_outputs
 from ..hf.lora import head_adapter
@@ -170,7 +170,11 @@ class PackedModel(HFModel):
         runs = [(of_start.get(edge), start, end) for edge, start, end in zip(edges, ends, ends[1:], strict=False)]
         spans: dict[int, FactorSpan] = {}
         for number, (one, start, end) in enumerate(runs):
-            if one is not None and start < end and (factors := running.factors(one, HEAD, hidden_sh.dtype)) is not None:
+            if (
+                one is not None
+                and start < end
+                and (factors := running.factors(one, running.head, hidden_sh.dtype)) is not None
+            ):
                 spans[number] = FactorSpan(start, end, factors)
         adapters = dict(zip(spans, head_adapters(hidden_sh, list(spans.values()), running.anchor), strict=True))
         outputs = [

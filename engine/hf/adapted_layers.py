@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..adapters.bank import HEAD, RunningPass
+from ..adapters.bank import RunningPass
 from ..adapters.config import Target
 from ..adapters.slot import AdaptedLayer
 from ..ops.adapter_products import adapter_outputs
@@ -68,7 +68,7 @@ def adapted_layers(lm: PreTrainedModel) -> tuple[AdaptedLayer, ...]:
             layers.append(AdaptedLayer(name=name, target=target, inputs=inputs, outputs=outputs))
     if isinstance(head, nn.Linear):
         outputs, inputs = head.weight.shape
-        layers.append(AdaptedLayer(name=HEAD, target="unembedding", inputs=inputs, outputs=outputs))
+        layers.append(AdaptedLayer(name=names[id(head)], target="unembedding", inputs=inputs, outputs=outputs))
     return tuple(layers)
 
 
@@ -98,7 +98,8 @@ def _target(name: str) -> Target | None:
 def install_adapters(lm: PreTrainedModel, layers: Sequence[AdaptedLayer], running: RunningPass) -> None:
     """Let the layers of a model add the adapters of the rows that are running. The head does so where its outputs are computed."""
     for layer in layers:
-        if layer.name == HEAD:
+        if layer.target == "unembedding":
+            running.head = layer.name
             continue
         if layer.experts is not None:
             experts: Any = lm.get_submodule(layer.name.rpartition(".")[0])

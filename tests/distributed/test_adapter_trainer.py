@@ -1,19 +1,26 @@
 """Several adapters on one frozen model: the numbers of plain transformers and peft, and the same bits in any company."""
 
+import json
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from drivetrain.checkpoint_tools import merge
+from drivetrain.engine.adapter_checkpoint import adapter_config_of
 from drivetrain.engine.adapter_trainer import AdapterCall, AdapterCallResult, AdapterTrainer
 from drivetrain.engine.adapters.config import AdapterConfig
 from drivetrain.engine.config import LoraConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
-from drivetrain.engine.errors import CapabilityError, ConfigError, DrivetrainError, NonFiniteError
+from drivetrain.engine.errors import CapabilityError, CheckpointError, ConfigError, DrivetrainError, NonFiniteError
 from drivetrain.engine.hf.lora import as_peft_stores
+from drivetrain.engine.loss import OutputRequest
+from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
 from drivetrain.losses.token_sums import FORMULAS, TokenSumLoss
 from helpers.adapters import Document, PlainAdapter, bank_engine, call, config, documents
@@ -429,3 +436,103 @@ def test_an_engine_without_adapters_has_no_trainer(tmp_path: Path) -> None:
 def test_losses_that_there_are_not(name: str, settings: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TokenSumLoss(name, settings)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def trained_and_saved(folder: str, root: str) -> None:
+    engine = bank_engine(folder)
+    try:
+        trainer = AdapterTrainer(engine)
+        trainer.create("a", config(4, ("attention", "mlp"), 1))
+        for step in range(2):
+            done(trainer.forward_backward([call("a", shard(trainer, documents(Random(step), 3)))]))
+            trainer.optim_step("a", OPTIM)
+        done(trainer.forward_backward([call("a", shard(trainer, documents(Random(9), 2)))]))
+        trainer.save("a", root)
+    finally:
+        engine.close()
+
+
+def loaded(folder: str, checkpoint: str) -> list[float]:
+    engine = bank_engine(folder)
+    try:
+        trainer = AdapterTrainer(engine)
+        trainer.create("b", adapter_config_of(checkpoint))
+        trainer.load("b", checkpoint)
+        assert trainer.bank["b"].grads is None
+        (result,) = done(trainer.forward_backward([call("b", shard(trainer, documents(Random(5), 3)))]))
+        return [result.loss, trainer.optim_step("b", OPTIM).grad_norm, float(trainer.bank["b"].values.double().square().sum())]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
+def test_a_checkpoint_goes_on_in_any_layout_in_peft_and_as_a_run_of_its_own(tmp_path: Path, family: str) -> None:
+    folder, root = str(save_tiny_model(tmp_path / "model", family)), str(tmp_path / "saved")
+    run_ranks(trained_and_saved, 2, folder, root)
+    checkpoint = f"{root}/step-00000002"
+    one = loaded(folder, checkpoint)
+    for numbers in run_ranks(loaded, 2, folder, checkpoint):
+        for a, b in zip(numbers, one, strict=True):
+            close(a, b, 1e-5)
+    # peft reads what the tools make of it, and has the same log-probabilities.
+    exported = tmp_path / "peft"
+    merge(checkpoint, exported, adapters="only")
+    documents_of_test = documents(Random(6), 3)
+    engine = bank_engine(folder)
+    trainer = AdapterTrainer(engine)
+    trainer.create("a", adapter_config_of(checkpoint))
+    trainer.load("a", checkpoint)
+    (expected,) = done(trainer.forward_backward([call("a", documents_of_test, forward_only=True)]))
+    engine.close()
+    base = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+    model = PeftModel.from_pretrained(base, exported).eval()
+    assert expected.log_probs is not None
+    found = []
+    for document in documents_of_test:
+        logits = model(input_ids=torch.tensor([document["tokens"]]), use_cache=False).logits[0].double()
+        found.append(torch.log_softmax(logits, -1).gather(1, torch.tensor(document["targets"])[:, None])[:, 0].detach())
+    torch.testing.assert_close(expected.log_probs.double(), torch.cat(found), rtol=1e-5, atol=1e-5)
+    # An engine that has this adapter alone goes on from it too.
+    saved = json.loads((Path(checkpoint) / "manifest.json").read_text())["model"]["lora"]
+    settings = LoraConfig(rank=saved["rank"], alpha=saved["alpha"], targets=tuple(saved["targets"]))
+    engine = build(folder, model={"lora": settings}, optim=OPTIM)
+    assert engine.load_checkpoint(checkpoint).step == 2
+    assert engine.optimizer_scalars()["step"].popitem()[1] == 2
+    batch = from_lists([[int(token) for token in document["tokens"]] for document in documents_of_test])
+    log_probs = engine.infer_batch(batch, OutputRequest(log_probs=True))["log_probs"]
+    engine.close()
+    for document, part in zip(documents_of_test, log_probs.split(batch.lengths), strict=True):
+        logits = model(input_ids=torch.tensor([document["tokens"]]), use_cache=False).logits[0, :-1].double()
+        targets = torch.tensor(document["tokens"])[1:, None].long()
+        expected_of = torch.log_softmax(logits, -1).gather(1, targets)[:, 0].detach()
+        torch.testing.assert_close(part[:-1].double(), expected_of, rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoints_of_other_models_and_adapters_are_refused(tmp_path: Path) -> None:
+    folder, root = str(save_tiny_model(tmp_path / "model", "llama")), str(tmp_path / "saved")
+    trained_and_saved(folder, root)
+    other = save_tiny_model(tmp_path / "other", "llama", seed=3)
+    engine = bank_engine(other)
+    trainer = AdapterTrainer(engine)
+    trainer.create("a", config(4, ("attention", "mlp"), 1))
+    with pytest.raises(CheckpointError, match="of another model"):
+        trainer.load("a", f"{root}/step-00000002")
+    engine.close()
+    engine = bank_engine(folder)
+    trainer = AdapterTrainer(engine)
+    for name, settings, message in (
+        ("rank", config(3, ("attention", "mlp")), "is \\[3, "),
+        ("targets", config(4, ("mlp",)), "tensors that the model does not have"),
+        ("alpha", AdapterConfig(rank=4, alpha=8.0, targets=("attention", "mlp")), "alpha=32.0, but the adapter has alpha=8.0"),
+    ):
+        trainer.create(name, settings)
+        with pytest.raises(CheckpointError, match=message):
+            trainer.load(name, f"{root}/step-00000002")
+    engine.close()
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        adapter_config_of(tmp_path)

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.adapter_trainer import AdapterCall, AdapterTrainer
-from drivetrain.engine.adapters.bank import HEAD
 from drivetrain.engine.adapters.config import AdapterConfig
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.config import OptimConfig
@@ -107,7 +106,7 @@ class PlainAdapter:
             if kind != "value":
                 continue
             name_of = {"down": "lora_A", "up": "lora_B"}[factor]
-            stored = f"base_model.model.{'lm_head' if layer == HEAD else layer}.{name_of}.weight"
+            stored = f"base_model.model.{layer}.{name_of}.weight"
             if ".experts." in layer:
                 stored = expert_factor(*layer.rsplit(".", 1), name_of)
             parameter = self.model.get_parameter(stored.replace(".weight", ".default.weight"))

@@ -1,0 +1,126 @@
+"""Checkpoints of one of several adapters, in the form of a run that trains it alone: any backend with that adapter can go on from them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .adapters.config import AdapterConfig
+from .adapters.slot import AdapterSlot
+from .base import BaseEngine
+from .checkpoint.hf_folder import ADAPTER_STEM, CONFIGS
+from .checkpoint.load import load_state
+from .checkpoint.local_shards import LocalShard
+from .checkpoint.manifest import CheckpointManifest
+from .checkpoint.save import take_snapshot, write_snapshot
+from .checkpoint.storage import open_store
+from .config import OptimConfig
+from .errors import CheckpointError
+from .hf.adapter_settings import peft_settings, stored_tensors
+
+ADAPTER = "adapter"
+"""The key of an adapter's settings in the `extra` state of its checkpoint."""
+
+
+def save_adapter(engine: BaseEngine, slot: AdapterSlot, root: Path | str, extra: Mapping[str, Any] | None = None) -> str:
+    """Write the checkpoint `root/step-XXXXXXXX` of an adapter, its moments included, atomically. Collective.
+
+    Gradients that no step has used are not part of it.
+
+    Args:
+        engine: The engine.
+        slot: The adapter.
+        root: A folder for checkpoints of this adapter, or its URL.
+        extra: JSON-serializable state of the caller.
+
+    Returns:
+        The folder of the checkpoint, or its URL.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be written; earlier checkpoints are unchanged.
+    """
+    shards = list(_shards(slot, engine.topology.is_main))
+    # As a run's own: the model's settings say which adapter it has.
+    model = asdict(engine.model_config)
+    # A layer's experts are adapted together, under the name of their module.
+    targets = dict.fromkeys(one.name if one.experts is None else one.name.rpartition(".")[0] for one in slot.layers)
+    model |= {
+        "max_adapters": 0,
+        "lora": {**model["lora"], "rank": slot.config.rank, "alpha": slot.config.alpha, "targets": list(targets)},
+    }
+    state = {
+        "backend": engine.config.backend,
+        "engine": asdict(engine.config),
+        "model": model,
+        "fingerprint": engine.model_fingerprint,
+        "optim": asdict(OptimConfig()),
+        "schedule": {"step": slot.step_count},
+        "optimizer": {"step": {shard.name: float(slot.step_count) for shard in shards}},
+        "extra": {**(extra or {}), ADAPTER: asdict(slot.config)},
+    }
+    files = {CONFIGS[ADAPTER_STEM]: peft_settings(slot, engine.model_config.path, transposed=engine.transposed_weights)}
+    snapshot = take_snapshot(slot.step_count, shards, state, lambda: {**engine.model_files, **files})
+    return write_snapshot(snapshot, open_store(root), engine.topology, engine.topology.host)
+
+
+def adapter_config_of(folder: Path | str) -> AdapterConfig:
+    """Return the settings of the adapter of a checkpoint. Not collective.
+
+    Raises:
+        CheckpointError: It is damaged, or not a checkpoint of one of several adapters.
+    """
+    settings = CheckpointManifest.read(open_store(folder)).data["extra"].get(ADAPTER)
+    try:
+        return AdapterConfig(**{**settings, "targets": tuple(settings["targets"])})
+    except TypeError as e:
+        raise CheckpointError(f"{folder} is not a checkpoint of one of several adapters, or it was changed: {e}") from e
+
+
+def load_adapter(
+    engine: BaseEngine, slot: AdapterSlot, folder: Path | str, *, optimizer: bool = True, verify: bool = True
+) -> Mapping[str, Any]:
+    """Load a checkpoint of an adapter with the same rank and targets. Gradients are dropped. Collective.
+
+    Args:
+        engine: The engine.
+        slot: The adapter to load into.
+        folder: The folder of the checkpoint, or its URL.
+        optimizer: Whether to load the moments and the step count; otherwise these begin anew.
+        verify: Whether to verify the checksums of the data that is read.
+
+    Returns:
+        The `extra` state that was saved with it.
+
+    Raises:
+        CheckpointError: The checkpoint is incomplete, damaged, of another model, or of an adapter with other settings. The adapter is then
+            unchanged, unless the damage is only detected while reading.
+    """
+    store = open_store(folder)
+    with engine.topology.collective_errors():
+        data = CheckpointManifest.read(store).data
+        if data.get("fingerprint") not in (None, engine.model_fingerprint):
+            raise CheckpointError(
+                f"{folder} is a checkpoint of an adapter of another model ({data['model'].get('path')}), not of model.path="
+                f"{engine.model_config.path}; its factors would be added to weights that they were not trained with"
+            )
+        saved = data["model"].get("lora") or {}
+        if saved.get("alpha") != slot.config.alpha:
+            raise CheckpointError(
+                f"{folder} was saved with alpha={saved.get('alpha')}, but the adapter has alpha={slot.config.alpha}; use the same"
+            )
+    kinds = ("value", "exp_avg", "exp_avg_sq") if optimizer else ("value",)
+    manifest = load_state(
+        store,
+        topology=engine.topology,
+        local_shards=lambda: (shard for shard in _shards(slot, True) if shard.kind in kinds),
+        optimizer="adamw" if optimizer else None,
+        verify=verify,
+    )
+    slot.loaded(int(manifest.data["schedule"]["step"]) if optimizer else 0, moments=optimizer)
+    extra: Mapping[str, Any] = manifest.data["extra"]
+    return extra
+
+
+def _shards(slot: AdapterSlot, owned: bool) -> Iterator[LocalShard]:
+    for name, kind, tensor in stored_tensors(slot):
+        yield LocalShard(kind=kind, name=name, shape=tuple(tensor.shape), offset=(0,) * tensor.dim(), data=tensor, owned=owned)

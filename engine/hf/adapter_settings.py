@@ -1,0 +1,47 @@
+"""One of several adapters under the names, and with the settings, of peft's files."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from peft import LoraConfig as PeftLoraConfig
+from torch import Tensor
+
+from ..adapters.slot import AdapterSlot
+from .names import PEFT_PREFIX, expert_factor
+
+_FACTORS = {"down": "lora_A", "up": "lora_B"}
+
+
+def stored_tensors(slot: AdapterSlot) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the name, the kind (`value`, `exp_avg`, `exp_avg_sq`) and a view of each tensor of an adapter, as checkpoints store them."""
+    of_experts = {layer.name for layer in slot.layers if layer.experts is not None}
+    for layer, factor, kind, tensor in slot.tensors():
+        if layer in of_experts:
+            experts, _, matrix = layer.rpartition(".")
+            yield expert_factor(experts, matrix, _FACTORS[factor]), kind, tensor
+        else:
+            yield f"{PEFT_PREFIX}{layer}.{_FACTORS[factor]}.weight", kind, tensor
+
+
+def peft_settings(slot: AdapterSlot, base: str, *, transposed: bool) -> bytes:
+    """Return the content of `adapter_config.json`.
+
+    Args:
+        slot: The adapter.
+        base: The path or name of the model.
+        transposed: Whether the model keeps the weights of its linear layers transposed.
+    """
+    settings: dict[str, Any] = PeftLoraConfig(
+        r=slot.config.rank,
+        lora_alpha=slot.config.alpha,  # type: ignore[arg-type]  # peft annotates int and computes with floats
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=transposed,
+        base_model_name_or_path=base,
+    ).to_dict()
+    settings["target_modules"] = sorted(layer.name for layer in slot.layers if layer.experts is None) or None
+    settings["target_parameters"] = sorted(layer.name for layer in slot.layers if layer.experts is not None) or None
+    settings["inference_mode"] = True
+    return (json.dumps(settings, indent=2, sort_keys=True, default=str) + "\n").encode()
