@@ -1,5 +1,6 @@
 """The public names, which `__init__.py` imports on first access."""
 
+from .engine.adapters.config import AdapterConfig as AdapterConfig
 from .engine.base import BaseEngine as BaseEngine
 from .engine.capabilities import Capabilities as Capabilities
 from .engine.config import EngineConfig as EngineConfig
@@ -29,6 +30,7 @@ from .losses.policy import PolicyLoss as PolicyLoss
 from .losses.preference import PreferenceLoss as PreferenceLoss
 from .losses.reward import RewardLoss as RewardLoss
 from .losses.sft import SFTLoss as SFTLoss
+from .losses.token_sums import TokenSumLoss as TokenSumLoss
 from .losses.value import ValueLoss as ValueLoss
 from .trainers.config.data import DataConfig as DataConfig
 from .trainers.config.methods import PreferenceConfig as PreferenceConfig
@@ -60,6 +62,9 @@ from .workers.groups.ray import RayWorkerGroup as RayWorkerGroup
 from .workers.process.role_host import RoleSpec as RoleSpec
 from .workers.roles.actor import ActorConfig as ActorConfig
 from .workers.roles.actor import ActorWorker as ActorWorker
+from .workers.roles.adapters import AdapterReply as AdapterReply
+from .workers.roles.adapters import AdapterRequest as AdapterRequest
+from .workers.roles.adapters import AdapterWorker as AdapterWorker
 from .workers.roles.advantage import AdvantageConfig as AdvantageConfig
 from .workers.roles.advantage import AdvantageWorker as AdvantageWorker
 from .workers.roles.base import WorkerConfig as WorkerConfig

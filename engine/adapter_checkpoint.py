@@ -1,15 +1,16 @@
 """Checkpoints of one of several adapters, in the form of a run that trains it alone: any backend with that adapter can go on from them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from .adapters.config import AdapterConfig
-from .adapters.slot import AdapterSlot
-from .base import BaseEngine
+from .adapters.slot import AdaptedLayer, AdapterSlot
 from .checkpoint.hf_folder import ADAPTER_STEM, CONFIGS
-from .checkpoint.load import load_state
+from .checkpoint.load import fill, load_state
 from .checkpoint.local_shards import LocalShard
 from .checkpoint.manifest import CheckpointManifest
 from .checkpoint.save import take_snapshot, write_snapshot
@@ -18,11 +19,14 @@ from .config import OptimConfig
 from .errors import CheckpointError
 from .hf.adapter_settings import peft_settings, stored_tensors
 
+if TYPE_CHECKING:
+    from .base import BaseEngine
+
 ADAPTER = "adapter"
 """The key of an adapter's settings in the `extra` state of its checkpoint."""
 
 
-def save_adapter(engine: BaseEngine, slot: AdapterSlot, root: Path | str, extra: Mapping[str, Any] | None = None) -> str:
+def save_adapter(engine: "BaseEngine", slot: AdapterSlot, root: Path | str, extra: Mapping[str, Any] | None = None) -> str:
     """Write the checkpoint `root/step-XXXXXXXX` of an adapter, its moments included, atomically. Collective.
 
     Gradients that no step has used are not part of it.
@@ -69,7 +73,34 @@ def adapter_config_of(folder: Path | str) -> AdapterConfig:
     Raises:
         CheckpointError: It is damaged, or not a checkpoint of one of several adapters.
     """
-    settings = CheckpointManifest.read(open_store(folder)).data["extra"].get(ADAPTER)
+    return _config_of(CheckpointManifest.read(open_store(folder)), folder)
+
+
+def read_adapter(
+    folder: Path | str, layers: Sequence[AdaptedLayer], device: torch.device, *, path: str, fingerprint: str
+) -> AdapterSlot:
+    """Return an adapter with the factors of a checkpoint, and without its moments. Not collective.
+
+    Args:
+        folder: The folder of the checkpoint, or its URL.
+        layers: The layers of the model that can be adapted.
+        device: Where the adapter is held.
+        path: The path of the model, for messages.
+        fingerprint: The fingerprint of the model.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, of another model, or not one of several adapters.
+    """
+    manifest = CheckpointManifest.read(open_store(folder))
+    _check_model(manifest, folder, path, fingerprint)
+    slot = AdapterSlot(_config_of(manifest, folder), layers, device)
+    fill(manifest, [shard for shard in _shards(slot, True) if shard.kind == "value"], manifest.tensor_files(verify=True))
+    slot.loaded(int(manifest.data["schedule"]["step"]), moments=False)
+    return slot
+
+
+def _config_of(manifest: CheckpointManifest, folder: Path | str) -> AdapterConfig:
+    settings = manifest.data["extra"].get(ADAPTER)
     try:
         return AdapterConfig(**{**settings, "targets": tuple(settings["targets"])})
     except TypeError as e:
@@ -77,7 +108,7 @@ def adapter_config_of(folder: Path | str) -> AdapterConfig:
 
 
 def load_adapter(
-    engine: BaseEngine, slot: AdapterSlot, folder: Path | str, *, optimizer: bool = True, verify: bool = True
+    engine: "BaseEngine", slot: AdapterSlot, folder: Path | str, *, optimizer: bool = True, verify: bool = True
 ) -> Mapping[str, Any]:
     """Load a checkpoint of an adapter with the same rank and targets. Gradients are dropped. Collective.
 
@@ -97,12 +128,9 @@ def load_adapter(
     """
     store = open_store(folder)
     with engine.topology.collective_errors():
-        data = CheckpointManifest.read(store).data
-        if data.get("fingerprint") not in (None, engine.model_fingerprint):
-            raise CheckpointError(
-                f"{folder} is a checkpoint of an adapter of another model ({data['model'].get('path')}), not of model.path="
-                f"{engine.model_config.path}; its factors would be added to weights that they were not trained with"
-            )
+        saved_manifest = CheckpointManifest.read(store)
+        data = saved_manifest.data
+        _check_model(saved_manifest, folder, engine.model_config.path, engine.model_fingerprint)
         saved = data["model"].get("lora") or {}
         if saved.get("alpha") != slot.config.alpha:
             raise CheckpointError(
@@ -119,6 +147,15 @@ def load_adapter(
     slot.loaded(int(manifest.data["schedule"]["step"]) if optimizer else 0, moments=optimizer)
     extra: Mapping[str, Any] = manifest.data["extra"]
     return extra
+
+
+def _check_model(manifest: CheckpointManifest, folder: Path | str, path: str, fingerprint: str) -> None:
+    data = manifest.data
+    if data.get("fingerprint") not in (None, fingerprint):
+        raise CheckpointError(
+            f"{folder} is a checkpoint of an adapter of another model ({data['model'].get('path')}), not of model.path={path}; its factors "
+            "would be added to weights that they were not trained with"
+        )
 
 
 def _shards(slot: AdapterSlot, owned: bool) -> Iterator[LocalShard]:

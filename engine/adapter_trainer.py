@@ -215,7 +215,7 @@ class AdapterTrainer:
         lengths = [[] if (batch := runs[index].call.batch) is None else batch.lengths for index in indices]
         passes = plan_passes(lengths, [runs[index].call.adapter for index in indices], self._limits)
         count = max(topology.all_gather_object(len(passes)))
-        accumulator = _Accumulator([runs[index] for index in indices], passes, backward=backward)
+        accumulator = CallAccumulator([runs[index] for index in indices], passes, backward=backward)
         micro_batches = [
             _micro_batch(accumulator, number, count, topology.device, backward=backward) for number in range(count)
         ]
@@ -282,7 +282,7 @@ class _CallRun:
         )
 
 
-class _Accumulator:
+class CallAccumulator:
     """Consumer of passes that evaluates the loss of each call on its own documents; see `step.MicroBatchConsumer`."""
 
     def __init__(self, runs: Sequence[_CallRun], passes: Sequence[Sequence[Segment]], *, backward: bool) -> None:
@@ -341,7 +341,7 @@ def _ones(loss: Loss, part: PackedBatch) -> dict[str, float]:
     return dict.fromkeys(loss.weights(part), 1.0)
 
 
-def _micro_batch(accumulator: _Accumulator, number: int, count: int, device: torch.device, *, backward: bool) -> MicroBatch:
+def _micro_batch(accumulator: CallAccumulator, number: int, count: int, device: torch.device, *, backward: bool) -> MicroBatch:
     if number >= len(accumulator.passes):
         return MicroBatch(batch=unsupervised(1, device), index=number, count=count, is_dummy=True)
     parts: list[PackedBatch] = []

@@ -24,6 +24,7 @@ from ..engine.hf.model import decoder_of
 from ..engine.hf.shape import experts_of
 from ..engine.hf.state_layers import carry_states_in_documents
 from ..engine.ops.invariance import PassSizes
+from .adapters import GeneratorAdapters
 from .causal_lm_generator import CausalLMGenerator
 from .invariant import invariant_pass_sizes, pad_pass
 from .media import PromptMedia
@@ -81,6 +82,7 @@ class ContinuousGenerator(CausalLMGenerator):
         self._attending: dict[int, str] | None = None
         """The layers that attend and their kind, in order, for a model with layers that do not; None if all do."""
         self._check_attention()
+        self._install_adapters()
 
     def _find_pass_sizes(self) -> PassSizes:
         model, path = self._lm.model, self.config.model.path
@@ -174,6 +176,15 @@ class ContinuousGenerator(CausalLMGenerator):
             else:
                 self._remove(name)
 
+    def adapter_of(self, name: str) -> str:
+        """Return the name of the adapter of a request of the manager; empty without one, or if nobody waits for it any more."""
+        stream = self._streams.get(name)
+        if stream is None and name not in self._streams:
+            # Others may come from the prompt of a request that was cancelled.
+            children = [other for child, other in self._streams.items() if child.startswith(name + CHILD)]
+            stream = children[0] if children else None
+        return "" if stream is None else stream.options.adapter
+
     def add_routes(self, routes: Tensor) -> None:
         """Give the routes of a step, `[T, L, K]`, to its requests, and those of prompts also to the responses that begin with them."""
         step, first = self._sampler, 0
@@ -200,7 +211,11 @@ class ContinuousGenerator(CausalLMGenerator):
         while self.waiting and len(self.running) < self.config.max_batch_size:
             first = next(iter(self.waiting.values()))
             # Those that are behind it and have the same prompt come along, up to what fits.
-            same = [s for s in self.waiting.values() if s.inputs == first.inputs and s.tokens == first.tokens]
+            same = [
+                s
+                for s in self.waiting.values()
+                if s.inputs == first.inputs and s.tokens == first.tokens and s.options.adapter == first.options.adapter
+            ]
             fits = min(len(same), self.config.max_batch_size - len(self.running), room // self._pages(first))
             if self.running and fits < 1:
                 return
@@ -322,9 +337,9 @@ class ContinuousGenerator(CausalLMGenerator):
         # It seeds torch's random state, which belongs to the models that train in this process.
         with torch.random.fork_rng(devices=[self._lm.device] if self._lm.device.type == "cuda" else []):
             processor = manager._create_batch_processor()
-        if self._states is not None or self._lm.recorder is not None or self.config.invariant:
-            # A page found in the cache would come without the states behind it, nobody would know the experts of its tokens, and those of a
-            # response were computed one by one, as those of a prompt are not.
+        if self._states is not None or self._lm.recorder is not None or self.config.invariant or self.config.max_adapters:
+            # A page found in the cache would come without the states behind it, nobody would know the experts of its tokens, those of a
+            # response were computed one by one, as those of a prompt are not, and it may be of another adapter.
             processor.cache.use_prefix_sharing = False
         return processor
 
@@ -421,6 +436,8 @@ class _SteppedModel:
             )
         if invariant:
             pad_pass(inputs, sum(sampler.queries), self._generator._row_multiple)
+        if self._generator._side_by_side is not None:
+            self._select_adapters(inputs, self._generator._side_by_side)
         if self._generator._states is not None:
             inputs["states"] = self._generator._states.begin_step(sampler.requests, sampler.queries, sampler.pasts)
         recorder = self._generator._lm.recorder
@@ -431,6 +448,19 @@ class _SteppedModel:
         if invariant and "logits_to_keep" in inputs:
             output.logits = output.logits[:, : len(sampler.names)]
         return output
+
+    def _select_adapters(self, inputs: dict[str, Any], adapters: GeneratorAdapters) -> None:
+        """Choose the adapter of each row: those of a request are contiguous, in the order of requests."""
+        sampler, of_request = self._sampler, self._generator.adapter_of
+        rows = [(of_request(name), count) for name, count in zip(sampler.requests, sampler.queries, strict=True)]
+        padding = inputs["input_ids"].shape[-1] - sum(sampler.queries)
+        rows += [("", padding)] if padding else []
+        head_rows = rows
+        if "logits_to_keep" in inputs:
+            kept = len(inputs["logits_to_keep"])
+            head_rows = [(of_request(name), 1) for name in sampler.names]
+            head_rows += [("", kept - len(head_rows))] if kept > len(head_rows) else []
+        adapters.select(rows, head_rows)
 
     def _give_media(self, inputs: dict[str, Any]) -> None:
         """Put features in the place of the numbers that stand for them, and the positions of all axes."""

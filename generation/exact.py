@@ -32,6 +32,7 @@ class ExactGenerator(CausalLMGenerator):
 
     takes_media = False
     returns_routes = False
+    has_adapters = False
 
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)

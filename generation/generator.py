@@ -77,6 +77,8 @@ class BaseGenerator(ABC):
     """Whether it says which experts tokens go to; see `RolloutConfig.return_routed_experts`."""
     takes_media: ClassVar[bool] = False
     """Whether it takes the media of prompts; see `submit`."""
+    has_adapters: ClassVar[bool] = False
+    """Whether it knows `RolloutConfig.max_adapters`."""
     loads_parts: ClassVar[bool] = False
     """Whether it has `copy_part`."""
     joins_process_group: ClassVar[bool] = False
@@ -116,6 +118,10 @@ class BaseGenerator(ABC):
             raise ConfigError(
                 f"invariant=true with generator={config.generator}, whose numbers depend on what is generated at the same time; use continuous or "
                 "static on a CPU, or invariant=false"
+            )
+        if config.max_adapters and not cls.has_adapters:
+            raise ConfigError(
+                f"max_adapters={config.max_adapters} with generator={config.generator}, which has no adapters side by side; use continuous or static"
             )
         if config.return_routed_experts and not cls.returns_routes:
             raise ConfigError(
@@ -207,12 +213,50 @@ class BaseGenerator(ABC):
             return
         stream.tokens.append(token)
         stream.log_probs.append(log_prob)
-        stream.versions.append(self.version)
+        stream.versions.append(self.version_of(stream))
         self._tokens += 1
         if token in stream.stop_tokens:
             self._finish(stream, "stop")
         elif not stream.remaining:
             self._finish(stream, "length")
+
+    def version_of(self, stream: TokenStream) -> int:
+        """Return the version of the weights that a token of a request is made by."""
+        return self.version
+
+    def adapter_names(self) -> list[str]:
+        """Return the names of the adapters that requests may ask for."""
+        return []
+
+    def load_adapter(self, name: str, folder: str) -> int:
+        """Load the factors of a checkpoint of an adapter beside those of others, in the place of those of the same name.
+
+        Args:
+            name: The name by which requests ask for it (`SamplingOptions.adapter`).
+            folder: The folder of the checkpoint, or its URL; see `engine.adapter_checkpoint`.
+
+        Returns:
+            The number of its optimizer steps, which is the version of its tokens.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, or of another model.
+            ConfigError: There are as many adapters as there may be (`RolloutConfig.max_adapters`).
+        """
+        raise self._without_adapters(name)
+
+    def drop_adapter(self, name: str) -> None:
+        """Free an adapter, after the last request that uses it.
+
+        Raises:
+            ConfigError: There is none of this name.
+        """
+        raise self._without_adapters(name)
+
+    def _without_adapters(self, name: str) -> ConfigError:
+        return ConfigError(
+            f"adapter={name!r} with generator={self.config.generator} and max_adapters={self.config.max_adapters}: it has no adapters side by "
+            "side; raise max_adapters of a generator that knows it, continuous or static"
+        )
 
     def reset_stats(self) -> None:
         """Count from zero."""
@@ -266,6 +310,12 @@ class BaseGenerator(ABC):
             if media:
                 raise ConfigError(f"{title} has images and media; give one of them")
             prompt, media = self.read_images(prompt, images)
+        if options.adapter and options.adapter not in self.adapter_names():
+            if not self.config.max_adapters:
+                raise self._without_adapters(options.adapter)
+            raise ConfigError(
+                f"there is no adapter {options.adapter!r}; there are {', '.join(self.adapter_names()) or 'none'}: load it first"
+            )
         limits = self.limits()
         if images:
             # Who asks does not know how many tokens the images have.

@@ -27,6 +27,7 @@ class SamplingOptions:
         seed: The random seed; None uses a new one for every call.
         evaluation: Whether the responses are only for evaluation and never trained on. In a group with an actor, their
             temperature may then differ from the actor's.
+        adapter: The name of the adapter to generate with, of a generator that has several; empty for the model without any.
 
     Raises:
         ConfigError: A setting is out of range.
@@ -41,6 +42,7 @@ class SamplingOptions:
     ignore_eos: bool = False
     seed: int | None = None
     evaluation: bool = False
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         for name, least in (("max_tokens", 1), ("top_k", 0), ("samples", 1)):
@@ -123,6 +125,8 @@ class RolloutConfig:
         return_routed_experts: Whether responses say which experts their tokens went to; see `Generation.routed_experts`.
         held_versions: The number of versions of the weights that a role holds at the same time, of which one is in the generator and the others
             are in host memory until a call asks for them. With 1, new weights take the place of the old ones at once.
+        max_adapters: How many adapters there may be side by side, each loaded, used by the requests that name it, and dropped while the
+            generator works; 0 for none. For the generators `static` and `continuous`.
         base_dtype: Where adapters come alone, the data type in which their engine keeps the weights that they are added to: float32 or bfloat16.
         options: The settings that only this generator has.
     """
@@ -138,6 +142,7 @@ class RolloutConfig:
     invariant: bool = False
     return_routed_experts: bool = False
     held_versions: int = 1
+    max_adapters: int = 0
     base_dtype: str = "float32"
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -147,6 +152,7 @@ class RolloutConfig:
             ("max_batch_total_tokens", 0),
             ("target_tokens_per_batch", 1),
             ("held_versions", 1),
+            ("max_adapters", 0),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
 from ..engine.errors import ConfigError
+from .adapters import GeneratorAdapters
 from .causal_lm import CausalLM
 from .causal_lm_generator import CausalLMGenerator
 from .options import RolloutConfig
@@ -42,6 +43,7 @@ class StaticGenerator(CausalLMGenerator):
             )
         super().__init__(config)
         self._batch: _Batch | None = None
+        self._install_adapters()
 
     def run_step(self) -> None:
         """Begin a batch, or generate the next token of its rows."""
@@ -49,7 +51,7 @@ class StaticGenerator(CausalLMGenerator):
             streams = next(batch for batch in self._batches() if next(iter(self.waiting.values())) in batch)
             for stream in streams:
                 self.admit(stream)
-            self._batch = _Batch(self._lm, streams)
+            self._batch = _Batch(self._lm, streams, self._side_by_side)
             logits = self._batch.prefill()
             self.prefill_tokens += self._batch.prefill_tokens
         else:
@@ -122,10 +124,11 @@ class _Batch:
     Args:
         lm: The model.
         streams: The request of each row.
+        adapters: The adapters of the model, if it may have several.
     """
 
-    def __init__(self, lm: CausalLM, streams: Sequence[TokenStream]) -> None:
-        self._lm, self.streams = lm, list(streams)
+    def __init__(self, lm: CausalLM, streams: Sequence[TokenStream], adapters: GeneratorAdapters | None = None) -> None:
+        self._lm, self.streams, self._adapters = lm, list(streams), adapters
         self._ended: set[int] = set()
         self._cache = new_cache(lm.model.config.get_text_config(decoder=True))
         self.prefill_tokens = 0
@@ -147,10 +150,10 @@ class _Batch:
     def prefill(self) -> Tensor:
         """Process the prompts and return the logits `[B, V]` of the first tokens."""
         device = self._lm.device
-        rows_of: dict[tuple[int, ...], list[int]] = {}
+        rows_of: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for row, stream in enumerate(self.streams):
-            rows_of.setdefault(tuple(stream.so_far), []).append(row)
-        prompts = list(rows_of)
+            rows_of.setdefault((stream.options.adapter, tuple(stream.so_far)), []).append(row)
+        prompts = [prompt for _, prompt in rows_of]
         width = max(map(len, prompts))
         ids = torch.full((len(prompts), width), self._lm.pad, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -169,6 +172,7 @@ class _Batch:
             following = positions.amax((0, 2))[:, None] + 1
         self._mask, self._next = mask.to(device), following.to(device)
         self._padded = any(len(prompt) < width for prompt in prompts)
+        self._select_adapters([adapter for adapter, _ in rows_of], width)
         logits = self._forward(ids.to(device), positions.to(device), prompt=True)
         if (recorder := self._lm.recorder) is not None:
             for prompt, rows, routes in zip(prompts, rows_of.values(), recorder.take().unflatten(0, ids.shape), strict=True):
@@ -193,12 +197,19 @@ class _Batch:
         positions = self._next if self._axes == 1 else self._next.expand(self._axes, -1, -1)
         self._next = self._next + 1
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], 1)
+        self._select_adapters([stream.options.adapter for stream in self.streams], 1)
         logits = self._forward(self._last.to(self._lm.device), positions)
         if (recorder := self._lm.recorder) is not None:
             for row, routes in enumerate(recorder.take()):
                 if row not in self._ended:
                     self.streams[row].routes.add(self.streams[row].length - 1, routes[None])
         return logits
+
+    def _select_adapters(self, adapters: Sequence[str], width: int) -> None:
+        """Choose the adapter of each row of the next pass, `width` tokens long."""
+        if self._adapters is not None:
+            kept = 1 if "logits_to_keep" in self._lm.parameters else width
+            self._adapters.select([(name, width) for name in adapters], [(name, kept) for name in adapters])
 
     def _select(self, rows: list[int], logits: Tensor | None = None) -> Any:
         index = torch.tensor(rows, device=self._lm.device)

@@ -62,8 +62,8 @@ class RunningPass:
                 f"{layer} is given {len(x_ti)} rows in a pass of {self.count}, so that adapters cannot tell their own; train adapters that "
                 "leave out its target"
             )
-        found = [(one, self.factors(one, layer, x_ti.dtype)) for one in self.rows]
-        return [FactorSpan(one.start, one.end, factors) for one, factors in found if factors is not None]
+        with_factors = [(one, self.factors(one, layer, x_ti.dtype)) for one in self.rows]
+        return [FactorSpan(one.start, one.end, factors) for one, factors in with_factors if factors is not None]
 
     def expert_spans(self, layer: str, dtype: torch.dtype, experts_s: Tensor, tokens_s: Tensor) -> list[FactorSpan]:
         """Return the pairs of a token and its expert with that expert's factors. The pairs are in the order of experts, then of tokens.
@@ -130,13 +130,26 @@ class AdapterBank:
         """
         if name in self._slots:
             raise ConfigError(f"there is an adapter {name!r} already; drop it first, or choose another name")
-        if len(self._slots) >= self._most:
-            raise ConfigError(
-                f"model.max_adapters={self._most}: there are as many adapters already; drop one first, or raise the number"
-            )
+        self._check_room()
         slot = AdapterSlot(config, self.layers, self._device)
         self._slots[name] = slot
         return slot
+
+    def put(self, name: str, slot: AdapterSlot) -> None:
+        """Add an adapter, or put it in the place of another one.
+
+        Raises:
+            ConfigError: There are as many adapters as there may be.
+        """
+        if name not in self._slots:
+            self._check_room()
+        self._slots[name] = slot
+
+    def _check_room(self) -> None:
+        if len(self._slots) >= self._most:
+            raise ConfigError(
+                f"max_adapters={self._most}: there are as many adapters already; drop one first, or raise the number"
+            )
 
     def drop(self, name: str) -> None:
         """Free an adapter.

@@ -199,7 +199,7 @@ def test_the_bits_are_the_same_on_two_data_parallel_ranks(tmp_path: Path) -> Non
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
 
-def trajectory(folder: str, layout: dict[str, int], counts: tuple[int, ...]) -> list[float]:
+def trajectory(folder: str, layout: dict[str, Any], counts: tuple[int, ...]) -> list[float]:
     """Losses and norms of two adapters, with so many documents in each call."""
     engine = bank_engine(folder, parallel=ParallelConfig(**layout), micro_batch=MicroBatchConfig(max_tokens=64))
     try:

@@ -21,7 +21,7 @@ from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.losses.token_sums import TokenSumLoss
 from helpers.engines import build
 
-Document = dict[str, list[float]]
+Document = dict[str, Any]
 """The lists `tokens`, `targets` and, by the name of the field, what a loss reads, all of one length."""
 
 
@@ -108,7 +108,8 @@ class PlainAdapter:
             name_of = {"down": "lora_A", "up": "lora_B"}[factor]
             stored = f"base_model.model.{layer}.{name_of}.weight"
             if ".experts." in layer:
-                stored = expert_factor(*layer.rsplit(".", 1), name_of)
+                experts, _, matrix = layer.rpartition(".")
+                stored = expert_factor(experts, matrix, name_of)
             parameter = self.model.get_parameter(stored.replace(".weight", ".default.weight"))
             with torch.no_grad():
                 parameter.copy_(as_peft_stores(stored, value))

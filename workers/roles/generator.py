@@ -220,6 +220,36 @@ class RolloutWorker:
         return self.generator.version
 
     @register("all")
+    def load_adapter(self, name: str, folder: str) -> int:
+        """Load the factors of a checkpoint of an adapter, which requests name in their options; return the number of its steps.
+
+        An adapter of the same name is replaced, also under requests that use it.
+
+        Args:
+            name: The name of the adapter.
+            folder: The folder of the checkpoint, or its URL.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, or of another model.
+            ConfigError: There are as many adapters as there may be (`max_adapters`).
+        """
+        return self.generator.load_adapter(name, folder)
+
+    @register("all")
+    def drop_adapter(self, name: str) -> None:
+        """Free an adapter, after the last request that uses it.
+
+        Raises:
+            ConfigError: There is none of this name.
+        """
+        self.generator.drop_adapter(name)
+
+    @register("all")
+    def adapter_names(self) -> list[str]:
+        """Return the names of the adapters that requests may ask for."""
+        return self.generator.adapter_names()
+
+    @register("all")
     def pause(self) -> None:
         """Stop generating until `resume`; see `BaseGenerator.pause`."""
         self.generator.pause()

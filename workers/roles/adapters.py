@@ -1,0 +1,195 @@
+"""The adapters role: a frozen model with adapters that are created, trained, saved and dropped while it runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...engine.adapter_checkpoint import adapter_config_of
+from ...engine.adapter_trainer import AdapterCall, AdapterCallResult, AdapterTrainer
+from ...engine.adapters.config import AdapterConfig
+from ...engine.adapters.slot import AdapterStep
+from ...engine.config import OptimConfig
+from ...engine.errors import ConfigError
+from ...engine.packing.batch import PackedBatch
+from ...engine.packing.microbatch import balance
+from ...losses.token_sums import TokenSumLoss
+from .base import Worker, WorkerConfig
+from .dispatch import register
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdapterRequest:
+    """A batch of one adapter and its loss, a sum over all tokens of the batch.
+
+    Args:
+        adapter: The name of the adapter; None for the frozen model without any, which can only be evaluated.
+        batch: The documents, of which `labels` may be any tokens (`PackedBatch.free_labels`), with the fields that the loss reads.
+        loss: The loss.
+        forward_only: Whether to evaluate the loss only, without gradients.
+    """
+
+    adapter: str | None
+    batch: PackedBatch
+    loss: TokenSumLoss
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdapterReply:
+    """The reply to an `AdapterRequest`.
+
+    Args:
+        loss: The loss; NaN if there is an error.
+        metrics: The metrics of the loss.
+        log_probs: `[T]` float32, the log-probability of each label, in the order of the batch, of the very pass that gradients are of.
+        error: Why the request has changed nothing; empty if it is done.
+    """
+
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    log_probs: Tensor | None = None
+    error: str = ""
+
+
+class AdapterWorker(Worker):
+    """A frozen model with adapters (`model.max_adapters`). All methods take the same arguments on all ranks.
+
+    Requests of many adapters are computed together. The gradients of an adapter add up until its optimizer step.
+
+    Args:
+        config: The configuration of the role.
+        ranks: The global ranks that run its engine; None uses all ranks.
+    """
+
+    trainable: ClassVar[bool] = False
+
+    def __init__(self, config: WorkerConfig, ranks: Sequence[int] | None = None) -> None:
+        if not config.model.max_adapters:
+            raise ConfigError(
+                "model.max_adapters=0: an AdapterWorker creates adapters while it runs; set how many there may be"
+            )
+        super().__init__(config, ranks)
+        self._trainer: AdapterTrainer | None = None
+
+    @property
+    def trainer(self) -> AdapterTrainer:
+        """What trains the adapters of the engine."""
+        if self._trainer is None:
+            self._trainer = AdapterTrainer(self.engine)
+        return self._trainer
+
+    @register("all")
+    def create_adapter(self, name: str, config: AdapterConfig) -> None:
+        """Create an adapter.
+
+        Raises:
+            ConfigError: There is one with this name, there are too many, or its settings do not fit the model.
+        """
+        self.trainer.create(name, config)
+
+    @register("all")
+    def drop_adapter(self, name: str) -> None:
+        """Free an adapter with its gradients and moments.
+
+        Raises:
+            ConfigError: There is none with this name.
+        """
+        self.trainer.drop(name)
+
+    @register("all")
+    def adapter_names(self) -> list[str]:
+        """Return the names of the adapters, in the order in which they were created."""
+        return list(self.trainer.bank.names)
+
+    @register("all", changes_weights=True)
+    def forward_backward(self, requests: Sequence[AdapterRequest]) -> list[AdapterReply]:
+        """Compute the losses of requests, and add their gradients to those of their adapters; see `AdapterTrainer.forward_backward`.
+
+        A request is divided over the data-parallel ranks by itself alone, so that what it is given does not depend on the others.
+
+        Args:
+            requests: The requests; those of one adapter are taken in order.
+
+        Returns:
+            The reply to each request.
+        """
+        topology = self.engine.topology
+        ratio = self.engine.model_shape.attention_ratio
+        assigned = [balance(request.batch.lengths, topology.dp_size, ratio=ratio) for request in requests]
+        calls = [
+            AdapterCall(
+                adapter=request.adapter,
+                batch=request.batch.select(rows) if (rows := of_request[topology.dp_rank]) else None,
+                loss=request.loss,
+                forward_only=request.forward_only,
+            )
+            for request, of_request in zip(requests, assigned, strict=True)
+        ]
+        results = self.trainer.forward_backward(calls)
+        local = [result.log_probs for result in results] if topology.is_output_rank else None
+        by_shard = [part for part in topology.all_gather_object(local) if part is not None]
+        return [
+            _reply(request, result, of_request, [part[number] for part in by_shard])
+            for number, (request, result, of_request) in enumerate(zip(requests, results, assigned, strict=True))
+        ]
+
+    @register("all", changes_weights=True)
+    def optim_step(self, name: str, optim: OptimConfig) -> AdapterStep:
+        """Make an optimizer step of an adapter with the gradients since its last one; see `AdapterSlot.optim_step`.
+
+        Raises:
+            ConfigError: There is no such adapter, or the optimizer is not AdamW.
+            NonFiniteError: The gradient is not finite. It was dropped, and the adapter is unchanged.
+        """
+        return self.trainer.optim_step(name, optim)
+
+    @register("all")
+    def save_adapter(self, name: str, root: str, extra: Mapping[str, Any] | None = None) -> str:
+        """Write the checkpoint `root/step-XXXXXXXX` of an adapter and return its folder; see `adapter_checkpoint.save_adapter`."""
+        return self.trainer.save(name, root, extra)
+
+    @register("all", changes_weights=True)
+    def load_adapter(self, name: str, folder: str, *, optimizer: bool = True) -> AdapterConfig:
+        """Load a checkpoint into an adapter, which is created with the settings of the checkpoint if there is none of this name.
+
+        Args:
+            name: The name of the adapter.
+            folder: The folder of the checkpoint, or its URL.
+            optimizer: Whether to load the moments and the step count as well; otherwise these begin anew.
+
+        Returns:
+            The settings of the adapter.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, or of another model or another kind of adapter. An adapter that was created for it
+                is dropped again.
+        """
+        bank, created = self.trainer.bank, False
+        if name not in bank:
+            with self.engine.topology.collective_errors():
+                settings = adapter_config_of(folder)
+            self.trainer.create(name, settings)
+            created = True
+        try:
+            self.trainer.load(name, folder, optimizer=optimizer)
+        except BaseException:
+            if created:
+                self.trainer.drop(name)
+            raise
+        return bank[name].config
+
+
+def _reply(
+    request: AdapterRequest, result: AdapterCallResult, assigned: Sequence[Sequence[int]], parts: Sequence[Tensor | None]
+) -> AdapterReply:
+    """Return the reply to a request, with the log-probabilities of all data-parallel ranks in the order of its documents."""
+    if result.error is not None:
+        return AdapterReply(loss=result.loss, error=str(result.error))
+    log_probs = torch.zeros(request.batch.num_tokens)
+    for rows, part in zip(assigned, parts, strict=True):
+        if part is not None:
+            log_probs[request.batch.token_index(rows)] = part
+    return AdapterReply(loss=result.loss, metrics=dict(result.metrics), log_probs=log_probs)
