@@ -1,0 +1,467 @@
+"""The routes of the training service."""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ...engine.errors import DrivetrainError
+from ..openai.guards import HostGuard, SizeGuard
+from . import json_requests as wire
+from .checkpoints import Checkpoints
+from .database import Database
+from .errors import BadRequestError
+from .futures import Futures
+from .payloads import decompressed, parse_forward_backward
+from .sampling import Sampling
+from .settings import KEY_PREFIX, TrainingServiceSettings, owner_of
+from .training import Training
+
+PREFIX = "/api/v1"
+PROTOBUF = "application/x-protobuf"
+FLAGS = {"sample_cancel_enabled": True}
+"""What the client is told that differs from its defaults."""
+Handler = Callable[[Request, str], Awaitable[Response]]
+
+
+class TrainingApp:
+    """The routes.
+
+    Args:
+        settings: The settings.
+        database: Where everything is kept.
+        futures: The results.
+        training: What trains.
+        sampling: What samples.
+        seed: Returns a seed for what comes without one.
+    """
+
+    def __init__(
+        self,
+        settings: TrainingServiceSettings,
+        database: Database,
+        futures: Futures,
+        training: Training,
+        sampling: Sampling,
+        seed: Callable[[], int],
+    ) -> None:
+        self._settings, self._database, self._futures = settings, database, futures
+        self._training, self._sampling, self._seed = training, sampling, seed
+        self._checkpoints = Checkpoints(database)
+
+    def build(self) -> HostGuard:
+        """Return the application."""
+        run, checkpoint = "/training_runs/{run}", "/training_runs/{run}/checkpoints/{kind}/{name}"
+        routes: list[tuple[str, str, Handler]] = [
+            ("POST", "/client/config", self._config),
+            ("POST", "/client/dynamic_config", self._dynamic_config),
+            ("POST", "/create_session", self._create_session),
+            ("POST", "/session_heartbeat", self._heartbeat),
+            ("POST", "/sessions/{session}/finish", self._finish_session),
+            ("POST", "/telemetry", self._telemetry),
+            ("GET", "/get_server_capabilities", self._capabilities),
+            ("POST", "/create_model", self._create_model),
+            ("POST", "/get_info", self._info),
+            ("POST", "/forward_backward", self._forward_backward),
+            ("POST", "/optim_step", self._optim_step),
+            ("POST", "/save_weights", self._save_weights),
+            ("POST", "/save_weights_for_sampler", self._save_for_sampler),
+            ("POST", "/save_weights_external", self._save_external),
+            ("POST", "/load_weights", self._load_weights),
+            ("POST", "/create_sampling_session", self._create_sampler),
+            ("GET", "/samplers/{sampler}", self._sampler),
+            ("POST", "/join_sampling_session", self._join_sampler),
+            ("POST", "/asample", self._sample),
+            ("POST", "/retrieve_future", self._retrieve),
+            ("POST", "/cancel_future", self._cancel),
+            ("GET", "/training_runs", self._runs),
+            ("GET", run, self._run),
+            ("GET", f"{run}/checkpoints", self._checkpoints_of_run),
+            ("GET", "/checkpoints", self._all_checkpoints),
+            ("DELETE", checkpoint, self._delete_checkpoint),
+            ("POST", f"{checkpoint}/publish", self._publish),
+            ("DELETE", f"{checkpoint}/publish", self._unpublish),
+            ("PUT", f"{checkpoint}/ttl", self._set_ttl),
+            ("POST", "/weights_info", self._weights_info),
+        ]
+        app = Starlette(
+            routes=[
+                Route("/api/v1/healthz", self._health, methods=["GET"]),
+                *(Route(PREFIX + path, self._guarded(handler), methods=[method]) for method, path, handler in routes),
+            ]
+        )
+        sized = SizeGuard(app, int(self._settings.max_body_mib * 2**20))
+        return HostGuard(sized, self._settings.hosts)
+
+    def _guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        """Return a route that knows whose request it is, and answers errors."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handler(request, self._owner(request))
+            except BadRequestError as e:
+                return JSONResponse({"detail": str(e)}, status_code=e.status)
+            except DrivetrainError as e:
+                return JSONResponse({"detail": str(e)}, status_code=400)
+
+        return answer
+
+    def _owner(self, request: Request) -> str:
+        key = request.headers.get("x-api-key", "")
+        owner = owner_of(key)
+        if not key.startswith(KEY_PREFIX) or (self._settings.keys and owner not in self._settings.keys):
+            raise BadRequestError(f"the key is missing or wrong; send it as: X-API-Key: {KEY_PREFIX}...", status=401)
+        if self._training.failed is not None:
+            raise BadRequestError(f"the service cannot go on: {self._training.failed}", status=503)
+        return owner
+
+    # ---- clients and sessions ----------------------------------------------------------------------------------------
+
+    async def _health(self, request: Request) -> Response:
+        healthy = self._training.failed is None
+        return JSONResponse({"status": "ok" if healthy else "failed"}, status_code=200 if healthy else 503)
+
+    async def _config(self, request: Request, owner: str) -> Response:
+        return JSONResponse({})
+
+    async def _dynamic_config(self, request: Request, owner: str) -> Response:
+        return JSONResponse(FLAGS)
+
+    async def _telemetry(self, request: Request, owner: str) -> Response:
+        # Not read: it may hold the client's key.
+        return JSONResponse({"status": "accepted"})
+
+    async def _capabilities(self, request: Request, owner: str) -> Response:
+        models = [{"model_name": name, "trainable": True, "sampleable": True} for name in self._settings.models]
+        return JSONResponse({"supported_models": models})
+
+    async def _create_session(self, request: Request, owner: str) -> Response:
+        body = await request.body()
+        wire.parse(body, wire.CreateSession)
+        session, now = str(uuid.uuid4()), time.time()
+        row = (
+            "INSERT INTO sessions (id, owner, created, seen, info) VALUES (?, ?, ?, ?, ?)",
+            (session, owner, now, now, body.decode()),
+        )
+        await asyncio.wrap_future(self._database.execute(row))
+        return JSONResponse({"type": "create_session", "session_id": session})
+
+    def _check_session(self, session: str, owner: str) -> None:
+        row = self._database.one("SELECT owner, finished FROM sessions WHERE id = ?", session)
+        if row is None or row["owner"] != owner:
+            raise BadRequestError(f"there is no session {session[:100]!r}", status=404)
+        if row["finished"]:
+            raise BadRequestError(f"the session {session} has ended", status=410)
+
+    async def _heartbeat(self, request: Request, owner: str) -> Response:
+        session = wire.parse(await request.body(), wire.SessionRequest).session_id
+        self._check_session(session, owner)
+        await asyncio.wrap_future(
+            self._database.execute(("UPDATE sessions SET seen = ? WHERE id = ?", (time.time(), session)))
+        )
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def _finish_session(self, request: Request, owner: str) -> Response:
+        session = request.path_params["session"]
+        with suppress(BadRequestError):
+            self._check_session(session, owner)
+            await self.end_session(session)
+        return Response(status_code=204)
+
+    async def end_session(self, session: str) -> None:
+        """Free what a session has; its checkpoints stay."""
+        await asyncio.wrap_future(self._database.execute(("UPDATE sessions SET finished = 1 WHERE id = ?", (session,))))
+        models = self._database.read("SELECT id FROM models WHERE session = ? AND state = 'open'", session)
+        await self._training.end([row["id"] for row in models])
+
+    async def keep_house(self, every_s: float = 10.0) -> None:
+        """End sessions that give no sign of life, and remove what has expired, again and again."""
+        await asyncio.wrap_future(self._database.execute(("UPDATE sessions SET seen = ? WHERE finished = 0", (time.time(),))))
+        while True:
+            await asyncio.sleep(every_s)
+            silent = time.time() - self._settings.session_s
+            for row in self._database.read("SELECT id FROM sessions WHERE finished = 0 AND seen < ?", silent):
+                await self.end_session(row["id"])
+            await self._checkpoints.remove_expired()
+            await self._futures.drop_old()
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def _known_model(self, name: str) -> None:
+        if name not in self._settings.models:
+            raise BadRequestError(f"base_model={name[:200]!r}; this service has {', '.join(self._settings.models)}")
+
+    async def _create_model(self, request: Request, owner: str) -> Response:
+        body = await request.body()
+        new = wire.parse(body, wire.CreateModel)
+        self._check_session(new.session_id, owner)
+        config, error = None, ""
+        try:
+            self._known_model(new.base_model)
+            if new.optimizer_config is not None and new.optimizer_config.type not in ("adam", "adamw"):
+                raise BadRequestError(
+                    f"optimizer_config of type {new.optimizer_config.type[:100]!r}: this service trains with adam; leave it out"
+                )
+            config = wire.adapter_of(new.lora_config or wire.LoraSettings(), self._seed())
+        except DrivetrainError as e:
+            error = str(e)
+        model, future = await self._training.create(
+            owner,
+            new.session_id,
+            new.model_seq_id,
+            body,
+            base=new.base_model,
+            config=config,
+            error=error,
+            metadata=new.user_metadata,
+        )
+        return JSONResponse({"request_id": future, "model_id": model})
+
+    async def _info(self, request: Request, owner: str) -> Response:
+        model = wire.parse(await request.body(), wire.ModelRequest).model_id
+        row = self._database.one("SELECT owner, base, config FROM models WHERE id = ?", model)
+        if row is None or row["owner"] != owner:
+            raise BadRequestError(f"there is no model {model[:200]!r}", status=404)
+        config = json.loads(row["config"]) or {}
+        return JSONResponse(
+            {
+                "type": "get_info",
+                "model_id": model,
+                "model_data": {"model_name": row["base"], "tokenizer_id": row["base"]},
+                "is_lora": True,
+                "lora_rank": config.get("rank"),
+                "model_name": row["base"],
+            }
+        )
+
+    async def _forward_backward(self, request: Request, owner: str) -> Response:
+        most = int(self._settings.max_body_mib * 2**20)
+        encoding = request.headers.get("content-encoding", "")
+        body = await asyncio.to_thread(decompressed, await request.body(), encoding, most)
+        message = await asyncio.to_thread(parse_forward_backward, body)
+        future = await self._training.submit(owner, message.model_id, message.seq_id, "forward_backward", body)
+        return JSONResponse({"request_id": future, "model_id": message.model_id})
+
+    async def _submitted(self, owner: str, model: str, seq: int, kind: str, body: bytes) -> Response:
+        future = await self._training.submit(owner, model, seq, kind, body)
+        return JSONResponse({"request_id": future, "model_id": model})
+
+    async def _optim_step(self, request: Request, owner: str) -> Response:
+        body = await request.body()
+        step = wire.parse(body, wire.OptimStep)
+        return await self._submitted(owner, step.model_id, step.seq_id, "optim_step", body)
+
+    async def _save_weights(self, request: Request, owner: str) -> Response:
+        return await self._save(request, owner, "save_weights")
+
+    async def _save_external(self, request: Request, owner: str) -> Response:
+        return await self._save(request, owner, "save_weights_external")
+
+    async def _save_for_sampler(self, request: Request, owner: str) -> Response:
+        body = await request.body()
+        save = wire.parse(body, wire.SaveWeights)
+        kind = "save_weights_for_sampler" if save.path is not None else "save_weights_for_sampling_session"
+        return await self._submitted(owner, save.model_id, save.seq_id, kind, body)
+
+    async def _save(self, request: Request, owner: str, kind: str) -> Response:
+        body = await request.body()
+        save = wire.parse(body, wire.SaveWeights)
+        return await self._submitted(owner, save.model_id, save.seq_id, kind, body)
+
+    async def _load_weights(self, request: Request, owner: str) -> Response:
+        body = await request.body()
+        load = wire.parse(body, wire.LoadWeights)
+        if load.model_id is not None:
+            return await self._submitted(owner, load.model_id, load.seq_id or 0, "load_weights", body)
+        if load.session_id is None or load.model_seq_id is None:
+            raise BadRequestError(
+                "load_weights needs model_id and seq_id, or session_id and model_seq_id for a new model", status=422
+            )
+        self._check_session(load.session_id, owner)
+        error, folder, base = "", "", self._settings.default_model
+        try:
+            row = self._checkpoints.find(load.path, owner)
+            folder, base = row["folder"], row["base"]
+        except BadRequestError as e:
+            error = str(e)
+        model, future = await self._training.create(
+            owner,
+            load.session_id,
+            load.model_seq_id,
+            body,
+            base=base,
+            config=None,
+            error=error,
+            source=folder,
+            path=load.path,
+            optimizer=load.optimizer,
+            metadata=load.user_metadata,
+        )
+        return JSONResponse({"request_id": future, "model_id": model})
+
+    def arguments(self, model: str, kind: str, body: bytes) -> Any:
+        """Return what a request of a model asks; see `Training`."""
+        if kind == "optim_step":
+            return wire.optim_of(wire.parse(body, wire.OptimStep))
+        if kind == "load_weights":
+            load = wire.parse(body, wire.LoadWeights)
+            row = self._database.one("SELECT owner FROM models WHERE id = ?", model)
+            return load.path, self._checkpoints.find(load.path, row["owner"] if row else "")["folder"], load.optimizer
+        save = wire.parse(body, wire.SaveWeights)
+        if kind == "save_weights_for_sampling_session":
+            row = self._database.one("SELECT session, base FROM models WHERE id = ?", model)
+            assert row is not None
+            if save.sampling_session_seq_id is None:
+                raise BadRequestError("save_weights_for_sampler needs path or sampling_session_seq_id")
+            return row["session"], save.sampling_session_seq_id, row["base"]
+        path = wire.checkpoint_path(
+            save, {"save_weights": "weights", "save_weights_external": "external_weights"}.get(kind, "sampler_weights")
+        )
+        if not save.overwrite and self._checkpoints.exists(path):
+            raise BadRequestError(f"there is a checkpoint {path} already; give another name, or set overwrite")
+        return path, {"ttl_seconds": save.ttl_seconds, "user_metadata": save.user_metadata}
+
+    # ---- sampling ----------------------------------------------------------------------------------------------------
+
+    async def _create_sampler(self, request: Request, owner: str) -> Response:
+        new = wire.parse(await request.body(), wire.CreateSamplingSession)
+        self._check_session(new.session_id, owner)
+        sampler = f"{new.session_id}:sample:{new.sampling_session_seq_id}"
+        folder, base = "", new.base_model or self._settings.default_model
+        if new.model_path is not None:
+            row = self._checkpoints.find(new.model_path, owner)
+            folder, base = row["folder"], row["base"]
+        else:
+            self._known_model(base)
+        row_of = (
+            "INSERT OR IGNORE INTO samplers (id, session, owner, base, path, folder) VALUES (?, ?, ?, ?, ?, ?)",
+            (sampler, new.session_id, owner, base, new.model_path, folder),
+        )
+        await asyncio.wrap_future(self._database.execute(row_of))
+        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler})
+
+    def _sampler_row(self, sampler: str, owner: str) -> Any:
+        row = self._database.one("SELECT * FROM samplers WHERE id = ?", sampler)
+        if row is None or row["owner"] != owner:
+            raise BadRequestError(f"there is no sampler {sampler[:200]!r}", status=404)
+        return row
+
+    async def _sampler(self, request: Request, owner: str) -> Response:
+        row = self._sampler_row(request.path_params["sampler"], owner)
+        return JSONResponse({"sampler_id": row["id"], "base_model": row["base"], "model_path": row["path"]})
+
+    async def _join_sampler(self, request: Request, owner: str) -> Response:
+        sampler = wire.parse(await request.body(), wire.SamplerRequest).sampling_session_id
+        self._sampler_row(sampler, owner)
+
+        def count(connection: Any) -> int:
+            connection.execute("UPDATE samplers SET clients = clients + 1 WHERE id = ?", (sampler,))
+            (clients,) = connection.execute("SELECT clients FROM samplers WHERE id = ?", (sampler,)).fetchone()
+            return int(clients)
+
+        counter = await asyncio.wrap_future(self._database.write(count))
+        return JSONResponse({"type": "join_sampling_session", "client_counter": counter})
+
+    async def _sample(self, request: Request, owner: str) -> Response:
+        future, samples = await self._sampling.submit(owner, await request.body())
+        ids = [f"{future}:{number}" for number in range(samples)]
+        return JSONResponse({"request_id": future, "sample_sequence_ids": ids})
+
+    # ---- results -----------------------------------------------------------------------------------------------------
+
+    async def _retrieve(self, request: Request, owner: str) -> Response:
+        ask = wire.parse(await request.body(), wire.RetrieveFuture)
+        result = await self._futures.wait(ask.request_id, owner, self._settings.poll_s)
+        if result.state == "pending":
+            return JSONResponse({"queue_state": "active"}, status_code=408)
+        return Response(result.payload, media_type=PROTOBUF if result.state == "protobuf" else "application/json")
+
+    async def _cancel(self, request: Request, owner: str) -> Response:
+        await self._sampling.cancel(wire.parse(await request.body(), wire.RetrieveFuture).request_id, owner)
+        return Response(status_code=204)
+
+    # ---- lists -------------------------------------------------------------------------------------------------------
+
+    async def _runs(self, request: Request, owner: str) -> Response:
+        limit, offset = _page(request)
+        rows = self._database.read(
+            "SELECT * FROM models WHERE owner = ? ORDER BY created DESC LIMIT ? OFFSET ?", owner, limit, offset
+        )
+        total = self._database.read("SELECT COUNT(*) AS n FROM models WHERE owner = ?", owner)[0]["n"]
+        runs = [self._checkpoints.described_run(row) for row in rows]
+        return JSONResponse({"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": total}})
+
+    async def _run(self, request: Request, owner: str) -> Response:
+        row = self._database.one("SELECT * FROM models WHERE id = ?", request.path_params["run"])
+        if row is None or row["owner"] != owner:
+            raise BadRequestError(f"there is no training run {request.path_params['run'][:200]!r}", status=404)
+        return JSONResponse(self._checkpoints.described_run(row))
+
+    async def _checkpoints_of_run(self, request: Request, owner: str) -> Response:
+        rows = self._database.read(
+            "SELECT * FROM checkpoints WHERE owner = ? AND model = ? ORDER BY created", owner, request.path_params["run"]
+        )
+        return JSONResponse({"checkpoints": [self._checkpoints.described(row) for row in rows]})
+
+    async def _all_checkpoints(self, request: Request, owner: str) -> Response:
+        limit, offset = _page(request)
+        rows = self._database.read(
+            "SELECT * FROM checkpoints WHERE owner = ? ORDER BY created DESC LIMIT ? OFFSET ?", owner, limit, offset
+        )
+        total = self._database.read("SELECT COUNT(*) AS n FROM checkpoints WHERE owner = ?", owner)[0]["n"]
+        cursor = {"offset": offset, "limit": limit, "total_count": total}
+        return JSONResponse({"checkpoints": [self._checkpoints.described(row) for row in rows], "cursor": cursor})
+
+    def _named(self, request: Request) -> str:
+        values = request.path_params
+        return f"tinker://{values['run']}/{values['kind']}/{values['name']}"
+
+    async def _delete_checkpoint(self, request: Request, owner: str) -> Response:
+        await self._checkpoints.delete(self._named(request), owner)
+        return Response(status_code=204)
+
+    async def _publish(self, request: Request, owner: str) -> Response:
+        await self._checkpoints.change(self._named(request), owner, "public", 1)
+        return Response(status_code=204)
+
+    async def _unpublish(self, request: Request, owner: str) -> Response:
+        await self._checkpoints.change(self._named(request), owner, "public", 0)
+        return Response(status_code=204)
+
+    async def _set_ttl(self, request: Request, owner: str) -> Response:
+        ttl = wire.parse(await request.body(), wire.TimeToLive).ttl_seconds
+        if ttl is not None and not 0 < ttl < 1e10:
+            raise BadRequestError(f"ttl_seconds={ttl}; it must be above 0, or null to keep the checkpoint")
+        await self._checkpoints.change(self._named(request), owner, "expires", None if ttl is None else time.time() + ttl)
+        return Response(status_code=204)
+
+    async def _weights_info(self, request: Request, owner: str) -> Response:
+        row = self._checkpoints.find(wire.parse(await request.body(), wire.PathRequest).tinker_path, owner)
+        config = json.loads(row["config"])
+        targets = config["targets"]
+        return JSONResponse(
+            {
+                "base_model": row["base"],
+                "is_lora": True,
+                "lora_rank": config["rank"],
+                "train_attn": "attention" in targets,
+                "train_mlp": "mlp" in targets,
+                "train_unembed": "unembedding" in targets,
+            }
+        )
+
+
+def _page(request: Request) -> tuple[int, int]:
+    try:
+        limit, offset = int(request.query_params.get("limit", 20)), int(request.query_params.get("offset", 0))
+    except ValueError as e:
+        raise BadRequestError(f"limit and offset must be whole numbers: {e}", status=422) from e
+    return max(0, min(limit, 1000)), max(0, offset)

@@ -1,0 +1,123 @@
+"""The checkpoints of a service, by their paths."""
+
+import asyncio
+import json
+import shutil
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from .database import Database
+from .errors import BadRequestError
+from .paths import KINDS, CheckpointPath
+
+
+class Checkpoints:
+    """The checkpoints of a service.
+
+    Args:
+        database: Where they are kept.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def exists(self, path: CheckpointPath) -> bool:
+        """Return whether there is a checkpoint."""
+        sql = "SELECT 1 FROM checkpoints WHERE model = ? AND kind = ? AND name = ?"
+        return self._database.one(sql, path.model, path.kind, path.name) is not None
+
+    def find(self, text: str, owner: str, *, own: bool = False) -> Any:
+        """Return the row of a checkpoint, with the `base` and `config` of its model.
+
+        Args:
+            text: The path.
+            owner: Who asks.
+            own: Whether it has to be theirs; otherwise it may be public.
+
+        Raises:
+            BadRequestError: There is no such checkpoint that they may use.
+        """
+        path = CheckpointPath.parse(text)
+        row = self._database.one(
+            "SELECT c.*, m.base AS base, m.config AS config FROM checkpoints c JOIN models m ON m.id = c.model "
+            "WHERE c.model = ? AND c.kind = ? AND c.name = ?",
+            path.model,
+            path.kind,
+            path.name,
+        )
+        mine = row is not None and row["owner"] == owner
+        expired = row is not None and row["expires"] is not None and row["expires"] < time.time()
+        if row is None or expired or not (mine or (row["public"] and not own)):
+            raise BadRequestError(
+                f"there is no checkpoint {path}; it is unknown, has expired, or belongs to another key", status=404
+            )
+        return row
+
+    async def change(self, text: str, owner: str, column: str, value: Any) -> None:
+        """Change a column of a checkpoint of a key.
+
+        Raises:
+            BadRequestError: It has no such checkpoint.
+        """
+        self.find(text, owner, own=True)
+        path = CheckpointPath.parse(text)
+        sql = f"UPDATE checkpoints SET {column} = ? WHERE model = ? AND kind = ? AND name = ?"
+        await asyncio.wrap_future(self._database.execute((sql, (value, path.model, path.kind, path.name))))
+
+    async def delete(self, text: str, owner: str) -> None:
+        """Delete a checkpoint of a key. Samplers that use it go on.
+
+        Raises:
+            BadRequestError: It has no such checkpoint.
+        """
+        row = self.find(text, owner, own=True)
+        await self._remove(row)
+
+    async def _remove(self, row: Any) -> None:
+        sql = "DELETE FROM checkpoints WHERE model = ? AND kind = ? AND name = ?"
+        await asyncio.wrap_future(self._database.execute((sql, (row["model"], row["kind"], row["name"]))))
+        if self._database.one("SELECT 1 FROM samplers WHERE folder = ?", row["folder"]) is None:
+            await asyncio.to_thread(shutil.rmtree, Path(row["folder"]).parent, ignore_errors=True)
+
+    async def remove_expired(self) -> None:
+        """Remove the checkpoints whose time is over."""
+        for row in self._database.read("SELECT * FROM checkpoints WHERE expires < ?", time.time()):
+            await self._remove(row)
+
+    def described(self, row: Any) -> dict[str, Any]:
+        """Return a checkpoint as lists have it."""
+        path = CheckpointPath(row["model"], row["kind"], row["name"])
+        return {
+            "checkpoint_id": f"{row['kind']}/{row['name']}",
+            "checkpoint_type": KINDS[row["kind"]],
+            "time": _time(row["created"]),
+            "tinker_path": str(path),
+            "size_bytes": row["bytes"],
+            "public": bool(row["public"]),
+            "expires_at": None if row["expires"] is None else _time(row["expires"]),
+            "user_metadata": json.loads(row["metadata"]),
+        }
+
+    def described_run(self, row: Any) -> dict[str, Any]:
+        """Return a model as lists have it."""
+        config = json.loads(row["config"]) or {}
+        last = self._database.read("SELECT * FROM checkpoints WHERE model = ? ORDER BY created DESC", row["id"])
+        by_kind = {kind: next((self.described(one) for one in last if one["kind"] == kind), None) for kind in KINDS}
+        return {
+            "training_run_id": row["id"],
+            "base_model": row["base"],
+            "model_owner": row["owner"],
+            "is_lora": True,
+            "lora_rank": config.get("rank"),
+            "corrupted": False,
+            "last_request_time": _time(row["seen"]),
+            "last_checkpoint": by_kind["weights"],
+            "last_sampler_checkpoint": by_kind["sampler_weights"],
+            "user_metadata": json.loads(row["metadata"]),
+        }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

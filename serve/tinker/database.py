@@ -1,0 +1,140 @@
+"""Everything of the service that survives a restart, in SQLite: who asked for what, what was answered, and what there is.
+
+All writes go through one thread, which puts those that wait into one transaction: what `write` has returned is on disk. Reads are short, and
+are made where they are needed.
+"""
+
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...engine.errors import ConfigError
+
+R = TypeVar("R")
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, created REAL NOT NULL, seen REAL NOT NULL, finished INTEGER NOT NULL DEFAULT 0,
+    info TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS models (
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, owner TEXT NOT NULL, base TEXT NOT NULL, config TEXT NOT NULL, source TEXT NOT NULL,
+    source_path TEXT NOT NULL, source_optimizer INTEGER NOT NULL, metadata TEXT NOT NULL, created REAL NOT NULL, seen REAL NOT NULL, state TEXT NOT NULL,
+    saved_seq INTEGER NOT NULL DEFAULT -1, saved_folder TEXT NOT NULL DEFAULT '');
+CREATE TABLE IF NOT EXISTS requests (
+    model TEXT NOT NULL, seq INTEGER NOT NULL, kind TEXT NOT NULL, body BLOB, digest TEXT NOT NULL, future TEXT NOT NULL,
+    outcome TEXT NOT NULL DEFAULT 'pending', PRIMARY KEY (model, seq));
+CREATE TABLE IF NOT EXISTS futures (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, kind TEXT NOT NULL, state TEXT NOT NULL, payload BLOB, created REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS checkpoints (
+    model TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, owner TEXT NOT NULL, folder TEXT NOT NULL, bytes INTEGER NOT NULL,
+    created REAL NOT NULL, expires REAL, public INTEGER NOT NULL DEFAULT 0, metadata TEXT NOT NULL, PRIMARY KEY (model, kind, name));
+CREATE TABLE IF NOT EXISTS samplers (
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, owner TEXT NOT NULL, base TEXT NOT NULL, path TEXT, folder TEXT NOT NULL,
+    clients INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS samples (
+    sampler TEXT NOT NULL, seq TEXT NOT NULL, body BLOB, digest TEXT NOT NULL, future TEXT NOT NULL, PRIMARY KEY (sampler, seq));
+CREATE INDEX IF NOT EXISTS models_of_session ON models (session);
+CREATE INDEX IF NOT EXISTS models_of_owner ON models (owner);
+CREATE INDEX IF NOT EXISTS samplers_of_folder ON samplers (folder);
+"""
+FORMAT = "1"
+_AT_ONCE = 256
+
+
+class Database:
+    """The database of a service.
+
+    Args:
+        file: The file, which is created if there is none.
+
+    Raises:
+        ConfigError: The file is not a database of this version of the service, or another service has it open.
+    """
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self._writer = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=1.0)
+            self._writer.execute("PRAGMA journal_mode=WAL")
+            # A transaction is on disk when it is over.
+            self._writer.execute("PRAGMA synchronous=FULL")
+            self._writer.executescript(_SCHEMA)
+            self._writer.execute("INSERT OR IGNORE INTO about VALUES ('format', ?)", (FORMAT,))
+            (version,) = self._writer.execute("SELECT value FROM about WHERE name = 'format'").fetchone()
+            self._reader = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
+        except sqlite3.Error as e:
+            raise ConfigError(f"{file} cannot be used as the database of a training service: {e}") from e
+        if version != FORMAT:
+            raise ConfigError(f"{file} has format {version}; this version of the service reads format {FORMAT}")
+        self._reader.row_factory = sqlite3.Row
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[Callable[[sqlite3.Connection], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="database", daemon=True)
+        self._thread.start()
+
+    def read(self, sql: str, *values: Any) -> list[sqlite3.Row]:
+        """Return the rows of a query."""
+        with self._lock:
+            return self._reader.execute(sql, values).fetchall()
+
+    def one(self, sql: str, *values: Any) -> sqlite3.Row | None:
+        """Return the first row of a query, or None."""
+        rows = self.read(sql, *values)
+        return rows[0] if rows else None
+
+    def write(self, change: Callable[[sqlite3.Connection], R]) -> "Future[R]":
+        """Make a change, which is on disk when the future is done; an error in it undoes it alone."""
+        future: Future[R] = Future()
+        self._queue.put((change, future))
+        return future
+
+    def execute(self, *statements: tuple[str, Sequence[Any]]) -> "Future[None]":
+        """Run statements as one change."""
+
+        def change(connection: sqlite3.Connection) -> None:
+            for sql, values in statements:
+                connection.execute(sql, values)
+
+        return self.write(change)
+
+    def close(self) -> None:
+        """Write what waits, and close the file."""
+        self._queue.put(None)
+        self._thread.join()
+        self._reader.close()
+        self._writer.close()
+
+    def _run(self) -> None:
+        over = False
+        while not over:
+            waiting = [self._queue.get()]
+            while len(waiting) < _AT_ONCE and not self._queue.empty():
+                waiting.append(self._queue.get())
+            over = None in waiting
+            self._commit([one for one in waiting if one is not None])
+
+    def _commit(self, changes: list[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]]) -> None:
+        done: list[tuple[Future[Any], Any]] = []
+        try:
+            self._writer.execute("BEGIN IMMEDIATE")
+            for change, future in changes:
+                self._writer.execute("SAVEPOINT change")
+                try:
+                    done.append((future, change(self._writer)))
+                except Exception as e:  # given to whoever asked for the change
+                    self._writer.execute("ROLLBACK TO change")
+                    future.set_exception(e)
+                self._writer.execute("RELEASE change")
+            self._writer.execute("COMMIT")
+        except sqlite3.Error as e:
+            if self._writer.in_transaction:
+                self._writer.execute("ROLLBACK")
+            for _, future in changes:
+                if not future.done():
+                    future.set_exception(e)
+            return
+        for future, result in done:
+            future.set_result(result)

@@ -1,0 +1,304 @@
+"""The requests of the protocol that are JSON: their fields, and what they ask for."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from ...engine.adapters.config import AdapterConfig, Target
+from ...engine.config import OptimConfig
+from ...engine.errors import ConfigError
+from ...generation.options import SamplingOptions
+from .errors import BadRequestError
+from .paths import CheckpointPath, checked_name
+
+S = TypeVar("S", bound=msgspec.Struct)
+ALPHA = 32.0
+"""The alpha of all adapters, whatever their rank: it is not part of the protocol, and the client's learning rates are made for this one."""
+DEFAULT_RANK = 32
+MOST_SEED = 2**63 - 1
+
+
+class CreateSession(msgspec.Struct):
+    """A client begins."""
+
+    tags: list[str] = []
+    user_metadata: Any = None
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class SessionRequest(msgspec.Struct):
+    """A client is still there."""
+
+    session_id: str
+
+
+class LoraSettings(msgspec.Struct):
+    """The adapter of a new model."""
+
+    rank: int = DEFAULT_RANK
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerFamily(msgspec.Struct):
+    """The optimizer of a new model."""
+
+    type: str = "adam"
+
+
+class CreateModel(msgspec.Struct):
+    """Create a model."""
+
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    lora_config: LoraSettings | None = None
+    optimizer_config: OptimizerFamily | None = None
+    user_metadata: Any = None
+
+
+class ModelRequest(msgspec.Struct):
+    """A question about a model."""
+
+    model_id: str
+
+
+class AdamParams(msgspec.Struct):
+    """The settings of an optimizer step."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(msgspec.Struct):
+    """Make an optimizer step."""
+
+    model_id: str
+    seq_id: int
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+
+class SaveWeights(msgspec.Struct):
+    """Save a model, to go on from, to sample from, or to export."""
+
+    model_id: str
+    seq_id: int
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    kind: str = "snapshot"
+    ttl_seconds: float | None = None
+    overwrite: bool = False
+    user_metadata: Any = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class LoadWeights(msgspec.Struct):
+    """Load a checkpoint: into a model, or into a new one."""
+
+    path: str
+    optimizer: bool = False
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: Any = None
+
+
+class CreateSamplingSession(msgspec.Struct):
+    """Create a sampler."""
+
+    session_id: str
+    sampling_session_seq_id: int
+    model_path: str | None = None
+    base_model: str | None = None
+
+
+class SamplerRequest(msgspec.Struct):
+    """A request that names a sampler."""
+
+    sampling_session_id: str
+
+
+class PromptChunk(msgspec.Struct):
+    """A part of a prompt."""
+
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class Prompt(msgspec.Struct):
+    """A prompt."""
+
+    chunks: list[PromptChunk]
+
+
+class SampleParams(msgspec.Struct):
+    """How to sample."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    stop: str | list[str] | list[int] | None = None
+
+
+class Sample(msgspec.Struct):
+    """Sample responses."""
+
+    sampling_session_id: str
+    seq_id: int
+    prompt: Prompt
+    sampling_params: SampleParams
+    num_samples: int = 1
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    target_prompt_logprobs: Any = None
+
+
+class RetrieveFuture(msgspec.Struct):
+    """Ask for a result."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class PathRequest(msgspec.Struct):
+    """A question about a checkpoint."""
+
+    tinker_path: str
+
+
+class TimeToLive(msgspec.Struct):
+    """For how long a checkpoint is kept."""
+
+    ttl_seconds: float | None = None
+
+
+def parse(body: bytes, kind: type[S]) -> S:
+    """Return a request.
+
+    Raises:
+        BadRequestError: It is not JSON, or lacks a field.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
+        raise BadRequestError(f"the body is no {kind.__name__}: {e}", status=422) from e
+
+
+def adapter_of(settings: LoraSettings, seed: int) -> AdapterConfig:
+    """Return the settings of an adapter.
+
+    Args:
+        settings: The settings of the protocol.
+        seed: The seed, if they have none.
+
+    Raises:
+        ConfigError: They cannot be used.
+    """
+    if settings.rank == 0:
+        raise ConfigError(
+            "rank=0, which some services take for training all weights: this one trains adapters; use a rank of at least 1"
+        )
+    flags: Mapping[Target, bool] = {
+        "attention": settings.train_attn,
+        "mlp": settings.train_mlp,
+        "unembedding": settings.train_unembed,
+    }
+    targets = tuple(target for target, trained in flags.items() if trained)
+    if not targets:
+        raise ConfigError("train_attn, train_mlp and train_unembed are all false, so that there is nothing to train; set one")
+    chosen = seed if settings.seed is None else settings.seed
+    if not 0 <= chosen <= MOST_SEED:
+        raise ConfigError(f"seed={chosen}; it must be from 0 to {MOST_SEED}")
+    return AdapterConfig(rank=settings.rank, alpha=ALPHA, targets=targets, seed=chosen)
+
+
+def optim_of(request: OptimStep) -> OptimConfig:
+    """Return the settings of an optimizer step.
+
+    Raises:
+        ConfigError: They cannot be used.
+    """
+    if request.optimizer_params is not None:
+        kind = str(request.optimizer_params.get("type"))[:100]
+        raise ConfigError(f"optimizer_params of type {kind!r}: this service trains with adam; send adam_params")
+    params = request.adam_params or AdamParams()
+    if params.grad_clip_norm < 0:
+        raise ConfigError(f"grad_clip_norm={params.grad_clip_norm}; it must be a norm, or 0 for no clipping")
+    return OptimConfig(
+        lr=params.learning_rate,
+        betas=(params.beta1, params.beta2),
+        eps=params.eps,
+        weight_decay=params.weight_decay,
+        clip_grad_norm=params.grad_clip_norm or None,
+    )
+
+
+def checkpoint_path(request: SaveWeights, kind: str) -> CheckpointPath:
+    """Return the path of a checkpoint that is to be saved.
+
+    Raises:
+        BadRequestError: Its name cannot be used.
+    """
+    if request.path is None:
+        raise BadRequestError("path is missing; give the checkpoint a name")
+    if request.age_encryption_recipients:
+        raise BadRequestError("age_encryption_recipients: this service does not encrypt checkpoints; leave it out")
+    if request.ttl_seconds is not None and not 0 < request.ttl_seconds < 1e10:
+        raise BadRequestError(f"ttl_seconds={request.ttl_seconds}; it must be above 0, or null to keep the checkpoint")
+    return CheckpointPath(request.model_id, kind, checked_name(request.path))
+
+
+def sampling_of(request: Sample, adapter: str, room: int) -> tuple[SamplingOptions, list[str]]:
+    """Return the options of a sample request, and the texts that end a response.
+
+    Args:
+        request: The request.
+        adapter: The name of the adapter in the generator; empty for the model without any.
+        room: The largest number of tokens of a response that fits behind the prompt.
+
+    Raises:
+        ConfigError: They cannot be used.
+    """
+    params = request.sampling_params
+    texts: list[str] = []
+    tokens: tuple[int, ...] = ()
+    if isinstance(params.stop, str):
+        texts = [params.stop]
+    elif params.stop:
+        texts = [stop for stop in params.stop if isinstance(stop, str)]
+        tokens = tuple(stop for stop in params.stop if isinstance(stop, int))
+    if any(not text for text in texts):
+        raise ConfigError("stop has an empty text, which every response contains")
+    if params.top_k == 0 or params.top_k < -1:
+        raise ConfigError(f"top_k={params.top_k}; it must be above 0, or -1 for all tokens")
+    if params.max_tokens is not None and params.max_tokens > room > 0:
+        raise ConfigError(f"max_tokens={params.max_tokens}: behind this prompt the service has room for {room} tokens")
+    options = SamplingOptions(
+        max_tokens=params.max_tokens if params.max_tokens is not None else max(room, 1),
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        stop_tokens=tokens,
+        # An empty list ends at nothing; without one, at the tokens of the model.
+        ignore_eos=params.stop is not None,
+        seed=params.seed,
+        evaluation=True,
+        adapter=adapter,
+    )
+    return options, texts

@@ -1,0 +1,229 @@
+"""`drivetrain tinker`: a training service for clients of Tinker's protocol, many at a time, each with adapters of its own on one model.
+
+drivetrain tinker [NAME=]MODEL ... [--host 127.0.0.1] [--port 8000] [--api-key-file FILE] [--state DIR] [--nproc N] [engine.KEY=VALUE ...]
+"""
+
+import argparse
+import asyncio
+import logging
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from ...engine.config import EngineConfig, ModelConfig
+from ...engine.errors import ConfigError, DrivetrainError, ModelError
+from ...engine.hf.config import read_config
+from ...engine.hf.shape import context_of
+from ...generation.options import RolloutConfig
+from ...trainers.config.parse import parse
+from ...workers.groups.process import ProcessWorkerGroup
+from ...workers.process.role_host import RoleSpec
+from ...workers.roles.adapters import AdapterWorker
+from ...workers.roles.base import WorkerConfig
+from ...workers.roles.generator import RolloutWorker
+from ...workers.supervision.supervisor import SupervisorSettings
+from ..openai.listening import HTTPServer, listen
+from ..openai.replicas import Replicas
+from ..openai.text import Texts
+from .app import TrainingApp
+from .database import Database
+from .futures import Futures
+from .sampling import Sampling
+from .settings import TrainingServiceSettings, read_keys
+from .training import SCORERS, Training, TrainingLimits
+from .training_group import POOL, ROLE, TrainingGroup
+
+SHUTDOWN_S = 2
+DATABASE = "service.sqlite"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceEngine:
+    """The settings on the command line with a dot in their names."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until the process is asked to end; return the exit code."""
+    args = _parser().parse_intermixed_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        sources = [word for word in args.words if not word.startswith("engine.")]
+        engine = parse(ServiceEngine, [word for word in args.words if word.startswith("engine.")]).engine
+        return asyncio.run(_serve(args, _settings(args, sources), engine))
+    except KeyboardInterrupt:
+        return 130
+    except (DrivetrainError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="drivetrain tinker", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    add, defaults = parser.add_argument, TrainingServiceSettings
+    add(
+        "words",
+        nargs="+",
+        metavar="MODEL|engine.KEY=VALUE",
+        help="the model's folder, also as NAME=FOLDER with the name that clients use; and settings of the engine that trains it",
+    )
+    add(
+        "--host",
+        default=defaults.host,
+        help="the address to listen at; other than the loopback address, it needs --api-key-file",
+    )
+    add("--port", type=int, default=defaults.port, help="0 takes a free one")
+    add("--api-key-file", type=Path, default=None, metavar="FILE", help="the keys that may be used, one on each line")
+    add("--state", type=Path, default=Path("tinker-state"), metavar="DIR", help="the folder of all that survives a restart")
+    add("--nproc", type=int, default=1, metavar="N", help="the number of processes that train")
+    add("--samplers", type=int, default=1, metavar="N", help="the number of processes that sample, each with the whole model")
+    add("--generator", choices=("continuous", "static"), default="continuous", help="how responses are batched")
+    add(
+        "--max-batch-total-tokens",
+        type=int,
+        default=32768,
+        metavar="N",
+        help="tokens of all prompts and responses that are sampled at a time",
+    )
+    add("--max-adapters", type=int, default=defaults.max_adapters, metavar="N", help="adapters that are trained at a time")
+    add("--max-adapters-per-key", type=int, default=defaults.max_adapters_per_key, metavar="N", help="of one key")
+    add("--max-body-mib", type=float, default=defaults.max_body_mib, metavar="N", help="the largest request")
+    add(
+        "--max-queued-mib",
+        type=float,
+        default=defaults.max_queued_mib,
+        metavar="N",
+        help="requests of a key that are not saved yet",
+    )
+    add("--max-disk-mib", type=float, default=defaults.max_disk_mib, metavar="N", help="checkpoints of a key")
+    add(
+        "--session-s",
+        type=float,
+        default=defaults.session_s,
+        metavar="S",
+        help="seconds without a sign of life that end a session",
+    )
+    add(
+        "--steps-per-save",
+        type=int,
+        default=defaults.steps_per_save,
+        metavar="N",
+        help="optimizer steps after which an adapter is saved",
+    )
+    add("--allowed-host", action="append", default=[], metavar="NAME", help="a name under which the service may be addressed")
+    return parser
+
+
+def _settings(args: argparse.Namespace, sources: Sequence[str]) -> TrainingServiceSettings:
+    models: dict[str, Path] = {}
+    for source in sources:
+        name, _, folder = source.rpartition("=")
+        models[name or folder] = Path(folder).resolve()
+    if len(set(models.values())) > 1:
+        raise ConfigError(
+            f"{' '.join(sources)} are several models; a service has one, under as many names as you like: NAME=FOLDER OTHER=FOLDER"
+        )
+    for number in ("nproc", "samplers"):
+        if getattr(args, number) < 1:
+            raise ConfigError(f"--{number} {getattr(args, number)}; it must be at least 1")
+    return TrainingServiceSettings(
+        models=models,
+        state=args.state,
+        host=args.host,
+        port=args.port,
+        keys=() if args.api_key_file is None else read_keys(args.api_key_file),
+        allowed_hosts=tuple(args.allowed_host),
+        max_adapters=args.max_adapters,
+        max_adapters_per_key=args.max_adapters_per_key,
+        max_body_mib=args.max_body_mib,
+        max_queued_mib=args.max_queued_mib,
+        max_disk_mib=args.max_disk_mib,
+        session_s=args.session_s,
+        steps_per_save=args.steps_per_save,
+    )
+
+
+async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, engine: EngineConfig) -> int:
+    folder = next(iter(settings.models.values()))
+    model = ModelConfig(path=str(folder), max_adapters=settings.max_adapters + SCORERS)
+    config = read_config(model)
+    # Before anything takes time.
+    listener = listen(settings.host, settings.port)
+    settings.state.mkdir(parents=True, exist_ok=True)
+    database = Database(settings.state / DATABASE)
+    futures = Futures(database)
+    group = TrainingGroup(_group(model, engine, args.nproc))
+    rollout = RolloutConfig(
+        model=ModelConfig(path=str(folder)),
+        generator=args.generator,
+        max_batch_total_tokens=args.max_batch_total_tokens,
+        max_adapters=settings.max_adapters,
+    )
+    replicas = Replicas(RolloutWorker, rollout, args.samplers, SupervisorSettings(name="sampler", environment=_QUIET))
+    limits = TrainingLimits(
+        vocabulary=config.vocab_size, longest=min(engine.micro_batch.max_tokens, context_of(config) or sys.maxsize)
+    )
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    app: list[TrainingApp] = []
+    training = Training(settings, database, futures, group, limits, lambda *of: app[0].arguments(*of))
+    try:
+        await asyncio.gather(group.start(), replicas.start())
+        room = min([await worker.acall("largest_request") for worker in replicas.workers])
+        sampling = Sampling(database, futures, replicas, training, _texts(folder), room, settings.max_adapters)
+        app.append(TrainingApp(settings, database, futures, training, sampling, lambda: secrets.randbelow(2**62)))
+        await training.start()
+        await sampling.start()
+        house = asyncio.create_task(app[0].keep_house())
+        try:
+            await _listen_until(stop, app[0].build(), listener, settings)
+        finally:
+            house.cancel()
+            await sampling.close()
+            await training.close()
+    finally:
+        await asyncio.shield(asyncio.gather(group.close(), replicas.close()))
+        database.close()
+    return 0
+
+
+_QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+def _group(model: ModelConfig, engine: EngineConfig, processes: int) -> Callable[[], Any]:
+    roles = {ROLE: RoleSpec(worker=AdapterWorker, config=WorkerConfig(model=model, engine=engine))}
+    return lambda: ProcessWorkerGroup(roles, pools={POOL: processes}, environment=_QUIET)
+
+
+def _texts(folder: Path) -> Texts | None:
+    try:
+        return Texts(folder)
+    except ModelError:
+        return None
+
+
+async def _listen_until(stop: asyncio.Event, app: Any, listener: Any, settings: TrainingServiceSettings) -> None:
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SHUTDOWN_S)
+    server = HTTPServer(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    print(f"{settings.default_model} is trained at http://{host}:{listener.getsockname()[1]}", flush=True)
+    waiting = asyncio.create_task(stop.wait())
+    await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    waiting.cancel()
+    await serving
+
+
+if __name__ == "__main__":
+    sys.exit(main())

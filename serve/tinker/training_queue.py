@@ -1,0 +1,122 @@
+"""The requests of models in the order of their numbers, whatever the order in which they arrive, and whose turn it is.
+
+A request is cut into pieces by itself alone, so that one of many tokens lets others in between, and is computed in the same pieces whoever
+else there is.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...engine.packing.batch import PackedBatch
+from ...workers.roles.adapters import AdapterReply, AdapterRequest
+
+
+@dataclass(eq=False)
+class QueuedRequest:
+    """A request of a model.
+
+    Args:
+        seq: Its number among those of the model.
+        kind: What is asked.
+        future: The id of its result.
+        size: The size of its body in bytes.
+        arguments: What is asked, as the kind has it; None if it cannot be done.
+        error: Why it cannot be done.
+        pieces: Of a forward or backward pass, what is left to compute.
+        replies: The replies to the pieces that are done.
+        lengths: The number of tokens of each of its datums.
+        loads: Whether it has loaded a checkpoint.
+    """
+
+    seq: int
+    kind: str
+    future: str
+    size: int
+    arguments: Any = None
+    error: str = ""
+    pieces: list[AdapterRequest] = field(default_factory=list)
+    replies: list[AdapterReply] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    loads: bool = False
+
+
+@dataclass(eq=False)
+class ModelQueue:
+    """The requests of a model.
+
+    Args:
+        model: The id of the model.
+        owner: Whose it is.
+        next_seq: The number of the request that is next.
+        waiting: Those that have arrived, by their numbers.
+        steps: The number of optimizer steps since its state was saved.
+        logged: The bytes of requests since then.
+    """
+
+    model: str
+    owner: str
+    next_seq: int = 0
+    waiting: dict[int, QueuedRequest] = field(default_factory=dict)
+    steps: int = 0
+    logged: int = 0
+
+    def ready(self) -> QueuedRequest | None:
+        """Return the request that is next, if it has arrived."""
+        return self.waiting.get(self.next_seq)
+
+    def done(self, request: QueuedRequest) -> None:
+        """Go on to the next request."""
+        del self.waiting[request.seq]
+        self.next_seq = request.seq + 1
+
+
+def pieces_of(batch: PackedBatch, most: int) -> Iterator[PackedBatch]:
+    """Yield the documents of a batch in order, as many as have at most so many tokens, or one."""
+    rows: list[int] = []
+    used = 0
+    for row, length in enumerate(batch.lengths):
+        if rows and used + length > most:
+            yield batch.select(rows)
+            rows, used = [], 0
+        rows.append(row)
+        used += length
+    if rows:
+        yield batch.select(rows)
+
+
+class Turns:
+    """Whose pieces are computed next: those of models in turn, each about as many tokens.
+
+    Args:
+        tokens: The number of tokens that are computed at a time.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._last = ""
+
+    def take(self, queues: dict[str, ModelQueue]) -> list[tuple[ModelQueue, QueuedRequest, AdapterRequest]]:
+        """Return the pieces to compute now, of requests that are next in their models. They are not removed.
+
+        Every model whose turn it is has at least one; what is left goes to those after the one that was served last.
+        """
+        ready = [(queue, request) for queue in queues.values() if (request := queue.ready()) is not None and request.pieces]
+        names = [queue.model for queue, _ in ready]
+        begin = names.index(self._last) + 1 if self._last in names else 0
+        ready = ready[begin:] + ready[:begin]
+        chosen: list[tuple[ModelQueue, QueuedRequest, AdapterRequest]] = []
+        left = self._tokens
+        depth = 0
+        while ready and left > 0:
+            with_more = [(queue, request) for queue, request in ready if depth < len(request.pieces)]
+            if not with_more:
+                break
+            for queue, request in with_more:
+                if left <= 0:
+                    break
+                chosen.append((queue, request, request.pieces[depth]))
+                left -= request.pieces[depth].batch.num_tokens
+                self._last = queue.model
+            depth += 1
+        return chosen
