@@ -150,7 +150,7 @@ class SampleParams(msgspec.Struct):
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
-    stop: str | list[str] | list[int] | None = None
+    stop: str | list[str | int] | None = None
 
 
 class Sample(msgspec.Struct):
