@@ -1,6 +1,6 @@
 """Errors of the service that are answered with a status."""
 
-from ...engine.errors import DrivetrainError
+from ...engine.errors import DrivetrainError, WorkerError
 
 
 class BadRequestError(DrivetrainError):
@@ -14,3 +14,8 @@ class BadRequestError(DrivetrainError):
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
+
+
+def reason(error: BaseException) -> str:
+    """Return what a user is told of an error, also of one in a process."""
+    return str(error.__cause__ if isinstance(error, WorkerError) and error.__cause__ is not None else error)

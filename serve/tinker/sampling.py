@@ -21,11 +21,11 @@ from ...generation.token_scheduler import GenerationRequest
 from ..openai.replicas import Replicas
 from ..openai.text import Texts
 from .database import Database
-from .errors import BadRequestError
+from .errors import BadRequestError, reason
 from .futures import Futures, failure, new_future_id
 from .json_requests import Sample, parse, sampling_of
 from .payloads import sample_answer
-from .training import Training, reason
+from .scoring import Scoring
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Sampling:
         database: Where they are kept.
         futures: The results.
         replicas: The workers that generate.
-        training: What computes the log-probabilities of prompts.
+        scoring: What computes the log-probabilities of prompts.
         texts: The tokenizer; None if the model has none, and no response can end at a text.
         room: The largest number of tokens of a prompt and its response.
         adapters: How many adapters a worker holds at a time.
@@ -54,12 +54,12 @@ class Sampling:
         database: Database,
         futures: Futures,
         replicas: Replicas,
-        training: Training,
+        scoring: Scoring,
         texts: Texts | None,
         room: int,
         adapters: int,
     ) -> None:
-        self._database, self._futures, self._replicas, self._training = database, futures, replicas, training
+        self._database, self._futures, self._replicas, self._scoring = database, futures, replicas, scoring
         self._texts, self._room, self._adapters = texts, room, adapters
         self._loaded: dict[str, int] = {}
         """The number of requests that use each adapter, the one that was used least recently first."""
@@ -198,7 +198,7 @@ class Sampling:
                 labels=ids[1:],
                 free_labels=True,
             )
-            reply = await self._training.score(folder, batch)
+            reply = await self._scoring.score(folder, batch)
             assert reply.log_probs is not None
             result[1:] = reply.log_probs.tolist()
         if last is not None:

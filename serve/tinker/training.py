@@ -8,29 +8,29 @@ import asyncio
 import hashlib
 import json
 import logging
-import secrets
-import shutil
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...engine.adapters.config import AdapterConfig
-from ...engine.errors import DrivetrainError, WorkerError, WorkerLostError
-from ...engine.packing.batch import PackedBatch
+from ...engine.config import OptimConfig
+from ...engine.errors import DrivetrainError, NonFiniteError, WorkerError, WorkerLostError
 from ...losses.token_sums import TokenSumLoss
 from ...workers.roles.adapters import AdapterReply, AdapterRequest
 from .database import Database
-from .errors import BadRequestError
+from .errors import BadRequestError, reason
 from .futures import Futures, failure, json_result, new_future_id
+from .model_operations import ModelOperations, Statement, remove_folder
 from .payloads import batch_of, forward_backward_answer, loss_of, parse_forward_backward
+from .scoring import ATTEMPTS, Scoring
 from .settings import TrainingServiceSettings
 from .training_group import TrainingGroup
-from .training_queue import ModelQueue, QueuedRequest, Turns, pieces_of
+from .training_queue import CREATE, FORWARD_BACKWARD, ModelQueue, QueuedRequest, Turns, pieces_of
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +38,6 @@ PIECE_TOKENS = 4096
 """The number of tokens of a piece of a request, unless a single document has more."""
 AT_ONCE = 4 * PIECE_TOKENS
 """The number of tokens that are computed before others get their turn."""
-CREATE, FORWARD_BACKWARD = "create_model", "forward_backward"
-SCORERS = 4
-"""How many checkpoints are held, beside the adapters that are trained, to compute log-probabilities of prompts."""
-ATTEMPTS = 2
-"""How often a request is tried under which processes die."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +81,9 @@ class Training:
         self._wake = asyncio.Event()
         self._lost: dict[str, int] = {}
         self._ended: list[tuple[str, str]] = []
-        self._scores: list[tuple[AdapterRequest, str, asyncio.Future[AdapterReply]]] = []
-        self._scorers: dict[str, None] = {}
-        self._replaced: list[str] = []
-        self._states = settings.state / "adapters"
-        self.checkpoints = settings.state / "checkpoints"
-        """The folder of all checkpoints."""
+        self._operations = ModelOperations(settings, database, group)
+        self.scoring = Scoring(group, AT_ONCE, self._wake.set)
+        """What computes the log-probabilities of prompts."""
         self._task: asyncio.Task[None] | None = None
         self.failed: Exception | None = None
         """Why nothing is trained any more; None as long as all is well."""
@@ -100,12 +92,10 @@ class Training:
 
     async def start(self) -> None:
         """Bring all models back to where they were, and begin to work."""
-        self._states.mkdir(parents=True, exist_ok=True)
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
         for row in self._database.read("SELECT id, owner FROM models WHERE state = 'open' ORDER BY created"):
             self._queues[row["id"]] = ModelQueue(row["id"], row["owner"])
         await self._restore_all()
-        self._remove_unknown_folders()
+        self._operations.prepare_folders()
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -113,21 +103,6 @@ class Training:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-
-    def _remove_unknown_folders(self) -> None:
-        """Remove what was being written when the service died."""
-        known = {
-            Path(row["folder"]).parent.name
-            for row in self._database.read(
-                "SELECT saved_folder AS folder FROM models UNION SELECT folder FROM checkpoints UNION SELECT folder FROM samplers "
-                "UNION SELECT source AS folder FROM models"
-            )
-            if row["folder"]
-        }
-        for parent in (self._states, self.checkpoints):
-            for folder in parent.iterdir():
-                if folder.name not in known:
-                    shutil.rmtree(folder, ignore_errors=True)
 
     # ---- taking requests ---------------------------------------------------------------------------------------------
 
@@ -238,6 +213,9 @@ class Training:
         return future
 
     async def _prepare(self, request: QueuedRequest, model: str, body: bytes) -> None:
+        if self._lost.get(request.future, 0) >= ATTEMPTS:
+            request.error = "the processes that train have died under this request; it was given up"
+            return
         try:
             if request.kind == FORWARD_BACKWARD:
                 request.pieces = await asyncio.get_running_loop().run_in_executor(None, self._pieces, model, body)
@@ -278,9 +256,7 @@ class Training:
         future: str = row["future"]
         return future
 
-    async def _accept(
-        self, queue: ModelQueue, request: QueuedRequest, body: bytes, more: Sequence[tuple[str, Sequence[Any]]] = ()
-    ) -> str:
+    async def _accept(self, queue: ModelQueue, request: QueuedRequest, body: bytes, more: Sequence[Statement] = ()) -> str:
         """Put a request on disk and into the queue; return the id of its result."""
         digest = _digest(request.kind, body)
         row = (
@@ -321,25 +297,6 @@ class Training:
             self._ended.append((model, row["saved_folder"] if row else ""))
         self._wake.set()
 
-    async def score(self, folder: str, batch: PackedBatch) -> AdapterReply:
-        """Return the log-probabilities of a batch's labels with the factors of a checkpoint.
-
-        Args:
-            folder: The folder of the checkpoint; empty for the model without any adapter.
-            batch: The documents.
-
-        Raises:
-            DrivetrainError: They cannot be computed.
-        """
-        done: asyncio.Future[AdapterReply] = asyncio.get_running_loop().create_future()
-        ones = batch.with_fields(loss_weights=torch.zeros(batch.num_tokens))
-        request = AdapterRequest(
-            adapter=_scorer(folder) if folder else None, batch=ones, loss=TokenSumLoss("cross_entropy"), forward_only=True
-        )
-        self._scores.append((request, folder, done))
-        self._wake.set()
-        return await done
-
     # ---- working -----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
@@ -366,55 +323,13 @@ class Training:
             if request is not None and (request.error or not request.pieces):
                 await self._guarded([request], self._operate, queue, request)
                 busy = True
-        if self._scores:
-            await self._compute_scores()
+        if self.scoring.is_waiting:
+            await self._guarded([], self.scoring.compute)
             busy = True
         if chosen := self._turns.take(self._queues):
             await self._guarded([request for _, request, _ in chosen], self._compute, chosen)
             busy = True
         return busy
-
-    async def _compute_scores(self) -> None:
-        """Compute the log-probabilities that are asked for, as many as are computed at a time."""
-        scores: list[tuple[AdapterRequest, str, asyncio.Future[AdapterReply]]] = []
-        tokens = 0
-        while self._scores and (not scores or tokens + self._scores[0][0].batch.num_tokens <= AT_ONCE):
-            folders = {folder for _, folder, _ in scores} | {self._scores[0][1]}
-            if len(folders - {""}) > SCORERS:
-                break
-            scores.append(self._scores.pop(0))
-            tokens += scores[-1][0].batch.num_tokens
-        try:
-            for folder in dict.fromkeys(folder for _, folder, _ in scores if folder):
-                await self._load_scorer(folder)
-            replies = await self._group.forward_backward([request for request, _, _ in scores])
-        except DrivetrainError as e:
-            if isinstance(e, WorkerLostError):
-                await self._restart()
-            for _, _, done in scores:
-                if not done.done():
-                    done.set_exception(BadRequestError(reason(e)))
-            return
-        for (_, _, done), reply in zip(scores, replies, strict=True):
-            if done.done():
-                continue
-            if reply.error:
-                done.set_exception(BadRequestError(reply.error))
-            else:
-                done.set_result(reply)
-
-    async def _load_scorer(self, folder: str) -> None:
-        """Load the factors of a checkpoint beside the adapters that are trained, in the place of the one that was used least recently."""
-        name = _scorer(folder)
-        if name in self._scorers:
-            self._scorers[name] = self._scorers.pop(name)
-            return
-        if len(self._scorers) >= SCORERS:
-            oldest = next(iter(self._scorers))
-            del self._scorers[oldest]
-            await self._group.drop(oldest)
-        await self._group.load(name, folder, optimizer=False)
-        self._scorers[name] = None
 
     async def _drop(self, model: str, folder: str) -> None:
         try:
@@ -423,7 +338,7 @@ class Training:
         except WorkerLostError:
             await self._restart()
         if folder:
-            shutil.rmtree(Path(folder).parent, ignore_errors=True)
+            remove_folder(folder)
 
     async def _guarded(self, requests: Sequence[QueuedRequest], run: Callable[..., Awaitable[None]], *args: Any) -> None:
         """Run something; if processes die under it, start them again and bring all models back to where they were."""
@@ -433,12 +348,10 @@ class Training:
             log.warning("the processes that train were lost and are started again: %s", str(e).splitlines()[0])
             for request in requests:
                 self._lost[request.future] = self._lost.get(request.future, 0) + 1
-                if self._lost[request.future] >= ATTEMPTS:
-                    request.error = "the processes that train have died under this request; it was given up"
             await self._restart()
 
     async def _restart(self) -> None:
-        self._scorers.clear()
+        self.scoring.forget()
         await self._group.restart()
         await self._restore_all()
 
@@ -487,21 +400,16 @@ class Training:
             await self._finish(queue, request, failure(request.error, category="user"), "json", outcome="failed")
             return
         try:
-            answer, statements = await self._operations[request.kind](self, queue, request)
+            answer, statements = await self._operations.run(queue, request)
         except WorkerLostError:
             raise
         except (DrivetrainError, OSError) as e:
-            await self._finish(queue, request, failure(reason(e), category="user"), "json", outcome="failed")
+            # A step whose gradient is not finite has dropped it, which has to be done again after a restart.
+            outcome = "done" if request.kind == "optim_step" else "failed"
+            await self._finish(queue, request, failure(reason(e), category="user"), "json", outcome=outcome)
             return
-        queue.steps += request.kind == "optim_step"
-        # A checkpoint that was loaded may be deleted, and then nobody could load it again.
-        if (request.kind in (CREATE, "load_weights") and request.loads) or (
-            request.kind == "optim_step"
-            and (queue.steps >= self._settings.steps_per_save or queue.logged > self._settings.max_queued_mib * 2**20 / 4)
-        ):
-            statements = [*statements, *await self._save_state(queue, request.seq)]
         await self._finish(queue, request, json_result(answer), "json", statements)
-        self._remove_replaced()
+        self._operations.remove_replaced()
 
     async def _finish(
         self,
@@ -509,11 +417,11 @@ class Training:
         request: QueuedRequest,
         payload: bytes,
         state: Any,
-        more: Sequence[tuple[str, Sequence[Any]]] = (),
+        more: Sequence[Statement] = (),
         *,
         outcome: str = "done",
     ) -> None:
-        done: list[tuple[str, Sequence[Any]]] = [
+        done: list[Statement] = [
             ("UPDATE requests SET outcome = ? WHERE model = ? AND seq = ?", (outcome, queue.model, request.seq))
         ]
         if request.kind == CREATE and outcome == "failed":
@@ -527,105 +435,7 @@ class Training:
         if request.kind == CREATE and outcome == "failed":
             self._queues.pop(queue.model, None)
 
-    # ---- the operations ----------------------------------------------------------------------------------------------
-
-    async def _create_model(self, queue: ModelQueue, request: QueuedRequest) -> tuple[dict[str, Any], list[Any]]:
-        config = await self._build(queue.model)
-        update = ("UPDATE models SET config = ? WHERE id = ?", (json.dumps(asdict(config)), queue.model))
-        row = self._database.one("SELECT source, source_path FROM models WHERE id = ?", queue.model)
-        request.loads = row is not None and bool(row["source"])
-        kind = "load_weights" if request.loads else "create_model"
-        # The client that loads a checkpoint into a new model wants to read its path.
-        metadata = {"path": row["source_path"]} if row is not None and request.loads else {}
-        return {"type": kind, "model_id": queue.model, **metadata}, [update]
-
-    async def _build(self, model: str) -> AdapterConfig:
-        """Create a model's adapter as it began; return its settings."""
-        row = self._database.one("SELECT config, source, source_optimizer FROM models WHERE id = ?", model)
-        assert row is not None
-        if row["source"]:
-            return await self._group.load(model, row["source"], optimizer=bool(row["source_optimizer"]))
-        settings = json.loads(row["config"])
-        config = AdapterConfig(**{**settings, "targets": tuple(settings["targets"])})
-        await self._group.create(model, config)
-        return config
-
-    async def _optim_step(self, queue: ModelQueue, request: QueuedRequest) -> tuple[dict[str, Any], list[Any]]:
-        step = await self._group.optim_step(queue.model, request.arguments)
-        return {"type": "optim_step", "metrics": {"grad_norm:mean": step.grad_norm, "step:unique": step.step}}, []
-
-    async def _load_weights(self, queue: ModelQueue, request: QueuedRequest) -> tuple[dict[str, Any], list[Any]]:
-        path, folder, optimizer = request.arguments
-        await self._group.load(queue.model, folder, optimizer=optimizer)
-        request.loads = True
-        return {"type": "load_weights", "path": path, "model_id": queue.model}, []
-
-    async def _save_weights(self, queue: ModelQueue, request: QueuedRequest) -> tuple[dict[str, Any], list[Any]]:
-        path, settings = request.arguments
-        folder = await self._group.save(queue.model, str(self.checkpoints / secrets.token_hex(16)))
-        size = _size(Path(folder))
-        used = self._database.one("SELECT COALESCE(SUM(bytes), 0) AS bytes FROM checkpoints WHERE owner = ?", queue.owner)
-        if used is not None and used["bytes"] + size > self._settings.max_disk_mib * 2**20:
-            shutil.rmtree(Path(folder).parent, ignore_errors=True)
-            raise BadRequestError(
-                f"the checkpoints of this key have {used['bytes']} bytes, and this one {size}; together more than they may (--max-disk-mib): delete some"
-            )
-        now = time.time()
-        expires = None if settings.get("ttl_seconds") is None else now + float(settings["ttl_seconds"])
-        row = (
-            "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?)",
-            (
-                path.model,
-                path.kind,
-                path.name,
-                queue.owner,
-                folder,
-                size,
-                now,
-                expires,
-                json.dumps(settings.get("user_metadata")),
-            ),
-        )
-        return {"type": request.kind, "path": str(path)}, [row]
-
-    async def _save_for_sampling(self, queue: ModelQueue, request: QueuedRequest) -> tuple[dict[str, Any], list[Any]]:
-        session, number, base = request.arguments
-        folder = await self._group.save(queue.model, str(self.checkpoints / secrets.token_hex(16)))
-        sampler = f"{session}:sample:{number}"
-        row = (
-            "INSERT OR REPLACE INTO samplers (id, session, owner, base, path, folder) VALUES (?, ?, ?, ?, NULL, ?)",
-            (sampler, session, queue.owner, base, folder),
-        )
-        return {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler}, [row]
-
-    _operations: dict[str, Callable[["Training", ModelQueue, QueuedRequest], Awaitable[tuple[dict[str, Any], list[Any]]]]] = {
-        "create_model": _create_model,
-        "optim_step": _optim_step,
-        "load_weights": _load_weights,
-        "save_weights": _save_weights,
-        "save_weights_for_sampler": _save_weights,
-        "save_weights_for_sampling_session": _save_for_sampling,
-        "save_weights_external": _save_weights,
-    }
-
     # ---- saved states ------------------------------------------------------------------------------------------------
-
-    async def _save_state(self, queue: ModelQueue, last: int) -> list[tuple[str, Sequence[Any]]]:
-        """Save the state of a model after a request; return the statements by which it counts, and bodies up to there are not needed any more."""
-        folder = await self._group.save(queue.model, str(self._states / secrets.token_hex(16)))
-        before = self._database.one("SELECT saved_folder FROM models WHERE id = ?", queue.model)
-        if before is not None and before["saved_folder"]:
-            self._replaced.append(before["saved_folder"])
-        queue.steps, queue.logged = 0, sum(request.size for seq, request in queue.waiting.items() if seq > last)
-        return [
-            ("UPDATE models SET saved_seq = ?, saved_folder = ? WHERE id = ?", (last, folder, queue.model)),
-            ("UPDATE requests SET body = NULL WHERE model = ? AND seq <= ?", (queue.model, last)),
-        ]
-
-    def _remove_replaced(self) -> None:
-        """Remove saved states that others have replaced, on disk too."""
-        while self._replaced:
-            shutil.rmtree(Path(self._replaced.pop()).parent, ignore_errors=True)
 
     async def _restore_all(self) -> None:
         for model in list(self._queues):
@@ -665,30 +475,30 @@ class Training:
     async def _repeat(self, queue: ModelQueue, kind: str, body: bytes) -> None:
         """Do what a request has done to an adapter once more; after one that loads a checkpoint the state was saved."""
         if kind == CREATE:
-            await self._build(queue.model)
+            await self._operations.build(queue.model)
         elif kind == FORWARD_BACKWARD:
             pieces = self._pieces(queue.model, body)
             for piece in () if pieces[0].forward_only else pieces:
                 (reply,) = await self._group.forward_backward([piece])
                 assert not reply.error, reply.error
         elif kind == "optim_step":
-            await self._group.optim_step(queue.model, self._arguments(queue.model, kind, body))
+            with suppress(NonFiniteError):
+                await self._optim_step(queue.model, self._arguments(queue.model, kind, body))
             queue.steps += 1
+
+    async def _optim_step(self, model: str, optim: OptimConfig) -> None:
+        """Make a step of an adapter again.
+
+        Raises:
+            NonFiniteError: The gradient is not finite, as it was then.
+        """
+        try:
+            await self._group.optim_step(model, optim)
+        except WorkerError as e:
+            if isinstance(e.__cause__, NonFiniteError):
+                raise e.__cause__ from e
+            raise
 
 
 def _digest(kind: str, body: bytes) -> str:
     return hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
-
-
-def reason(error: BaseException) -> str:
-    """Return what a user is told of an error, also in a process."""
-    cause = error.__cause__ if isinstance(error, WorkerError) and error.__cause__ is not None else error
-    return str(cause)
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-def _scorer(folder: str) -> str:
-    return f"score:{Path(folder).parent.name}"

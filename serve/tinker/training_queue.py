@@ -11,6 +11,9 @@ from typing import Any
 from ...engine.packing.batch import PackedBatch
 from ...workers.roles.adapters import AdapterReply, AdapterRequest
 
+CREATE, FORWARD_BACKWARD = "create_model", "forward_backward"
+"""The kinds of requests that create a model, and that run passes."""
+
 
 @dataclass(eq=False)
 class QueuedRequest:

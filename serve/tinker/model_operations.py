@@ -1,0 +1,166 @@
+"""What requests of a model do beside forward and backward passes, and the folders that they write."""
+
+import json
+import secrets
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ...engine.adapters.config import AdapterConfig
+from .database import Database
+from .errors import BadRequestError
+from .settings import TrainingServiceSettings
+from .training_group import TrainingGroup
+from .training_queue import CREATE, ModelQueue, QueuedRequest
+
+Statement = tuple[str, Sequence[Any]]
+"""A change of the database, which is made together with the result of the request."""
+Outcome = tuple[dict[str, Any], list[Statement]]
+
+
+class ModelOperations:
+    """The operations of models.
+
+    Args:
+        settings: The settings.
+        database: Where everything is kept.
+        group: The processes that train.
+    """
+
+    def __init__(self, settings: TrainingServiceSettings, database: Database, group: TrainingGroup) -> None:
+        self._settings, self._database, self._group = settings, database, group
+        self._replaced: list[str] = []
+        self._states, self._checkpoints = settings.state / "adapters", settings.state / "checkpoints"
+
+    def prepare_folders(self) -> None:
+        """Create the folders, and remove what was being written when the service died."""
+        known = {
+            Path(row["folder"]).parent.name
+            for row in self._database.read(
+                "SELECT saved_folder AS folder FROM models UNION SELECT folder FROM checkpoints UNION SELECT folder FROM samplers "
+                "UNION SELECT source AS folder FROM models"
+            )
+            if row["folder"]
+        }
+        for parent in (self._states, self._checkpoints):
+            parent.mkdir(parents=True, exist_ok=True)
+            for folder in parent.iterdir():
+                if folder.name not in known:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    async def run(self, queue: ModelQueue, request: QueuedRequest) -> Outcome:
+        """Do a request; return its result, and what changes in the database with it.
+
+        Raises:
+            DrivetrainError: It cannot be done.
+            OSError: The disk is full.
+        """
+        result, statements = await self._operations[request.kind](self, queue, request)
+        queue.steps += request.kind == "optim_step"
+        limit = self._settings.max_queued_mib * 2**20 / 4
+        is_due = request.kind == "optim_step" and (queue.steps >= self._settings.steps_per_save or queue.logged > limit)
+        # A checkpoint that was loaded may be deleted, and then nobody could load it again.
+        if is_due or request.loads:
+            statements = [*statements, *await self._save_state(queue, request.seq)]
+        return result, statements
+
+    async def build(self, model: str) -> AdapterConfig:
+        """Create a model's adapter as it began; return its settings."""
+        row = self._database.one("SELECT config, source, source_optimizer FROM models WHERE id = ?", model)
+        assert row is not None
+        if row["source"]:
+            return await self._group.load(model, row["source"], optimizer=bool(row["source_optimizer"]))
+        settings = json.loads(row["config"])
+        config = AdapterConfig(**{**settings, "targets": tuple(settings["targets"])})
+        await self._group.create(model, config)
+        return config
+
+    def remove_replaced(self) -> None:
+        """Remove folders that others have replaced, on disk too."""
+        while self._replaced:
+            remove_folder(self._replaced.pop())
+
+    async def _save_state(self, queue: ModelQueue, last: int) -> list[Statement]:
+        """Save the state of a model after a request; return what makes it count. Bodies up to there are not needed any more."""
+        folder = await self._group.save(queue.model, str(self._states / secrets.token_hex(16)))
+        before = self._database.one("SELECT saved_folder FROM models WHERE id = ?", queue.model)
+        if before is not None and before["saved_folder"]:
+            self._replaced.append(before["saved_folder"])
+        queue.steps, queue.logged = 0, sum(request.size for seq, request in queue.waiting.items() if seq > last)
+        return [
+            ("UPDATE models SET saved_seq = ?, saved_folder = ? WHERE id = ?", (last, folder, queue.model)),
+            ("UPDATE requests SET body = NULL WHERE model = ? AND seq <= ?", (queue.model, last)),
+        ]
+
+    async def _create_model(self, queue: ModelQueue, request: QueuedRequest) -> Outcome:
+        config = await self.build(queue.model)
+        update = ("UPDATE models SET config = ? WHERE id = ?", (json.dumps(asdict(config)), queue.model))
+        row = self._database.one("SELECT source, source_path FROM models WHERE id = ?", queue.model)
+        assert row is not None
+        request.loads = bool(row["source"])
+        if request.loads:
+            # A client that loads a checkpoint into a new model wants to read its path.
+            return {"type": "load_weights", "model_id": queue.model, "path": row["source_path"]}, [update]
+        return {"type": CREATE, "model_id": queue.model}, [update]
+
+    async def _optim_step(self, queue: ModelQueue, request: QueuedRequest) -> Outcome:
+        step = await self._group.optim_step(queue.model, request.arguments)
+        return {"type": "optim_step", "metrics": {"grad_norm:mean": step.grad_norm, "step:unique": step.step}}, []
+
+    async def _load_weights(self, queue: ModelQueue, request: QueuedRequest) -> Outcome:
+        path, folder, optimizer = request.arguments
+        await self._group.load(queue.model, folder, optimizer=optimizer)
+        request.loads = True
+        return {"type": "load_weights", "path": path, "model_id": queue.model}, []
+
+    async def _save_weights(self, queue: ModelQueue, request: QueuedRequest) -> Outcome:
+        path, settings = request.arguments
+        folder = await self._group.save(queue.model, str(self._checkpoints / secrets.token_hex(16)))
+        size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+        used = self._database.read("SELECT COALESCE(SUM(bytes), 0) AS bytes FROM checkpoints WHERE owner = ?", queue.owner)[0][
+            "bytes"
+        ]
+        if used + size > self._settings.max_disk_mib * 2**20:
+            remove_folder(folder)
+            raise BadRequestError(
+                f"the checkpoints of this key have {used} bytes, and this one {size}, together more than they may (--max-disk-mib); delete some"
+            )
+        sql = "SELECT folder FROM checkpoints WHERE model = ? AND kind = ? AND name = ?"
+        before = self._database.one(sql, path.model, path.kind, path.name)
+        if before is not None and self._database.one("SELECT 1 FROM samplers WHERE folder = ?", before["folder"]) is None:
+            self._replaced.append(before["folder"])
+        now, ttl = time.time(), settings["ttl_seconds"]
+        metadata = json.dumps(settings["user_metadata"])
+        row = (
+            "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?)",
+            (path.model, path.kind, path.name, queue.owner, folder, size, now, None if ttl is None else now + ttl, metadata),
+        )
+        return {"type": request.kind, "path": str(path)}, [row]
+
+    async def _save_for_sampling(self, queue: ModelQueue, request: QueuedRequest) -> Outcome:
+        session, number, base = request.arguments
+        folder = await self._group.save(queue.model, str(self._checkpoints / secrets.token_hex(16)))
+        sampler = f"{session}:sample:{number}"
+        row = (
+            "INSERT OR REPLACE INTO samplers (id, session, owner, base, path, folder) VALUES (?, ?, ?, ?, NULL, ?)",
+            (sampler, session, queue.owner, base, folder),
+        )
+        return {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler}, [row]
+
+    _operations: dict[str, Callable[["ModelOperations", ModelQueue, QueuedRequest], Awaitable[Outcome]]] = {
+        CREATE: _create_model,
+        "optim_step": _optim_step,
+        "load_weights": _load_weights,
+        "save_weights": _save_weights,
+        "save_weights_for_sampler": _save_weights,
+        "save_weights_for_sampling_session": _save_for_sampling,
+        "save_weights_external": _save_weights,
+    }
+
+
+def remove_folder(checkpoint: str) -> None:
+    """Remove the folder that holds a checkpoint alone."""
+    shutil.rmtree(Path(checkpoint).parent, ignore_errors=True)

@@ -1,0 +1,128 @@
+"""The log-probabilities of prompts, computed by the processes that train, as forward passes without gradients."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...engine.errors import DrivetrainError, WorkerLostError
+from ...engine.packing.batch import PackedBatch
+from ...losses.token_sums import TokenSumLoss
+from ...workers.roles.adapters import AdapterReply, AdapterRequest
+from .errors import BadRequestError, reason
+from .training_group import TrainingGroup
+
+SCORERS = 4
+"""How many checkpoints are held for that, beside the adapters that are trained."""
+ATTEMPTS = 2
+"""How often something is tried under which processes die."""
+
+
+@dataclass(eq=False)
+class _Score:
+    request: AdapterRequest
+    folder: str
+    done: "asyncio.Future[AdapterReply]"
+    attempts: int = 0
+
+
+class Scoring:
+    """The prompts whose log-probabilities are asked for.
+
+    Args:
+        group: The processes.
+        tokens: The number of tokens that are computed at a time.
+        wake: Called when there is something to do.
+    """
+
+    def __init__(self, group: TrainingGroup, tokens: int, wake: Callable[[], None]) -> None:
+        self._group, self._tokens, self._wake = group, tokens, wake
+        self._waiting: list[_Score] = []
+        self._held: dict[str, None] = {}
+        """The checkpoints that are held, the one that was used least recently first."""
+
+    async def score(self, folder: str, batch: PackedBatch) -> AdapterReply:
+        """Return the log-probabilities of a batch's labels with the factors of a checkpoint.
+
+        Args:
+            folder: The folder of the checkpoint; empty for the model without any adapter.
+            batch: The documents.
+
+        Raises:
+            DrivetrainError: They cannot be computed.
+        """
+        done: asyncio.Future[AdapterReply] = asyncio.get_running_loop().create_future()
+        request = AdapterRequest(
+            adapter=_name(folder) if folder else None,
+            batch=batch.with_fields(loss_weights=torch.zeros(batch.num_tokens)),
+            loss=TokenSumLoss("cross_entropy"),
+            forward_only=True,
+        )
+        self._waiting.append(_Score(request, folder, done))
+        self._wake()
+        return await done
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is something to do."""
+        return bool(self._waiting)
+
+    def forget(self) -> None:
+        """Note that the processes have been started anew, and hold nothing."""
+        self._held.clear()
+
+    async def compute(self) -> None:
+        """Compute as much as is computed at a time.
+
+        Raises:
+            WorkerLostError: A process died. What it was computing is computed again, but not for ever.
+        """
+        chosen: list[_Score] = []
+        tokens = 0
+        for one in self._waiting:
+            folders = {other.folder for other in (*chosen, one)} - {""}
+            tokens += one.request.batch.num_tokens
+            if len(folders) > SCORERS or (chosen and tokens > self._tokens):
+                break
+            chosen.append(one)
+        try:
+            for folder in dict.fromkeys(one.folder for one in chosen if one.folder):
+                await self._hold(folder)
+            replies = await self._group.forward_backward([one.request for one in chosen])
+        except WorkerLostError as e:
+            for one in chosen:
+                one.attempts += 1
+                if one.attempts >= ATTEMPTS and not one.done.done():
+                    one.done.set_exception(
+                        BadRequestError(f"the processes have died under this prompt: {reason(e)}", status=500)
+                    )
+            self._waiting = [one for one in self._waiting if not one.done.done()]
+            raise
+        except DrivetrainError as e:
+            replies = [AdapterReply(loss=0.0, error=reason(e))] * len(chosen)
+        del self._waiting[: len(chosen)]
+        for one, reply in zip(chosen, replies, strict=True):
+            if one.done.done():
+                continue
+            if reply.error:
+                one.done.set_exception(BadRequestError(reply.error))
+            else:
+                one.done.set_result(reply)
+
+    async def _hold(self, folder: str) -> None:
+        name = _name(folder)
+        if name in self._held:
+            self._held[name] = self._held.pop(name)
+            return
+        if len(self._held) >= SCORERS:
+            oldest = next(iter(self._held))
+            del self._held[oldest]
+            await self._group.drop(oldest)
+        await self._group.load(name, folder, optimizer=False)
+        self._held[name] = None
+
+
+def _name(folder: str) -> str:
+    return f"score:{Path(folder).parent.name}"
