@@ -23,7 +23,7 @@ LAUNCHER_OPTIONS = (
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "peft", "megatron-core", "vllm", "ray")
 """Packages whose versions `--version --verbose` prints."""
-OPTIONAL = ("fastapi", "uvicorn", "prometheus_client", "starlette", "pydantic")
+OPTIONAL = ("fastapi", "uvicorn", "prometheus_client", "starlette", "pydantic", "google.protobuf", "google", "zstandard")
 """Modules of optional dependencies that the imports of a command may miss."""
 
 

@@ -122,6 +122,11 @@ COMMANDS = {
         "let agents of any making talk to a policy over HTTP, and keep its own tokens: MODEL|RUN|CHECKPOINT ...",
         extra="serve",
     ),
+    "tinker": Command(
+        "serve.tinker.tinker_command",
+        "train and sample adapters of many users on one model, for clients of Tinker's protocol: [NAME=]MODEL ... [engine.KEY=VALUE ...]",
+        extra="tinker",
+    ),
     "chat": Command(
         "trainers.chat", "talk to a model, a run or a checkpoint in the terminal: MODEL|RUN|CHECKPOINT ...", extra="serve"
     ),

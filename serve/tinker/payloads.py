@@ -3,7 +3,6 @@
 Everything is checked before anything is built of it. What is wrong with a request is said in the words of its sender: `target_tokens`, `weights`.
 """
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +38,9 @@ REFUSED = {
 }
 
 
+_SLICE = 512
+
+
 def decompressed(body: bytes, encoding: str, most: int) -> bytes:
     """Return a body without its compression.
 
@@ -54,16 +56,25 @@ def decompressed(body: bytes, encoding: str, most: int) -> bytes:
         return body
     if encoding != "zstd":
         raise BadRequestError(f"content-encoding {encoding[:40]!r} is not known; send zstd, or none")
+    reader = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
+    parts: list[bytes] = []
+    size = 0
     try:
-        with zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(io.BytesIO(body)) as reader:
-            result: bytes = reader.read(most + 1)
+        # A few bytes may stand for many, so that few are taken at a time.
+        for start in range(0, len(body), _SLICE):
+            parts.append(reader.decompress(body[start : start + _SLICE]))
+            size += len(parts[-1])
+            if size > most:
+                raise BadRequestError(
+                    f"the body has more than {most} bytes when it is decompressed; send fewer datums at a time", status=413
+                )
+            if reader.eof:
+                break
     except zstandard.ZstdError as e:
         raise BadRequestError(f"the body is not zstd: {e}") from e
-    if len(result) > most:
-        raise BadRequestError(
-            f"the body has more than {most} bytes when it is decompressed; send fewer datums at a time", status=413
-        )
-    return result
+    if not reader.eof:
+        raise BadRequestError("the body is not zstd, or only the beginning of it")
+    return b"".join(parts)
 
 
 def parse_forward_backward(body: bytes) -> Any:

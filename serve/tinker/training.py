@@ -39,6 +39,9 @@ PIECE_TOKENS = 4096
 AT_ONCE = 4 * PIECE_TOKENS
 """The number of tokens that are computed before others get their turn."""
 
+RESTARTS = 8
+"""How often the processes are started again in a row, before the service gives up."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingLimits:
@@ -94,7 +97,10 @@ class Training:
         """Bring all models back to where they were, and begin to work."""
         for row in self._database.read("SELECT id, owner FROM models WHERE state = 'open' ORDER BY created"):
             self._queues[row["id"]] = ModelQueue(row["id"], row["owner"])
-        await self._restore_all()
+        try:
+            await self._restore_all()
+        except WorkerLostError:
+            await self._restart()
         self._operations.prepare_folders()
         self._task = asyncio.create_task(self._run())
 
@@ -351,9 +357,21 @@ class Training:
             await self._restart()
 
     async def _restart(self) -> None:
-        self.scoring.forget()
-        await self._group.restart()
-        await self._restore_all()
+        """Start the processes again, and bring all models back to where they were, which may take several tries.
+
+        Raises:
+            WorkerLostError: The processes die each time.
+        """
+        for attempt in range(RESTARTS):
+            try:
+                self.scoring.forget()
+                await self._group.restart()
+                await self._restore_all()
+                return
+            except WorkerLostError:
+                if attempt == RESTARTS - 1:
+                    raise
+            await asyncio.sleep(0.05 * 2**attempt)
 
     async def _compute(self, chosen: Sequence[tuple[ModelQueue, QueuedRequest, AdapterRequest]]) -> None:
         """Compute pieces of requests together, and answer the requests that are then complete."""

@@ -1,0 +1,410 @@
+"""The training service over its routes: order, repetition, errors, limits, and beginning anew after a death, to the bit."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.errors import WorkerLostError
+from drivetrain.serve.tinker.training_group import TrainingGroup
+from helpers.tinker_service import Service, datums, forward_backward, group_of, log_probs, running
+
+pytestmark = pytest.mark.usefixtures("process_group")
+OTHER = "tml-another-key-of-a-test"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_tiny_model(tmp_path / "model", "llama", vocab_size=300)
+
+
+def serve(model: Path, test: Callable[[Service], Coroutine[Any, Any, None]], **settings: Any) -> None:
+    async def run() -> None:
+        async with running(model, model.parent / "state", **settings) as service:
+            await test(service)
+
+    asyncio.run(run())
+
+
+def test_a_run_with_all_its_requests(model: Path) -> None:
+    async def test(service: Service) -> None:
+        session = await service.session()
+        name = await service.model(session)
+        assert name == f"{session}:train:0"
+        info = await service.post("/get_info", {"model_id": name})
+        assert (info["model_data"]["model_name"], info["lora_rank"], info["is_lora"]) == ("tiny", 4, True)
+        data, losses = datums(Random(0), 4), []
+        for step in range(3):
+            answer = await service.result(await service.post("/forward_backward", forward_backward(name, 2 * step + 1, data)))
+            losses.append(answer.metrics["loss:sum"])
+            # The sum, by the log-probabilities that came with it, for every position.
+            expected = -sum(p * w for p, w in zip(log_probs(answer), [w for d in data for w in d["weights"]], strict=True))
+            assert losses[-1] == pytest.approx(expected, rel=1e-5)
+            record = answer.loss_fn_outputs[0]
+            offsets = np.frombuffer(record.fields["logprobs"].offsets, dtype="<i8").tolist()
+            assert [b - a for a, b in pairwise(offsets)] == [4 * len(d["tokens"]) for d in data]
+            done = await service.result(await service.step(name, 2 * step + 2))
+            assert done["metrics"]["grad_norm:mean"] > 0
+        assert losses[2] < losses[0]
+        saved = await service.result(await service.post("/save_weights", {"model_id": name, "seq_id": 7, "path": "last"}))
+        path = f"tinker://{name}/weights/last"
+        assert saved == {"type": "save_weights", "path": path}
+        again = await service.result(await service.post("/save_weights", {"model_id": name, "seq_id": 8, "path": "last"}))
+        assert "already" in again["error"]
+        assert (await service.post("/weights_info", {"tinker_path": path}))["lora_rank"] == 4
+        runs = await service.get("/training_runs?limit=5")
+        assert [run["training_run_id"] for run in runs["training_runs"]] == [name]
+        assert runs["training_runs"][0]["last_checkpoint"]["tinker_path"] == path
+        listed = await service.get(f"/training_runs/{name}/checkpoints")
+        assert [one["checkpoint_id"] for one in listed["checkpoints"]] == ["weights/last"]
+        # A new model from it goes on as the first one does.
+        load = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
+        other = await service.post("/load_weights", load)
+        assert (await service.result(other))["type"] == "load_weights"
+        both = [
+            await service.result(await service.post("/forward_backward", forward_backward(which, seq, data)))
+            for which, seq in ((name, 9), (other["model_id"], 1))
+        ]
+        assert log_probs(both[0]) == pytest.approx(log_probs(both[1]), rel=1e-6)
+        # A session that ends takes its models with it, and leaves its checkpoints.
+        response = await service.http.post(
+            f"/api/v1/sessions/{session}/finish", json={}, headers={"x-api-key": "tml-a-key-of-a-test"}
+        )
+        assert response.status_code == 204
+        await service.post("/forward_backward", forward_backward(name, 10, data), status=404)
+        await service.post("/session_heartbeat", {"session_id": session}, status=410)
+        assert (await service.get("/checkpoints"))["cursor"]["total_count"] == 1
+
+    serve(model, test)
+
+
+def test_requests_run_in_the_order_of_their_numbers_and_once(model: Path) -> None:
+    """As the client sends them: the chunks of a batch in any order, the first one last, each twice, and the next step before they are done."""
+
+    async def test(service: Service) -> None:
+        session = await service.session()
+        one, other = await service.model(session, 0), await service.model(session, 1)
+        data = datums(Random(1), 6)
+        whole = await service.post("/forward_backward", forward_backward(one, 1, data))
+        futures = {}
+        for seq in (4, 3, 2, 1):
+            body = forward_backward(other, seq, data[2 * seq - 2 : 2 * seq])
+            if seq == 4:
+                futures[seq] = await service.step(other, 4)
+            else:
+                futures[seq] = await service.post("/forward_backward", body)
+                assert await service.post("/forward_backward", body) == futures[seq]
+        expected = await service.result(whole)
+        step = await service.result(await service.step(one, 2))
+        parts = [await service.result(futures[seq]) for seq in (1, 2, 3)]
+        assert sum(part.metrics["loss:sum"] for part in parts) == pytest.approx(expected.metrics["loss:sum"], rel=1e-6)
+        assert [p for part in parts for p in log_probs(part)] == pytest.approx(log_probs(expected), rel=1e-5)
+        # Chunks add up, none counts twice.
+        got = (await service.result(futures[4]))["metrics"]["grad_norm:mean"]
+        assert got == pytest.approx(step["metrics"]["grad_norm:mean"], rel=1e-5)
+        # Another request under a number that was used is refused, and the one that was first stands.
+        await service.post("/forward_backward", forward_backward(other, 2, data[:1]), status=400)
+        await service.post("/optim_step", {"model_id": other, "seq_id": 0}, status=400)
+
+    serve(model, test)
+
+
+def test_a_wrong_request_says_so_in_its_result_and_holds_up_nobody(model: Path) -> None:
+    async def test(service: Service) -> None:
+        session = await service.session()
+        name = await service.model(session)
+        good = datums(Random(2), 2)
+        wrong: list[tuple[bytes, str]] = [
+            (forward_backward(name, 1, good, "stable_reinforce"), "formula is not published"),
+            (forward_backward(name, 2, good, "ppo"), "datum 0 has the loss_fn_input 'weights'"),
+            (
+                forward_backward(name, 3, [{k: v for k, v in good[0].items() if k != "weights"}]),
+                "lacks the loss_fn_input 'weights'",
+            ),
+            (
+                forward_backward(name, 4, [{**good[0], "target_tokens": [10**6] * len(good[0]["tokens"])}]),
+                "target_tokens has the token id",
+            ),
+            (forward_backward(name, 5, [{**good[0], "weights": [1.0] * 99}]), "one per token of model_input"),
+            (forward_backward(name, 6, [{**good[0], "weights": [float("nan")] * len(good[0]["tokens"])}]), "not finite"),
+            (forward_backward(name, 7, []), "data is empty"),
+            (
+                forward_backward(name, 8, datums(Random(0), 1, "ppo"), "ppo", clip_low_threshold=3.0),
+                "above clip_high_threshold",
+            ),
+            (
+                forward_backward(name, 9, [{"tokens": [1] * 200, "target_tokens": [1] * 200, "weights": [1.0] * 200}]),
+                "more than this service takes, 128",
+            ),
+        ]
+        futures = [await service.post("/forward_backward", body) for body, _ in wrong]
+        futures.append(await service.step(name, 10, grad_clip_norm=-1.0))
+        futures.append(
+            await service.post(
+                "/load_weights", {"model_id": name, "seq_id": 11, "path": "tinker://x/weights/y", "optimizer": True}
+            )
+        )
+        futures.append(await service.post("/save_weights", {"model_id": name, "seq_id": 12, "path": "../../etc"}))
+        last = await service.post("/forward_backward", forward_backward(name, 13, good))
+        for future, message in zip(
+            futures, [*(m for _, m in wrong), "grad_clip_norm=-1.0", "there is no checkpoint", "letters, digits"], strict=True
+        ):
+            answer = await service.result(future)
+            assert message in answer["error"], answer
+            assert answer["category"] == "user"
+        fresh = await service.model(session, 1)
+        alone = await service.result(await service.post("/forward_backward", forward_backward(fresh, 1, good)))
+        assert (await service.result(last)).metrics["loss:sum"] == pytest.approx(alone.metrics["loss:sum"], rel=1e-6)
+        norms = [
+            (await service.result(await service.step(which, seq)))["metrics"]["grad_norm:mean"]
+            for which, seq in ((name, 14), (fresh, 2))
+        ]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+    serve(model, test)
+
+
+def test_a_gradient_that_is_not_finite_is_said_and_dropped(model: Path) -> None:
+    async def test(service: Service) -> None:
+        name = await service.model(await service.session())
+        data = datums(Random(0), 1, "importance_sampling")
+        data[0]["logprobs"] = [-300.0] * len(data[0]["tokens"])
+        data[0]["advantages"] = [1.0] * len(data[0]["tokens"])
+        answer = await service.result(
+            await service.post("/forward_backward", forward_backward(name, 1, data, "importance_sampling"))
+        )
+        # Ratios are not truncated.
+        assert answer.metrics["loss:sum"] == -float("inf")
+        assert "was dropped" in (await service.result(await service.step(name, 2)))["error"]
+        assert (await service.result(await service.step(name, 3)))["metrics"]["grad_norm:mean"] == 0.0
+
+    serve(model, test)
+
+
+def test_keys_see_nothing_of_each_other(model: Path) -> None:
+    async def test(service: Service) -> None:
+        session = await service.session()
+        name = await service.model(session)
+        saved = await service.post("/save_weights", {"model_id": name, "seq_id": 1, "path": "mine"})
+        await service.result(saved)
+        path = f"tinker://{name}/weights/mine"
+        theirs = await service.session(OTHER)
+        await service.post("/get_info", {"model_id": name}, key=OTHER, status=404)
+        await service.post("/retrieve_future", saved, key=OTHER, status=404)
+        await service.post("/forward_backward", forward_backward(name, 2, datums(Random(0), 1)), key=OTHER, status=404)
+        await service.post(
+            "/create_model", {"session_id": session, "model_seq_id": 5, "base_model": "tiny"}, key=OTHER, status=404
+        )
+        await service.post(
+            "/create_sampling_session",
+            {"session_id": theirs, "sampling_session_seq_id": 0, "model_path": path},
+            key=OTHER,
+            status=404,
+        )
+        assert (await service.get("/training_runs", key=OTHER))["training_runs"] == []
+        await service.get(f"/training_runs/{name}", key=OTHER, status=404)
+        publish = f"/api/v1/training_runs/{name}/checkpoints/weights/mine/publish"
+        assert (await service.http.post(publish, headers={"x-api-key": OTHER})).status_code == 404
+        assert (await service.http.post(publish, headers={"x-api-key": "tml-a-key-of-a-test"})).status_code == 204
+        # What is public may be loaded, but not changed.
+        load = {"session_id": theirs, "model_seq_id": 0, "path": path, "optimizer": False}
+        assert "error" not in await service.result(await service.post("/load_weights", load, key=OTHER), key=OTHER)
+        assert (await service.http.delete(publish.removesuffix("/publish"), headers={"x-api-key": OTHER})).status_code == 404
+        # Keys are not kept.
+        text = b"".join(file.read_bytes() for file in (model.parent / "state").glob("service.sqlite*"))
+        assert b"tml-" not in text
+
+    serve(model, test)
+
+
+def test_limits(model: Path) -> None:
+    async def test(service: Service) -> None:
+        session = await service.session()
+        await service.model(session, 0)
+        await service.model(session, 1)
+        body = {"session_id": session, "model_seq_id": 2, "base_model": "tiny", "lora_config": {"rank": 2}}
+        answer = await service.result(await service.post("/create_model", body))
+        assert "--max-adapters-per-key" in answer["error"]
+        for config, message in (
+            ({"base_model": "gpt-5"}, "this service has tiny"),
+            ({"lora_config": {"rank": 0}}, "rank=0"),
+            ({"lora_config": {"train_mlp": False, "train_attn": False, "train_unembed": False}}, "nothing to train"),
+            ({"optimizer_config": {"type": "dimuon"}}, "trains with adam"),
+        ):
+            other = await service.session(OTHER)
+            answer = await service.result(
+                await service.post("/create_model", {**body, "session_id": other, **config}, key=OTHER), key=OTHER
+            )
+            assert message in answer["error"]
+        name = f"{session}:train:0"
+        big = forward_backward(name, 1, [{"tokens": [1] * 100, "target_tokens": [1] * 100, "weights": [1.0] * 100}] * 30)
+        packed = zstandard.ZstdCompressor().compress(big)
+        assert len(packed) < 2000
+        zstd = {"content-encoding": "zstd"}
+        future = await service.post("/forward_backward", packed, **zstd)
+        assert (await service.result(future)).metrics["loss:sum"] > 0
+        # A few bytes that become many.
+        bomb = zstandard.ZstdCompressor().compress(bytes(10 * 2**20))
+        assert len(bomb) < 5000
+        await service.post("/forward_backward", bomb, status=413, **zstd)
+        await service.post("/forward_backward", packed[:50], status=400, **zstd)
+        await service.post("/forward_backward", b"\xff" * 100, status=400)
+        await service.post("/forward_backward", bytes(3 * 2**20), status=413)
+        await service.post("/create_session", b"{", status=422)
+        await service.post("/create_session", {}, key="sk-wrong", status=401)
+        # Requests that no step has used are kept up to a limit.
+        for seq in range(2, 40):
+            response = await service.http.post(
+                "/api/v1/forward_backward",
+                content=forward_backward(
+                    name, seq, [{"tokens": [1] * 100, "target_tokens": [1] * 100, "weights": [1.0] * 100}] * 30
+                ),
+                headers={"x-api-key": "tml-a-key-of-a-test"},
+            )
+            if response.status_code == 429:
+                break
+        assert response.status_code == 429
+        assert "--max-queued-mib" in response.text
+
+    serve(model, test, max_adapters_per_key=2, max_body_mib=2.0, max_queued_mib=0.5)
+
+
+def test_a_silent_session_ends_and_frees_what_waits(model: Path) -> None:
+    """Requests behind a number that never comes are answered when the session is over."""
+
+    async def test(service: Service) -> None:
+        name = await service.model(await service.session())
+        stuck = await service.post("/forward_backward", forward_backward(name, 3, datums(Random(0), 1)))
+        answer = await service.result(stuck)
+        assert "the session has ended" in answer["error"]
+        for _ in range(100):
+            if await service.training._group.call("adapter_names") == []:
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError("the adapter is still there")
+
+    serve(model, test, session_s=0.5)
+
+
+# ---- beginning anew --------------------------------------------------------------------------------------------------
+
+
+class MortalGroup(TrainingGroup):
+    """A group that dies before or after calls that a random number chooses."""
+
+    def __init__(self, build: Callable[[], Any], seed: int, often: float) -> None:
+        super().__init__(build)
+        self.random, self.often, self.deaths = Random(seed), often, 0
+
+    async def call(self, method: str, *args: Any, **options: Any) -> Any:
+        dies = method != "adapter_names" and self.random.random() < self.often
+        if dies and self.random.random() < 0.5:
+            self.deaths += 1
+            raise WorkerLostError("killed before a call")
+        result = await super().call(method, *args, **options)
+        if dies:
+            self.deaths += 1
+            raise WorkerLostError("killed after a call")
+        return result
+
+
+async def tenant(service: Service, session: str, number: int, seed: int, begin: int = 0) -> list[Any]:
+    """What a model is answered in five steps of two requests and a save; from a step on, with what is before repeated."""
+    random, answers = Random(seed), []
+    name = await service.model(session, number, seed=seed)
+    seq = 1
+    for step in range(5):
+        bodies = [
+            forward_backward(name, seq + i, datums(random, 2, loss), loss) for i, loss in enumerate(("cross_entropy", "ppo"))
+        ]
+        futures = [await service.post("/forward_backward", body) for body in bodies]
+        futures.append(await service.step(name, seq + 2))
+        futures.append(await service.post("/save_weights", {"model_id": name, "seq_id": seq + 3, "path": f"step-{step}"}))
+        seq += 4
+        if step >= begin:
+            for future in futures:
+                answer = await service.result(future)
+                assert not (isinstance(answer, dict) and "error" in answer), answer
+                answers.append(
+                    (answer.metrics["loss:sum"], log_probs(answer)) if hasattr(answer, "loss_fn_outputs") else answer
+                )
+    return answers
+
+
+def without_names(answers: list[Any]) -> list[Any]:
+    return [answer.get("metrics", answer["type"]) if isinstance(answer, dict) else answer for answer in answers]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+def test_processes_that_die_between_and_inside_requests_change_no_bit(model: Path, seed: int) -> None:
+    async def run(group: TrainingGroup, state: str) -> list[Any]:
+        async with running(model, model.parent / state, group=group, steps_per_save=2) as service:
+            session = await service.session()
+            both = await asyncio.gather(tenant(service, session, 0, 5), tenant(service, session, 1, 6))
+            return [without_names(answers) for answers in both]
+
+    expected = asyncio.run(run(TrainingGroup(group_of(model, invariant=True)), "undisturbed"))
+    mortal = MortalGroup(group_of(model, invariant=True), seed, 0.15)
+    got = asyncio.run(run(mortal, "disturbed"))
+    assert mortal.deaths
+    assert got == expected
+
+
+def test_a_service_that_is_killed_goes_on_to_the_bit(model: Path) -> None:
+    """The client repeats what it has sent, as it does when a connection breaks: nothing is lost, and nothing is done twice."""
+    build = group_of(model, invariant=True)
+
+    async def whole() -> list[Any]:
+        async with running(model, model.parent / "whole", build=build, steps_per_save=2) as service:
+            return without_names(await tenant(service, await service.session(), 0, 5))
+
+    async def first() -> str:
+        async with running(model, model.parent / "killed", build=build, steps_per_save=2) as service:
+            session = await service.session()
+            task = asyncio.create_task(tenant(service, session, 0, 5, begin=99))
+            await asyncio.sleep(0.4)
+            task.cancel()
+            return session
+
+    async def then(session: str) -> list[Any]:
+        async with running(model, model.parent / "killed", build=build, steps_per_save=2) as service:
+            return without_names(await tenant(service, session, 0, 5))
+
+    expected = asyncio.run(whole())
+    session = asyncio.run(first())
+    assert asyncio.run(then(session)) == expected
+    # And what is on disk is what there is, whoever is asked.
+    assert asyncio.run(then(session)) == expected
+
+
+def test_a_request_under_which_processes_die_again_and_again_is_given_up(model: Path) -> None:
+    class Poisoned(TrainingGroup):
+        async def forward_backward(self, requests: Any) -> Any:
+            if any(20 in request.batch.input_ids for request in requests):
+                raise WorkerLostError("killed")
+            return await super().forward_backward(requests)
+
+    async def test(service: Service) -> None:
+        session = await service.session()
+        bad, good = await service.model(session, 0), await service.model(session, 1)
+        poison = [{"tokens": [20], "target_tokens": [1], "weights": [1.0]}]
+        futures = [await service.post("/forward_backward", forward_backward(bad, 1, poison))]
+        futures.append(await service.post("/forward_backward", forward_backward(good, 1, datums(Random(9), 2))))
+        assert "died under this request" in (await service.result(futures[0]))["error"]
+        assert (
+            await service.result(
+                await service.post(
+                    "/forward_backward", forward_backward(bad, 2, [{"tokens": [3], "target_tokens": [1], "weights": [1.0]}])
+                )
+            )
+        ).metrics["loss:sum"] > 0
+        await service.result(futures[1])
+
+    serve(model, test, group=Poisoned(group_of(model)))

@@ -1,0 +1,177 @@
+"""A training service in the test's own process, asked over its routes, and requests as the protocol has them."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import numpy as np
+
+from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig
+from drivetrain.serve.tinker import messages
+from drivetrain.serve.tinker.app import PREFIX, TrainingApp
+from drivetrain.serve.tinker.database import Database
+from drivetrain.serve.tinker.futures import Futures
+from drivetrain.serve.tinker.settings import TrainingServiceSettings
+from drivetrain.serve.tinker.training import Training, TrainingLimits
+from drivetrain.serve.tinker.training_group import ROLE, TrainingGroup
+from drivetrain.workers.groups.local import LocalWorkerGroup
+from drivetrain.workers.process.role_host import RoleSpec
+from drivetrain.workers.roles.adapters import AdapterWorker
+from drivetrain.workers.roles.base import WorkerConfig
+
+KEY = "tml-a-key-of-a-test"
+VOCABULARY = 300
+
+
+def group_of(folder: Path, *, invariant: bool = False) -> Callable[[], Any]:
+    engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=128), invariant=invariant)
+    config = WorkerConfig(model=ModelConfig(path=str(folder), max_adapters=8), engine=engine)
+    return lambda: LocalWorkerGroup({ROLE: RoleSpec(worker=AdapterWorker, config=config)})
+
+
+class Service:
+    """A service that is running, and a client of it.
+
+    Args:
+        training: What trains.
+        http: The client.
+        database: The database.
+    """
+
+    def __init__(self, training: Training, http: httpx.AsyncClient, database: Database) -> None:
+        self.training, self.http, self.database = training, http, database
+
+    async def post(self, path: str, body: Any, *, key: str = KEY, status: int = 200, **headers: str) -> Any:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        response = await self.http.post(PREFIX + path, content=content, headers={"x-api-key": key, **headers})
+        assert response.status_code == status, (response.status_code, response.text)
+        return response.json() if response.headers.get("content-type", "").endswith("json") else response.content
+
+    async def get(self, path: str, *, key: str = KEY, status: int = 200) -> Any:
+        response = await self.http.get(PREFIX + path, headers={"x-api-key": key})
+        assert response.status_code == status, (response.status_code, response.text)
+        return response.json()
+
+    async def result(self, future: Any, *, key: str = KEY) -> Any:
+        """The result of a request, decoded if it is protobuf."""
+        for _ in range(100):
+            headers = {"x-api-key": key}
+            content = json.dumps({"request_id": future["request_id"], "allow_metadata_only": True})
+            response = await self.http.post(f"{PREFIX}/retrieve_future", content=content, headers=headers)
+            if response.status_code == 408:
+                continue
+            assert response.status_code == 200, response.text
+            if response.headers["content-type"] == "application/x-protobuf":
+                return messages.ForwardBackwardOutput.FromString(response.content)
+            return response.json()
+        raise AssertionError("there is no result")
+
+    async def session(self, key: str = KEY) -> str:
+        return str((await self.post("/create_session", {"tags": [], "type": "create_session"}, key=key))["session_id"])
+
+    async def model(self, session: str, number: int = 0, *, key: str = KEY, **lora: Any) -> str:
+        body = {
+            "session_id": session,
+            "model_seq_id": number,
+            "base_model": "tiny",
+            "lora_config": {"rank": 4, "seed": 1, **lora},
+        }
+        created = await self.post("/create_model", body, key=key)
+        answer = await self.result(created, key=key)
+        assert answer == {"type": "create_model", "model_id": created["model_id"]}, answer
+        return str(created["model_id"])
+
+    async def step(self, model: str, seq: int, *, key: str = KEY, **params: float) -> Any:
+        adam = {"learning_rate": 1e-2, "eps": 1e-8, **params}
+        return await self.post("/optim_step", {"model_id": model, "seq_id": seq, "adam_params": adam}, key=key)
+
+
+@asynccontextmanager
+async def running(
+    folder: Path,
+    state: Path,
+    *,
+    build: Callable[[], Any] | None = None,
+    group: TrainingGroup | None = None,
+    **settings: Any,
+) -> AsyncIterator[Service]:
+    """Run a service until the end of the block, which ends it as a kill would: nothing is told to anybody."""
+    state.mkdir(parents=True, exist_ok=True)
+    options = TrainingServiceSettings(models={"tiny": folder}, state=state, **{"poll_s": 2.0, **settings})
+    database = Database(state / "service.sqlite")
+    futures = Futures(database)
+    group = group or TrainingGroup(build or group_of(folder))
+    app: list[TrainingApp] = []
+    limits = TrainingLimits(vocabulary=VOCABULARY, longest=128)
+    training = Training(options, database, futures, group, limits, lambda *of: app[0].arguments(*of))
+    app.append(TrainingApp(options, database, futures, training, None, lambda: 7))  # type: ignore[arg-type]
+    await group.start()
+    house = asyncio.create_task(app[0].keep_house(0.2))
+    try:
+        await training.start()
+        transport = httpx.ASGITransport(app[0].build())  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            yield Service(training, http, database)
+    finally:
+        house.cancel()
+        await training.close()
+        await group.close()
+        database.close()
+
+
+def datums(random: Random, count: int, loss: str = "cross_entropy") -> list[dict[str, Any]]:
+    """Datums as lists: `tokens` and the `loss_fn_inputs` of a loss."""
+    result: list[dict[str, Any]] = []
+    for _ in range(count):
+        length = random.choice((1, 2, 9, 16, 17, 30))
+        datum: dict[str, Any] = {
+            "tokens": [random.randrange(250) for _ in range(length)],
+            "target_tokens": [random.randrange(250) for _ in range(length)],
+        }
+        if loss == "cross_entropy":
+            datum["weights"] = [random.choice((0.0, 1.0, -0.5)) for _ in range(length)]
+        else:
+            datum |= {
+                "logprobs": [-5.0 - random.random() for _ in range(length)],
+                "advantages": [random.random() for _ in range(length)],
+            }
+        result.append(datum)
+    return result
+
+
+def forward_backward(
+    model: str,
+    seq: int,
+    data: Sequence[dict[str, Any]],
+    loss: str = "cross_entropy",
+    *,
+    forward_only: bool = False,
+    **config: float,
+) -> bytes:
+    """The body of a request."""
+    request = messages.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn=loss, forward_only=forward_only)
+    for datum in data:
+        one = request.data.add()
+        one.model_input.add().encoded_text.tokens = np.asarray(datum["tokens"], dtype="<i4").tobytes()
+        for name, values in datum.items():
+            if name == "tokens":
+                continue
+            tensor = one.loss_fn_inputs[name]
+            ids = name == "target_tokens"
+            tensor.dense = np.asarray(values, dtype="<i8" if ids else "<f4").tobytes()
+            tensor.dtype = messages.INT64 if ids else messages.FLOAT32
+            tensor.shape.append(len(values))
+    for name, value in config.items():
+        request.loss_fn_config_v2[name].number = value
+    body: bytes = request.SerializeToString()
+    return body
+
+
+def log_probs(answer: Any) -> list[float]:
+    """All log-probabilities of an answer, one datum after the other."""
+    return [float(v) for record in answer.loss_fn_outputs for v in np.frombuffer(record.fields["logprobs"].data, dtype="<f4")]
