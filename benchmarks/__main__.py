@@ -1,6 +1,6 @@
 """Run all benchmarks (`make bench`) and print one table at the end. Takes about three quarters of an hour on two cores.
 
-python -m benchmarks [--only step mcore preference memory trl head states load checkpoint startup balance vision worker data generation invariant serving rl rl_async gpu] [--steps 16]
+python -m benchmarks [--only step mcore preference memory trl head states load checkpoint startup balance vision worker data generation invariant adapters serving rl rl_async gpu] [--steps 16]
 """
 
 import argparse
@@ -57,6 +57,7 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
             *([*TORCHRUN, str(ranks), "-m", "benchmarks.sharded_memory"] for ranks in (1, 2, 4)),
         ],
         "invariant": [["-m", "benchmarks.invariant"]],
+        "adapters": [["-m", "benchmarks.adapters"]],
         "serving": [["-m", "benchmarks.serving"]],
         "rl": [["-m", "benchmarks.rl"], ["-m", "benchmarks.rl_update"], ["-m", "benchmarks.rl_sync"]],
         "rl_async": [["-m", "benchmarks.rl_async"]],

@@ -1,6 +1,6 @@
 """`drivetrain demo`: train, export and evaluate a tiny model on an embedded task, in a few minutes on two CPU cores. `demo
-dpo` and `demo rm` do the same for preference learning, in about a minute, `demo grpo` for reinforcement learning, and `demo vision` for chats
-with pictures.
+dpo` and `demo rm` do the same for preference learning, in about a minute, `demo grpo` for reinforcement learning, `demo vision` for chats
+with pictures, and `demo tinker` for two clients of a training service.
 
 Every demo trains until an evaluation reaches its goal, within a bound of steps and time, and reports the accuracy on held-out rows
 that did not decide when to stop.
@@ -24,6 +24,7 @@ from .preferences import run_preference_demo
 from .processes import measured, python
 from .reinforcement import run_rl_demo
 from .serving import missing, served_accuracy
+from .training_service import run_training_service_demo
 from .vision import run_vision_demo
 
 ENOUGH = 0.9
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "task",
         nargs="?",
-        choices=("sft", "dpo", "rm", "grpo", "vision"),
+        choices=("sft", "dpo", "rm", "grpo", "vision", "tinker"),
         default="sft",
         help="the training method; default: sft",
     )
@@ -83,6 +84,8 @@ def main(argv: list[str] | None = None) -> int:
         )
     if args.task == "vision":
         return run_vision_demo(root, args.nproc, args.steps, args.seed)
+    if args.task == "tinker":
+        return run_training_service_demo(root, args.steps, args.seed)
     if args.task != "sft":
         return run_preference_demo(args.task, root, args.nproc, args.steps, args.seed)
 

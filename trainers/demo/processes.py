@@ -5,10 +5,14 @@ import subprocess
 import sys
 
 
+def python_environment() -> dict[str, str]:
+    """Return the environment of a process of a demo."""
+    return {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **os.environ}
+
+
 def python(*arguments: str) -> None:
     """Run Python, and raise an error if it fails."""
-    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **os.environ}
-    subprocess.run([sys.executable, *arguments], check=True, env=environment)
+    subprocess.run([sys.executable, *arguments], check=True, env=python_environment())
 
 
 def measured(*arguments: str) -> float:
