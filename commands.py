@@ -112,6 +112,11 @@ COMMANDS = {
     "conformance-rollout": Command(
         "generation.conformance.__main__", "check a generator against plain transformers: NAME [setting=value ...]"
     ),
+    "conformance-tinker": Command(
+        "serve.tinker.conformance.conformance_command",
+        "check what a training service means, whoever has written it: URL --model NAME",
+        extra="tinker",
+    ),
     "serve": Command(
         "serve.openai.serve_command",
         "serve a model, a run or a checkpoint over HTTP, for clients of OpenAI's interface: MODEL|RUN|CHECKPOINT ...",

@@ -426,7 +426,7 @@ class OptimConfig(Settings):
     name: Literal["adamw", "sgd"] = setting("adamw", "adamw (Loshchilov & Hutter 2019), or sgd without momentum")
     lr: float = setting(1e-5, "peak learning rate")
     betas: tuple[float, float] = setting((0.9, 0.95), "decay rates of AdamW's first and second moments")
-    eps: float = setting(1e-8, "AdamW's epsilon, which prevents division by zero", most=1)
+    eps: float = setting(1e-8, "AdamW's epsilon, which prevents division by zero", most=1e4)
     weight_decay: float = setting(0.0, "decoupled weight decay of matrices and embeddings")
     clip_grad_norm: float | None = setting(1.0, "maximum norm of the full gradient; null: no clipping")
     schedule: Schedule = setting("constant", "learning-rate schedule after warmup")

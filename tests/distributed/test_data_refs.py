@@ -683,6 +683,7 @@ def test_what_was_dropped_meanwhile_is_missing_everywhere_and_nothing_is_lost() 
         assert not set(fresh.ids) & set(group.data.buffer._samples)
 
 
+@pytest.mark.slow
 def test_a_flush_that_nobody_asks_for_does_not_stand_in_the_way(tmp_path: Path) -> None:
     with ProcessWorkerGroup({"carrier": carrier(), "one": carrier(ranks=(0,))}, pools={"main": 2}) as group:
         group.submit("carrier", "wait", 0.0)

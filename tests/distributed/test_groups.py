@@ -338,6 +338,7 @@ def ended(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_wedged_rank_is_told_from_a_slow_one(start: Start) -> None:
     with start({"troubled": troubled()}, {"main": 2}, grace_s=5, watchdog_s=4.0) as group:
         # Slow, but it makes progress.
@@ -588,7 +589,8 @@ def test_a_stream_that_is_not_read_to_its_end_is_an_error() -> None:
         group.sync_weights("giver", "taker")
 
 
-@pytest.mark.parametrize("trouble", ["none", pytest.param("fails", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["none", "fails"])
 def test_a_stream_of_weights_arrives_whole_or_not_at_all(start: Start, trouble: str) -> None:
     roles = {
         "giver": troubled(Trouble(rank=-1 if trouble == "none" else 1)),

@@ -115,6 +115,7 @@ def test_only_changes_are_sent_and_all_weights_are_loaded(group: WorkerGroup) ->
         answers(group)
 
 
+@pytest.mark.slow
 def test_digests_of_weights_that_stay_and_that_leave_are_of_one_kind(folder: Path) -> None:
     """The second process hands weights on a device to itself, and the third one gets them in host memory."""
     config = RolloutConfig(model=ModelConfig(path=str(folder)), dtype="bfloat16")

@@ -232,7 +232,8 @@ def test_all_interfaces_in_one_session(gateway: Server, policy: Path) -> None:
         written += one.usage.completion_tokens if one.usage else 0
     ended = post_reward(gateway, session, 1.0).json()
     documents = ended["trajectories"]
-    assert len(documents) == 2
+    # An answer that stops at once has no text by which it could be found again.
+    assert len(documents) == (2 if text.choices[0].text else 3)
     assert check_log_probs(policy, documents, 0.8) == written
     words = AutoTokenizer.from_pretrained(policy)
     assert turns_of(words, documents[0]) == texts

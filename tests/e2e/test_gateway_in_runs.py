@@ -48,6 +48,7 @@ def test_an_agent_learns_what_an_environment_that_does_the_same_learns(task: Pat
         assert one["environment/digits"] > 0
 
 
+@pytest.mark.slow
 def test_branches_are_documents_that_share_their_reward(task: Path, tmp_path: Path, stored: Stored) -> None:
     train(task, tmp_path / "run", *GATEWAY, f"{AGENT}branches", "trainer.max_steps=1")
     (record,) = records(tmp_path / "run")

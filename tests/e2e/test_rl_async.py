@@ -142,6 +142,7 @@ def test_what_is_learned_does_not_depend_on_time(task: Path, tmp_path: Path, sta
     assert not same(run, tmp_path / "other", steps)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_learns_from_the_same_answers(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """With groups that are dropped, an evaluation between the steps, and a step that was made, but not saved."""
     expected = sequential(task, tmp_path / "sequential", 1, 3, VARIED)

@@ -53,7 +53,7 @@ sft optim.warmup_steps=-1  =>  optim.warmup_steps=-1; it must be at least 0
 sft optim.min_lr_ratio=2  =>  optim.min_lr_ratio=2.0; it must be from 0 to 1
 sft optim.lr=1e30  =>  optim.lr=1e+30 with optim.name=adamw, which moves every parameter by about that in a step; it must be at most 10
 sft optim.lr=1e30 optim.name=sgd  =>  optim.lr=1e+30 with optim.name=sgd; it must be at most 10000
-sft optim.eps=2  =>  optim.eps=2.0; it must be at most 1
+sft optim.eps=1e8  =>  optim.eps=100000000.0; it must be at most 10000
 sft optim.weight_decay=1e30  =>  optim.weight_decay=1e+30 with optim.lr=1e-05: a step multiplies matrices by 1 less the product of both
 sft optim.clip_grad_norm=1e-30  =>  optim.clip_grad_norm=1e-30 with optim.eps=1e-08, against which gradients of that norm are nothing
 sft optim.schedule=polynomial  =>  optim.schedule=polynomial; it must be one of constant, linear, cosine, invers

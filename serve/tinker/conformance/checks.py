@@ -1,0 +1,356 @@
+"""The checks: each takes users of a service and raises an error if it does not mean what the protocol means.
+
+They know nothing of the service but its answers, and nothing of the model: what is compared are answers to each other, or to sums that follow
+from them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+from .client import Connection, Datum, Model, expect, expect_close
+
+Check = Callable[[Connection, Connection], None]
+VOCABULARY = 64
+"""Tokens are below this number, which every model has."""
+
+LINEAR: dict[str, Any] = {"beta1": 0.0, "beta2": 0.0, "eps": 1e4, "learning_rate": 10.0}
+"""With a large epsilon, and without memory, a step is as long as the gradient."""
+
+
+def data(seed: int, count: int = 4, length: int = 10, *, sampled: bool = False) -> list[Datum]:
+    """Return datums with weights, or with log-probabilities of a sampler and advantages."""
+    random = Random(seed)
+    result: list[Datum] = []
+    for _ in range(count):
+        tokens, targets = ([random.randrange(1, VOCABULARY) for _ in range(length)] for _ in range(2))
+        fields: dict[str, Sequence[float]] = {"weights": [random.choice((1.0, 0.5, -0.25)) for _ in range(length)]}
+        if sampled:
+            fields = {
+                "logprobs": [-4.0 - random.random() for _ in range(length)],
+                "advantages": [random.uniform(-1, 1) for _ in range(length)],
+            }
+        result.append(Datum(tokens, targets, fields))
+    return result
+
+
+def scaled(datums: Sequence[Datum], factor: float) -> list[Datum]:
+    """Return datums with other weights."""
+    return [Datum(d.tokens, d.targets, {"weights": [w * factor for w in d.fields["weights"]]}) for d in datums]
+
+
+def after(model: Model, datums: Sequence[Datum]) -> list[float]:
+    """Return the log-probabilities of datums, without a change."""
+    return model.run(datums, forward_only=True).all
+
+
+def moved(model: Model, datums: Sequence[Datum], before: Sequence[float]) -> float:
+    """Return by how much log-probabilities have changed at most."""
+    return max(abs(a - b) for a, b in zip(after(model, datums), before, strict=True))
+
+
+def sums(user: Connection, other: Connection) -> None:
+    """A loss is a sum over all tokens, with any weights; a request with all datums twice has twice the loss and the gradient."""
+    model, twice = user.create(), user.create()
+    datums = data(1)
+    result = model.run(datums)
+    weights = [w for d in datums for w in d.fields["weights"]]
+    expect_close([result.loss], [-sum(p * w for p, w in zip(result.all, weights, strict=True))], "the loss of cross_entropy")
+    expect_close([twice.run([*datums, *datums]).loss], [2 * result.loss], "the loss of all datums twice")
+    lengths = user.create(), user.create()
+    small = scaled(datums, 0.1)
+    for one, batch, rate in ((lengths[0], small, 10.0), (lengths[1], [*small, *small], 5.0)):
+        one.run(batch)
+        one.step(**{**LINEAR, "learning_rate": rate})
+    model, twice = lengths
+    expect_close(after(twice, datums), after(model, datums), "log-probabilities after half the rate with all datums twice")
+
+
+def chunks(user: Connection, other: Connection) -> None:
+    """The gradients of several requests add up: in chunks as in the whole."""
+    whole, parts = user.create(), user.create()
+    datums = data(2, 6)
+    expected = whole.run(datums)
+    results = [parts.run(datums[i : i + 2]) for i in (0, 2, 4)]
+    expect_close([sum(r.loss for r in results)], [expected.loss], "the loss of chunks")
+    for model in (whole, parts):
+        model.step()
+    expect_close(after(parts, datums), after(whole, datums), "log-probabilities after a step on chunks")
+
+
+def order(user: Connection, other: Connection) -> None:
+    """Requests run in the order of their numbers, not in that of their arrival."""
+    first, second = user.create(), user.create()
+    datums = data(3, 4)
+    first.run(datums[:2])
+    first.step()
+    first.run(datums[2:])
+    first.step()
+    sent = {
+        3: lambda: second.send(datums[2:], seq=3),
+        2: lambda: second.step(wait=False, seq=2),
+        4: lambda: second.step(wait=False, seq=4),
+        1: lambda: second.send(datums[:2], seq=1),
+    }
+    futures = {seq: send() for seq, send in sent.items()}
+    for seq in (1, 2, 3, 4):
+        second.connection.result(futures[seq])
+        second.number()
+    expect_close(after(second, datums), after(first, datums), "log-probabilities after steps that arrived in another order")
+
+
+def repetition(user: Connection, other: Connection) -> None:
+    """A request that is sent again has one effect and one result."""
+    once, again = user.create(), user.create()
+    datums = data(4)
+    expected = once.run(datums)
+    futures = [again.send(datums, seq=1) for _ in range(3)]
+    expect(len({f["request_id"] for f in futures}) == 1, "a request that is repeated has several results")
+    expect_close(again.passed(futures[0]).all, expected.all, "log-probabilities of a request that was repeated")
+    again.number()
+    for model in (once, again):
+        model.step(eps=1e3, learning_rate=1.0)
+    expect_close(after(again, datums), after(once, datums), "log-probabilities after a step on a request that was repeated")
+
+
+def forward_only(user: Connection, other: Connection) -> None:
+    """A forward pass has the same numbers, and leaves the gradient alone."""
+    plain, with_forward = user.create(), user.create()
+    datums = data(5)
+    expected = plain.run(datums)
+    found = with_forward.run(datums, forward_only=True)
+    expect_close([found.loss, *found.all], [expected.loss, *expected.all], "the numbers of a forward pass")
+    with_forward.run(datums)
+    with_forward.run(datums, forward_only=True)
+    for model in (plain, with_forward):
+        model.step(eps=1e3, learning_rate=1.0)
+    expect_close(
+        after(with_forward, datums), after(plain, datums), "log-probabilities after a step with forward passes before it"
+    )
+
+
+def adam(user: Connection, other: Connection) -> None:
+    """Each step has the learning rate, betas, epsilon, decay and clipping of its request, as AdamW has them."""
+    datums, nothing = data(6), scaled(data(6), 0.0)
+
+    def stepped(*steps: tuple[Sequence[Datum], dict[str, Any]]) -> list[float]:
+        model = user.create()
+        for batch, params in steps:
+            model.run(batch)
+            model.step(**params)
+        return after(model, datums)
+
+    still = after(user.create(), datums)
+    sign = {"beta1": 0.0, "beta2": 0.0, "eps": 1e-30}
+    expect_close(
+        stepped((scaled(datums, 8.0), sign)),
+        stepped((datums, sign)),
+        "a step without memory, which is the sign of the gradient, with 8 times the weights",
+    )
+    small, large = scaled(datums, 0.1), scaled(datums, 0.8)
+    expect_close(
+        stepped((large, {**LINEAR, "learning_rate": 1.25})),
+        stepped((small, LINEAR)),
+        "a step with a large eps, which is as long as the gradient, with 8 times the weights and an eighth of the rate",
+    )
+    expect(max(abs(a - b) for a, b in zip(stepped((datums, sign)), still, strict=True)) > 1e-3, "a step changes nothing")
+    resting = stepped((datums, sign), (nothing, {**sign, "eps": 1e-8}))
+    expect_close(resting, stepped((datums, sign)), "a step with beta1 0 and no gradient, which must change nothing")
+    carried = stepped((datums, {**sign, "beta1": 0.9}), (nothing, {**sign, "eps": 1e-8, "beta1": 0.9}))
+    single = stepped((datums, {**sign, "beta1": 0.9}))
+    expect(
+        max(abs(a - b) for a, b in zip(carried, single, strict=True)) > 1e-4,
+        "a step with beta1 0.9 and no gradient changes nothing",
+    )
+    decayed = stepped((datums, sign), (nothing, {**sign, "eps": 1e-8, "weight_decay": 50.0}))
+    expect(max(abs(a - b) for a, b in zip(decayed, resting, strict=True)) > 1e-4, "weight_decay changes nothing")
+    clipped = {**LINEAR, "eps": 1.0, "grad_clip_norm": 1e-2}
+    expect_close(
+        stepped((large, clipped)), stepped((small, clipped)), "a step with a small grad_clip_norm, with 8 times the weights"
+    )
+
+
+def log_prob_order(user: Connection, other: Connection) -> None:
+    """Log-probabilities come for every position of every datum, in the order of the request."""
+    model = user.create()
+    datums = [*data(7, 3, 5), *data(8, 2, 17), *data(9, 1, 1)]
+    together = model.run(datums, forward_only=True)
+    expect(
+        [len(p) for p in together.log_probs] == [len(d.tokens) for d in datums], "there is not one number for each position"
+    )
+    for number, datum in enumerate(datums):
+        alone = model.run([datum], forward_only=True)
+        expect_close(together.log_probs[number], alone.all, f"log-probabilities of datum {number} among others")
+    unweighted = scaled(datums, 0.0)
+    expect_close(model.run(unweighted, forward_only=True).all, together.all, "log-probabilities of tokens with a weight of 0")
+
+
+def ratios(user: Connection, other: Connection) -> None:
+    """The losses of sampled tokens are their formulas: ratios are not truncated, and bounds are those of the request."""
+    model = user.create()
+    for shift in (0.0, 6.0):
+        datums = [
+            Datum(d.tokens, d.targets, {**d.fields, "logprobs": [q - shift for q in d.fields["logprobs"]]})
+            for d in data(10, 3, sampled=True)
+        ]
+        p = model.run(datums, "importance_sampling", forward_only=True).all
+        q, a = ([v for d in datums for v in d.fields[name]] for name in ("logprobs", "advantages"))
+        r = [math.exp(x - y) for x, y in zip(p, q, strict=True)]
+
+        def clip(value: float, low: float, high: float) -> float:
+            return min(max(value, low), high)
+
+        formulas = {
+            ("importance_sampling", ()): [-x * y for x, y in zip(r, a, strict=True)],
+            ("ppo", ()): [-min(x * y, clip(x, 0.8, 1.2) * y) for x, y in zip(r, a, strict=True)],
+            ("ppo", (("clip_low_threshold", 0.5), ("clip_high_threshold", 3.0))): [
+                -min(x * y, clip(x, 0.5, 3.0) * y) for x, y in zip(r, a, strict=True)
+            ],
+            ("cispo", (("clip_low_threshold", 0.0), ("clip_high_threshold", 4.0))): [
+                -clip(x, 0.0, 4.0) * z * y for x, y, z in zip(r, a, p, strict=True)
+            ],
+        }
+        for (name, config), terms in formulas.items():
+            found = model.run(datums, name, forward_only=True, **dict(config))
+            expect_close([found.loss], [math.fsum(terms)], f"the loss of {name} with {dict(config) or 'its defaults'}")
+
+
+def sampled(user: Connection, other: Connection) -> None:
+    """The log-probabilities of sampled tokens are those of a pass over the whole sequence, of the sampler and of the trainer."""
+    model = user.create()
+    datums = data(11)
+    model.run(datums)
+    model.step(learning_rate=5e-2)
+    sampler = user.sampler(model.save("sampled", sampler=True))
+    prompt = [3, 4, 5]
+    (response,), _ = sampler.sample(prompt, seed=1)
+    sequence = [*prompt, *response.tokens]
+    scores = sampler.log_probs(sequence)
+    expect_close(response.log_probs, scores[len(prompt) - 1 :], "log-probabilities of sampled tokens, by compute_logprobs")
+    datum = Datum(sequence[:-1], sequence[1:], {"weights": [0.0] * (len(sequence) - 1)})
+    expect_close(
+        scores, model.run([datum], forward_only=True).all, "log-probabilities of compute_logprobs, by the model that was saved"
+    )
+
+
+def saved(user: Connection, other: Connection) -> None:
+    """A model from a checkpoint with its optimizer goes on as the first one does; without, it begins with fresh moments."""
+    model = user.create()
+    datums = data(12)
+    for _ in range(3):
+        model.run(datums)
+        model.step()
+    path = model.save("state")
+    with_optimizer, without = user.load(path, optimizer=True), user.load(path, optimizer=False)
+    expected = after(model, datums)
+    for one in (with_optimizer, without):
+        expect_close(after(one, datums), expected, "log-probabilities of a model from a checkpoint")
+    nothing = scaled(datums, 0.0)
+    for one in (model, with_optimizer, without):
+        one.run(nothing)
+        one.step()
+    expect_close(
+        after(with_optimizer, datums), after(model, datums), "log-probabilities after a step of moments that were loaded"
+    )
+    expect_close(after(without, datums), expected, "log-probabilities after a step without moments and gradient")
+    expect(moved(model, datums, expected) > 1e-4, "moments do nothing")
+
+
+def snapshots(user: Connection, other: Connection) -> None:
+    """A sampler stays as it is while its model goes on, and several are there at the same time, beside the model alone."""
+    model = user.create()
+    datums = data(13)
+    sequence = [1, 2, 3, 4, 5, 6]
+    samplers = [user.sampler()]
+    found = [samplers[0].log_probs(sequence)]
+    for step in range(2):
+        model.run(datums)
+        model.step(learning_rate=5e-2)
+        samplers.append(user.sampler(model.save(f"snapshot-{step}", sampler=True)))
+        found.append(samplers[-1].log_probs(sequence))
+    model.run(datums)
+    model.step(learning_rate=5e-2)
+    for number, (sampler, expected) in enumerate(zip(samplers, found, strict=True)):
+        expect_close(sampler.log_probs(sequence), expected, f"log-probabilities of snapshot {number} after another step")
+    for a in range(3):
+        for b in range(a):
+            expect(
+                max(abs(x - y) for x, y in zip(found[a], found[b], strict=True)) > 1e-4, f"snapshots {a} and {b} are the same"
+            )
+
+
+def tenants(user: Connection, other: Connection) -> None:
+    """What one user does changes nothing for another, who sees none of it."""
+    datums = data(14)
+    alone = user.create(seed=5)
+    for _ in range(2):
+        alone.run(datums)
+        alone.step()
+    expected = after(alone, datums)
+    mine, theirs = user.create(seed=5), other.create(seed=6)
+    for _ in range(2):
+        pending = [
+            mine.send(datums),
+            theirs.send(scaled(data(15), 100.0)),
+            theirs.step(wait=False, learning_rate=0.5),
+            mine.step(wait=False),
+        ]
+        for number, future in enumerate(pending):
+            (mine if number in (0, 3) else theirs).connection.result(future)
+    expect_close(after(mine, datums), expected, "log-probabilities of a model beside that of another user")
+    expect(moved(theirs, datums, expected) > 1e-3, "the model of the other user has learned the same")
+    path = mine.save("mine")
+    status, _, _ = other.request("POST", "/weights_info", b'{"tinker_path": "%s"}' % path.encode())
+    expect(status in (400, 403, 404), f"another user is told about a checkpoint (status {status})")
+
+
+def stops(user: Connection, other: Connection) -> None:
+    """A response ends at the tokens of `stop`, which are part of it, and otherwise at max_tokens."""
+    sampler = user.sampler()
+    (free,), _ = sampler.sample([5, 6], seed=2, max_tokens=6)
+    expect(
+        len(free.tokens) == 6 and not free.stopped,
+        f"a response without stops has {len(free.tokens)} tokens of 6, stopped={free.stopped}",
+    )
+    end = free.tokens[2]
+    (ended,), _ = sampler.sample([5, 6], seed=2, max_tokens=6, stop=[end])
+    cut = free.tokens.index(end) + 1
+    expect(
+        ended.tokens == free.tokens[:cut],
+        f"a response that stops at {end} is {ended.tokens}; without the stop it is {free.tokens}",
+    )
+    expect(ended.stopped, "a response that has stopped says that it was too long")
+
+
+def seeds(user: Connection, other: Connection) -> None:
+    """The same seed gives the same responses, several responses differ, and so do those without a seed."""
+    sampler = user.sampler()
+    first, _ = sampler.sample([7, 8], samples=4, seed=3)
+    again, _ = sampler.sample([7, 8], samples=4, seed=3)
+    expect([r.tokens for r in first] == [r.tokens for r in again], "the same seed gives other responses")
+    expect(len({tuple(r.tokens) for r in first}) > 1, "all responses of a request are the same")
+    free = [tuple(sampler.sample([7, 8])[0][0].tokens) for _ in range(4)]
+    expect(len(set(free)) > 1, "requests without a seed have the same responses")
+
+
+CHECKS: dict[str, Check] = {
+    check.__name__: check
+    for check in (
+        sums,
+        chunks,
+        order,
+        repetition,
+        forward_only,
+        adam,
+        log_prob_order,
+        ratios,
+        sampled,
+        saved,
+        snapshots,
+        tenants,
+        stops,
+        seeds,
+    )
+}
+"""The checks by their names."""

@@ -1,0 +1,55 @@
+"""`drivetrain conformance-tinker`: check what a training service means: sums, orders, repetitions, optimizers, samples, tenants.
+
+drivetrain conformance-tinker URL --model NAME [--api-key KEY] [--other-key KEY] [--only CHECK ...]
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .checks import CHECKS
+from .client import Connection, Send, ServiceConformanceError, send_to
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the checks and return the exit code, which is 0 if all of them pass."""
+    parser = argparse.ArgumentParser(prog="drivetrain conformance-tinker", description=str(__doc__).splitlines()[0])
+    parser.add_argument("url", help="the address of the service, without /api/v1")
+    parser.add_argument("--model", required=True, help="the name of a model that it trains")
+    parser.add_argument("--api-key", default="tml-a-user-of-conformance", help="the key of a user")
+    parser.add_argument("--other-key", default="tml-another-user-of-conformance", help="the key of another user")
+    parser.add_argument("--only", nargs="+", choices=sorted(CHECKS), help="run only these checks")
+    args = parser.parse_args(argv)
+    failed = run(send_to(args.url), args.model, (args.api_key, args.other_key), args.only or list(CHECKS))
+    return 1 if failed else 0
+
+
+def run(send: Send, model: str, keys: tuple[str, str], names: Sequence[str]) -> list[str]:
+    """Run checks, and print a line for each; return the names of those that failed.
+
+    Args:
+        send: Sends requests.
+        model: The name of the model.
+        keys: The keys of two users.
+        names: The names of the checks.
+    """
+    failed: list[str] = []
+    for name in names:
+        error = ""
+        users: list[Connection] = []
+        try:
+            # Sessions of their own, so that one check has nothing of another.
+            users = [Connection(send, key, model) for key in keys]
+            CHECKS[name](*users)
+        except Exception as e:  # a service may fail in any way, and the next check must still run
+            error = str(e) if isinstance(e, ServiceConformanceError) else f"{type(e).__name__}: {e}"
+        for user in users:
+            user.finish()
+        failed += [name] if error else []
+        print(f"{'FAIL' if error else 'ok':4}  {name:14} {error}".rstrip(), flush=True)
+    print(f"{len(names) - len(failed)} checks passed, {len(failed)} failed")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
