@@ -1,5 +1,5 @@
 # Everything a person types. Each target sets up what it needs; PYTHON=path takes an existing environment instead.
-.PHONY: setup demo demo-rl bench-trl test test-all test-share test-unit durations mutants coverage slow-map test-gpu test-vllm setup-vllm test-agents setup-agents test-next setup-next wheels-gpu check bench soak decoders docs clean
+.PHONY: setup demo demo-rl bench-trl test test-all test-share test-unit durations mutants coverage slow-map test-gpu test-vllm setup-vllm test-agents setup-agents test-tinker setup-tinker test-next setup-next wheels-gpu check bench soak decoders docs clean
 
 SHELL := bash
 # Tests start many processes, which would compile every module anew where the environment forbids to keep compiled ones.
@@ -94,6 +94,13 @@ test-vllm: setup-vllm
 	PYTHONPATH=$(CURDIR)/.types .venv-vllm/bin/python -m pytest -p no:cacheprovider tests/distributed/test_vllm.py -v -rs
 
 # So have the environments of other projects.
+setup-tinker: $(SETUP)
+	.ci/setup-tinker
+
+# The training service with clients of several versions, each in a Python environment of its own.
+test-tinker: setup-tinker
+	$(PY) -m pytest tests/e2e/test_tinker_versions.py
+
 setup-agents: $(SETUP)
 	.ci/setup-agents
 

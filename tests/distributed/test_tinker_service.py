@@ -247,7 +247,7 @@ def test_limits(model: Path) -> None:
         big = forward_backward(name, 1, [{"tokens": [1] * 100, "target_tokens": [1] * 100, "weights": [1.0] * 100}] * 30)
         packed = zstandard.ZstdCompressor().compress(big)
         assert len(packed) < 2000
-        zstd = {"content-encoding": "zstd"}
+        zstd: Any = {"content-encoding": "zstd"}
         future = await service.post("/forward_backward", packed, **zstd)
         assert (await service.result(future)).metrics["loss:sum"] > 0
         # A few bytes that become many.

@@ -1,10 +1,6 @@
 """The training service as its users have it: the command in a process of its own, and the client of the registry, unmodified."""
 
 import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +14,7 @@ import torch
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.serve.tinker.tinker_command import main
 from helpers.adapters import PlainAdapter
-from helpers.search_path import python_path
+from helpers.tinker_process import TinkerProcess, service
 
 tinker = pytest.importorskip("tinker", reason="the client of Tinker's protocol is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -26,58 +22,8 @@ KEY = "tml-a-key-of-a-test"
 ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
-class Process:
-    """The command.
-
-    Args:
-        folder: The model.
-        state: Its state.
-        options: Its other arguments.
-    """
-
-    def __init__(self, folder: Path, state: Path, *options: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        words = ["tinker", f"tiny={folder}", "--port", str(self.port), "--state", str(state), *options]
-        self._command = [sys.executable, "-m", "drivetrain.cli", *words]
-        self._environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self.start()
-
-    def start(self) -> None:
-        # A group of its own, so that a kill meets all of it.
-        self.process = subprocess.Popen(
-            self._command, env=self._environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert "is trained at" in line, line
-
-    def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-
 @contextmanager
-def service(folder: Path, state: Path, *options: str) -> Iterator[Process]:
-    process = Process(folder, state, *options)
-    try:
-        yield process
-    finally:
-        if process.process.poll() is None:
-            process.process.send_signal(signal.SIGTERM)
-            try:
-                process.process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-@contextmanager
-def client(process: Process) -> Iterator[Any]:
+def client(process: TinkerProcess) -> Iterator[Any]:
     os.environ.update(TINKER_TELEMETRY="0", HF_HUB_OFFLINE="1")
     holder = tinker.ServiceClient(base_url=process.url, api_key=KEY)
     try:
@@ -115,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def running(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+def running(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinkerProcess]:
     with service(folder, tmp_path_factory.mktemp("tinker-state"), "engine.invariant=true") as process:
         yield process
 
@@ -135,7 +81,7 @@ class Reference:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_ten_steps_of_the_client_are_those_of_plain_transformers_and_peft(running: Process, folder: Path) -> None:
+def test_ten_steps_of_the_client_are_those_of_plain_transformers_and_peft(running: TinkerProcess, folder: Path) -> None:
     """Losses of several kinds, chunks that add up, and the settings of Adam per step; log-probabilities to 1e-5."""
     from drivetrain.engine.config import OptimConfig
 
@@ -171,7 +117,7 @@ def test_ten_steps_of_the_client_are_those_of_plain_transformers_and_peft(runnin
             assert done.result().metrics["grad_norm:mean"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_a_session_of_the_client(running: Process) -> None:
+def test_a_session_of_the_client(running: TinkerProcess) -> None:
     """Samples of snapshots while training goes on, log-probabilities of prompts, custom losses, saved states, and errors in words."""
     random = Random(1)
     with client(running) as holder:
@@ -246,7 +192,7 @@ def found_token(sampler: Any, prompt: Any) -> int:
     return int(response.sequences[0].tokens[-1])
 
 
-def losses_of(process: Process, *, kills: tuple[int, ...] = (), rate: float = 1e-2) -> list[tuple[float, ...]]:
+def losses_of(process: TinkerProcess, *, kills: tuple[int, ...] = (), rate: float = 1e-2) -> list[tuple[float, ...]]:
     """Ten steps that a client sends without waiting, while the service is killed after some of them."""
     random, waiting = Random(2), []
     with client(process) as holder:
@@ -268,14 +214,14 @@ def losses_of(process: Process, *, kills: tuple[int, ...] = (), rate: float = 1e
 
 
 @pytest.mark.slow
-def test_a_client_does_not_see_that_the_service_was_killed(running: Process, folder: Path, tmp_path: Path) -> None:
+def test_a_client_does_not_see_that_the_service_was_killed(running: TinkerProcess, folder: Path, tmp_path: Path) -> None:
     expected = losses_of(running)
     with service(folder, tmp_path / "state", "engine.invariant=true", "--steps-per-save", "3") as process:
         assert losses_of(process, kills=(3, 6)) == expected
 
 
 @pytest.mark.slow
-def test_a_service_with_two_processes_that_split_sequences(running: Process, folder: Path, tmp_path: Path) -> None:
+def test_a_service_with_two_processes_that_split_sequences(running: TinkerProcess, folder: Path, tmp_path: Path) -> None:
     # Small steps, after which roundings are still small.
     expected = losses_of(running, rate=1e-4)
     with service(folder, tmp_path / "state", "--nproc", "2", "engine.parallel.cp=2", "--generator", "static") as process:

@@ -16,6 +16,7 @@ from drivetrain.serve.tinker import messages
 from drivetrain.serve.tinker.app import PREFIX, TrainingApp
 from drivetrain.serve.tinker.database import Database
 from drivetrain.serve.tinker.futures import Futures
+from drivetrain.serve.tinker.sampling import Sampling
 from drivetrain.serve.tinker.settings import TrainingServiceSettings
 from drivetrain.serve.tinker.training import Training, TrainingLimits
 from drivetrain.serve.tinker.training_group import ROLE, TrainingGroup
@@ -28,9 +29,9 @@ KEY = "tml-a-key-of-a-test"
 VOCABULARY = 300
 
 
-def group_of(folder: Path, *, invariant: bool = False) -> Callable[[], Any]:
+def group_of(folder: Path, *, invariant: bool = False, adapters: int = 8) -> Callable[[], Any]:
     engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=128), invariant=invariant)
-    config = WorkerConfig(model=ModelConfig(path=str(folder), max_adapters=8), engine=engine)
+    config = WorkerConfig(model=ModelConfig(path=str(folder), max_adapters=adapters), engine=engine)
     return lambda: LocalWorkerGroup({ROLE: RoleSpec(worker=AdapterWorker, config=config)})
 
 
@@ -98,6 +99,9 @@ async def running(
     *,
     build: Callable[[], Any] | None = None,
     group: TrainingGroup | None = None,
+    replicas: Any = None,
+    sampling_class: type[Sampling] = Sampling,
+    training_class: type[Training] = Training,
     **settings: Any,
 ) -> AsyncIterator[Service]:
     """Run a service until the end of the block, which ends it as a kill would: nothing is told to anybody."""
@@ -108,8 +112,9 @@ async def running(
     group = group or TrainingGroup(build or group_of(folder))
     app: list[TrainingApp] = []
     limits = TrainingLimits(vocabulary=VOCABULARY, longest=128)
-    training = Training(options, database, futures, group, limits, lambda *of: app[0].arguments(*of))
-    app.append(TrainingApp(options, database, futures, training, None, lambda: 7))  # type: ignore[arg-type]
+    training = training_class(options, database, futures, group, limits, lambda *of: app[0].arguments(*of))
+    sampling = sampling_class(database, futures, replicas, training.scoring, None, 256, 4)
+    app.append(TrainingApp(options, database, futures, training, sampling, lambda: 7))
     await group.start()
     house = asyncio.create_task(app[0].keep_house(0.2))
     try:
@@ -119,6 +124,7 @@ async def running(
             yield Service(training, http, database)
     finally:
         house.cancel()
+        await sampling.close()
         await training.close()
         await group.close()
         database.close()

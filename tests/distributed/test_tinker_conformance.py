@@ -1,0 +1,242 @@
+"""The checks of training services: ours passes all of them, and a service that is broken in a known way fails the check that is made for it."""
+
+import asyncio
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.serve.tinker.conformance.checks import CHECKS
+from drivetrain.serve.tinker.conformance.client import Send
+from drivetrain.serve.tinker.conformance.conformance_command import run
+from drivetrain.serve.tinker.sampling import Sampling
+from drivetrain.serve.tinker.training import Training
+from drivetrain.serve.tinker.training_group import TrainingGroup
+from drivetrain.serve.tinker.training_queue import ModelQueue, QueuedRequest
+from helpers.tinker_replicas import LocalReplicas
+from helpers.tinker_service import group_of, running
+
+pytestmark = pytest.mark.usefixtures("process_group")
+KEYS = ("tml-a-user-of-tests", "tml-another-user-of-tests")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("conformance") / "model", "llama", vocab_size=300)
+
+
+@contextmanager
+def served(folder: Path, state: Path, **options: Any) -> Iterator[Send]:
+    """What sends requests to a service whose event loop is in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    context = running(folder, state, max_adapters=64, **options)
+    try:
+        service = asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(60)
+
+        def send(method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, bytes]:
+            request = service.http.request(method, path, content=body, headers=headers)
+            response: httpx.Response = asyncio.run_coroutine_threadsafe(request, loop).result(60)
+            return response.status_code, response.headers.get("content-type", ""), response.content
+
+        yield send
+        asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(60)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+class LosesChunks(TrainingGroup):
+    """Zeroes the gradient before each pass."""
+
+    async def forward_backward(self, requests: Any) -> Any:
+        worker: Any = self._group._worker.host._workers["adapters"]  # type: ignore[union-attr]
+        for adapter in {r.adapter for r in requests if not r.forward_only}:
+            worker.trainer.bank[adapter].grads = None
+        return await super().forward_backward(requests)
+
+
+def changed(requests: Any, change: Any) -> list[Any]:
+    return [replace(r, batch=r.batch.with_fields(**change(r))) if not r.forward_only else r for r in requests]
+
+
+class Means(TrainingGroup):
+    """Divides weights by the number of tokens."""
+
+    async def forward_backward(self, requests: Any) -> Any:
+        def mean(r: Any) -> dict[str, Any]:
+            return {k: v / r.batch.num_tokens for k, v in r.batch.token_fields.items() if k == "loss_weights"}
+
+        return await super().forward_backward(changed(requests, mean))
+
+
+class TrainsAlways(TrainingGroup):
+    """Adds gradients of forward passes too."""
+
+    async def forward_backward(self, requests: Any) -> Any:
+        return await super().forward_backward(
+            [replace(r, forward_only=False) if not (r.adapter or "").startswith("score") else r for r in requests]
+        )
+
+
+class FixedAdam(TrainingGroup):
+    """Has an optimizer of its own."""
+
+    async def optim_step(self, name: str, optim: Any) -> Any:
+        return await super().optim_step(
+            name, replace(optim, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, clip_grad_norm=None)
+        )
+
+
+class WrongOrder(TrainingGroup):
+    """Gives log-probabilities in another order."""
+
+    async def forward_backward(self, requests: Any) -> Any:
+        replies: Any = await super().forward_backward(requests)
+        return [replace(reply, log_probs=reply.log_probs.flip(0)) for reply in replies]
+
+
+class Truncates(TrainingGroup):
+    """Bounds the ratios of importance sampling, unasked."""
+
+    async def forward_backward(self, requests: Any) -> Any:
+        def nearer(r: Any) -> dict[str, Any]:
+            return (
+                {"old_log_probs": r.batch.token_fields["old_log_probs"].clamp_min(-5.0)}
+                if "old_log_probs" in r.batch.token_fields
+                else {}
+            )
+
+        bounded = [replace(r, batch=r.batch.with_fields(**nearer(r))) for r in requests]
+        return await super().forward_backward(bounded)
+
+
+class ForgetsMoments(TrainingGroup):
+    """Loads checkpoints without their optimizers."""
+
+    async def load(self, name: str, folder: str, *, optimizer: bool) -> Any:
+        return await super().load(name, folder, optimizer=False)
+
+
+class OneForAll(TrainingGroup):
+    """Steps all adapters when one does."""
+
+    async def optim_step(self, name: str, optim: Any) -> Any:
+        step = await super().optim_step(name, optim)
+        for other in await self.call("adapter_names"):
+            if other != name and not other.startswith("score"):
+                await super().optim_step(other, optim)
+        return step
+
+
+class CountsTwice(Training):
+    """Runs a request that is repeated once more."""
+
+    async def submit(self, owner: str, model: str, seq: int, kind: str, body: bytes) -> str:
+        known = self._known(model, seq, kind, body)
+        if known is not None and kind == "forward_backward":
+            await self._group.forward_backward(self._pieces(model, body))
+        return await super().submit(owner, model, seq, kind, body)
+
+
+class AsTheyCome(Training):
+    """Runs requests in the order of their arrival."""
+
+    async def _accept(self, queue: ModelQueue, request: QueuedRequest, *args: Any) -> str:
+        queue.ready = lambda: next(iter(queue.waiting.values()), None)  # type: ignore[method-assign]
+        queue.next_seq = min(queue.next_seq, request.seq)
+        return await super()._accept(queue, request, *args)
+
+
+class LiveSnapshots(Sampling):
+    """Has the factors of the latest snapshot in all samplers."""
+
+    async def _prompt_log_probs(self, folder: str, *args: Any) -> list[float]:
+        newest = self._database.read("SELECT folder FROM samplers WHERE folder != '' ORDER BY rowid DESC LIMIT 1")
+        return await super()._prompt_log_probs(newest[0]["folder"] if folder else "", *args)
+
+
+class OtherLogProbs(LocalReplicas):
+    """Says how likely tokens are among the ten most likely."""
+
+    def generate(self, request: Any) -> Any:
+        result = super().generate(request)
+        return replace(result, log_probs=[p + 0.2 for p in result.log_probs])
+
+
+class IgnoresStops(LocalReplicas):
+    """Goes on behind stops."""
+
+    def generate(self, request: Any) -> Any:
+        return super().generate(replace(request, options=replace(request.options, stop_tokens=())))
+
+
+class IgnoresSeeds(LocalReplicas):
+    """Has a seed of its own."""
+
+    def generate(self, request: Any) -> Any:
+        return super().generate(replace(request, options=replace(request.options, seed=1), sample=0))
+
+
+class SharesSnapshots(Sampling):
+    """Samples from the model whatever the sampler is."""
+
+    async def _attempt(self, request: Any, folder: str, stops: Any) -> Any:
+        return await super()._attempt(replace(request, options=replace(request.options, adapter="")), "", stops)
+
+
+BROKEN: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "loses chunks": ({"group": LosesChunks}, {"chunks"}),
+    "means": ({"group": Means}, {"sums", "chunks"}),
+    "trains in forward passes": ({"group": TrainsAlways}, {"forward_only"}),
+    "an optimizer of its own": ({"group": FixedAdam}, {"adam"}),
+    "another order of numbers": ({"group": WrongOrder}, {"log_prob_order"}),
+    "truncates ratios": ({"group": Truncates}, {"ratios"}),
+    "forgets moments": ({"group": ForgetsMoments}, {"saved"}),
+    "one step for all": ({"group": OneForAll}, {"tenants"}),
+    "counts twice": ({"training_class": CountsTwice}, {"repetition"}),
+    "as they come": ({"training_class": AsTheyCome}, {"order"}),
+    "live snapshots": ({"sampling_class": LiveSnapshots}, {"snapshots"}),
+    "other log-probabilities": ({"replicas": OtherLogProbs}, {"sampled"}),
+    "ignores stops": ({"replicas": IgnoresStops}, {"stops"}),
+    "ignores seeds": ({"replicas": IgnoresSeeds}, {"seeds"}),
+    "samples from the model": ({"sampling_class": SharesSnapshots}, {"sampled"}),
+}
+
+
+def options_of(folder: Path, parts: dict[str, Any]) -> dict[str, Any]:
+    options = dict(parts)
+    options["group"] = options.get("group", TrainingGroup)(group_of(folder, adapters=70))
+    options["replicas"] = options.get("replicas", LocalReplicas)(folder)
+    return options
+
+
+def test_our_service_passes_all_checks(folder: Path, tmp_path: Path) -> None:
+    options = options_of(folder, {})
+    with served(folder, tmp_path / "state", **options) as send:
+        assert run(send, "tiny", KEYS, list(CHECKS)) == []
+    options["replicas"].close()
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_service_fails_its_check(folder: Path, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parts, fails = BROKEN[how]
+    options = options_of(folder, parts)
+    with served(folder, tmp_path / "state", **options) as send:
+        assert set(run(send, "tiny", KEYS, sorted(fails))) & fails
+    # By what was compared, and not because something has failed.
+    assert not [line for line in capsys.readouterr().out.splitlines() if re.search(r"FAIL \w+ +\w*(Error|Exception): ", line)]
+    options["replicas"].close()
+
+
+def test_every_check_has_a_broken_service() -> None:
+    assert {check for _, fails in BROKEN.values() for check in fails} == set(CHECKS)
