@@ -21,7 +21,7 @@ from .database import Database
 from .errors import BadRequestError
 from .futures import Futures
 from .payloads import decompressed, parse_forward_backward
-from .sampling import Sampling
+from .sampling import SamplingService
 from .settings import KEY_PREFIX, TrainingServiceSettings, owner_of
 from .training import Training
 
@@ -50,7 +50,7 @@ class TrainingApp:
         database: Database,
         futures: Futures,
         training: Training,
-        sampling: Sampling,
+        sampling: SamplingService,
         seed: Callable[[], int],
     ) -> None:
         self._settings, self._database, self._futures = settings, database, futures

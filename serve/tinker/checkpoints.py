@@ -28,13 +28,13 @@ class Checkpoints:
         sql = "SELECT 1 FROM checkpoints WHERE model = ? AND kind = ? AND name = ?"
         return self._database.one(sql, path.model, path.kind, path.name) is not None
 
-    def find(self, text: str, owner: str, *, own: bool = False) -> Any:
+    def find(self, text: str, owner: str, *, to_change: bool = False) -> Any:
         """Return the row of a checkpoint, with the `base` and `config` of its model.
 
         Args:
             text: The path.
             owner: Who asks.
-            own: Whether it has to be theirs; otherwise it may be public.
+            to_change: Whether it has to be theirs; otherwise it may be public.
 
         Raises:
             BadRequestError: There is no such checkpoint that they may use.
@@ -49,7 +49,7 @@ class Checkpoints:
         )
         mine = row is not None and row["owner"] == owner
         expired = row is not None and row["expires"] is not None and row["expires"] < time.time()
-        if row is None or expired or not (mine or (row["public"] and not own)):
+        if row is None or expired or not (mine or (row["public"] and not to_change)):
             raise BadRequestError(
                 f"there is no checkpoint {path}; it is unknown, has expired, or belongs to another key", status=404
             )
@@ -61,7 +61,7 @@ class Checkpoints:
         Raises:
             BadRequestError: It has no such checkpoint.
         """
-        self.find(text, owner, own=True)
+        self.find(text, owner, to_change=True)
         path = CheckpointPath.parse(text)
         sql = f"UPDATE checkpoints SET {column} = ? WHERE model = ? AND kind = ? AND name = ?"
         await asyncio.wrap_future(self._database.execute((sql, (value, path.model, path.kind, path.name))))
@@ -72,7 +72,7 @@ class Checkpoints:
         Raises:
             BadRequestError: It has no such checkpoint.
         """
-        row = self.find(text, owner, own=True)
+        row = self.find(text, owner, to_change=True)
         await self._remove(row)
 
     async def _remove(self, row: Any) -> None:

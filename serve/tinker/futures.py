@@ -11,7 +11,7 @@ from typing import Any, Literal
 from .database import Database
 from .errors import BadRequestError
 
-State = Literal["pending", "json", "protobuf"]
+ResultState = Literal["pending", "json", "protobuf"]
 KEPT_S = 3600.0
 """For how many seconds a result is kept."""
 
@@ -25,7 +25,7 @@ class Result:
         payload: Its bytes.
     """
 
-    state: State
+    state: ResultState
     payload: bytes = b""
 
 
@@ -54,7 +54,7 @@ class Futures:
         """Return the statement that creates a future, for a change that creates what it belongs to as well."""
         return "INSERT INTO futures VALUES (?, ?, ?, 'pending', NULL, ?)", (future, owner, kind, time.time())
 
-    def finished(self, future: str, state: State, payload: bytes) -> tuple[str, tuple[Any, ...]]:
+    def finished(self, future: str, state: ResultState, payload: bytes) -> tuple[str, tuple[Any, ...]]:
         """Return the statement that gives a future its result, for a change that also has its other effects."""
         return "UPDATE futures SET state = ?, payload = ? WHERE id = ?", (state, payload, future)
 

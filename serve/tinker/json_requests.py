@@ -136,7 +136,7 @@ class PromptChunk(msgspec.Struct):
     tokens: list[int] = []
 
 
-class Prompt(msgspec.Struct):
+class SamplePrompt(msgspec.Struct):
     """A prompt."""
 
     chunks: list[PromptChunk]
@@ -153,12 +153,12 @@ class SampleParams(msgspec.Struct):
     stop: str | list[str | int] | None = None
 
 
-class Sample(msgspec.Struct):
+class SampleBody(msgspec.Struct):
     """Sample responses."""
 
     sampling_session_id: str
     seq_id: int
-    prompt: Prompt
+    prompt: SamplePrompt
     sampling_params: SampleParams
     num_samples: int = 1
     prompt_logprobs: bool | None = None
@@ -264,7 +264,7 @@ def checkpoint_path(request: SaveWeights, kind: str) -> CheckpointPath:
     return CheckpointPath(request.model_id, kind, checked_name(request.path))
 
 
-def sampling_of(request: Sample, adapter: str, room: int) -> tuple[SamplingOptions, list[str]]:
+def sampling_of(request: SampleBody, adapter: str, room: int) -> tuple[SamplingOptions, list[str]]:
     """Return the options of a sample request, and the texts that end a response.
 
     Args:

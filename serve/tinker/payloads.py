@@ -123,15 +123,15 @@ def batch_of(data: Sequence[Any], loss: TokenSumLoss) -> PackedBatch:
         title = f"datum {number}"
         ids = input_tokens(datum.model_input, title)
         tokens.append(ids)
-        given = datum.loss_fn_inputs
-        if unknown := sorted(set(given) - set(columns)):
+        inputs = datum.loss_fn_inputs
+        if unknown := sorted(set(inputs) - set(columns)):
             raise BatchError(
                 f"{title} has the loss_fn_input {unknown[0][:100]!r}, which {loss.name} does not read; it reads {', '.join(columns)}"
             )
         for name, values in columns.items():
-            if name not in given:
+            if name not in inputs:
                 raise BatchError(f"{title} lacks the loss_fn_input {name!r}, which {loss.name} reads")
-            values.append(_vector(given[name], len(ids), f"{name} of {title}", whole=name == "target_tokens"))
+            values.append(_vector(inputs[name], len(ids), f"{name} of {title}", whole=name == "target_tokens"))
     lengths = [len(ids) for ids in tokens]
     return PackedBatch(
         input_ids=_joined(tokens, torch.int64),

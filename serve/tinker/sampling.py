@@ -23,7 +23,7 @@ from ..openai.text import Texts
 from .database import Database
 from .errors import BadRequestError, reason
 from .futures import Futures, failure, new_future_id
-from .json_requests import Sample, parse, sampling_of
+from .json_requests import SampleBody, parse, sampling_of
 from .payloads import sample_answer
 from .scoring import Scoring
 
@@ -36,7 +36,7 @@ RETRY_S = 0.5
 TRIES = 240
 
 
-class Sampling:
+class SamplingService:
     """The samplers of a service.
 
     Args:
@@ -86,7 +86,7 @@ class Sampling:
         Raises:
             BadRequestError: There is no such sampler of this key, or its number was that of another request.
         """
-        request = parse(body, Sample)
+        request = parse(body, SampleBody)
         sampler = self._database.one("SELECT owner FROM samplers WHERE id = ?", request.sampling_session_id)
         if sampler is None or sampler["owner"] != owner:
             raise BadRequestError(f"there is no sampler {request.sampling_session_id[:200]!r}", status=404)
@@ -153,7 +153,7 @@ class Sampling:
 
     async def _sample(self, sampler: str, stored: bytes) -> bytes:
         seed, _, body = stored.partition(b"\n")
-        request = parse(body, Sample)
+        request = parse(body, SampleBody)
         _check(request)
         prompt = [token for chunk in request.prompt.chunks for token in chunk.tokens]
         row = self._database.one("SELECT folder FROM samplers WHERE id = ?", sampler)
@@ -271,7 +271,7 @@ async def _call(method: str, *args: Any) -> Any:
     return await worker.acall(method, *rest)
 
 
-def _check(request: Sample) -> None:
+def _check(request: SampleBody) -> None:
     """Refuse what the service cannot answer, instead of leaving it out."""
     for name, value in (
         ("topk_prompt_logprobs", request.topk_prompt_logprobs),

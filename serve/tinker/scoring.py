@@ -16,7 +16,7 @@ from .training_group import TrainingGroup
 
 SCORERS = 4
 """How many checkpoints are held for that, beside the adapters that are trained."""
-ATTEMPTS = 2
+ATTEMPTS = 3
 """How often something is tried under which processes die."""
 
 
@@ -77,7 +77,7 @@ class Scoring:
         """Compute as much as is computed at a time.
 
         Raises:
-            WorkerLostError: A process died. What it was computing is computed again, but not for ever.
+            WorkerLostError: A process died. What it was computing is computed again, a limited number of times.
         """
         chosen: list[_Score] = []
         tokens = 0

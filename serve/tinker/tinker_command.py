@@ -34,7 +34,7 @@ from ..openai.text import Texts
 from .app import TrainingApp
 from .database import Database
 from .futures import Futures
-from .sampling import Sampling
+from .sampling import SamplingService
 from .scoring import SCORERS
 from .settings import TrainingServiceSettings, read_keys
 from .training import Training, TrainingLimits
@@ -179,7 +179,7 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
     try:
         await asyncio.gather(group.start(), replicas.start())
         room = min([await worker.acall("largest_request") for worker in replicas.workers])
-        sampling = Sampling(database, futures, replicas, training.scoring, _texts(folder), room, settings.max_adapters)
+        sampling = SamplingService(database, futures, replicas, training.scoring, _texts(folder), room, settings.max_adapters)
         app.append(TrainingApp(settings, database, futures, training, sampling, lambda: secrets.randbelow(2**62)))
         await training.start()
         await sampling.start()

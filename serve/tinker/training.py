@@ -30,7 +30,7 @@ from .payloads import batch_of, forward_backward_answer, loss_of, parse_forward_
 from .scoring import ATTEMPTS, Scoring
 from .settings import TrainingServiceSettings
 from .training_group import TrainingGroup
-from .training_queue import CREATE, FORWARD_BACKWARD, ModelQueue, QueuedRequest, Turns, pieces_of
+from .training_queue import CREATE, FORWARD_BACKWARD, ModelQueue, QueuedRequest, RoundRobin, pieces_of
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Training:
         self._settings, self._database, self._futures, self._group = settings, database, futures, group
         self._limits, self._arguments = limits, arguments
         self._queues: dict[str, ModelQueue] = {}
-        self._turns = Turns(AT_ONCE)
+        self._turns = RoundRobin(AT_ONCE)
         self._wake = asyncio.Event()
         self._lost: dict[str, int] = {}
         self._ended: list[tuple[str, str]] = []
@@ -397,10 +397,10 @@ class Training:
                 finished.append((queue, request))
         for queue, request in finished:
             if request.error:
-                began = len(request.replies) > 1
+                has_begun = len(request.replies) > 1
                 request.pieces = []
                 await self._finish(queue, request, failure(request.error, category="user"), "json", outcome="failed")
-                if began:
+                if has_begun:
                     # What its first pieces have added to the gradient goes.
                     await self._restore(queue.model)
             else:

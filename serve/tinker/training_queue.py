@@ -88,7 +88,7 @@ def pieces_of(batch: PackedBatch, most: int) -> Iterator[PackedBatch]:
         yield batch.select(rows)
 
 
-class Turns:
+class RoundRobin:
     """Whose pieces are computed next: those of models in turn, each about as many tokens.
 
     Args:

@@ -42,6 +42,7 @@ def begun_in(batch: PackedBatch) -> list[list[Generation]]:
     return begun
 
 
+@pytest.mark.slow
 def test_calls_go_on_from_what_cancelled_ones_have_made(tmp_path: Path) -> None:
     """On two processes, by what a controller reads of their stores: the same answers as without it."""
     folder = save_tiny_model(tmp_path / "model", "qwen3_moe")

@@ -305,7 +305,7 @@ def rank_disk_full(line: list[str], rank: int, size: int) -> tuple[int, str]:
     return told(line)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("rank", [pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 1)])
 def test_a_full_disk_on_one_rank_ends_all_and_loses_nothing(rank: int, task: Path) -> None:
     run = words(task, "trainer.save_every=2", "trainer.max_steps=2")
     assert main(run) == 0

@@ -75,7 +75,7 @@ TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-
     [
         pytest.param(TORCHRUN, True, marks=pytest.mark.slow),
         pytest.param(TORCHRUN, False, marks=pytest.mark.slow),
-        (["drivetrain.cli", "sft", "--nproc", "2"], True),
+        pytest.param(["drivetrain.cli", "sft", "--nproc", "2"], True, marks=pytest.mark.slow),
     ],
     ids=["torchrun, blocking destroy", "torchrun", "drivetrain, blocking destroy"],
 )

@@ -16,7 +16,7 @@ from drivetrain.serve.tinker import messages
 from drivetrain.serve.tinker.app import PREFIX, TrainingApp
 from drivetrain.serve.tinker.database import Database
 from drivetrain.serve.tinker.futures import Futures
-from drivetrain.serve.tinker.sampling import Sampling
+from drivetrain.serve.tinker.sampling import SamplingService
 from drivetrain.serve.tinker.settings import TrainingServiceSettings
 from drivetrain.serve.tinker.training import Training, TrainingLimits
 from drivetrain.serve.tinker.training_group import ROLE, TrainingGroup
@@ -100,7 +100,7 @@ async def running(
     build: Callable[[], Any] | None = None,
     group: TrainingGroup | None = None,
     replicas: Any = None,
-    sampling_class: type[Sampling] = Sampling,
+    sampling_class: type[SamplingService] = SamplingService,
     training_class: type[Training] = Training,
     **settings: Any,
 ) -> AsyncIterator[Service]:

@@ -119,8 +119,8 @@ def forward_only(user: Connection, other: Connection) -> None:
     plain, with_forward = user.create(), user.create()
     datums = data(5)
     expected = plain.run(datums)
-    found = with_forward.run(datums, forward_only=True)
-    expect_close([found.loss, *found.all], [expected.loss, *expected.all], "the numbers of a forward pass")
+    results = with_forward.run(datums, forward_only=True)
+    expect_close([results.loss, *results.all], [expected.loss, *expected.all], "the numbers of a forward pass")
     with_forward.run(datums)
     with_forward.run(datums, forward_only=True)
     for model in (plain, with_forward):
@@ -212,8 +212,8 @@ def ratios(user: Connection, other: Connection) -> None:
             ],
         }
         for (name, config), terms in formulas.items():
-            found = model.run(datums, name, forward_only=True, **dict(config))
-            expect_close([found.loss], [math.fsum(terms)], f"the loss of {name} with {dict(config) or 'its defaults'}")
+            results = model.run(datums, name, forward_only=True, **dict(config))
+            expect_close([results.loss], [math.fsum(terms)], f"the loss of {name} with {dict(config) or 'its defaults'}")
 
 
 def sampled(user: Connection, other: Connection) -> None:
@@ -263,20 +263,21 @@ def snapshots(user: Connection, other: Connection) -> None:
     datums = data(13)
     sequence = [1, 2, 3, 4, 5, 6]
     samplers = [user.sampler()]
-    found = [samplers[0].log_probs(sequence)]
+    results = [samplers[0].log_probs(sequence)]
     for step in range(2):
         model.run(datums)
         model.step(learning_rate=5e-2)
         samplers.append(user.sampler(model.save(f"snapshot-{step}", sampler=True)))
-        found.append(samplers[-1].log_probs(sequence))
+        results.append(samplers[-1].log_probs(sequence))
     model.run(datums)
     model.step(learning_rate=5e-2)
-    for number, (sampler, expected) in enumerate(zip(samplers, found, strict=True)):
+    for number, (sampler, expected) in enumerate(zip(samplers, results, strict=True)):
         expect_close(sampler.log_probs(sequence), expected, f"log-probabilities of snapshot {number} after another step")
     for a in range(3):
         for b in range(a):
             expect(
-                max(abs(x - y) for x, y in zip(found[a], found[b], strict=True)) > 1e-4, f"snapshots {a} and {b} are the same"
+                max(abs(x - y) for x, y in zip(results[a], results[b], strict=True)) > 1e-4,
+                f"snapshots {a} and {b} are the same",
             )
 
 

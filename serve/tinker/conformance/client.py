@@ -132,9 +132,9 @@ class Connection:
             expect(status == 200, f"retrieve_future is answered with {status}: {answer[:300]!r}")
             if kind.startswith("application/x-protobuf"):
                 return answer
-            found = json.loads(answer)
-            if found.get("type") != "try_again":
-                return found
+            result = json.loads(answer)
+            if result.get("type") != "try_again":
+                return result
         raise ServiceConformanceError(f"there is no result after {SECONDS:.0f} s")
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Connection:
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
-    def sampler(self, path: str | None = None) -> "Sampler":
+    def sampler(self, path: str | None = None) -> "SamplerHandle":
         """Create a sampler of a checkpoint, or of the model alone."""
         source = {"base_model": self.base} if path is None else {"model_path": path}
         body = {
@@ -179,7 +179,7 @@ class Connection:
             **source,
         }
         self._samplers += 1
-        return Sampler(self, str(self.post("/create_sampling_session", body)["sampling_session_id"]))
+        return SamplerHandle(self, str(self.post("/create_sampling_session", body)["sampling_session_id"]))
 
 
 class Model:
@@ -290,7 +290,7 @@ class SampledResponse:
     stopped: bool
 
 
-class Sampler:
+class SamplerHandle:
     """A sampler.
 
     Args:
@@ -321,7 +321,7 @@ class Sampler:
         answer = self.connection.result(future)
         expect(isinstance(answer, bytes), f"a sample failed: {answer}")
         response = messages.SampleResponse.FromString(answer)
-        found = [
+        responses = [
             SampledResponse(
                 np.frombuffer(one.tokens, dtype="<i4").tolist(),
                 np.frombuffer(one.logprobs, dtype="<f4").tolist(),
@@ -329,11 +329,11 @@ class Sampler:
             )
             for one in response.sequences
         ]
-        expect(len(found) == samples, f"{len(found)} responses instead of {samples}")
-        return found, np.frombuffer(response.prompt_logprobs, dtype="<f4").tolist()
+        expect(len(responses) == samples, f"{len(responses)} responses instead of {samples}")
+        return responses, np.frombuffer(response.prompt_logprobs, dtype="<f4").tolist()
 
     def log_probs(self, tokens: Sequence[int]) -> list[float]:
         """Return the log-probability of each token but the first."""
-        _, found = self.sample(tokens, prompt_log_probs=True, max_tokens=1)
-        expect(len(found) == len(tokens), f"{len(found)} log-probabilities of {len(tokens)} tokens")
-        return found[1:]
+        _, numbers = self.sample(tokens, prompt_log_probs=True, max_tokens=1)
+        expect(len(numbers) == len(tokens), f"{len(numbers)} log-probabilities of {len(tokens)} tokens")
+        return numbers[1:]

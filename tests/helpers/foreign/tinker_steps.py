@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from random import Random
+from typing import Any
 
 os.environ.update(TINKER_TELEMETRY="0", HF_HUB_OFFLINE="1")
 
@@ -14,16 +15,16 @@ import tinker
 from tinker import types
 
 
-def done(value):
+def done(value: Any) -> Any:
     """What a call returns: in newer versions a future, in older ones the thing itself."""
     return value.result() if hasattr(value, "result") and not isinstance(value, tinker.SamplingClient) else value
 
 
-def main(url, seed):
+def main(url: str, seed: int) -> None:
     random = Random(seed)
     service = tinker.ServiceClient(base_url=url, api_key="tml-a-key-of-a-test")
     training = done(service.create_lora_training_client(base_model="tiny", rank=8, seed=3))
-    out = {"version": tinker.__version__ if hasattr(tinker, "__version__") else "", "steps": [], "data": []}
+    out: dict[str, Any] = {"version": tinker.__version__ if hasattr(tinker, "__version__") else "", "steps": [], "data": []}
     for step in range(10):
         data, plain = [], []
         for _ in range(3):
