@@ -316,6 +316,10 @@ class TrainingApp:
             row = self._database.one("SELECT owner FROM models WHERE id = ?", model)
             return load.path, self._checkpoints.find(load.path, row["owner"] if row else "")["folder"], load.optimizer
         save = wire.parse(body, wire.SaveWeights)
+        if save.kind != "snapshot":
+            raise BadRequestError(
+                f"kind={save.kind[:40]!r}: samplers of this service do not change while they sample; use snapshot"
+            )
         if kind == "save_weights_for_sampling_session":
             row = self._database.one("SELECT session, base FROM models WHERE id = ?", model)
             assert row is not None

@@ -152,9 +152,13 @@ def test_a_wrong_request_says_so_in_its_result_and_holds_up_nobody(model: Path) 
             )
         )
         futures.append(await service.post("/save_weights", {"model_id": name, "seq_id": 12, "path": "../../etc"}))
-        last = await service.post("/forward_backward", forward_backward(name, 13, good))
+        inflight = {"model_id": name, "seq_id": 13, "sampling_session_seq_id": 0, "kind": "inflight"}
+        futures.append(await service.post("/save_weights_for_sampler", inflight))
+        last = await service.post("/forward_backward", forward_backward(name, 14, good))
         for future, message in zip(
-            futures, [*(m for _, m in wrong), "grad_clip_norm=-1.0", "there is no checkpoint", "letters, digits"], strict=True
+            futures,
+            [*(m for _, m in wrong), "grad_clip_norm=-1.0", "there is no checkpoint", "letters, digits", "use snapshot"],
+            strict=True,
         ):
             answer = await service.result(future)
             assert message in answer["error"], answer
@@ -164,7 +168,7 @@ def test_a_wrong_request_says_so_in_its_result_and_holds_up_nobody(model: Path) 
         assert (await service.result(last)).metrics["loss:sum"] == pytest.approx(alone.metrics["loss:sum"], rel=1e-6)
         norms = [
             (await service.result(await service.step(which, seq)))["metrics"]["grad_norm:mean"]
-            for which, seq in ((name, 14), (fresh, 2))
+            for which, seq in ((name, 15), (fresh, 2))
         ]
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 

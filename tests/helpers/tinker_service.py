@@ -119,6 +119,7 @@ async def running(
     house = asyncio.create_task(app[0].keep_house(0.2))
     try:
         await training.start()
+        await sampling.start()
         transport = httpx.ASGITransport(app[0].build())  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             yield Service(training, http, database)

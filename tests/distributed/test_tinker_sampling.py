@@ -1,0 +1,194 @@
+"""Samplers of the training service over its routes: what is refused, more snapshots than fit, cancelling, and beginning anew."""
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.serve.tinker import messages
+from helpers.tinker_replicas import LocalReplicas
+from helpers.tinker_service import KEY, Service, datums, forward_backward, group_of, running
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_tiny_model(tmp_path / "model", "llama", vocab_size=300)
+
+
+def serve(model: Path, *tests: Callable[[Service], Coroutine[Any, Any, None]], **settings: Any) -> None:
+    """Run tests one after the other, each with a service that goes on from the state of the one before."""
+
+    async def run(test: Callable[[Service], Coroutine[Any, Any, None]]) -> None:
+        replicas = settings.get("replicas", LocalReplicas)(model)
+        try:
+            options = {**settings, "replicas": replicas}
+            async with running(model, model.parent / "state", build=group_of(model), **options) as service:
+                await test(service)
+        finally:
+            replicas.close()
+
+    for test in tests:
+        asyncio.run(run(test))
+
+
+async def sampler_of(service: Service, session: str, number: int, path: str | None = None) -> str:
+    source = {"base_model": "tiny"} if path is None else {"model_path": path}
+    body = {"session_id": session, "sampling_session_seq_id": number, **source}
+    return str((await service.post("/create_sampling_session", body))["sampling_session_id"])
+
+
+def body_of(sampler: str, seq: int, prompt: list[int], **options: Any) -> dict[str, Any]:
+    params = {"max_tokens": 4, "temperature": 1.0, "stop": [], **options.pop("params", {})}
+    return {
+        "sampling_session_id": sampler,
+        "seq_id": seq,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
+        "sampling_params": params,
+        "num_samples": 1,
+        **options,
+    }
+
+
+async def answer_of(service: Service, future: Any) -> Any:
+    """The result of a sample request: a message, or an error."""
+    for _ in range(60):
+        content = json.dumps({"request_id": future["request_id"]})
+        response = await service.http.post("/api/v1/retrieve_future", content=content, headers={"x-api-key": KEY})
+        if response.status_code == 200:
+            is_message = response.headers["content-type"] == "application/x-protobuf"
+            return messages.SampleResponse.FromString(response.content) if is_message else response.json()
+    raise AssertionError("there is no result")
+
+
+def tokens_of(answer: Any) -> list[list[int]]:
+    return [np.frombuffer(one.tokens, dtype="<i4").tolist() for one in answer.sequences]
+
+
+def test_samples_and_what_is_refused(model: Path) -> None:
+    async def test(service: Service) -> None:
+        sampler = await sampler_of(service, await service.session(), 0)
+        info = await service.get(f"/samplers/{sampler}")
+        assert info == {"sampler_id": sampler, "base_model": "tiny", "model_path": None}
+        good = body_of(
+            sampler, 0, [5, 6, 7], params={"seed": 3}, num_samples=2, prompt_logprobs=True, prompt_logprobs_last_n=1
+        )
+        future = await service.post("/asample", good)
+        assert len(future["sample_sequence_ids"]) == 2
+        # The same request has the same result, and another one under its number is refused.
+        assert (await service.post("/asample", good))["request_id"] == future["request_id"]
+        await service.post("/asample", {**good, "num_samples": 3}, status=400)
+        answer = await answer_of(service, future)
+        one, two = tokens_of(answer)
+        assert [len(one), len(two)] == [4, 4]
+        assert one != two
+        scores = np.frombuffer(answer.prompt_logprobs, dtype="<f4").tolist()
+        assert [math.isnan(score) for score in scores] == [True, True, False]
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"topk_prompt_logprobs": 3}, "topk_prompt_logprobs is not supported"),
+            ({"topk_sample_logprobs": 3}, "topk_sample_logprobs is not supported"),
+            ({"params": {"top_k": 0}}, "top_k=0"),
+            ({"params": {"top_p": 0.0}}, "top_p=0.0"),
+            ({"params": {"temperature": -1.0}}, "temperature=-1.0"),
+            ({"params": {"max_tokens": 10_000}}, "room for"),
+            ({"params": {"max_tokens": 0}}, "max_tokens=0"),
+            ({"params": {"stop": ["x"]}}, "no tokenizer"),
+            ({"params": {"stop": ""}}, "empty text"),
+            ({"prompt": {"chunks": [{"type": "image", "tokens": []}]}}, "a chunk of image"),
+            ({"prompt": {"chunks": []}}, "the prompt has 0 tokens"),
+            ({"prompt": {"chunks": [{"tokens": [1] * 400}]}}, "the prompt has 400 tokens"),
+            ({"prompt": {"chunks": [{"tokens": [10**6]}]}}, "10"),
+        ]
+        for seq, (change, message) in enumerate(wrong, 1):
+            answer = await answer_of(
+                service,
+                await service.post(
+                    "/asample",
+                    {
+                        **body_of(sampler, seq, [5, 6]),
+                        **change,
+                        **(
+                            {"sampling_params": {"max_tokens": 4, "stop": [], **change["params"]}}
+                            if "params" in change
+                            else {}
+                        ),
+                    },
+                ),
+            )
+            assert message in answer["error"], (message, answer)
+        await service.post("/asample", {**good, "seq_id": 99, "num_samples": 0}, status=400)
+        await service.post("/asample", {**good, "seq_id": 99, "sampling_session_id": "other"}, status=404)
+        assert (await service.post("/join_sampling_session", {"sampling_session_id": sampler}))["client_counter"] == 1
+
+    serve(model, test)
+
+
+def test_more_snapshots_than_the_samplers_hold(model: Path) -> None:
+    """Each has its own tokens, whatever was put aside for it; a checkpoint that was deleted, or overwritten, stays in its sampler."""
+
+    async def test(service: Service) -> None:
+        session = await service.session()
+        name = await service.model(session)
+        seq, samplers = 1, []
+        for number in range(6):
+            saved = await service.post("/save_weights_for_sampler", {"model_id": name, "seq_id": seq, "path": f"s{number}"})
+            path = (await service.result(saved))["path"]
+            samplers.append(await sampler_of(service, session, number, path))
+            await service.post("/forward_backward", forward_backward(name, seq + 1, datums(Random(number), 2)))
+            await service.result(await service.step(name, seq + 2, learning_rate=0.1))
+            seq += 3
+
+        async def all_scores(begin: int) -> list[list[float]]:
+            futures = [
+                await service.post("/asample", body_of(sampler, begin, [5, 6, 7, 8], prompt_logprobs=True, params={"seed": 1}))
+                for sampler in samplers
+            ]
+            answers = [await answer_of(service, future) for future in futures]
+            return [
+                np.frombuffer(answer.prompt_logprobs, dtype="<f4").tolist()[1:] + tokens_of(answer)[0] for answer in answers
+            ]
+
+        first = await all_scores(0)
+        assert len({tuple(scores) for scores in first}) == 6
+        run = f"/api/v1/training_runs/{name}/checkpoints/sampler_weights/s0"
+        assert (await service.http.delete(run, headers={"x-api-key": KEY})).status_code == 204
+        again = {"model_id": name, "seq_id": seq, "path": "s1", "overwrite": True}
+        assert "error" not in await service.result(await service.post("/save_weights_for_sampler", again))
+        assert await all_scores(1) == first
+
+    serve(model, test)
+
+
+class Slow(LocalReplicas):
+    """Generates nothing for a while."""
+
+    def generate(self, request: Any) -> Any:
+        time.sleep(0.5)
+        return super().generate(request)
+
+
+def test_a_request_is_cancelled_or_goes_on_after_a_restart(model: Path) -> None:
+    kept: dict[str, Any] = {}
+
+    async def first(service: Service) -> None:
+        sampler = await sampler_of(service, await service.session(), 0)
+        cancelled = await service.post("/asample", body_of(sampler, 0, [5, 6]))
+        kept["future"] = await service.post("/asample", body_of(sampler, 1, [5, 6]))
+        response = await service.http.post("/api/v1/cancel_future", content=json.dumps(cancelled), headers={"x-api-key": KEY})
+        assert response.status_code == 204
+        assert "was cancelled" in (await answer_of(service, cancelled))["error"]
+
+    async def then(service: Service) -> None:
+        kept.setdefault("tokens", tokens_of(await answer_of(service, kept["future"])))
+        assert tokens_of(await answer_of(service, kept["future"])) == kept["tokens"]
+
+    serve(model, first, then, then, replicas=Slow)
