@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -24,6 +25,8 @@ from .payloads import decompressed, parse_forward_backward
 from .sampling import SamplingService
 from .settings import KEY_PREFIX, TrainingServiceSettings, owner_of
 from .training import Training
+
+log = logging.getLogger(__name__)
 
 PREFIX = "/api/v1"
 PROTOBUF = "application/x-protobuf"
@@ -149,7 +152,7 @@ class TrainingApp:
         session, now = str(uuid.uuid4()), time.time()
         row = (
             "INSERT INTO sessions (id, owner, created, seen, info) VALUES (?, ?, ?, ?, ?)",
-            (session, owner, now, now, body.decode()),
+            (session, owner, now, now, ""),
         )
         await asyncio.wrap_future(self._database.execute(row))
         return JSONResponse({"type": "create_session", "session_id": session})
@@ -187,11 +190,19 @@ class TrainingApp:
         await asyncio.wrap_future(self._database.execute(("UPDATE sessions SET seen = ? WHERE finished = 0", (time.time(),))))
         while True:
             await asyncio.sleep(every_s)
-            silent = time.time() - self._settings.session_s
-            for row in self._database.read("SELECT id FROM sessions WHERE finished = 0 AND seen < ?", silent):
-                await self.end_session(row["id"])
-            await self._checkpoints.remove_expired()
-            await self._futures.drop_old()
+            try:
+                await self._clean()
+            except Exception:
+                # The disk may be full, or the database busy: the next round tries again.
+                log.exception("the service cannot clean up")
+
+    async def _clean(self) -> None:
+        silent = time.time() - self._settings.session_s
+        for row in self._database.read("SELECT id FROM sessions WHERE finished = 0 AND seen < ?", silent):
+            await self.end_session(row["id"])
+        await self._checkpoints.remove_expired()
+        await self._checkpoints.remove_samplers(silent)
+        await self._futures.drop_old()
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -250,14 +261,15 @@ class TrainingApp:
         future = await self._training.submit(owner, message.model_id, message.seq_id, "forward_backward", body)
         return JSONResponse({"request_id": future, "model_id": message.model_id})
 
-    async def _submitted(self, owner: str, model: str, seq: int, kind: str, body: bytes) -> Response:
-        future = await self._training.submit(owner, model, seq, kind, body)
-        return JSONResponse({"request_id": future, "model_id": model})
+    async def _submitted(self, owner: str, kind: str, body: bytes) -> Response:
+        # Whatever else is wrong with it is said by its result, so that no number is missing.
+        numbered = wire.parse(body, wire.NumberedRequest)
+        future = await self._training.submit(owner, numbered.model_id, numbered.seq_id, kind, body)
+        return JSONResponse({"request_id": future, "model_id": numbered.model_id})
 
     async def _optim_step(self, request: Request, owner: str) -> Response:
         body = await request.body()
-        step = wire.parse(body, wire.OptimStep)
-        return await self._submitted(owner, step.model_id, step.seq_id, "optim_step", body)
+        return await self._submitted(owner, "optim_step", body)
 
     async def _save_weights(self, request: Request, owner: str) -> Response:
         return await self._save(request, owner, "save_weights")
@@ -267,20 +279,18 @@ class TrainingApp:
 
     async def _save_for_sampler(self, request: Request, owner: str) -> Response:
         body = await request.body()
-        save = wire.parse(body, wire.SaveWeights)
-        kind = "save_weights_for_sampler" if save.path is not None else "save_weights_for_sampling_session"
-        return await self._submitted(owner, save.model_id, save.seq_id, kind, body)
+        has_path = wire.parse(body, wire.NumberedRequest).path is not None
+        kind = "save_weights_for_sampler" if has_path else "save_weights_for_sampling_session"
+        return await self._submitted(owner, kind, body)
 
     async def _save(self, request: Request, owner: str, kind: str) -> Response:
-        body = await request.body()
-        save = wire.parse(body, wire.SaveWeights)
-        return await self._submitted(owner, save.model_id, save.seq_id, kind, body)
+        return await self._submitted(owner, kind, await request.body())
 
     async def _load_weights(self, request: Request, owner: str) -> Response:
         body = await request.body()
+        if wire.parse(body, wire.AnyTarget).model_id is not None:
+            return await self._submitted(owner, "load_weights", body)
         load = wire.parse(body, wire.LoadWeights)
-        if load.model_id is not None:
-            return await self._submitted(owner, load.model_id, load.seq_id or 0, "load_weights", body)
         if load.session_id is None or load.model_seq_id is None:
             raise BadRequestError(
                 "load_weights needs model_id and seq_id, or session_id and model_seq_id for a new model", status=422
@@ -345,11 +355,20 @@ class TrainingApp:
             folder, base = row["folder"], row["base"]
         else:
             self._known_model(base)
-        row_of = (
-            "INSERT OR IGNORE INTO samplers (id, session, owner, base, path, folder) VALUES (?, ?, ?, ?, ?, ?)",
-            (sampler, new.session_id, owner, base, new.model_path, folder),
-        )
-        await asyncio.wrap_future(self._database.execute(row_of))
+
+        def create(connection: Any) -> None:
+            before = connection.execute("SELECT folder, path FROM samplers WHERE id = ?", (sampler,)).fetchone()
+            if before is not None and tuple(before) != (folder, new.model_path):
+                raise BadRequestError(
+                    f"sampling_session_seq_id={new.sampling_session_seq_id} was another sampler; number each anew"
+                )
+            known = connection.execute("SELECT 1 FROM checkpoints WHERE folder = ?", (folder,)).fetchone()
+            if folder and before is None and known is None:
+                raise BadRequestError(f"the checkpoint {new.model_path} has been deleted", status=404)
+            sql = "INSERT OR IGNORE INTO samplers (id, session, owner, base, path, folder) VALUES (?, ?, ?, ?, ?, ?)"
+            connection.execute(sql, (sampler, new.session_id, owner, base, new.model_path, folder))
+
+        await asyncio.wrap_future(self._database.write(create))
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler})
 
     def _sampler_row(self, sampler: str, owner: str) -> Any:
@@ -468,4 +487,4 @@ def _page(request: Request) -> tuple[int, int]:
         limit, offset = int(request.query_params.get("limit", 20)), int(request.query_params.get("offset", 0))
     except ValueError as e:
         raise BadRequestError(f"limit and offset must be whole numbers: {e}", status=422) from e
-    return max(0, min(limit, 1000)), max(0, offset)
+    return max(0, min(limit, 1000)), max(0, min(offset, 2**62))

@@ -76,10 +76,32 @@ class Checkpoints:
         await self._remove(row)
 
     async def _remove(self, row: Any) -> None:
-        sql = "DELETE FROM checkpoints WHERE model = ? AND kind = ? AND name = ?"
-        await asyncio.wrap_future(self._database.execute((sql, (row["model"], row["kind"], row["name"]))))
-        if self._database.one("SELECT 1 FROM samplers WHERE folder = ?", row["folder"]) is None:
-            await asyncio.to_thread(shutil.rmtree, Path(row["folder"]).parent, ignore_errors=True)
+        # By its folder too: meanwhile another one may have its name.
+        sql = "DELETE FROM checkpoints WHERE model = ? AND kind = ? AND name = ? AND folder = ?"
+        await asyncio.wrap_future(self._database.execute((sql, (row["model"], row["kind"], row["name"], row["folder"]))))
+        await self._remove_unused(row["folder"])
+
+    async def _remove_unused(self, folder: str) -> None:
+        """Remove a folder that neither a checkpoint nor a sampler has."""
+        sql = "SELECT 1 FROM samplers WHERE folder = ? UNION SELECT 1 FROM checkpoints WHERE folder = ?"
+        if folder and self._database.one(sql, folder, folder) is None:
+            await asyncio.to_thread(shutil.rmtree, Path(folder).parent, ignore_errors=True)
+
+    async def remove_samplers(self, ended_before: float) -> None:
+        """Remove the samplers of sessions that have ended, with what was asked of them, and the folders that nobody else has.
+
+        Args:
+            ended_before: When the last sign of life came, at the latest.
+        """
+        sql = "SELECT s.id, s.folder FROM samplers s JOIN sessions t ON t.id = s.session WHERE t.finished = 1 AND t.seen < ?"
+        for row in self._database.read(sql, ended_before):
+            await asyncio.wrap_future(
+                self._database.execute(
+                    ("DELETE FROM samples WHERE sampler = ?", (row["id"],)),
+                    ("DELETE FROM samplers WHERE id = ?", (row["id"],)),
+                )
+            )
+            await self._remove_unused(row["folder"])
 
     async def remove_expired(self) -> None:
         """Remove the checkpoints whose time is over."""

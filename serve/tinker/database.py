@@ -4,9 +4,11 @@ All writes go through one thread, which puts those that wait into one transactio
 are made where they are needed.
 """
 
+import fcntl
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -34,7 +36,7 @@ CREATE TABLE IF NOT EXISTS checkpoints (
     created REAL NOT NULL, expires REAL, public INTEGER NOT NULL DEFAULT 0, metadata TEXT NOT NULL, PRIMARY KEY (model, kind, name));
 CREATE TABLE IF NOT EXISTS samplers (
     id TEXT PRIMARY KEY, session TEXT NOT NULL, owner TEXT NOT NULL, base TEXT NOT NULL, path TEXT, folder TEXT NOT NULL,
-    clients INTEGER NOT NULL DEFAULT 0);
+    bytes INTEGER NOT NULL DEFAULT 0, clients INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS samples (
     sampler TEXT NOT NULL, seq TEXT NOT NULL, body BLOB, digest TEXT NOT NULL, future TEXT NOT NULL, PRIMARY KEY (sampler, seq));
 CREATE INDEX IF NOT EXISTS models_of_session ON models (session);
@@ -43,6 +45,8 @@ CREATE INDEX IF NOT EXISTS samplers_of_folder ON samplers (folder);
 """
 FORMAT = "1"
 _AT_ONCE = 256
+PATIENCE_S = 300.0
+"""For how many seconds a change waits while another program holds the file."""
 
 
 class Database:
@@ -56,6 +60,12 @@ class Database:
     """
 
     def __init__(self, file: Path) -> None:
+        self._lock_file = open(file.with_name(f"{file.name}.lock"), "w")  # noqa: SIM115  # it lives as long as this object
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            self._lock_file.close()
+            raise ConfigError(f"another service uses {file.parent}; end it first, or give another folder (--state)") from e
         try:
             self._writer = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=1.0)
             self._writer.execute("PRAGMA journal_mode=WAL")
@@ -106,6 +116,19 @@ class Database:
         self._thread.join()
         self._reader.close()
         self._writer.close()
+        self._lock_file.close()
+
+    def claim(self, name: str, value: str, what: str) -> None:
+        """Note something that must stay as it is.
+
+        Raises:
+            ConfigError: It was something else.
+        """
+        self.execute(("INSERT OR IGNORE INTO about VALUES (?, ?)", (name, value))).result()
+        row = self.one("SELECT value FROM about WHERE name = ?", name)
+        assert row is not None
+        if row["value"] != value:
+            raise ConfigError(f"the state is that of another {what}; give another folder (--state), or the same {what}")
 
     def _run(self) -> None:
         over = False
@@ -117,24 +140,38 @@ class Database:
             self._commit([one for one in waiting if one is not None])
 
     def _commit(self, changes: list[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]]) -> None:
+        """Make changes, also if another program holds the file for a while."""
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                self._try_commit(changes)
+                return
+            except sqlite3.OperationalError as e:
+                if self._writer.in_transaction:
+                    self._writer.execute("ROLLBACK")
+                if time.monotonic() < end and ("locked" in str(e) or "busy" in str(e)):
+                    continue
+                for _, future in changes:
+                    if not future.done():
+                        future.set_exception(e)
+                return
+
+    def _try_commit(self, changes: list[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]]) -> None:
+        failed: list[tuple[Future[Any], Exception]] = []
         done: list[tuple[Future[Any], Any]] = []
-        try:
-            self._writer.execute("BEGIN IMMEDIATE")
-            for change, future in changes:
-                self._writer.execute("SAVEPOINT change")
-                try:
-                    done.append((future, change(self._writer)))
-                except Exception as e:  # given to whoever asked for the change
-                    self._writer.execute("ROLLBACK TO change")
-                    future.set_exception(e)
-                self._writer.execute("RELEASE change")
-            self._writer.execute("COMMIT")
-        except sqlite3.Error as e:
-            if self._writer.in_transaction:
-                self._writer.execute("ROLLBACK")
-            for _, future in changes:
-                if not future.done():
-                    future.set_exception(e)
-            return
+        self._writer.execute("BEGIN IMMEDIATE")
+        for change, future in changes:
+            self._writer.execute("SAVEPOINT change")
+            try:
+                done.append((future, change(self._writer)))
+            except sqlite3.OperationalError:
+                raise
+            except Exception as e:  # given to whoever asked for the change
+                self._writer.execute("ROLLBACK TO change")
+                failed.append((future, e))
+            self._writer.execute("RELEASE change")
+        self._writer.execute("COMMIT")
+        for future, error in failed:
+            future.set_exception(error)
         for future, result in done:
             future.set_result(result)

@@ -13,7 +13,7 @@ from .errors import BadRequestError
 
 ResultState = Literal["pending", "json", "protobuf"]
 KEPT_S = 3600.0
-"""For how many seconds a result is kept."""
+"""For how many seconds a result is kept, from when it is there."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Futures:
 
     def finished(self, future: str, state: ResultState, payload: bytes) -> tuple[str, tuple[Any, ...]]:
         """Return the statement that gives a future its result, for a change that also has its other effects."""
-        return "UPDATE futures SET state = ?, payload = ? WHERE id = ?", (state, payload, future)
+        return "UPDATE futures SET state = ?, payload = ?, created = ? WHERE id = ?", (state, payload, time.time(), future)
 
     def wake(self, *futures: str) -> None:
         """Let those who wait for results look again. Called in the event loop, after the change is on disk."""
@@ -96,8 +96,13 @@ class Futures:
     async def drop_old(self) -> None:
         """Forget results that nobody has asked for in a long time."""
         limit = time.time() - KEPT_S
-        statement = "DELETE FROM futures WHERE state != 'pending' AND created < ?"
-        await asyncio.wrap_future(self._database.execute((statement, (limit,))))
+        old = "SELECT id FROM futures WHERE state != 'pending' AND created < ?"
+        await asyncio.wrap_future(
+            self._database.execute(
+                (f"DELETE FROM samples WHERE future IN ({old})", (limit,)),
+                (f"DELETE FROM futures WHERE id IN ({old})", (limit,)),
+            )
+        )
 
 
 def json_result(value: Mapping[str, Any]) -> bytes:

@@ -12,6 +12,16 @@ from ...generation.options import SamplingOptions
 from .errors import BadRequestError
 from .paths import CheckpointPath, checked_name
 
+_ADAM_NAMES = {
+    "optim.lr": "learning_rate",
+    "optim.betas": "[beta1, beta2]",
+    "optim.eps": "eps",
+    "optim.weight_decay": "weight_decay",
+    "optim.clip_grad_norm": "grad_clip_norm",
+    "set it to null for no clipping": "0 for no clipping",
+    "or null for no clipping": "or 0 for no clipping",
+}
+"""The settings of the optimizer in messages, and what clients call them."""
 S = TypeVar("S", bound=msgspec.Struct)
 ALPHA = 32.0
 """The alpha of all adapters, whatever their rank: it is not part of the protocol, and the client's learning rates are made for this one."""
@@ -65,6 +75,20 @@ class ModelRequest(msgspec.Struct):
     """A question about a model."""
 
     model_id: str
+
+
+class NumberedRequest(msgspec.Struct):
+    """What says where a request stands, whatever else may be wrong with it."""
+
+    model_id: str
+    seq_id: int
+    path: Any = None
+
+
+class AnyTarget(msgspec.Struct):
+    """Whether a request is about a model that there is."""
+
+    model_id: Any = None
 
 
 class AdamParams(msgspec.Struct):
@@ -240,13 +264,19 @@ def optim_of(request: OptimStep) -> OptimConfig:
     params = request.adam_params or AdamParams()
     if params.grad_clip_norm < 0:
         raise ConfigError(f"grad_clip_norm={params.grad_clip_norm}; it must be a norm, or 0 for no clipping")
-    return OptimConfig(
-        lr=params.learning_rate,
-        betas=(params.beta1, params.beta2),
-        eps=params.eps,
-        weight_decay=params.weight_decay,
-        clip_grad_norm=params.grad_clip_norm or None,
-    )
+    try:
+        return OptimConfig(
+            lr=params.learning_rate,
+            betas=(params.beta1, params.beta2),
+            eps=params.eps,
+            weight_decay=params.weight_decay,
+            clip_grad_norm=params.grad_clip_norm or None,
+        )
+    except ConfigError as e:
+        text = str(e)
+        for ours, theirs in _ADAM_NAMES.items():
+            text = text.replace(ours, theirs)
+        raise ConfigError(text) from e
 
 
 def checkpoint_path(request: SaveWeights, kind: str) -> CheckpointPath:

@@ -1,6 +1,7 @@
 """What requests of a model do beside forward and backward passes, and the folders that they write."""
 
 import json
+import logging
 import secrets
 import shutil
 import time
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.adapters.config import AdapterConfig
+from ...engine.errors import DrivetrainError, WorkerLostError
 from .database import Database
-from .errors import BadRequestError
+from .errors import BadRequestError, reason
 from .settings import TrainingServiceSettings
 from .training_group import TrainingGroup
 from .training_queue import CREATE, ModelQueue, QueuedRequest
+
+log = logging.getLogger(__name__)
 
 Statement = tuple[str, Sequence[Any]]
 """A change of the database, which is made together with the result of the request."""
@@ -51,8 +55,13 @@ class ModelOperations:
                 if folder.name not in known:
                     shutil.rmtree(folder, ignore_errors=True)
 
-    async def run(self, queue: ModelQueue, request: QueuedRequest) -> Outcome:
+    async def run(self, queue: ModelQueue, request: QueuedRequest, *, is_full: bool) -> Outcome:
         """Do a request; return its result, and what changes in the database with it.
+
+        Args:
+            queue: The requests of the model.
+            request: The request.
+            is_full: Whether the requests of its key take much room, so that it is time to save.
 
         Raises:
             DrivetrainError: It cannot be done.
@@ -60,11 +69,18 @@ class ModelOperations:
         """
         result, statements = await self._operations[request.kind](self, queue, request)
         queue.steps += request.kind == "optim_step"
-        limit = self._settings.max_queued_mib * 2**20 / 4
-        is_due = request.kind == "optim_step" and (queue.steps >= self._settings.steps_per_save or queue.logged > limit)
+        is_due = request.kind == "optim_step" and (queue.steps >= self._settings.steps_per_save or is_full)
         # A checkpoint that was loaded may be deleted, and then nobody could load it again.
-        if is_due or request.loads:
+        if request.loads:
             statements = [*statements, *await self._save_state(queue, request.seq)]
+        elif is_due:
+            try:
+                statements = [*statements, *await self._save_state(queue, request.seq)]
+            except (DrivetrainError, OSError) as e:
+                if isinstance(e, WorkerLostError):
+                    raise
+                # The step was made; the next one tries again.
+                log.warning("the state of %s cannot be saved: %s", queue.model, reason(e))
         return result, statements
 
     async def build(self, model: str) -> AdapterConfig:
@@ -72,6 +88,8 @@ class ModelOperations:
         row = self._database.one("SELECT config, source, source_optimizer FROM models WHERE id = ?", model)
         assert row is not None
         if row["source"]:
+            if not Path(row["source"]).is_dir():
+                raise BadRequestError("the checkpoint to begin with has been deleted")
             return await self._group.load(model, row["source"], optimizer=bool(row["source_optimizer"]))
         settings = json.loads(row["config"])
         config = AdapterConfig(**{**settings, "targets": tuple(settings["targets"])})
@@ -91,7 +109,7 @@ class ModelOperations:
             self._replaced.append(before["saved_folder"])
         queue.steps, queue.logged = 0, sum(request.size for seq, request in queue.waiting.items() if seq > last)
         return [
-            ("UPDATE models SET saved_seq = ?, saved_folder = ? WHERE id = ?", (last, folder, queue.model)),
+            ("UPDATE models SET saved_seq = ?, saved_folder = ? WHERE id = ? AND state = 'open'", (last, folder, queue.model)),
             ("UPDATE requests SET body = NULL WHERE model = ? AND seq <= ?", (queue.model, last)),
         ]
 
@@ -119,17 +137,9 @@ class ModelOperations:
     async def _save_weights(self, queue: ModelQueue, request: QueuedRequest) -> Outcome:
         path, settings = request.arguments
         folder = await self._group.save(queue.model, str(self._checkpoints / secrets.token_hex(16)))
-        size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-        used = self._database.read("SELECT COALESCE(SUM(bytes), 0) AS bytes FROM checkpoints WHERE owner = ?", queue.owner)[0][
-            "bytes"
-        ]
-        if used + size > self._settings.max_disk_mib * 2**20:
-            remove_folder(folder)
-            raise BadRequestError(
-                f"the checkpoints of this key have {used} bytes, and this one {size}, together more than they may (--max-disk-mib); delete some"
-            )
-        sql = "SELECT folder FROM checkpoints WHERE model = ? AND kind = ? AND name = ?"
+        sql = "SELECT folder, bytes FROM checkpoints WHERE model = ? AND kind = ? AND name = ?"
         before = self._database.one(sql, path.model, path.kind, path.name)
+        size = self._checked_size(folder, queue.owner, 0 if before is None else before["bytes"])
         if before is not None and self._database.one("SELECT 1 FROM samplers WHERE folder = ?", before["folder"]) is None:
             self._replaced.append(before["folder"])
         now, ttl = time.time(), settings["ttl_seconds"]
@@ -140,13 +150,38 @@ class ModelOperations:
         )
         return {"type": request.kind, "path": str(path)}, [row]
 
+    def _checked_size(self, folder: str, owner: str, freed: int) -> int:
+        """Return the size of a checkpoint that was written for a key.
+
+        Raises:
+            BadRequestError: The key may not have as much; the checkpoint is removed again.
+        """
+        size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+        # What has become a sampler by its path is counted once.
+        sql = (
+            "SELECT COALESCE(SUM(bytes), 0) AS bytes FROM (SELECT bytes FROM checkpoints WHERE owner = ? UNION ALL "
+            "SELECT bytes FROM samplers WHERE owner = ?)"
+        )
+        used = self._database.read(sql, owner, owner)[0]["bytes"] - freed
+        if used + size > self._settings.max_disk_mib * 2**20:
+            remove_folder(folder)
+            raise BadRequestError(
+                f"the checkpoints and snapshots of this key have {used} bytes, and this one {size}, together more than they may "
+                "(--max-disk-mib); delete some, or end sessions"
+            )
+        return size
+
     async def _save_for_sampling(self, queue: ModelQueue, request: QueuedRequest) -> Outcome:
         session, number, base = request.arguments
         folder = await self._group.save(queue.model, str(self._checkpoints / secrets.token_hex(16)))
         sampler = f"{session}:sample:{number}"
+        if self._database.one("SELECT 1 FROM samplers WHERE id = ?", sampler) is not None:
+            remove_folder(folder)
+            raise BadRequestError(f"there is a sampler {number} of this session already; number each anew")
+        size = self._checked_size(folder, queue.owner, 0)
         row = (
-            "INSERT OR REPLACE INTO samplers (id, session, owner, base, path, folder) VALUES (?, ?, ?, ?, NULL, ?)",
-            (sampler, session, queue.owner, base, folder),
+            "INSERT INTO samplers (id, session, owner, base, path, folder, bytes) VALUES (?, ?, ?, ?, NULL, ?, ?)",
+            (sampler, session, queue.owner, base, folder, size),
         )
         return {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler}, [row]
 

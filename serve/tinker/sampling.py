@@ -46,6 +46,7 @@ class SamplingService:
         scoring: What computes the log-probabilities of prompts.
         texts: The tokenizer; None if the model has none, and no response can end at a text.
         room: The largest number of tokens of a prompt and its response.
+        vocabulary: The number of the model's tokens.
         adapters: How many adapters a worker holds at a time.
     """
 
@@ -57,10 +58,11 @@ class SamplingService:
         scoring: Scoring,
         texts: Texts | None,
         room: int,
+        vocabulary: int,
         adapters: int,
     ) -> None:
         self._database, self._futures, self._replicas, self._scoring = database, futures, replicas, scoring
-        self._texts, self._room, self._adapters = texts, room, adapters
+        self._texts, self._room, self._vocabulary, self._adapters = texts, room, vocabulary, adapters
         self._loaded: dict[str, int] = {}
         """The number of requests that use each adapter, the one that was used least recently first."""
         self._lock = asyncio.Lock()
@@ -165,6 +167,10 @@ class SamplingService:
         if not prompt or room < 1:
             raise BadRequestError(
                 f"the prompt has {len(prompt)} tokens; a prompt and its response have from 2 to {self._room}"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self._vocabulary:
+            raise BadRequestError(
+                f"the prompt has token ids from {min(prompt)} to {max(prompt)}; the model has those below {self._vocabulary}"
             )
         options, stops = sampling_of(request, name, room)
         if stops and self._texts is None:
@@ -281,5 +287,7 @@ def _check(request: SampleBody) -> None:
     ):
         if value:
             raise BadRequestError(f"{name} is not supported by this service; leave it out")
+    if request.prompt_logprobs_last_n is not None and request.prompt_logprobs_last_n < 0:
+        raise BadRequestError(f"prompt_logprobs_last_n={request.prompt_logprobs_last_n}; it must be at least 0")
     if other := [chunk.type for chunk in request.prompt.chunks if chunk.type != "encoded_text"]:
         raise BadRequestError(f"the prompt has a chunk of {other[0][:40]}; this service takes encoded_text alone")

@@ -87,10 +87,20 @@ class Scoring:
             if len(folders) > SCORERS or (chosen and tokens > self._tokens):
                 break
             chosen.append(one)
+        errors: dict[str, str] = {}
         try:
             for folder in dict.fromkeys(one.folder for one in chosen if one.folder):
-                await self._hold(folder)
-            replies = await self._group.forward_backward([one.request for one in chosen])
+                try:
+                    await self._hold(folder)
+                except WorkerLostError:
+                    raise
+                except DrivetrainError as e:
+                    errors[folder] = reason(e)
+            sound = [one for one in chosen if one.folder not in errors]
+            computed = iter(await self._group.forward_backward([one.request for one in sound]) if sound else [])
+            replies = [
+                AdapterReply(loss=0.0, error=errors[one.folder]) if one.folder in errors else next(computed) for one in chosen
+            ]
         except WorkerLostError as e:
             for one in chosen:
                 one.attempts += 1

@@ -19,6 +19,7 @@ import uvicorn
 from ...engine.config import EngineConfig, ModelConfig
 from ...engine.errors import ConfigError, DrivetrainError, ModelError
 from ...engine.hf.config import read_config
+from ...engine.hf.model_path import fingerprint
 from ...engine.hf.shape import context_of
 from ...generation.options import RolloutConfig
 from ...trainers.config.parse import parse
@@ -153,13 +154,19 @@ def _settings(args: argparse.Namespace, sources: Sequence[str]) -> TrainingServi
 
 async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, engine: EngineConfig) -> int:
     folder = next(iter(settings.models.values()))
-    model = ModelConfig(path=str(folder), max_adapters=settings.max_adapters + SCORERS)
-    config = read_config(model)
+    config = read_config(ModelConfig(path=str(folder)))
     # Before anything takes time.
     listener = listen(settings.host, settings.port)
-    settings.state.mkdir(parents=True, exist_ok=True)
+    try:
+        settings.state.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"--state {settings.state} is not a folder that can be used ({e.strerror}); give another one") from e
     database = Database(settings.state / DATABASE)
+    # Requests are computed again after a restart, on the weights that they were computed on.
+    database.claim("model", fingerprint(str(folder)), "model")
     futures = Futures(database)
+    open_models = database.read("SELECT COUNT(*) AS n FROM models WHERE state = 'open'")[0]["n"]
+    model = ModelConfig(path=str(folder), max_adapters=max(settings.max_adapters, open_models) + SCORERS)
     group = TrainingGroup(_group(model, engine, args.nproc))
     rollout = RolloutConfig(
         model=ModelConfig(path=str(folder)),
@@ -179,7 +186,10 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
     try:
         await asyncio.gather(group.start(), replicas.start())
         room = min([await worker.acall("largest_request") for worker in replicas.workers])
-        sampling = SamplingService(database, futures, replicas, training.scoring, _texts(folder), room, settings.max_adapters)
+        room = min(room, context_of(config) or room)
+        sampling = SamplingService(
+            database, futures, replicas, training.scoring, _texts(folder), room, config.vocab_size, settings.max_adapters
+        )
         app.append(TrainingApp(settings, database, futures, training, sampling, lambda: secrets.randbelow(2**62)))
         await training.start()
         await sampling.start()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -154,36 +154,39 @@ class Training:
             metadata: What the user has to say about it.
         """
         model = f"{session}:train:{number}"
+        if (known := self._known(model, 0, CREATE, body)) is not None:
+            return model, known
         mine = sum(queue.owner == owner for queue in self._queues.values())
-        if model not in self._queues and not error:
-            if len(self._queues) >= self._settings.max_adapters:
-                error = f"the service trains {len(self._queues)} adapters already, as many as it may (--max-adapters); try again when a session has ended"
-            elif mine >= self._settings.max_adapters_per_key:
-                error = (
-                    f"this key trains {mine} adapters already, as many as it may (--max-adapters-per-key); end a session first"
-                )
-        now = time.time()
+        if not error and len(self._queues) >= self._settings.max_adapters:
+            error = f"the service trains {len(self._queues)} adapters already, as many as it may (--max-adapters); try again when a session has ended"
+        elif not error and mine >= self._settings.max_adapters_per_key:
+            error = f"this key trains {mine} adapters already, as many as it may (--max-adapters-per-key); end a session first"
+        now, state = time.time(), "closed" if error else "open"
+        settings = json.dumps(None if config is None else asdict(config))
         row = (
-            "INSERT OR IGNORE INTO models (id, session, owner, base, config, source, source_path, source_optimizer, metadata, created, seen, state) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'open')",
-            (
-                model,
-                session,
-                owner,
-                base,
-                json.dumps(None if config is None else asdict(config)),
-                source,
-                path,
-                int(optimizer),
-                json.dumps(metadata),
-                now,
-                now,
-            ),
+            "INSERT OR IGNORE INTO models (id, session, owner, base, config, source, source_path, source_optimizer, metadata, created, "
+            "seen, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (model, session, owner, base, settings, source, path, int(optimizer), json.dumps(metadata), now, now, state),
         )
-        queue = self._queues.get(model) or ModelQueue(model, owner)
         request = QueuedRequest(0, CREATE, new_future_id("create"), len(body), error=error)
-        future = await self._accept(queue, request, body, [row])
-        self._queues.setdefault(model, queue)
+        queue = ModelQueue(model, owner)
+        more: list[Statement] = [row]
+        if error:
+            more.append(("UPDATE requests SET outcome = 'failed', body = NULL WHERE model = ? AND seq = 0", (model,)))
+        else:
+            # Its place is taken from now on, whatever is waited for.
+            self._queues[model] = queue
+        try:
+            future = await self._accept(queue, request, body, more, session=session)
+        except BaseException:
+            if self._queues.get(model) is queue:
+                del self._queues[model]
+            raise
+        if error and future == request.future:
+            await asyncio.wrap_future(
+                self._database.execute(self._futures.finished(future, "json", failure(error, category="user")))
+            )
+            self._futures.wake(future)
         self._wake.set()
         return model, future
 
@@ -206,7 +209,7 @@ class Training:
         if (known := self._known(model, seq, kind, body)) is not None:
             return known
         queued = sum(other.logged for other in self._queues.values() if other.owner == owner)
-        if queued + len(body) > self._settings.max_queued_mib * 2**20:
+        if kind == FORWARD_BACKWARD and queued + len(body) > self._settings.max_queued_mib * 2**20:
             raise BadRequestError(
                 f"{queued} bytes of requests of this key are kept until an optimizer step after them is saved (--max-queued-mib); send optim_step, "
                 "or less at a time",
@@ -226,8 +229,10 @@ class Training:
             if request.kind == FORWARD_BACKWARD:
                 request.pieces = await asyncio.get_running_loop().run_in_executor(None, self._pieces, model, body)
                 request.lengths = [length for piece in request.pieces for length in piece.batch.lengths]
-            elif request.kind != CREATE:
-                request.arguments = self._arguments(model, request.kind, body)
+                request.forward_only = request.pieces[0].forward_only
+            else:
+                # Looked at when it is its turn: those before it may change what it finds.
+                request.arguments = body
         except DrivetrainError as e:
             request.error = str(e)
 
@@ -262,26 +267,65 @@ class Training:
         future: str = row["future"]
         return future
 
-    async def _accept(self, queue: ModelQueue, request: QueuedRequest, body: bytes, more: Sequence[Statement] = ()) -> str:
-        """Put a request on disk and into the queue; return the id of its result."""
+    async def _accept(
+        self,
+        queue: ModelQueue,
+        request: QueuedRequest,
+        body: bytes,
+        more: Sequence[Statement] = (),
+        *,
+        session: str = "",
+    ) -> str:
+        """Put a request on disk and into the queue; return the id of its result.
+
+        Args:
+            queue: The requests of its model.
+            request: The request.
+            body: Its body.
+            more: Further changes with it.
+            session: A session that must not have ended; empty for none.
+        """
         digest = _digest(request.kind, body)
         row = (
             "INSERT INTO requests (model, seq, kind, body, digest, future) VALUES (?, ?, ?, ?, ?, ?)",
             (queue.model, request.seq, request.kind, body, digest, request.future),
         )
+        statements = [row, *more, self._futures.row(request.future, queue.owner, request.kind)]
+
+        def change(connection: sqlite3.Connection) -> None:
+            if session:
+                sql = "SELECT finished FROM sessions WHERE id = ?"
+                (finished,) = connection.execute(sql, (session,)).fetchone()
+                if finished:
+                    raise BadRequestError(f"the session {session} has ended", status=410)
+            for sql, values in statements:
+                connection.execute(sql, values)
+
         try:
-            change = self._database.execute(*more, row, self._futures.row(request.future, queue.owner, request.kind))
-            await asyncio.wrap_future(change)
+            await asyncio.wrap_future(self._database.write(change))
         except sqlite3.IntegrityError:
             # The same request at the same time, or one that has its number.
             known = self._known(queue.model, request.seq, request.kind, body)
             assert known is not None
             return known
-        if request.seq >= queue.next_seq and request.seq not in queue.waiting:
+        if request.kind == CREATE and request.error:
+            return request.future
+        if self._queues.get(queue.model) is not queue:
+            # The model has ended meanwhile.
+            await self._answer_all([request], "the session has ended, or the model could not be created")
+        elif request.seq >= queue.next_seq and request.seq not in queue.waiting:
             # Else the models were brought back meanwhile, from what is on disk.
             queue.waiting[request.seq] = request
             queue.logged += request.size
         return request.future
+
+    async def _answer_all(self, requests: Sequence[QueuedRequest], message: str) -> None:
+        """Answer requests that will not be done."""
+        error = failure(message, category="user")
+        statements = [self._futures.finished(request.future, "json", error) for request in requests]
+        if statements:
+            await asyncio.wrap_future(self._database.execute(*statements))
+            self._futures.wake(*(request.future for request in requests))
 
     async def end(self, models: Sequence[str]) -> None:
         """Free the adapters of models whose session is over. What waits is answered with an error."""
@@ -289,17 +333,18 @@ class Training:
             queue = self._queues.get(model)
             if queue is None:
                 continue
-            error = failure("the session has ended", category="user")
-            futures = [request.future for request in queue.waiting.values()]
-            queue.waiting.clear()
-            statements = [self._futures.finished(future, "json", error) for future in futures]
-            statements.append(("UPDATE models SET state = 'closed', saved_folder = '' WHERE id = ?", (model,)))
-            statements.append(("DELETE FROM requests WHERE model = ?", (model,)))
             row = self._database.one("SELECT saved_folder FROM models WHERE id = ?", model)
             # From here on nobody finds it, whatever is waited for.
             del self._queues[model]
-            await asyncio.wrap_future(self._database.execute(*statements))
-            self._futures.wake(*futures)
+            waiting = list(queue.waiting.values())
+            queue.waiting.clear()
+            await self._answer_all(waiting, "the session has ended")
+            await asyncio.wrap_future(
+                self._database.execute(
+                    ("UPDATE models SET state = 'closed', saved_folder = '' WHERE id = ?", (model,)),
+                    ("DELETE FROM requests WHERE model = ?", (model,)),
+                )
+            )
             self._ended.append((model, row["saved_folder"] if row else ""))
         self._wake.set()
 
@@ -333,6 +378,8 @@ class Training:
             await self._guarded([], self.scoring.compute)
             busy = True
         if chosen := self._turns.take(self._queues):
+            # What processes have died under is tried alone, so that it takes nobody along.
+            chosen = next(([one] for one in chosen if self._lost.get(one[1].future)), chosen)
             await self._guarded([request for _, request, _ in chosen], self._compute, chosen)
             busy = True
         return busy
@@ -418,13 +465,18 @@ class Training:
             await self._finish(queue, request, failure(request.error, category="user"), "json", outcome="failed")
             return
         try:
-            answer, statements = await self._operations.run(queue, request)
+            if request.kind != CREATE:
+                request.arguments = self._arguments(queue.model, request.kind, request.arguments)
+            queued = sum(other.logged for other in self._queues.values() if other.owner == queue.owner)
+            is_full = queued > self._settings.max_queued_mib * 2**20 / 2
+            answer, statements = await self._operations.run(queue, request, is_full=is_full)
         except WorkerLostError:
             raise
         except (DrivetrainError, OSError) as e:
             # A step whose gradient is not finite has dropped it, which has to be done again after a restart.
             outcome = "done" if request.kind == "optim_step" else "failed"
-            await self._finish(queue, request, failure(reason(e), category="user"), "json", outcome=outcome)
+            category: Literal["user", "server"] = "server" if isinstance(e, OSError) else "user"
+            await self._finish(queue, request, failure(reason(e), category=category), "json", outcome=outcome)
             return
         await self._finish(queue, request, json_result(answer), "json", statements)
         self._operations.remove_replaced()
@@ -442,6 +494,10 @@ class Training:
         done: list[Statement] = [
             ("UPDATE requests SET outcome = ? WHERE model = ? AND seq = ?", (outcome, queue.model, request.seq))
         ]
+        if request.forward_only:
+            # Nobody needs to do it again.
+            done.append(("UPDATE requests SET body = NULL WHERE model = ? AND seq = ?", (queue.model, request.seq)))
+            queue.logged -= request.size
         if request.kind == CREATE and outcome == "failed":
             done.append(("UPDATE models SET state = 'closed' WHERE id = ?", (queue.model,)))
         finished = self._futures.finished(request.future, state, payload)
@@ -451,13 +507,26 @@ class Training:
         self._lost.pop(request.future, None)
         self._futures.wake(request.future)
         if request.kind == CREATE and outcome == "failed":
-            self._queues.pop(queue.model, None)
+            if self._queues.get(queue.model) is queue:
+                del self._queues[queue.model]
+            waiting = list(queue.waiting.values())
+            queue.waiting.clear()
+            await self._answer_all(waiting, "the model could not be created")
+            self._ended.append((queue.model, ""))
+            self._wake.set()
 
     # ---- saved states ------------------------------------------------------------------------------------------------
 
     async def _restore_all(self) -> None:
         for model in list(self._queues):
-            await self._restore(model)
+            try:
+                await self._restore(model)
+            except WorkerLostError:
+                raise
+            except (DrivetrainError, OSError) as e:
+                # One model that is damaged does not keep the others from going on.
+                log.error("the model %s cannot be brought back, and ends: %s", model, reason(e))
+                await self.end([model])
 
     async def _restore(self, model: str) -> None:
         """Bring a model's adapter back to where it was: its saved state, and all requests after it that have been done."""
@@ -490,15 +559,16 @@ class Training:
             await self._prepare(request, model, one["body"])
             queue.waiting[one["seq"]] = request
 
-    async def _repeat(self, queue: ModelQueue, kind: str, body: bytes) -> None:
+    async def _repeat(self, queue: ModelQueue, kind: str, body: Any) -> None:
         """Do what a request has done to an adapter once more; after one that loads a checkpoint the state was saved."""
         if kind == CREATE:
             await self._operations.build(queue.model)
-        elif kind == FORWARD_BACKWARD:
+        elif kind == FORWARD_BACKWARD and body is not None:
             pieces = self._pieces(queue.model, body)
             for piece in () if pieces[0].forward_only else pieces:
                 (reply,) = await self._group.forward_backward([piece])
-                assert not reply.error, reply.error
+                if reply.error:
+                    raise BadRequestError(reply.error)
         elif kind == "optim_step":
             with suppress(NonFiniteError):
                 await self._optim_step(queue.model, self._arguments(queue.model, kind, body))

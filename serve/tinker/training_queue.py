@@ -30,6 +30,7 @@ class QueuedRequest:
         replies: The replies to the pieces that are done.
         lengths: The number of tokens of each of its datums.
         loads: Whether it has loaded a checkpoint.
+        forward_only: Whether it is a pass that changes nothing.
     """
 
     seq: int
@@ -42,6 +43,7 @@ class QueuedRequest:
     replies: list[AdapterReply] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     loads: bool = False
+    forward_only: bool = False
 
 
 @dataclass(eq=False)

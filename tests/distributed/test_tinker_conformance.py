@@ -151,10 +151,10 @@ class CountsTwice(Training):
 class AsTheyCome(Training):
     """Runs requests in the order of their arrival."""
 
-    async def _accept(self, queue: ModelQueue, request: QueuedRequest, *args: Any) -> str:
+    async def _accept(self, queue: ModelQueue, request: QueuedRequest, *args: Any, **options: Any) -> str:
         queue.ready = lambda: next(iter(queue.waiting.values()), None)  # type: ignore[method-assign]
         queue.next_seq = min(queue.next_seq, request.seq)
-        return await super()._accept(queue, request, *args)
+        return await super()._accept(queue, request, *args, **options)
 
 
 class LiveSnapshots(SamplingService):
