@@ -474,7 +474,9 @@ def loaded(folder: str, checkpoint: str) -> list[float]:
         engine.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3_moe", "gpt2"))]
+)
 def test_a_checkpoint_goes_on_in_any_layout_in_peft_and_as_a_run_of_its_own(tmp_path: Path, family: str) -> None:
     folder, root = str(save_tiny_model(tmp_path / "model", family)), str(tmp_path / "saved")
     run_ranks(trained_and_saved, 2, folder, root)
