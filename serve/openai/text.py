@@ -9,6 +9,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
 from ...engine.errors import ConfigError, ModelError
+from ...engine.hf.tokenizer import TOKENIZER_FILES
 from ...trainers.data.media import for_template, lists_content
 
 
@@ -24,6 +25,9 @@ class Texts:
     """
 
     def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
+        # transformers makes an empty tokenizer of a config alone, in whose texts nothing is ever found.
+        if not any((folder / file).is_file() for file in TOKENIZER_FILES):
+            raise ModelError(f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy its files next to config.json")
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError) as e:

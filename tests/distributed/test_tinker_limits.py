@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.conformance.tiny import save_tiny_model
-from drivetrain.engine.errors import ConfigError
+from drivetrain.engine.errors import ConfigError, ModelError
+from drivetrain.serve.openai.text import Texts
 from drivetrain.serve.tinker.database import Database
 from helpers.tinker_service import KEY, Service, datums, forward_backward, group_of, running
 
@@ -223,3 +224,9 @@ def test_one_service_at_a_time_and_one_model_has_a_state(tmp_path: Path) -> None
     file.write_bytes(b"not a database")
     with pytest.raises(ConfigError, match="cannot be used"):
         Database(file)
+
+
+def test_a_folder_without_a_tokenizer_has_no_texts(tmp_path: Path) -> None:
+    """transformers makes an empty tokenizer of such a folder, and no text would ever end a response."""
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        Texts(save_tiny_model(tmp_path / "model", "qwen3"))
