@@ -1,6 +1,7 @@
 """The settings of the service. Imports no torch."""
 
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,15 +40,13 @@ class ServeSettings:
     weights_key: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 2**16:
-            raise ConfigError(f"--port {self.port}; it must be from 1 to 65535, or 0 for a free one")
-        if not is_loopback(self.host) and not self.api_keys:
-            raise ConfigError(
-                f"--host {self.host} can be reached from other machines; give --api-key (or the environment variable "
-                "DRIVETRAIN_API_KEY), or use --host 127.0.0.1"
-            )
-        if any("*" in name or not name.strip("[]") for name in self.allowed_hosts):
-            raise ConfigError(f"--allowed-host {' '.join(self.allowed_hosts)}: give names without *")
+        check_address(
+            self.host,
+            self.port,
+            self.allowed_hosts,
+            self.api_keys,
+            "--api-key (or the environment variable DRIVETRAIN_API_KEY)",
+        )
         if any(
             not key or not key.isascii() or not key.isprintable() or " " in key
             for key in (*self.api_keys, *([self.weights_key] if self.weights_dir else []))
@@ -65,9 +64,35 @@ class ServeSettings:
 
     def hosts(self) -> list[str]:
         """Return the names under which the service may be addressed, without ports."""
-        bound_hosts = [] if self.host in ("0.0.0.0", "::") else [self.host]
-        names = {"localhost", "127.0.0.1", "::1", *bound_hosts, *self.allowed_hosts}
-        return sorted(name.strip("[]") for name in names)
+        return host_names(self.host, self.allowed_hosts)
+
+
+def check_address(host: str, port: int, allowed_hosts: Sequence[str], keys: Sequence[str], keys_setting: str) -> None:
+    """Check where a service listens, and under which names.
+
+    Args:
+        host: The address to listen at.
+        port: The port.
+        allowed_hosts: The names under which it may be addressed as well.
+        keys: The keys that requests must carry.
+        keys_setting: What gives it keys, for the message.
+
+    Raises:
+        ConfigError: There is no such port, other machines would need no key, or a name is a pattern.
+    """
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"--port {port}; it must be from 1 to 65535, or 0 for a free one")
+    if not is_loopback(host) and not keys:
+        raise ConfigError(f"--host {host} can be reached from other machines; give {keys_setting}, or use --host 127.0.0.1")
+    if any("*" in name or not name.strip("[]") for name in allowed_hosts):
+        raise ConfigError(f"--allowed-host {' '.join(allowed_hosts)}: give names without *")
+
+
+def host_names(host: str, allowed_hosts: Sequence[str]) -> list[str]:
+    """Return the names under which a service may be addressed, without ports."""
+    bound_hosts = [] if host in ("0.0.0.0", "::") else [host]
+    names = {"localhost", "127.0.0.1", "::1", *bound_hosts, *allowed_hosts}
+    return sorted(name.strip("[]") for name in names)
 
 
 def is_loopback(host: str) -> bool:

@@ -151,8 +151,8 @@ class TrainingApp:
         wire.parse(body, wire.CreateSession)
         session, now = str(uuid.uuid4()), time.time()
         row = (
-            "INSERT INTO sessions (id, owner, created, seen, info) VALUES (?, ?, ?, ?, ?)",
-            (session, owner, now, now, ""),
+            "INSERT INTO sessions (id, owner, created, seen) VALUES (?, ?, ?, ?)",
+            (session, owner, now, now),
         )
         await asyncio.wrap_future(self._database.execute(row))
         return JSONResponse({"type": "create_session", "session_id": session})

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...engine.errors import ConfigError
-from ..openai.settings import is_loopback
+from ..openai.settings import check_address, host_names
 
 KEY_PREFIX = "tml-"
 """What the client demands that its keys begin with."""
@@ -58,13 +58,7 @@ class TrainingServiceSettings:
     def __post_init__(self) -> None:
         if not self.models:
             raise ConfigError("there is no model; name a folder")
-        if not 0 <= self.port < 2**16:
-            raise ConfigError(f"--port {self.port}; it must be from 1 to 65535, or 0 for a free one")
-        if not is_loopback(self.host) and not self.keys:
-            raise ConfigError(
-                f"--host {self.host} can be reached from other machines; give --api-key-file FILE, with a key on each line, or use --host "
-                "127.0.0.1"
-            )
+        check_address(self.host, self.port, self.allowed_hosts, self.keys, "--api-key-file FILE, with a key on each line")
         for name, value in (
             ("--max-adapters", self.max_adapters),
             ("--max-adapters-per-key", self.max_adapters_per_key),
@@ -76,8 +70,6 @@ class TrainingServiceSettings:
         ):
             if not value > 0:
                 raise ConfigError(f"{name} {value}; it must be above 0")
-        if any("*" in name or not name.strip("[]") for name in self.allowed_hosts):
-            raise ConfigError(f"--allowed-host {' '.join(self.allowed_hosts)}: give names without *")
 
     @property
     def default_model(self) -> str:
@@ -87,7 +79,7 @@ class TrainingServiceSettings:
     @property
     def hosts(self) -> list[str]:
         """All names under which the service may be addressed."""
-        return sorted(name.strip("[]") for name in {"localhost", "127.0.0.1", "::1", self.host, *self.allowed_hosts})
+        return host_names(self.host, self.allowed_hosts)
 
 
 def read_keys(file: Path) -> tuple[str, ...]:
