@@ -150,6 +150,7 @@ soak: $(SETUP)
 	$(PY) tests/soak.py --kills $(or $(KILLS),200)
 	PYTHONPATH=$(CURDIR)/.types:$(CURDIR)/tests $(PY) tests/rl_soak.py --kills $(or $(KILLS),100)
 	PYTHONPATH=$(CURDIR)/.types:$(CURDIR)/tests $(PY) tests/rl_soak.py --kills $(or $(KILLS),100) --agents
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.types:$(CURDIR)/tests $(PY) tests/tinker_load.py
 
 docs: $(SETUP)
 	$(PY) -m docs.reference

@@ -3,12 +3,12 @@
 A call is a batch of one adapter with a loss of its own, which is a sum: nothing is divided by tokens, documents or ranks. Its documents
 share passes with those of other calls. The gradients of an adapter add up over calls until its optimizer step.
 
-Axes: T tokens of a call's batch.
+Axes: T tokens of a call's batch, K targets of each.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -25,7 +25,17 @@ from .adapters.slot import AdapterStep
 from .base import BaseEngine
 from .config import OptimConfig
 from .errors import BatchError, ConfigError, DrivetrainError
-from .loss import HeadRequest, Loss, LossSums, OutputRequest, TokenOutputs, combine, expected_gradient
+from .loss import (
+    TARGETS,
+    HeadRequest,
+    Loss,
+    LossSums,
+    OutputRequest,
+    TokenOutputs,
+    combine,
+    expected_gradient,
+    output_shape,
+)
 from .ops.expert_routes import ExpertRoutes
 from .packing.batch import PackedBatch
 from .packing.convert import unsupervised
@@ -43,7 +53,8 @@ class AdapterCall:
 
     Args:
         adapter: The name of the adapter; None for the frozen model without any, which can only be evaluated.
-        batch: This rank's data-parallel shard of the call's batch, on the host; None if it has no documents here.
+        batch: This rank's data-parallel shard of the call's batch, on the host; None if it has no documents here. With the token field
+            `targets`, `[T, K]`, the loss is of the log-probabilities of these tokens, instead of the labels.
         loss: The loss, a sum over tokens; its weights are not used. Its request is log-probabilities at a temperature of 1.
         forward_only: Whether to evaluate the loss only, without gradients.
     """
@@ -62,8 +73,8 @@ class AdapterCallResult:
         loss: The loss, summed over all ranks; NaN if there is an error.
         terms: The loss by term.
         metrics: The metrics of the loss, each sum / count.
-        log_probs: `[T]` float32 on the host, the log-probability of each label of this rank's shard in the pass that gradients are of; 0
-            where a label is ignored. None without documents here.
+        log_probs: `[T]` or `[T, K]` float32 on the host, the log-probability of each label or target of this rank's shard in the pass
+            that gradients are of; 0 where a label is ignored. None without documents here.
         error: What is wrong with the call, which then has changed nothing; None if it is done.
     """
 
@@ -136,20 +147,24 @@ class AdapterTrainer:
         checked = [self._error_of(call) for call in calls]
         # A call is wrong if it is on any rank, and its documents are all elsewhere.
         by_rank = topology.all_gather_object(
-            [(None if e is None else str(e), call.batch is not None) for e, call in zip(checked, calls, strict=True)]
+            [
+                (None if e is None else str(e), None if call.batch is None else _targets(call.batch))
+                for e, call in zip(checked, calls, strict=True)
+            ]
         )
         errors: dict[int, DrivetrainError] = {}
         for index in range(len(calls)):
             messages = [of_rank[index][0] for of_rank in by_rank if of_rank[index][0] is not None]
             if messages:
                 errors[index] = BatchError(messages[0])
-            elif not any(of_rank[index][1] for of_rank in by_rank):
+            elif all(of_rank[index][1] is None for of_rank in by_rank):
                 errors[index] = BatchError("the call has no documents")
-        runs = {index: _CallRun(call) for index, call in enumerate(calls) if index not in errors}
+        targets = {index: max(of_rank[index][1] or 0 for of_rank in by_rank) for index in range(len(calls))}
+        runs = {index: _CallRun(call, targets[index]) for index, call in enumerate(calls) if index not in errors}
         for forward_only in (True, False):
             part = {index: run for index, run in runs.items() if run.call.forward_only == forward_only}
-            if part:
-                self._run(part, backward=not forward_only)
+            for some in _alike(part):
+                self._run(some, backward=not forward_only)
         sums = topology.all_gather_object(
             {index: run.sums() for index, run in runs.items()} if topology.is_output_rank else None
         )
@@ -183,6 +198,8 @@ class AdapterTrainer:
         if not batch.num_tokens:
             raise BatchError("the call has no documents")
         check_ids(batch, self._engine.model_shape.vocabulary)
+        if TARGETS in batch.token_fields:
+            _check_targets(batch.token_fields[TARGETS], self._engine.model_shape.vocabulary)
         limit = self._limits.tokens
         if batch.max_seqlen > limit:
             raise BatchError(
@@ -191,7 +208,7 @@ class AdapterTrainer:
         # A loss that fails must do so before anything was added to a gradient.
         mask = torch.ones(batch.num_tokens, dtype=torch.bool)
         try:
-            sums = loss(TokenOutputs(mask=mask, log_probs=torch.zeros(batch.num_tokens)), batch)
+            sums = loss(TokenOutputs(mask=mask, log_probs=torch.zeros(output_shape("log_probs", batch))), batch)
             expected_gradient(loss, batch, mask, _ones(loss, batch))
         except DrivetrainError:
             raise
@@ -238,8 +255,9 @@ class AdapterTrainer:
 class _CallRun:
     """A call that is running on this rank."""
 
-    def __init__(self, call: AdapterCall) -> None:
+    def __init__(self, call: AdapterCall, targets: int) -> None:
         self.call = call
+        self.targets = targets
         self.terms: dict[str, list[Tensor]] = defaultdict(list)
         self.metrics: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
         self.log_probs: list[tuple[tuple[int, ...], Tensor]] = []
@@ -271,7 +289,7 @@ class _CallRun:
         batch = self.call.batch
         log_probs = None
         if batch is not None:
-            log_probs = torch.zeros(batch.num_tokens)
+            log_probs = torch.zeros(output_shape("log_probs", batch))
             for documents, values in self.log_probs:
                 log_probs[batch.token_index(documents)] = values.float().cpu()
         return AdapterCallResult(
@@ -308,16 +326,21 @@ class CallAccumulator:
         """Return what the head computes: the log-probability of every label."""
         rows, device = micro_batch.batch.num_tokens, micro_batch.batch.device
         mask = torch.zeros(rows, dtype=torch.bool, device=device)
-        gradient = torch.zeros(rows, device=device)
+        count = self.runs[0].targets
+        gradient = torch.zeros((rows, count) if count else rows, device=device)
+        targets = torch.zeros(rows, count, dtype=torch.int64, device=device) if count else None
         for start, segment, part in self.segments(micro_batch):
             mask[start : start + segment.tokens] = True
+            if targets is not None:
+                targets[start : start + segment.tokens] = part.token_fields[TARGETS]
             loss = self.runs[segment.call].call.loss
             known = (
                 expected_gradient(loss, part, mask.new_ones(part.num_tokens), _ones(loss, part)) if self._backward else None
             )
             if known is not None:
                 gradient[start : start + segment.tokens] = known["log_probs"]
-        return HeadRequest(outputs=REQUEST, mask=mask, expected={"log_probs": gradient} if self._backward else None)
+        expected = {"log_probs": gradient} if self._backward else None
+        return HeadRequest(outputs=REQUEST, mask=mask, targets=targets, expected=expected)
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
         """Return the sum of the losses of a pass."""
@@ -335,6 +358,35 @@ class CallAccumulator:
                 run.metrics[name].append(pair)
             run.log_probs.append((segment.documents, log_probs.detach()))
         return torch.stack([total.to(totals[0].dtype) for total in totals]).sum()
+
+
+def _targets(batch: PackedBatch) -> int:
+    """Return the number of targets of each token; 0 if these are the labels."""
+    return batch.token_fields[TARGETS].shape[1] if TARGETS in batch.token_fields else 0
+
+
+def _check_targets(targets: Tensor, vocabulary: int) -> None:
+    if targets.dim() != 2 or targets.dtype != torch.int64 or not targets.shape[1]:
+        raise BatchError(f"targets is {list(targets.shape)} {targets.dtype}; it must be [T, K] torch.int64, with K above 0")
+    lowest, highest = int(targets.min()), int(targets.max())
+    if lowest < 0 or highest >= vocabulary:
+        raise BatchError(f"targets are from {lowest} to {highest}; they must be ids that the model has, 0 to {vocabulary - 1}")
+
+
+def _alike(runs: "Mapping[int, _CallRun]") -> "Iterator[dict[int, _CallRun]]":
+    """Yield calls with the same number of targets, which share passes. Those of one adapter stay in their order."""
+    left = dict(runs)
+    while left:
+        count = next(iter(left.values())).targets
+        held: set[str | None] = set()
+        chosen: dict[int, _CallRun] = {}
+        for index, run in left.items():
+            if run.targets == count and run.call.adapter not in held:
+                chosen[index] = run
+            else:
+                held.add(run.call.adapter)
+        yield chosen
+        left = {index: run for index, run in left.items() if index not in chosen}
 
 
 def _ones(loss: Loss, part: PackedBatch) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The interface between engine and loss: the outputs of a model's head, the `Loss` protocol, and the result of a step.
 
-Axes: T tokens, N sequences.
+Axes: T tokens, K targets of each, N sequences.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,8 @@ from torch import Tensor
 from .errors import ConfigError
 from .packing.batch import IGNORE, PackedBatch
 
+TARGETS = "targets"
+"""The token field of batches whose tokens have several targets each, `[T, K]` int64, whose log-probabilities are computed instead of the label's."""
 OUTPUTS = ("log_probs", "entropy", "values", "greedy", "sum_squared_probs")
 """The names of the per-token outputs, in their order."""
 
@@ -58,7 +60,7 @@ class TokenOutputs:
 
     Args:
         mask: `[T]` bool, the selected tokens. Outputs of all other tokens are 0 and carry no gradient.
-        log_probs: `[T]` float, the log-probabilities of `labels`.
+        log_probs: `[T]` float, the log-probabilities of `labels`; `[T, K]` of several targets of each token (`HeadRequest.targets`).
         entropy: `[T]` float, the entropies in nats.
         values: `[T]` float, the outputs of the value head.
         greedy: `[T]` int64, the most likely next tokens' ids; they carry no gradient.
@@ -178,18 +180,26 @@ class HeadRequest:
     Args:
         outputs: The outputs to compute.
         mask: `[T]` bool, the tokens for which to compute them.
-        expected: Output name -> `[T]`, the gradient that the backward pass will pass to that output; None if not known in
+        targets: `[T, K]` int64, the tokens whose log-probabilities to compute; None for the labels.
+        expected: Output name -> `[T, ...]`, the gradient that the backward pass will pass to that output; None if not known in
             advance.
     """
 
     outputs: OutputRequest
     mask: Tensor
+    targets: Tensor | None = None
     expected: Mapping[str, Tensor] | None = None
 
 
 def loss_mask(batch: PackedBatch) -> Tensor:
     """Return a `[T]` bool mask of the tokens whose next token is supervised."""
     return batch.labels != IGNORE
+
+
+def output_shape(name: str, batch: PackedBatch) -> torch.Size:
+    """Return the shape of an output that is a number for each token: `[T]`, or `[T, K]` of the log-probabilities of several targets."""
+    several = name == "log_probs" and TARGETS in batch.token_fields
+    return batch.token_fields[TARGETS].shape if several else batch.input_ids.shape
 
 
 def combine(sums: LossSums, weights: Mapping[str, float]) -> Tensor:
@@ -206,7 +216,7 @@ def expected_gradient(loss: Loss, batch: PackedBatch, mask: Tensor, weights: Map
     if not loss.linear or loss.request.others:
         return None
     names = [name for name in loss.request.names if name in ("log_probs", "entropy", "values")]
-    zeros = {name: torch.zeros(batch.num_tokens, device=batch.device, requires_grad=True) for name in names}
+    zeros = {name: torch.zeros(output_shape(name, batch), device=batch.device, requires_grad=True) for name in names}
     with torch.enable_grad():
         total = combine(loss(TokenOutputs.of(mask, zeros), batch), weights)
     if not total.requires_grad:

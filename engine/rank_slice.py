@@ -77,9 +77,9 @@ class RankSlice:
         position_ids: `[t]` or `[A, t]`, the positions within each document.
         context: The boundaries of all documents or segments, including the padding document, and the context-parallel group.
         selected: `[S]` int64, the indices of the selected tokens in the slice.
-        targets: `[S]` int64, the labels of the selected tokens.
+        targets: `[S]` int64, the labels of the selected tokens, or `[S, K]`, several targets of each.
         outputs: The outputs to compute.
-        expected: Output name -> `[S]`, the gradient that the backward pass will pass to that output; None if not known in
+        expected: Output name -> `[S, ...]`, the gradient that the backward pass will pass to that output; None if not known in
             advance.
         real_tokens: The number of real tokens, which come first in the slice; the rest is padding.
         mask: `[T]` bool, the selected tokens of the micro-batch.
@@ -134,6 +134,10 @@ class RankSlice:
         ids, positions, labels = batch.input_ids, batch.position_ids, batch.labels
         bounds, cu_seqlens, parents = batch.bounds, batch.cu_seqlens, None
         padded_mask, expected = mask, request.expected
+        if request.targets is not None:
+            # Documents with targets of their own share no prefixes.
+            assert layout is None
+            labels = request.targets
         if layout is not None:
             ids, positions = ids[layout.index], positions[..., layout.index]
             # A computed token that stands for several is selected, and has a target, if one of them has; their targets are equal.
@@ -150,7 +154,7 @@ class RankSlice:
         if row_multiple is not None:
             # The head has as many rows as the rest.
             padded_tokens, padded_mask = padded_rows(tokens, row_multiple), torch.ones_like(mask)
-            expected = None if expected is None else {k: v.masked_fill(~mask, 0.0) for k, v in expected.items()}
+            expected = None if expected is None else {k: v.masked_fill(_along(~mask, v), 0.0) for k, v in expected.items()}
         padding = (padded_size(tokens, topology) if padded_tokens is None else padded_tokens) - tokens
         if padding:
             ids, labels = _extend(ids, padding), _extend(labels, padding)
@@ -189,9 +193,9 @@ class RankSlice:
                 by_position=row_multiple is not None,
             ),
             selected=selected,
-            targets=slice_tokens(labels, group)[selected].clamp_min(0),
+            targets=slice_tokens(labels, group, 0)[selected].clamp_min(0),
             outputs=request.outputs,
-            expected=None if expected is None else {k: slice_tokens(v, group)[selected] for k, v in expected.items()},
+            expected=None if expected is None else {k: slice_tokens(v, group, 0)[selected] for k, v in expected.items()},
             real_tokens=0 if micro_batch.is_dummy else max(0, min(size, tokens - topology.cp_rank * size)),
             mask=mask,
             origin=None if layout is None else layout.origin,
@@ -224,7 +228,7 @@ class RankSlice:
         if self.origin is None and not self.context.by_position:
             return of_batch
         # Of a token that stands for several, not all need have been selected; and more may have been computed than that.
-        return of_batch.masked_fill(~self.mask.view(-1, *[1] * (full.dim() - 1)), 0)
+        return of_batch.masked_fill(_along(~self.mask, full), 0)
 
 
 def _routes(
@@ -271,4 +275,9 @@ def _encoder_inputs(micro_batch: MicroBatch, family: MediaFamily, topology: Topo
 
 
 def _extend(x: Tensor, tokens: int) -> Tensor:
-    return torch.cat([x, x.new_zeros(tokens)])
+    return torch.cat([x, x.new_zeros(tokens, *x.shape[1:])])
+
+
+def _along(mask: Tensor, values: Tensor) -> Tensor:
+    """Return a mask `[T]` in a shape that fits values `[T, ...]`."""
+    return mask.view(-1, *[1] * (values.dim() - 1))

@@ -12,7 +12,9 @@ token's label, q its log-probability when it was sampled (`old_log_probs`), A it
 | dro | -(p A - beta / 2 (p - q)^2) |
 | gspo | -min(s A, clip(s, low, high) A), s = exp(mean of (sg(p) - q) over the document's tokens of `sequence_ratio_mask` + p - sg(p)) |
 
-Axes: T tokens.
+A token may have several targets (the field `targets`), each with weights or advantages of its own: the sum is then over these too.
+
+Axes: T tokens, K targets of each.
 """
 
 import math
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..engine.errors import BatchError, ConfigError
-from ..engine.loss import LossSums, OutputRequest, TokenOutputs, loss_mask
+from ..engine.loss import TARGETS, LossSums, OutputRequest, TokenOutputs, loss_mask
 from ..engine.packing.batch import PackedBatch
 
 _RATIO_FIELDS = ("old_log_probs", "advantages")
@@ -40,12 +42,14 @@ class _Formula:
         fields: The token fields that it reads.
         settings: Its settings, with their defaults.
         linear: Whether it is linear in the log-probabilities.
+        several: Whether tokens may have several targets.
     """
 
     compute: Callable[[Tensor, Mapping[str, Tensor], PackedBatch, Mapping[str, float]], Tensor]
     fields: tuple[str, ...]
     settings: Mapping[str, float] = field(default_factory=dict)
     linear: bool = False
+    several: bool = True
 
 
 def _cross_entropy(p: Tensor, fields: Mapping[str, Tensor], batch: PackedBatch, settings: Mapping[str, float]) -> Tensor:
@@ -103,7 +107,8 @@ FORMULAS: Mapping[str, _Formula] = {
     "ppo": _Formula(compute=_ppo, fields=_RATIO_FIELDS, settings=_CLIP),
     "cispo": _Formula(compute=_cispo, fields=_RATIO_FIELDS, settings={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
     "dro": _Formula(compute=_dro, fields=_RATIO_FIELDS, settings={"beta": 0.05}),
-    "gspo": _Formula(compute=_gspo, fields=(*_RATIO_FIELDS, "sequence_ratio_mask"), settings=_CLIP),
+    # The ratio of a document is that of its tokens, of which each is one.
+    "gspo": _Formula(compute=_gspo, fields=(*_RATIO_FIELDS, "sequence_ratio_mask"), settings=_CLIP, several=False),
 }
 """The losses by their names."""
 
@@ -164,7 +169,7 @@ class TokenSumLoss:
         """Return the sum over the tokens with a label.
 
         Raises:
-            BatchError: The batch lacks a field that the loss reads, or has another one.
+            BatchError: The batch lacks a field that the loss reads, has another one, or one of another shape.
         """
         assert outputs.log_probs is not None
         formula = FORMULAS[self.name]
@@ -173,12 +178,19 @@ class TokenSumLoss:
                 raise BatchError(
                     f"loss {self.name} reads {', '.join(formula.fields)}; the batch has {', '.join(batch.token_fields) or 'none'}"
                 )
-        if unread := set(batch.token_fields) - set(formula.fields) - batch.extra_fields:
+        if unread := set(batch.token_fields) - {*formula.fields, TARGETS} - batch.extra_fields:
             raise BatchError(
                 f"loss {self.name} reads {', '.join(formula.fields)}, but not {', '.join(sorted(unread))}; remove it"
             )
-        dtype = outputs.log_probs.dtype
+        dtype, shape = outputs.log_probs.dtype, outputs.log_probs.shape
+        if len(shape) > 1 and not formula.several:
+            raise BatchError(f"loss {self.name} takes one target of each token; the batch has {shape[1]}")
+        if wrong := [name for name in formula.fields if batch.token_fields[name].shape != shape]:
+            raise BatchError(
+                f"{wrong[0]} is {list(batch.token_fields[wrong[0]].shape)}; it must have a number for each target, {list(shape)}"
+            )
+        mask = outputs.mask if len(shape) == 1 else outputs.mask[:, None]
         # Other positions may hold anything; even multiplied by zero, a NaN would corrupt the loss.
-        fields = {name: torch.where(outputs.mask, batch.token_fields[name].to(dtype), 0.0) for name in formula.fields}
+        fields = {name: torch.where(mask, batch.token_fields[name].to(dtype), 0.0) for name in formula.fields}
         values = formula.compute(outputs.log_probs, fields, batch, self.settings)
-        return LossSums(terms={"loss": torch.where(outputs.mask, values, 0.0).sum()})
+        return LossSums(terms={"loss": torch.where(mask, values, 0.0).sum()})

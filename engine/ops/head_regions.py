@@ -4,7 +4,7 @@ In eager mode every operation reads and writes the chunk on its own: 56 bytes fo
 each and write the gradient once in 16 bits, 10 bytes. They compute what `linear_head` computes in eager mode, up to rounding, and serve
 a vocabulary that is not split over ranks.
 
-Axes: C tokens of a chunk, V vocabulary.
+Axes: C tokens of a chunk, K targets of each, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -24,25 +24,25 @@ class ChunkOutputs(NamedTuple):
     """The outputs of the head for a chunk.
 
     Args:
-        log_probs_c: The log-probabilities of the targets, `[C]`.
+        log_probs_ck: The log-probabilities of the targets, `[C, K]`.
         lse_c1: The logarithms of the softmax's denominators, `[C, 1]`.
         entropy_c: The entropies in nats, `[C]`, or None.
         greedy_c: The most likely tokens, `[C]` int64, or None.
         squares_c: The sums of the squares of the probabilities, `[C]`, or None.
     """
 
-    log_probs_c: Tensor
+    log_probs_ck: Tensor
     lse_c1: Tensor
     entropy_c: Tensor | None
     greedy_c: Tensor | None
     squares_c: Tensor | None
 
 
-def chunk_outputs(z_cv: Tensor, targets_c1: Tensor, *, entropy: bool, greedy: bool, squares: bool) -> ChunkOutputs:
-    """Compute the outputs of the head for a chunk from its logits `[C, V]` and targets `[C, 1]`; eager code runs this too."""
+def chunk_outputs(z_cv: Tensor, targets_ck: Tensor, *, entropy: bool, greedy: bool, squares: bool) -> ChunkOutputs:
+    """Compute the outputs of the head for a chunk from its logits `[C, V]` and targets `[C, K]`; eager code runs this too."""
     lse_c1 = torch.logsumexp(z_cv, 1, keepdim=True)
     return ChunkOutputs(
-        (z_cv.gather(1, targets_c1) - lse_c1)[:, 0],
+        z_cv.gather(1, targets_ck) - lse_c1,
         lse_c1,
         lse_c1[:, 0] - torch.linalg.vecdot((z_cv - lse_c1).exp_(), z_cv) if entropy else None,
         z_cv.argmax(1) if greedy else None,
@@ -70,7 +70,7 @@ def logit_gradient(
         z_cv: The logits, at least float32.
         slope_cv: The derivative of the soft cap, or None.
         lse_c1: From `chunk_outputs`.
-        targets_c1: The target tokens.
+        targets_c1: The target tokens, one of each token.
         entropy_c: From `chunk_outputs`; needed if `g_ent` is not None.
         g_lp: The gradient of the log-probabilities, `[C]`, or None.
         g_ent: The gradient of the entropies, `[C]`, or None.

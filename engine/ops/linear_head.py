@@ -7,7 +7,7 @@ if the incoming gradient is known beforehand, as it is for every loss that is li
 The vocabulary may be split over the ranks of a group: each multiplies with its own rows, and two or three small all-reduces
 per chunk complete the softmax.
 
-Axes: T tokens, C tokens of a chunk, H hidden size, V vocabulary (this rank's rows of it).
+Axes: T tokens, C tokens of a chunk, K targets of each, H hidden size, V vocabulary (this rank's rows of it).
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,7 +74,7 @@ class HeadOutputs(NamedTuple):
     """The outputs of the head for each token.
 
     Args:
-        log_probs: The log-probabilities of the targets, `[T]`, at least float32.
+        log_probs: The log-probabilities of the targets, `[T]` or `[T, K]`, at least float32.
         entropy: The entropies in nats, `[T]`, or None.
         greedy: The most likely tokens, `[T]` int64, or None. They carry no gradient.
         sum_squared_probs: The sums of the squares of the probabilities, `[T]`, or None. They carry no gradient.
@@ -102,7 +102,7 @@ def head_bytes(vocabulary: int, hidden: int, device_type: str, *, training: bool
 def linear_head(
     hidden_th: Tensor,
     weight_vh: Tensor,
-    targets_t: Tensor,
+    targets: Tensor,
     *,
     bias_v: Tensor | None = None,
     adapter: HeadAdapter | None = None,
@@ -121,7 +121,7 @@ def linear_head(
     Args:
         hidden_th: The hidden states, `[T, H]`.
         weight_vh: The weight of the head, `[V, H]`.
-        targets_t: The target tokens in the full vocabulary, `[T]` int64.
+        targets: The target tokens in the full vocabulary, `[T]` int64, or `[T, K]` for several of each token.
         bias_v: The bias of the head, `[V]`.
         adapter: The adapter of the head, or None.
         transform: The transform of the logits.
@@ -129,7 +129,7 @@ def linear_head(
         entropy: Whether to compute the entropy too.
         greedy: Whether to compute the most likely token too.
         sum_squared_probs: Whether to compute the sum of the squared probabilities too.
-        expected: The gradients with respect to "log_probs" and "entropy", `[T]`, that the backward pass is expected to
+        expected: The gradients with respect to "log_probs" and "entropy", of their shapes, that the backward pass is expected to
             receive. They only save work: if it receives others, it computes the correct gradient from those.
         chunk: The chunk size C; by default from `chunk_tokens`.
         shard: This rank's rows of the vocabulary, if it is split. The outputs are then equal on every rank of the group, and
@@ -145,7 +145,7 @@ def linear_head(
     if expected is not None and torch.is_grad_enabled() and any(one.requires_grad for one in inputs):
         expected_grads = (expected.get("log_probs"), expected.get("entropy"))
     log_probs, entropies, likeliest, squares = _LinearHead.apply(
-        hidden_th, weight_vh, bias_v, low_tr, up_vr, targets_t, settings, expected_grads
+        hidden_th, weight_vh, bias_v, low_tr, up_vr, targets, settings, expected_grads
     )
     return HeadOutputs(
         log_probs, entropies if entropy else None, likeliest if greedy else None, squares if sum_squared_probs else None
@@ -198,20 +198,20 @@ def _logits(pairs: _Pairs, part: slice, bias_v: Tensor | None, s: _Settings) -> 
     return z_cv, slope_cv
 
 
-def _local_rows(targets_c1: Tensor, rows: int, s: _Settings) -> tuple[Tensor, Tensor | None]:
+def _local_rows(targets_ck: Tensor, rows: int, s: _Settings) -> tuple[Tensor, Tensor | None]:
     """Return the local rows of the targets, and a mask of the targets on this rank; None if all are on this rank."""
     if s.shard is None:
-        return targets_c1, None
-    local_c1 = targets_c1 - s.shard.first
-    here_c1 = (local_c1 >= 0) & (local_c1 < rows)
-    return local_c1.clamp(0, max(rows - 1, 0)), here_c1
+        return targets_ck, None
+    local_ck = targets_ck - s.shard.first
+    here_ck = (local_ck >= 0) & (local_ck < rows)
+    return local_ck.clamp(0, max(rows - 1, 0)), here_ck
 
 
-def _chunk_outputs(z_cv: Tensor, targets_c1: Tensor, s: _Settings) -> ChunkOutputs:
+def _chunk_outputs(z_cv: Tensor, targets_ck: Tensor, s: _Settings) -> ChunkOutputs:
     """Compute the outputs of the head for a chunk from its logits."""
     if s.shard is None:
-        compute = chunk_outputs if s.regions is None or len(z_cv) == 1 else s.regions.chunk_outputs
-        return compute(z_cv, targets_c1, entropy=s.entropy, greedy=s.greedy, squares=s.squares)
+        compute = s.regions.chunk_outputs if s.regions is not None and _is_compiled(targets_ck) else chunk_outputs
+        return compute(z_cv, targets_ck, entropy=s.entropy, greedy=s.greedy, squares=s.squares)
     group = s.shard.group
     rows = z_cv.shape[1]
     # A rank may have no rows at all if there are about as many ranks as tokens in the vocabulary.
@@ -219,10 +219,11 @@ def _chunk_outputs(z_cv: Tensor, targets_c1: Tensor, s: _Settings) -> ChunkOutpu
     max_c1 = local_max_c1.clone()
     dist.all_reduce(max_c1, op=dist.ReduceOp.MAX, group=group)
     e_cv = (z_cv - max_c1).exp_()
-    local_c1, here_c1 = _local_rows(targets_c1, rows, s)
-    assert here_c1 is not None
-    target_c = z_cv.gather(1, local_c1).where(here_c1, 0.0)[:, 0] if rows else z_cv.new_zeros(len(z_cv))
-    sums = [e_cv.sum(1), target_c, *([torch.linalg.vecdot(e_cv, z_cv)] if s.entropy else [])]
+    local_ck, here_ck = _local_rows(targets_ck, rows, s)
+    assert here_ck is not None
+    target_ck = z_cv.gather(1, local_ck).where(here_ck, 0.0) if rows else z_cv.new_zeros(targets_ck.shape)
+    count = target_ck.shape[1]
+    sums = [e_cv.sum(1), *target_ck.unbind(1), *([torch.linalg.vecdot(e_cv, z_cv)] if s.entropy else [])]
     sums += [torch.linalg.vecdot(e_cv, e_cv)] if s.squares else []
     totals = torch.stack(sums)
     dist.all_reduce(totals, group=group)
@@ -230,12 +231,17 @@ def _chunk_outputs(z_cv: Tensor, targets_c1: Tensor, s: _Settings) -> ChunkOutpu
     greedy_c = None
     if s.greedy:
         no_token = torch.iinfo(torch.int64).max
-        best_c = z_cv.argmax(1) + s.shard.first if rows else torch.full_like(targets_c1[:, 0], no_token)
+        best_c = z_cv.argmax(1) + s.shard.first if rows else torch.full_like(targets_ck[:, 0], no_token)
         greedy_c = torch.where((local_max_c1 == max_c1)[:, 0], best_c, no_token)
         dist.all_reduce(greedy_c, op=dist.ReduceOp.MIN, group=group)
-    entropy_c = lse_c1[:, 0] - totals[2] / totals[0] if s.entropy else None
+    entropy_c = lse_c1[:, 0] - totals[1 + count] / totals[0] if s.entropy else None
     squares_c = totals[-1] / totals[0].square() if s.squares else None
-    return ChunkOutputs(totals[1] - lse_c1[:, 0], lse_c1, entropy_c, greedy_c, squares_c)
+    return ChunkOutputs(totals[1 : 1 + count].T - lse_c1, lse_c1, entropy_c, greedy_c, squares_c)
+
+
+def _is_compiled(targets_ck: Tensor) -> bool:
+    """Return whether the compiled regions compute a chunk: they know one target of each token, and one token would be a graph of its own."""
+    return len(targets_ck) > 1 and targets_ck.shape[1] == 1
 
 
 class _Accumulator:
@@ -275,23 +281,23 @@ class _Accumulator:
             part: The tokens of the chunk.
             z_cv: The logits.
             slope_cv: The derivative of the soft cap, or None.
-            outputs: The targets `[C, 1]`, the logarithms of the denominators `[C, 1]`, and the entropies `[C]` or None.
-            gradients: The gradients of log-probabilities and entropies, `[C]` or None.
+            outputs: The targets `[C, K]`, the logarithms of the denominators `[C, 1]`, and the entropies `[C]` or None.
+            gradients: The gradients of log-probabilities, `[C, K]`, and of entropies, `[C]`, or None.
             s: The settings.
         """
-        targets_c1, lse_c1, entropy_c = outputs
+        targets_ck, lse_c1, entropy_c = outputs
         dtype = self.pairs[0][0].dtype
-        # The compiler would make graphs of their own for chunks of one token.
-        if s.regions is None or len(z_cv) == 1:
-            exact_cv = _logit_gradient(z_cv, slope_cv, lse_c1, targets_c1, entropy_c, gradients, s)
+        if s.regions is None or not _is_compiled(targets_ck):
+            exact_cv = _logit_gradient(z_cv, slope_cv, lse_c1, targets_ck, entropy_c, gradients, s)
             bias_v = None if self.bias is None else exact_cv.sum(0)
             dz_cv = exact_cv.to(dtype)
         else:
             # Both factors are constants, by which the gradients of the outputs are multiplied instead of those of the logits.
             factor = s.transform.scale / s.temperature
             g_lp, g_ent = (g if g is None or factor == 1.0 else g * factor for g in gradients)
+            g_lp = None if g_lp is None else g_lp[:, 0]
             dz_cv, bias_v = s.regions.logit_gradient(
-                z_cv, slope_cv, lse_c1, targets_c1, entropy_c, g_lp, g_ent, dtype=dtype, bias=self.bias is not None
+                z_cv, slope_cv, lse_c1, targets_ck, entropy_c, g_lp, g_ent, dtype=dtype, bias=self.bias is not None
             )
         if self.bias is not None and bias_v is not None:
             self.bias += bias_v
@@ -315,7 +321,7 @@ def _logit_gradient(
     z_cv: Tensor,
     slope_cv: Tensor | None,
     lse_c1: Tensor,
-    targets_c1: Tensor,
+    targets_ck: Tensor,
     entropy_c: Tensor | None,
     gradients: _Gradients,
     s: _Settings,
@@ -325,22 +331,23 @@ def _logit_gradient(
     With p = softmax(z), lp = log p[target] and e = -sum p log p:  d lp / dz = onehot - p  and  d e / dz = -p (log p + e).
     """
     g_lp, g_ent = gradients
+    total_c1 = None if g_lp is None else g_lp.sum(1, keepdim=True)
     z_cv -= lse_c1
     if g_ent is None:
         d_cv = z_cv.exp_()
-        if g_lp is None:
+        if total_c1 is None:
             return d_cv.zero_()
-        d_cv *= -g_lp[:, None]
+        d_cv *= -total_c1
     else:
         assert entropy_c is not None
         p_cv = z_cv.exp()
         d_cv = z_cv.add_(entropy_c[:, None]).mul_(-g_ent[:, None])
-        if g_lp is not None:
-            d_cv -= g_lp[:, None]
+        if total_c1 is not None:
+            d_cv -= total_c1
         d_cv *= p_cv
     if g_lp is not None and d_cv.shape[1]:
-        local_c1, here_c1 = _local_rows(targets_c1, d_cv.shape[1], s)
-        d_cv.scatter_add_(1, local_c1, g_lp[:, None] if here_c1 is None else g_lp[:, None] * here_c1)
+        local_ck, here_ck = _local_rows(targets_ck, d_cv.shape[1], s)
+        d_cv.scatter_add_(1, local_ck, g_lp if here_ck is None else g_lp * here_ck)
     if s.temperature != 1.0:
         d_cv /= s.temperature
     if slope_cv is not None:
@@ -359,17 +366,18 @@ class _LinearHead(torch.autograd.Function):
         bias_v: Tensor | None,
         low_tr: Tensor | None,
         up_vr: Tensor | None,
-        targets_t: Tensor,
+        targets: Tensor,
         s: _Settings,
         expected_grads: _Gradients | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         accurate = torch.promote_types(h_th.dtype, torch.float32)
         tokens = len(h_th)
-        log_probs = torch.empty(tokens, dtype=accurate, device=h_th.device)
+        targets_tk = targets[:, None] if targets.dim() == 1 else targets
+        log_probs = torch.empty(targets_tk.shape, dtype=accurate, device=h_th.device)
         entropies = torch.empty(tokens if s.entropy else 0, dtype=accurate, device=h_th.device)
         likeliest = torch.empty(tokens if s.greedy else 0, dtype=torch.int64, device=h_th.device)
         squares = torch.empty(tokens if s.squares else 0, dtype=accurate, device=h_th.device)
-        lse = torch.empty_like(log_probs)
+        lse = torch.empty(tokens, dtype=accurate, device=h_th.device)
         needs_grad, pairs = ctx.needs_input_grad[:5], _pairs(h_th, w_vh, low_tr, up_vr)
         early = _Accumulator(pairs, bias_v, needs_grad) if expected_grads is not None and any(needs_grad) else None
         budget = KEPT_BYTES.get(h_th.device.type, KEPT_BYTES["cuda"])
@@ -381,9 +389,8 @@ class _LinearHead(torch.autograd.Function):
             part = slice(start, start + s.chunk)
             z_cv, slope_cv = _logits(pairs, part, bias_v, s)
             kept += [(z_cv, slope_cv)] if keeps else []
-            targets_c1 = targets_t[part, None]
-            outputs = _chunk_outputs(z_cv, targets_c1, s)
-            log_probs[part], lse[part] = outputs.log_probs_c, outputs.lse_c1[:, 0]
+            outputs = _chunk_outputs(z_cv, targets_tk[part], s)
+            log_probs[part], lse[part] = outputs.log_probs_ck, outputs.lse_c1[:, 0]
             if outputs.greedy_c is not None:
                 likeliest[part] = outputs.greedy_c
             if outputs.squares_c is not None:
@@ -391,18 +398,18 @@ class _LinearHead(torch.autograd.Function):
             if outputs.entropy_c is not None:
                 entropies[part] = outputs.entropy_c
             if early is not None and expected_grads is not None:
-                chunk_grads = tuple(None if g is None else g[part].to(accurate) for g in expected_grads)
-                early.add(part, z_cv, slope_cv, (targets_c1, outputs.lse_c1, outputs.entropy_c), chunk_grads, s)  # type: ignore[arg-type]
+                chunk_grads = _of_chunk(expected_grads, part, targets_tk.shape[1], accurate)
+                early.add(part, z_cv, slope_cv, (targets_tk[part], outputs.lse_c1, outputs.entropy_c), chunk_grads, s)
         ctx.settings, ctx.expected_grads = s, expected_grads
         ctx.early, ctx.kept = None if early is None else early.results(), kept
-        ctx.save_for_backward(h_th, w_vh, bias_v, low_tr, up_vr, targets_t, lse, entropies)
+        ctx.save_for_backward(h_th, w_vh, bias_v, low_tr, up_vr, targets_tk, lse, entropies)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(likeliest, squares)
-        return log_probs, entropies, likeliest, squares
+        return log_probs.view(targets.shape), entropies, likeliest, squares
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        h_th, w_vh, bias_v, low_tr, up_vr, targets_t, lse, entropies = ctx.saved_tensors
+        h_th, w_vh, bias_v, low_tr, up_vr, targets_tk, lse, entropies = ctx.saved_tensors
         pairs = _pairs(h_th, w_vh, low_tr, up_vr)
         s: _Settings = ctx.settings
         g_lp, g_ent = grads[0], grads[1] if s.entropy else None
@@ -415,14 +422,23 @@ class _LinearHead(torch.autograd.Function):
         for i, start in enumerate(range(0, len(h_th), s.chunk)):
             part = slice(start, start + s.chunk)
             z_cv, slope_cv = kept[i] if kept else _logits(pairs, part, bias_v, s)
-            chunk_grads = (None if g_lp is None else g_lp[part], None if g_ent is None else g_ent[part])
+            chunk_grads = _of_chunk((g_lp, g_ent), part, targets_tk.shape[1], lse.dtype)
             entropy_c = entropies[part] if s.entropy else None
-            total.add(part, z_cv, slope_cv, (targets_t[part, None], lse[part, None], entropy_c), chunk_grads, s)
+            total.add(part, z_cv, slope_cv, (targets_tk[part], lse[part, None], entropy_c), chunk_grads, s)
         return *total.results(), None, None, None
 
 
 def _pairs(h_th: Tensor, w_vh: Tensor, low_tr: Tensor | None, up_vr: Tensor | None) -> _Pairs:
     return [(h_th, w_vh), *([] if low_tr is None or up_vr is None else [(low_tr, up_vr)])]
+
+
+def _of_chunk(gradients: _Gradients, part: slice, targets: int, dtype: torch.dtype) -> _Gradients:
+    """Return the gradients of a chunk: of log-probabilities `[C, K]`, of entropies `[C]`."""
+    g_lp, g_ent = gradients
+    return (
+        None if g_lp is None else g_lp[part].reshape(-1, targets).to(dtype),
+        None if g_ent is None else g_ent[part].to(dtype),
+    )
 
 
 def _grads_match(expected_grads: _Gradients, received: _Gradients) -> bool:

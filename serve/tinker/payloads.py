@@ -3,7 +3,9 @@
 Everything is checked before anything is built of it. What is wrong with a request is said in the words of its sender: `target_tokens`, `weights`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from ...engine.errors import BatchError, ConfigError
+from ...engine.loss import TARGETS
 from ...engine.packing.batch import PackedBatch
 from ...generation.result import FinishReason
 from ...losses.token_sums import FORMULAS, TokenSumLoss
@@ -37,7 +40,9 @@ REFUSED = {
     "custom": "losses are traced and run by the client: leave TINKER's flag custom_loss_server_side off, as this service does",
 }
 
-
+MOST_TARGETS_PER_TOKEN = 1024
+MOST_TARGETS = 2**24
+"""The largest number of targets of a request, which take 12 bytes each."""
 _SLICE = 512
 
 
@@ -108,44 +113,69 @@ def loss_of(request: Any) -> TokenSumLoss:
     return TokenSumLoss(name, settings)
 
 
-def batch_of(data: Sequence[Any], loss: TokenSumLoss) -> PackedBatch:
-    """Return the datums of a request as a batch, in order.
+def batches_of(data: Sequence[Any], loss: TokenSumLoss, longest: int) -> list[PackedBatch]:
+    """Return the datums of a request as batches, in order: those in a row that have as many targets for each token are one.
+
+    Args:
+        data: The datums.
+        loss: The loss.
+        longest: The largest number of tokens of a datum.
 
     Raises:
         BatchError: A datum cannot be used; the message names it by its number.
     """
     if not data:
         raise BatchError("data is empty; send at least one datum")
-    fields = sorted(loss.token_fields)
-    tokens: list[np.ndarray] = []
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("target_tokens", *(_NAMES[field] for field in fields))}
+    names = ("target_tokens", *(_NAMES[field] for field in sorted(loss.token_fields)))
+    rows: list[tuple[np.ndarray, list[np.ndarray]]] = []
+    numbers = 0
     for number, datum in enumerate(data):
         title = f"datum {number}"
         ids = input_tokens(datum.model_input, title)
-        tokens.append(ids)
+        if len(ids) > longest:
+            raise BatchError(f"{title} has {len(ids)} tokens, more than this service takes, {longest}")
         inputs = datum.loss_fn_inputs
-        if unknown := sorted(set(inputs) - set(columns)):
+        if unknown := sorted(set(inputs) - set(names)):
             raise BatchError(
-                f"{title} has the loss_fn_input {unknown[0][:100]!r}, which {loss.name} does not read; it reads {', '.join(columns)}"
+                f"{title} has the loss_fn_input {unknown[0][:100]!r}, which {loss.name} does not read; it reads {', '.join(names)}"
             )
-        for name, values in columns.items():
+        for name in names:
             if name not in inputs:
                 raise BatchError(f"{title} lacks the loss_fn_input {name!r}, which {loss.name} reads")
-            values.append(_vector(inputs[name], len(ids), f"{name} of {title}", whole=name == "target_tokens"))
-    lengths = [len(ids) for ids in tokens]
+        shape = _shape(inputs["target_tokens"], len(ids), f"target_tokens of {title}")
+        numbers += math.prod(shape)
+        # What is sparse may be small, and large as soon as it is not.
+        if numbers > MOST_TARGETS:
+            raise BatchError(
+                f"the datums up to {number} have {numbers} targets, more than {MOST_TARGETS}; send fewer datums at a time"
+            )
+        values = [_values(inputs[name], shape, f"{name} of {title}", whole=name == "target_tokens") for name in names]
+        rows.append((ids, values))
+    batches: list[PackedBatch] = []
+    for _, group in groupby(enumerate(rows), key=lambda row: row[1][1][0].shape[1:]):
+        batches.append(_packed(list(group), sorted(loss.token_fields)))
+    return batches
+
+
+def _packed(rows: Sequence[tuple[int, tuple[np.ndarray, list[np.ndarray]]]], fields: Sequence[str]) -> PackedBatch:
+    """Return datums with their numbers as a batch."""
+    lengths = [len(ids) for _, (ids, _) in rows]
+    targets, *others = (_joined([values[i] for _, (_, values) in rows]) for i in range(len(fields) + 1))
+    token_fields = dict(zip(fields, others, strict=True))
+    several = targets.dim() == 2
     return PackedBatch(
-        input_ids=_joined(tokens, torch.int64),
+        input_ids=_joined([ids for _, (ids, _) in rows]),
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
-        labels=_joined(columns["target_tokens"], torch.int64),
-        token_fields={field: _joined(columns[_NAMES[field]], torch.float32) for field in fields},
-        names=tuple(f"datum {number}" for number in range(len(lengths))),
+        labels=targets[:, 0] if several else targets,
+        token_fields={**token_fields, **({TARGETS: targets} if several else {})},
+        names=tuple(f"datum {number}" for number, _ in rows),
         free_labels=True,
     )
 
 
-def _joined(parts: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts)).to(dtype)
+def _joined(parts: Sequence[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def input_tokens(chunks: Sequence[Any], title: str) -> np.ndarray:
@@ -170,29 +200,42 @@ def input_tokens(chunks: Sequence[Any], title: str) -> np.ndarray:
     return ids
 
 
-def _vector(tensor: Any, length: int, title: str, *, whole: bool) -> np.ndarray:
-    """Return a tensor of one number per token."""
-    shape = list(tensor.shape)
-    if len(shape) > 1 and not (len(shape) == 2 and shape[1] == 1):
+def _shape(tensor: Any, length: int, title: str) -> tuple[int, ...]:
+    """Return the shape of a datum's targets: a number for each token, or several."""
+    shape = tuple(tensor.shape)
+    if not shape and tensor.WhichOneof("encoding") != "sparse_csr":
+        shape = (length,)
+    if len(shape) not in (1, 2) or shape[0] != length:
         raise BatchError(
-            f"{title} is {shape}; this service takes one number per token, [{length}]: several targets per token are not supported"
+            f"{title} is {list(shape)}; it must have one per token of model_input, [{length}], or several, [{length}, K]"
         )
-    if tensor.WhichOneof("encoding") == "sparse_csr":
-        raise BatchError(f"{title} is sparse; send it dense")
+    if len(shape) == 2 and not 0 < shape[1] <= MOST_TARGETS_PER_TOKEN:
+        raise BatchError(f"{title} is {list(shape)}; a token may have from 1 to {MOST_TARGETS_PER_TOKEN} targets")
+    return shape
+
+
+def _values(tensor: Any, shape: tuple[int, ...], title: str, *, whole: bool) -> np.ndarray:
+    """Return a tensor with a number for each target."""
     dtype = _NUMPY.get(tensor.dtype)
     if dtype is None:
         raise BatchError(f"{title} has the dtype {tensor.dtype}; send float32 or int64")
-    if len(tensor.dense) % dtype.itemsize:
-        raise BatchError(f"{title} has {len(tensor.dense)} bytes, which are no whole numbers of {dtype.itemsize}")
-    values = np.frombuffer(tensor.dense, dtype=dtype)
-    if len(values) != length or (shape and shape[0] != length):
+    if tensor.shape and tuple(tensor.shape) != shape:
         raise BatchError(
-            f"{title} has {len(values)} numbers (shape {shape}) for {length} tokens; it must have one per token of model_input"
+            f"{title} is {list(tensor.shape)}; it must have one per token of model_input and target, {list(shape)}"
         )
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        values = _dense(tensor.sparse_csr, dtype, shape, title)
+    else:
+        values = _numbers(tensor.dense, dtype, title)
+        if len(values) != math.prod(shape):
+            raise BatchError(
+                f"{title} has {len(values)} numbers; it must have one per token of model_input and target, {list(shape)}"
+            )
+        values = values.reshape(shape)
     if whole:
         if dtype.kind == "f":
             raise BatchError(f"{title} is float32; token ids must be int64")
-        if length and values.min() < 0:
+        if values.size and values.min() < 0:
             raise BatchError(f"{title} has the token id {values.min()}; where there is no target, use 0 with a weight of 0")
         return values.astype(np.int64)
     if not bool(np.isfinite(values).all()):
@@ -200,21 +243,66 @@ def _vector(tensor: Any, length: int, title: str, *, whole: bool) -> np.ndarray:
     return values.astype(np.float32)
 
 
-def forward_backward_answer(loss: float, metrics: Mapping[str, float], log_probs: Tensor, lengths: Sequence[int]) -> bytes:
+def _numbers(data: bytes, dtype: np.dtype[Any], title: str) -> np.ndarray:
+    if len(data) % dtype.itemsize:
+        raise BatchError(f"{title} has {len(data)} bytes, which are not a whole number of {dtype.itemsize} bytes each")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def _dense(sparse: Any, dtype: np.dtype[Any], shape: tuple[int, ...], title: str) -> np.ndarray:
+    """Return a sparse matrix (CSR) with zeros where it has no entry.
+
+    Raises:
+        BatchError: It is not one of this shape, or its columns do not ascend in each row.
+    """
+    if len(shape) != 2:
+        raise BatchError(f"{title} is sparse, and {list(shape)}; only matrices, [tokens, targets], can be sparse")
+    index = np.dtype("<i8")
+    values = _numbers(sparse.values, dtype, title)
+    starts = _numbers(sparse.crow_indices, index, f"crow_indices of {title}")
+    columns = _numbers(sparse.col_indices, index, f"col_indices of {title}")
+    counts = np.diff(starts)
+    if (
+        len(starts) != shape[0] + 1
+        or len(columns) != len(values)
+        or starts[0] != 0
+        or starts[-1] != len(values)
+        or bool((counts < 0).any())
+        or bool(((columns < 0) | (columns >= shape[1])).any())
+    ):
+        raise BatchError(f"{title} is not a sparse matrix (CSR) of shape {list(shape)} with {len(values)} values")
+    rows = np.repeat(np.arange(shape[0]), counts)
+    if bool(((np.diff(columns) <= 0) & (np.diff(rows) == 0)).any()):
+        raise BatchError(f"{title} is a sparse matrix whose columns do not ascend in each row")
+    dense = np.zeros(shape, dtype=dtype)
+    dense[rows, columns] = values
+    return dense
+
+
+def forward_backward_answer(
+    loss: float, metrics: Mapping[str, float], log_probs: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
+) -> bytes:
     """Return the body of the answer to a forward_backward request.
 
     Args:
         loss: The sum that the request asked for.
         metrics: Other numbers.
-        log_probs: `[T]`, the log-probability of each target, in order.
-        lengths: The number of tokens of each datum.
+        log_probs: `[T]` or `[T, K]` each, the log-probabilities of the targets, in order.
+        shapes: The shape of each datum's targets, `[t]` or `[t, K]`.
     """
     answer = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    record = answer.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(lengths))
-    tensor = record.fields["logprobs"]
-    tensor.data = log_probs.numpy().astype("<f4").tobytes()
-    tensor.offsets = np.cumsum([0, *(4 * length for length in lengths)]).astype("<i8").tobytes()
-    tensor.dtype = messages.FLOAT32
+    data = np.concatenate([part.numpy().astype("<f4").reshape(-1) for part in log_probs])
+    start = 0
+    # Datums with as many targets for each token are one record.
+    for trailing, group in groupby(shapes, key=lambda shape: shape[1:]):
+        sizes = [math.prod(shape) for shape in group]
+        record = answer.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(sizes))
+        tensor = record.fields["logprobs"]
+        tensor.data = data[start : start + sum(sizes)].tobytes()
+        tensor.offsets = np.cumsum([0, *(4 * size for size in sizes)]).astype("<i8").tobytes()
+        tensor.dtype = messages.FLOAT32
+        tensor.trailing_shape.extend(trailing)
+        start += sum(sizes)
     # The part after the colon says how the client joins the numbers of several requests.
     answer.metrics["loss:sum"] = loss
     for name, value in metrics.items():

@@ -15,18 +15,18 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import torch
-
 from ...engine.adapters.config import AdapterConfig
 from ...engine.config import OptimConfig
 from ...engine.errors import DrivetrainError, NonFiniteError, WorkerError, WorkerLostError
+from ...engine.loss import TARGETS
+from ...engine.packing.batch import PackedBatch
 from ...losses.token_sums import TokenSumLoss
 from ...workers.roles.adapters import AdapterReply, AdapterRequest
 from .database import Database
 from .errors import BadRequestError, reason
 from .futures import Futures, failure, json_result, new_future_id
 from .model_operations import ModelOperations, Statement, remove_folder
-from .payloads import batch_of, forward_backward_answer, loss_of, parse_forward_backward
+from .payloads import batches_of, forward_backward_answer, loss_of, parse_forward_backward
 from .scoring import ATTEMPTS, Scoring
 from .settings import TrainingServiceSettings
 from .training_group import TrainingGroup
@@ -228,7 +228,7 @@ class Training:
         try:
             if request.kind == FORWARD_BACKWARD:
                 request.pieces = await asyncio.get_running_loop().run_in_executor(None, self._pieces, model, body)
-                request.lengths = [length for piece in request.pieces for length in piece.batch.lengths]
+                request.shapes = [shape for piece in request.pieces for shape in _shapes(piece.batch)]
                 request.forward_only = request.pieces[0].forward_only
             else:
                 # Looked at when it is its turn: those before it may change what it finds.
@@ -239,19 +239,19 @@ class Training:
     def _pieces(self, model: str, body: bytes) -> list[AdapterRequest]:
         message = parse_forward_backward(body)
         loss: TokenSumLoss = loss_of(message)
-        batch = batch_of(message.data, loss)
-        if batch.max_seqlen > self._limits.longest:
-            row = batch.lengths.index(batch.max_seqlen)
-            raise BadRequestError(
-                f"datum {row} has {batch.max_seqlen} tokens, more than this service takes, {self._limits.longest}"
-            )
-        for name, ids in (("model_input", batch.input_ids), ("target_tokens", batch.labels)):
-            if int(ids.max()) >= self._limits.vocabulary:
-                raise BadRequestError(
-                    f"{name} has the token id {int(ids.max())}; the model has those below {self._limits.vocabulary}"
-                )
+        batches = batches_of(message.data, loss, self._limits.longest)
+        for batch in batches:
+            for name, ids in (
+                ("model_input", batch.input_ids),
+                ("target_tokens", batch.token_fields.get(TARGETS, batch.labels)),
+            ):
+                if int(ids.max()) >= self._limits.vocabulary:
+                    raise BadRequestError(
+                        f"{name} has the token id {int(ids.max())}; the model has those below {self._limits.vocabulary}"
+                    )
         return [
             AdapterRequest(adapter=model, batch=piece, loss=loss, forward_only=message.forward_only)
+            for batch in batches
             for piece in pieces_of(batch, PIECE_TOKENS)
         ]
 
@@ -455,9 +455,9 @@ class Training:
 
     def _joined(self, request: QueuedRequest) -> bytes:
         """Return the answer to a request from the replies to its pieces."""
-        log_probs = torch.cat([reply.log_probs for reply in request.replies if reply.log_probs is not None])
+        log_probs = [reply.log_probs for reply in request.replies if reply.log_probs is not None]
         loss = sum(reply.loss for reply in request.replies)
-        return forward_backward_answer(loss, {}, log_probs, request.lengths)
+        return forward_backward_answer(loss, {}, log_probs, request.shapes)
 
     async def _operate(self, queue: ModelQueue, request: QueuedRequest) -> None:
         """Do a request that is not a forward or backward pass, or say why it cannot be done."""
@@ -586,6 +586,12 @@ class Training:
             if isinstance(e.__cause__, NonFiniteError):
                 raise e.__cause__ from e
             raise
+
+
+def _shapes(batch: PackedBatch) -> list[tuple[int, ...]]:
+    """Return the shape of the targets of each document."""
+    trailing = tuple(batch.token_fields[TARGETS].shape[1:]) if TARGETS in batch.token_fields else ()
+    return [(length, *trailing) for length in batch.lengths]
 
 
 def _digest(kind: str, body: bytes) -> str:

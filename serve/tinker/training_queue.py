@@ -28,7 +28,7 @@ class QueuedRequest:
         error: Why it cannot be done.
         pieces: Of a forward or backward pass, what is left to compute.
         replies: The replies to the pieces that are done.
-        lengths: The number of tokens of each of its datums.
+        shapes: The shape of the targets of each of its datums.
         loads: Whether it has loaded a checkpoint.
         forward_only: Whether it is a pass that changes nothing.
     """
@@ -41,7 +41,7 @@ class QueuedRequest:
     error: str = ""
     pieces: list[AdapterRequest] = field(default_factory=list)
     replies: list[AdapterReply] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
     loads: bool = False
     forward_only: bool = False
 

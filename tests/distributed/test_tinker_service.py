@@ -175,6 +175,57 @@ def test_a_wrong_request_says_so_in_its_result_and_holds_up_nobody(model: Path) 
     serve(model, test)
 
 
+def test_tokens_with_several_targets(model: Path) -> None:
+    """Each of them with a weight of its own, in matrices that may be sparse: what the same targets are in a datum of their own each."""
+
+    async def test(service: Service) -> None:
+        session, random = await service.session(), Random(4)
+        flat = datums(random, 2)
+        wide: list[dict[str, Any]] = []
+        for length in (9, 17):
+            wide.append(
+                {
+                    "tokens": [random.randrange(250) for _ in range(length)],
+                    "target_tokens": [[random.choice((0, 0, 7, 199)) for _ in range(4)] for _ in range(length)],
+                    "weights": [[random.choice((0.0, 0.0, 0.5, -1.0)) for _ in range(4)] for _ in range(length)],
+                }
+            )
+        mixed = [flat[0], *wide, flat[1]]
+        answers, norms = [], []
+        for number, sparse in enumerate((False, True)):
+            name = await service.model(session, number)
+            answers.append(
+                await service.result(await service.post("/forward_backward", forward_backward(name, 1, mixed, sparse=sparse)))
+            )
+            norms.append((await service.result(await service.step(name, 2)))["metrics"]["grad_norm:mean"])
+        assert answers[0] == answers[1]
+        assert norms[0] == norms[1]
+        assert [list(r.fields["logprobs"].trailing_shape) for r in answers[0].loss_fn_outputs] == [[], [4], []]
+        columns = [
+            {"tokens": datum["tokens"], **{k: [row[i] for row in datum[k]] for k in ("target_tokens", "weights")}}
+            for datum in wide
+            for i in range(4)
+        ]
+        name = await service.model(session, 2)
+        apart = [flat[0], *columns, flat[1]]
+        expected = await service.result(await service.post("/forward_backward", forward_backward(name, 1, apart)))
+        assert answers[0].metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-5)
+        assert (await service.result(await service.step(name, 2)))["metrics"]["grad_norm:mean"] == pytest.approx(
+            norms[0], rel=1e-4
+        )
+        of_columns = np.asarray(log_probs(expected)[len(flat[0]["tokens"]) : -len(flat[1]["tokens"])])
+        transposed = [of_columns[: 4 * 9].reshape(4, 9).T, of_columns[4 * 9 :].reshape(4, 17).T]
+        got = np.frombuffer(answers[0].loss_fn_outputs[1].fields["logprobs"].data, dtype="<f4")
+        np.testing.assert_allclose(got, np.concatenate([part.ravel() for part in transposed]), rtol=1e-5, atol=1e-5)
+        gspo = [{**datum, "logprobs": datum["weights"], "advantages": datum["weights"]} for datum in wide]
+        for datum in gspo:
+            datum["sequence_ratio_mask"] = datum.pop("weights")
+        refused = await service.post("/forward_backward", forward_backward(name, 3, gspo, "gspo"))
+        assert "takes one target of each token" in (await service.result(refused))["error"]
+
+    serve(model, test)
+
+
 def test_a_gradient_that_is_not_finite_is_said_and_dropped(model: Path) -> None:
     async def test(service: Service) -> None:
         name = await service.model(await service.session())

@@ -1,6 +1,6 @@
 """Adapters that are trained side by side, and plain transformers with peft that they are compared with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,21 +30,25 @@ def bank_engine(folder: Path | str, adapters: int = 8, **settings: Any) -> BaseE
 
 
 def documents(
-    random: Random, count: int, loss: str = "cross_entropy", longest: int = 40, vocabulary: int = 250
+    random: Random, count: int, loss: str = "cross_entropy", longest: int = 40, vocabulary: int = 250, targets: int = 0
 ) -> list[Document]:
-    """Documents with targets of any kind, weights of any sign, and a few tokens without a weight."""
+    """Documents with targets of any kind, several of each token unless `targets` is 0, weights of any sign, and a few tokens without a weight."""
     result: list[Document] = []
     for _ in range(count):
         length = random.choice((1, 2, 15, 16, 17, longest))
+
+        def filled(draw: Callable[[], Any], length: int = length) -> list[Any]:
+            return [[draw() for _ in range(targets)] if targets else draw() for _ in range(length)]
+
         document: Document = {
             "tokens": [random.randrange(vocabulary) for _ in range(length)],
-            "targets": [random.randrange(vocabulary) for _ in range(length)],
+            "targets": filled(lambda: random.randrange(vocabulary)),
         }
         if loss == "cross_entropy":
-            document["loss_weights"] = [random.choice((0.0, 1.0, 0.25, -0.5)) for _ in range(length)]
+            document["loss_weights"] = filled(lambda: random.choice((0.0, 1.0, 0.25, -0.5)))
         else:
-            document["old_log_probs"] = [-6 + random.random() for _ in range(length)]
-            document["advantages"] = [random.choice((0.0, 1.0, -0.7)) for _ in range(length)]
+            document["old_log_probs"] = filled(lambda: -6 + random.random())
+            document["advantages"] = filled(lambda: random.choice((0.0, 1.0, -0.7)))
         if loss == "gspo":
             document["sequence_ratio_mask"] = [float(random.random() < 0.8) for _ in range(length)]
         result.append(document)
@@ -58,12 +62,14 @@ def packed(documents: Sequence[Document]) -> PackedBatch:
         return torch.tensor([value for document in documents for value in document[name]], dtype=dtype)
 
     fields = [name for name in documents[0] if name not in ("tokens", "targets")]
+    targets = flat("targets", torch.int64)
+    several = {"targets": targets} if targets.dim() == 2 else {}
     return PackedBatch(
         input_ids=flat("tokens", torch.int64),
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
-        labels=flat("targets", torch.int64),
-        token_fields={name: flat(name, torch.float32) for name in fields},
+        labels=targets[:, 0] if several else targets,
+        token_fields={**{name: flat(name, torch.float32) for name in fields}, **several},
         free_labels=True,
     )
 
@@ -122,7 +128,7 @@ class PlainAdapter:
         for document in documents:
             logits = self.model(input_ids=torch.tensor([document["tokens"]]), use_cache=False).logits[0]
             targets = torch.tensor(document["targets"])
-            p = torch.log_softmax(logits.double(), -1).gather(1, targets[:, None])[:, 0]
+            p = torch.log_softmax(logits.double(), -1).gather(1, targets.view(len(targets), -1)).view(targets.shape)
             value = plain_loss(loss, p, {k: torch.tensor(v, dtype=torch.float64) for k, v in document.items()})
             value.backward()
             total += float(value)

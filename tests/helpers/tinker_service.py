@@ -158,9 +158,10 @@ def forward_backward(
     loss: str = "cross_entropy",
     *,
     forward_only: bool = False,
+    sparse: bool = False,
     **config: float,
 ) -> bytes:
-    """The body of a request."""
+    """The body of a request, with matrices as sparse ones if they are to be."""
     request = messages.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn=loss, forward_only=forward_only)
     for datum in data:
         one = request.data.add()
@@ -170,9 +171,18 @@ def forward_backward(
                 continue
             tensor = one.loss_fn_inputs[name]
             ids = name == "target_tokens"
-            tensor.dense = np.asarray(values, dtype="<i8" if ids else "<f4").tobytes()
+            array = np.asarray(values, dtype="<i8" if ids else "<f4")
             tensor.dtype = messages.INT64 if ids else messages.FLOAT32
-            tensor.shape.append(len(values))
+            tensor.shape.extend(array.shape)
+            if sparse and array.ndim == 2:
+                rows, columns = array.nonzero()
+                tensor.sparse_csr.values = array[rows, columns].tobytes()
+                starts = np.searchsorted(rows, np.arange(len(array) + 1))
+                tensor.sparse_csr.crow_indices, tensor.sparse_csr.col_indices = (
+                    part.astype("<i8").tobytes() for part in (starts, columns)
+                )
+            else:
+                tensor.dense = array.tobytes()
     for name, value in config.items():
         request.loss_fn_config_v2[name].number = value
     body: bytes = request.SerializeToString()

@@ -31,9 +31,10 @@ def plain_head(
     h: Tensor, w: Tensor, b: Tensor | None, y: Tensor, t: LogitTransform, temperature: float
 ) -> tuple[Tensor, Tensor]:
     lp = torch.log_softmax(transform_logits(h, w, b, t) / temperature, -1)
-    return lp.gather(1, y[:, None])[:, 0], -(lp.exp() * lp).sum(-1)
+    return lp.gather(1, y.view(len(y), -1)).view(y.shape), -(lp.exp() * lp).sum(-1)
 
 
+@pytest.mark.parametrize("several", [(), (1,), (4,)])
 @pytest.mark.parametrize("regions", [None, HeadRegions(chunk_outputs, logit_gradient)], ids=["eager", "regions"])
 @pytest.mark.parametrize(
     ("softcap", "entropy", "bias", "promise"),
@@ -45,8 +46,10 @@ def test_linear_head_and_its_gradients(
     bias: bool,
     promise: str,
     regions: HeadRegions | None,
+    several: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also with several targets of each token, of which two may be the same."""
     # Without a promise the logits are kept, or, if they are too many, forgotten and computed again.
     if promise == "forgotten":
         monkeypatch.setitem(head_module.KEPT_BYTES, "cpu", 0)
@@ -57,8 +60,10 @@ def test_linear_head_and_its_gradients(
         "w": torch.randn(vocabulary, hidden, dtype=torch.float64),
         "b": torch.randn(vocabulary, dtype=torch.float64),
     }
-    targets = torch.randint(0, vocabulary, (tokens,))
-    g_lp, g_ent = torch.randn(2, tokens, dtype=torch.float64)
+    targets = torch.randint(0, vocabulary, (tokens, *several))
+    if several:
+        targets[:, -1] = targets[:, 0]
+    g_lp, g_ent = torch.randn(tokens, *several, dtype=torch.float64), torch.randn(tokens, dtype=torch.float64)
     transform = LogitTransform(scale=0.7, softcap=softcap)
     factor = 2.0 if promise == "broken" else 1.0
     expected = (

@@ -13,6 +13,7 @@ from ...engine.adapters.config import AdapterConfig
 from ...engine.adapters.slot import AdapterStep
 from ...engine.config import OptimConfig
 from ...engine.errors import ConfigError
+from ...engine.loss import output_shape
 from ...engine.packing.batch import PackedBatch
 from ...engine.packing.microbatch import balance
 from ...losses.token_sums import TokenSumLoss
@@ -26,7 +27,8 @@ class AdapterRequest:
 
     Args:
         adapter: The name of the adapter; None for the frozen model without any, which can only be evaluated.
-        batch: The documents, of which `labels` may be any tokens (`PackedBatch.free_labels`), with the fields that the loss reads.
+        batch: The documents, of which `labels` may be any tokens (`PackedBatch.free_labels`), with the fields that the loss reads, and with
+            `targets` for several of each token; see `AdapterCall`.
         loss: The loss.
         forward_only: Whether to evaluate the loss only, without gradients.
     """
@@ -44,7 +46,7 @@ class AdapterReply:
     Args:
         loss: The loss; NaN if there is an error.
         metrics: The metrics of the loss.
-        log_probs: `[T]` float32, the log-probability of each label, in the order of the batch, of the very pass that gradients are of.
+        log_probs: `[T]` or `[T, K]` float32, the log-probability of each label or target, in the order of the batch, of the very pass that gradients are of.
         error: Why the request has changed nothing; empty if it is done.
     """
 
@@ -188,7 +190,7 @@ def _reply(
     """Return the reply to a request, with the log-probabilities of all data-parallel ranks in the order of its documents."""
     if result.error is not None:
         return AdapterReply(loss=result.loss, error=str(result.error))
-    log_probs = torch.zeros(request.batch.num_tokens)
+    log_probs = torch.zeros(output_shape("log_probs", request.batch))
     for rows, part in zip(assigned, parts, strict=True):
         if part is not None:
             log_probs[request.batch.token_index(rows)] = part

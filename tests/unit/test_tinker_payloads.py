@@ -1,0 +1,95 @@
+"""The datums of requests of the training service: matrices that may be sparse, and what is wrong with them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from drivetrain.engine.errors import BatchError
+from drivetrain.losses.token_sums import TokenSumLoss
+from drivetrain.serve.tinker import messages, payloads
+from drivetrain.serve.tinker.payloads import batches_of, parse_forward_backward
+from helpers.tinker_service import forward_backward
+
+LOSS = TokenSumLoss("cross_entropy")
+DATUM = {"tokens": [1, 2], "target_tokens": [[0, 5, 0], [7, 0, 9]], "weights": [[0.0, 1.0, 0.0], [2.0, 0.0, -1.0]]}
+
+
+def request(datum: dict[str, Any] = DATUM, *, sparse: bool = True) -> Any:
+    return parse_forward_backward(forward_backward("m", 1, [datum], sparse=sparse))
+
+
+def indices(*values: int) -> bytes:
+    return np.asarray(values, dtype="<i8").tobytes()
+
+
+def test_a_sparse_matrix_is_the_dense_one() -> None:
+    for sparse in (False, True):
+        (batch,) = batches_of(request(sparse=sparse).data, LOSS, 8)
+        assert batch.token_fields["targets"].tolist() == DATUM["target_tokens"]
+        assert batch.token_fields["loss_weights"].tolist() == DATUM["weights"]
+        assert batch.labels.tolist() == [0, 7]
+
+
+def test_datums_in_a_row_with_as_many_targets_are_one_batch() -> None:
+    one: dict[str, Any] = {"tokens": [1], "target_tokens": [3], "weights": [1.0]}
+    data = [parse_forward_backward(forward_backward("m", 1, [d])).data[0] for d in (one, one, DATUM, DATUM, one)]
+    batches = batches_of(data, LOSS, 8)
+    assert [(batch.lengths, batch.names) for batch in batches] == [
+        ([1, 1], ("datum 0", "datum 1")),
+        ([2, 2], ("datum 2", "datum 3")),
+        ([1], ("datum 4",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"crow_indices": indices(0, 1)}, "not a sparse matrix"),
+        ({"crow_indices": indices(0, 1, 4)}, "not a sparse matrix"),
+        ({"crow_indices": indices(1, 1, 3)}, "not a sparse matrix"),
+        ({"crow_indices": indices(0, 9, 3)}, "not a sparse matrix"),
+        ({"crow_indices": b"123"}, "crow_indices of target_tokens of datum 0 has 3 bytes"),
+        ({"col_indices": indices(1, 0, 3)}, "not a sparse matrix"),
+        ({"col_indices": indices(1, -1, 2)}, "not a sparse matrix"),
+        ({"col_indices": indices(1, 0)}, "not a sparse matrix"),
+        ({"col_indices": indices(1, 2, 2)}, "do not ascend"),
+        ({"values": indices(5, -7, 9)}, "has the token id -7"),
+    ],
+)
+def test_a_damaged_sparse_matrix_is_refused(change: dict[str, bytes], message: str) -> None:
+    damaged = request()
+    for name, value in change.items():
+        setattr(damaged.data[0].loss_fn_inputs["target_tokens"].sparse_csr, name, value)
+    with pytest.raises(BatchError, match=message):
+        batches_of(damaged.data, LOSS, 8)
+
+
+def test_shapes_that_do_not_fit() -> None:
+    for shape, message in (
+        ([2, 2, 1], "or several"),
+        ([3, 2], "or several"),
+        ([2, 0], "from 1 to 1024 targets"),
+        ([2, 1025], "from 1 to 1024 targets"),
+        ([2], "is sparse, and"),
+    ):
+        wrong = request()
+        for tensor in wrong.data[0].loss_fn_inputs.values():
+            tensor.shape[:] = shape
+        with pytest.raises(BatchError, match=message):
+            batches_of(wrong.data, LOSS, 8)
+    with pytest.raises(BatchError, match="more than this service takes, 1"):
+        batches_of(request().data, LOSS, 1)
+    other = request()
+    other.data[0].loss_fn_inputs["weights"].dtype = messages.INT32
+    other.data[0].loss_fn_inputs["weights"].shape[:] = [2, 2]
+    with pytest.raises(BatchError, match=r"weights of datum 0 is \[2, 2\]"):
+        batches_of(other.data, LOSS, 8)
+
+
+def test_what_is_small_because_it_is_sparse_is_not_built_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payloads, "MOST_TARGETS", 11)
+    data = request().data
+    assert len(batches_of(data, LOSS, 8)) == 1
+    with pytest.raises(BatchError, match="the datums up to 1 have 12 targets, more than 11"):
+        batches_of([*data, *data], LOSS, 8)
