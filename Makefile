@@ -99,7 +99,7 @@ setup-tinker: $(SETUP)
 
 # The training service with clients of several versions, each in a Python environment of its own.
 test-tinker: setup-tinker
-	$(PY) -m pytest tests/e2e/test_tinker_versions.py
+	$(PY) -m pytest tests/e2e/test_tinker_versions.py tests/e2e/test_tinker_recipes.py
 
 setup-agents: $(SETUP)
 	.ci/setup-agents

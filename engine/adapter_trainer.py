@@ -9,7 +9,7 @@ Axes: T tokens of a call's batch, K targets of each.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -57,12 +57,14 @@ class AdapterCall:
             `targets`, `[T, K]`, the loss is of the log-probabilities of these tokens, instead of the labels.
         loss: The loss, a sum over tokens; its weights are not used. Its request is log-probabilities at a temperature of 1.
         forward_only: Whether to evaluate the loss only, without gradients.
+        top_k: How many of the most likely next tokens of each token to return.
     """
 
     adapter: str | None
     batch: PackedBatch | None
     loss: Loss
     forward_only: bool = False
+    top_k: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,6 +77,8 @@ class AdapterCallResult:
         metrics: The metrics of the loss, each sum / count.
         log_probs: `[T]` or `[T, K]` float32 on the host, the log-probability of each label or target of this rank's shard in the pass
             that gradients are of; 0 where a label is ignored. None without documents here.
+        top_tokens: `[T, k]` int64 on the host, the ids of the most likely next tokens, the most likely first; None if nobody asked for them.
+        top_log_probs: `[T, k]` float32 on the host, their log-probabilities.
         error: What is wrong with the call, which then has changed nothing; None if it is done.
     """
 
@@ -82,6 +86,8 @@ class AdapterCallResult:
     terms: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     log_probs: Tensor | None = None
+    top_tokens: Tensor | None = None
+    top_log_probs: Tensor | None = None
     error: DrivetrainError | None = None
 
 
@@ -186,6 +192,10 @@ class AdapterTrainer:
                     f"a loss of {type(call.loss).__name__} needs {call.loss.request}; losses of adapters that are trained side by side are "
                     f"functions of log-probabilities: {REQUEST}"
                 )
+            if not 0 <= call.top_k <= self._engine.model_shape.vocabulary:
+                raise ConfigError(
+                    f"top_k={call.top_k}; it must be from 0 to the {self._engine.model_shape.vocabulary} tokens of the model"
+                )
             if call.batch is not None:
                 self._check_batch(call.batch, call.loss)
         except DrivetrainError as e:
@@ -260,7 +270,7 @@ class _CallRun:
         self.targets = targets
         self.terms: dict[str, list[Tensor]] = defaultdict(list)
         self.metrics: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
-        self.log_probs: list[tuple[tuple[int, ...], Tensor]] = []
+        self.outputs: list[tuple[tuple[int, ...], dict[str, Tensor]]] = []
 
     def part(self, segment: Segment) -> PackedBatch:
         """Return the documents of a segment."""
@@ -286,17 +296,20 @@ class _CallRun:
             for name, (value, number) in of_metrics.items():
                 total, many = metrics.get(name, (0.0, 0.0))
                 metrics[name] = total + value, many + number
-        batch = self.call.batch
-        log_probs = None
-        if batch is not None:
-            log_probs = torch.zeros(output_shape("log_probs", batch))
-            for documents, values in self.log_probs:
-                log_probs[batch.token_index(documents)] = values.float().cpu()
+        outputs: dict[str, Tensor] = {}
+        if (batch := self.call.batch) is not None:
+            for documents, values in self.outputs:
+                rows = batch.token_index(documents)
+                for name, output in values.items():
+                    on_host = (output.float() if output.is_floating_point() else output).cpu()
+                    outputs.setdefault(name, on_host.new_zeros(batch.num_tokens, *output.shape[1:]))[rows] = on_host
         return AdapterCallResult(
             loss=sum(terms.values()),
             terms=dict(terms),
             metrics={name: value / number if number else math.nan for name, (value, number) in metrics.items()},
-            log_probs=log_probs,
+            log_probs=outputs.get("log_probs"),
+            top_tokens=outputs.get("top_tokens"),
+            top_log_probs=outputs.get("top_log_probs"),
         )
 
 
@@ -340,7 +353,8 @@ class CallAccumulator:
             if known is not None:
                 gradient[start : start + segment.tokens] = known["log_probs"]
         expected = {"log_probs": gradient} if self._backward else None
-        return HeadRequest(outputs=REQUEST, mask=mask, targets=targets, expected=expected)
+        request = replace(REQUEST, top_k=self.runs[0].call.top_k)
+        return HeadRequest(outputs=request, mask=mask, targets=targets, expected=expected)
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
         """Return the sum of the losses of a pass."""
@@ -356,7 +370,7 @@ class CallAccumulator:
                 run.terms[name].append(value.detach())
             for name, pair in sums.metrics.items():
                 run.metrics[name].append(pair)
-            run.log_probs.append((segment.documents, log_probs.detach()))
+            run.outputs.append((segment.documents, {name: value[rows].detach() for name, value in outputs.present().items()}))
         return torch.stack([total.to(totals[0].dtype) for total in totals]).sum()
 
 
@@ -374,14 +388,15 @@ def _check_targets(targets: Tensor, vocabulary: int) -> None:
 
 
 def _alike(runs: "Mapping[int, _CallRun]") -> "Iterator[dict[int, _CallRun]]":
-    """Yield calls with the same number of targets, which share passes. Those of one adapter stay in their order."""
+    """Yield calls of which the head computes the same outputs, which share passes. Those of one adapter stay in their order."""
     left = dict(runs)
     while left:
-        count = next(iter(left.values())).targets
+        first = next(iter(left.values()))
+        kind = first.targets, first.call.top_k
         held: set[str | None] = set()
         chosen: dict[int, _CallRun] = {}
         for index, run in left.items():
-            if run.targets == count and run.call.adapter not in held:
+            if (run.targets, run.call.top_k) == kind and run.call.adapter not in held:
                 chosen[index] = run
             else:
                 held.add(run.call.adapter)

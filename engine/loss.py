@@ -15,7 +15,9 @@ from .packing.batch import IGNORE, PackedBatch
 
 TARGETS = "targets"
 """The token field of batches whose tokens have several targets each, `[T, K]` int64, whose log-probabilities are computed instead of the label's."""
-OUTPUTS = ("log_probs", "entropy", "values", "greedy", "sum_squared_probs")
+TOP_K = ("top_tokens", "top_log_probs")
+"""The names of the outputs that are requested by a number, `OutputRequest.top_k`."""
+OUTPUTS = ("log_probs", "entropy", "values", "greedy", "sum_squared_probs", *TOP_K)
 """The names of the per-token outputs, in their order."""
 
 
@@ -29,6 +31,7 @@ class OutputRequest:
         values: Whether to return the output of the value head.
         greedy: Whether to return the most likely next token.
         sum_squared_probs: Whether to return the sum of the squares of all next tokens' probabilities.
+        top_k: How many of the most likely next tokens to return, `top_tokens`, with their log-probabilities, `top_log_probs`.
         temperature: The number by which the logits are divided first.
         routed_experts: Whether to return the experts that tokens went to, `[T, L, K]`, of all tokens; not for a loss, but for
             `BaseEngine.infer_batch`. See `ops.expert_routes`.
@@ -40,6 +43,7 @@ class OutputRequest:
     values: bool = False
     greedy: bool = False
     sum_squared_probs: bool = False
+    top_k: int = 0
     temperature: float = 1.0
     routed_experts: bool = False
     others: tuple[str, ...] = ()
@@ -47,11 +51,13 @@ class OutputRequest:
     def __post_init__(self) -> None:
         if isinstance(self.others, str):
             raise ConfigError(f"OutputRequest(others={self.others!r}); give a tuple: ({self.others!r},)")
+        if self.top_k < 0:
+            raise ConfigError(f"OutputRequest(top_k={self.top_k}); it must be a number of tokens, or 0 for none")
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the requested outputs of the head, in the order of `TokenOutputs`."""
-        return (*(n for n in OUTPUTS if getattr(self, n)), *self.others)
+        return (*(n for n in OUTPUTS if (self.top_k if n in TOP_K else getattr(self, n))), *self.others)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,6 +71,8 @@ class TokenOutputs:
         values: `[T]` float, the outputs of the value head.
         greedy: `[T]` int64, the most likely next tokens' ids; they carry no gradient.
         sum_squared_probs: `[T]` float, the sums of the squares of the next tokens' probabilities; they carry no gradient.
+        top_tokens: `[T, k]` int64, the ids of the most likely next tokens, the most likely first; they carry no gradient.
+        top_log_probs: `[T, k]` float, their log-probabilities; they carry no gradient.
         others: Output name -> `[T, ...]` float, the outputs of a head of another type.
     """
 
@@ -74,6 +82,8 @@ class TokenOutputs:
     values: Tensor | None = None
     greedy: Tensor | None = None
     sum_squared_probs: Tensor | None = None
+    top_tokens: Tensor | None = None
+    top_log_probs: Tensor | None = None
     others: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod

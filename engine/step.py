@@ -12,7 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import BatchError
-from .loss import HeadRequest, Loss, LossSums, OutputRequest, StepResult, TokenOutputs, combine, expected_gradient, loss_mask
+from .loss import (
+    TOP_K,
+    HeadRequest,
+    Loss,
+    LossSums,
+    OutputRequest,
+    StepResult,
+    TokenOutputs,
+    combine,
+    expected_gradient,
+    loss_mask,
+)
 from .offload import peak_bytes
 from .ops.expert_loads import ExpertLoads
 from .ops.expert_routes import FREE, ROUTED_EXPERTS, ExpertRoutes, RouterShape
@@ -319,11 +330,11 @@ class OutputCollector:
 
     def _filled(self) -> dict[str, Tensor]:
         tokens, device = self._batch.num_tokens, self._batch.device
-        dtypes = {name: torch.int64 if name == "greedy" else torch.float32 for name in self._request.names}
+        dtypes = {name: torch.int64 if name in ("greedy", "top_tokens") else torch.float32 for name in self._request.names}
+        shapes = {**self._shapes, **dict.fromkeys(TOP_K, (self._request.top_k,))}
         # Of the same shape on every stage of a pipeline, of which the last one alone has outputs.
         filled = {
-            name: torch.zeros(tokens, *self._shapes.get(name, ()), dtype=dtype, device=device)
-            for name, dtype in dtypes.items()
+            name: torch.zeros(tokens, *shapes.get(name, ()), dtype=dtype, device=device) for name, dtype in dtypes.items()
         }
         if self._found:
             index = torch.cat([self._batch.token_index(self._parts[part]) for part, _ in self._found])

@@ -247,6 +247,10 @@ class StepPlanner:
                 f"{', '.join(outputs.names) or 'nothing'} requested from a model with model.head={self._model.head}, which returns "
                 f"{', '.join(has)}"
             )
+        if 0 < self._shape.vocabulary < outputs.top_k:
+            raise ConfigError(
+                f"top_k={outputs.top_k} requested from a model with {self._shape.vocabulary} tokens; request at most as many"
+            )
         plan = plan_step(
             self._topology,
             batch,

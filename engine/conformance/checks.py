@@ -311,7 +311,7 @@ def _check_outputs(
 ) -> None:
     reference = PlainReference(engine_factory.folder, OPTIM)
     batch = engine_factory.pack(documents, indices)
-    request = OutputRequest(log_probs=True, entropy=True, sum_squared_probs=True, temperature=0.7)
+    request = OutputRequest(log_probs=True, entropy=True, sum_squared_probs=True, top_k=3, temperature=0.7)
     outputs = engine.infer_batch(batch, request)
     all_tokens = torch.ones(batch.num_tokens, dtype=torch.bool)
     greedy = engine.infer_batch(batch, OutputRequest(greedy=True), tokens=all_tokens)["greedy"]
@@ -332,6 +332,13 @@ def _check_outputs(
         squares = (2 * distribution).exp().sum(-1).detach()
         error = float((outputs["sum_squared_probs"][start : end - 1] - squares).abs().max()) if len(squares) else 0.0
         assert_that(error <= 1e-5, f"the sum of squared probabilities of document {i} differs by {error:.1e}")
+        top = distribution.detach().gather(1, outputs["top_tokens"][start : end - 1])
+        # Of tokens that are as likely as each other, either may be named.
+        for expected in (distribution.detach().topk(3, -1).values, outputs["top_log_probs"][start : end - 1]):
+            error = float((top - expected).abs().max()) if len(top) else 0.0
+            assert_that(
+                error <= 1e-4, f"the most likely tokens of document {i}, or their log-probabilities, differ by {error:.1e}"
+            )
         likeliest = reference.logits(documents[i]).argmax(-1)
         assert_that(torch.equal(greedy[start:end], likeliest), f"the most likely tokens of document {i} differ")
 

@@ -205,7 +205,8 @@ class PackedModel(HFModel):
             entropy=part.outputs.entropy,
             greedy=part.outputs.greedy,
             sum_squared_probs=part.outputs.sum_squared_probs,
+            top_k=part.outputs.top_k,
             expected=None if gradients is None else {name: value[rows] for name, value in gradients.items()},
             regions=self.head_regions,
         )
-        return {name: value for name, value in head_outputs._asdict().items() if getattr(part.outputs, name)}
+        return {name: value for name, value in head_outputs._asdict().items() if name in part.outputs.names}

@@ -175,10 +175,11 @@ class PackedGPTModel(GPTModel):
             entropy=outputs.entropy,
             greedy=outputs.greedy,
             sum_squared_probs=outputs.sum_squared_probs,
+            top_k=outputs.top_k,
             expected=part.expected,
             shard=VocabularyShard(group=tp, first=first_row) if tp.size() > 1 else None,
         )
-        return {name: value for name, value in head_outputs._asdict().items() if getattr(outputs, name)}
+        return {name: value for name, value in head_outputs._asdict().items() if name in outputs.names}
 
 
 def padding_id(config: PreTrainedConfig) -> int | None:

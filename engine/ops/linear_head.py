@@ -78,12 +78,16 @@ class HeadOutputs(NamedTuple):
         entropy: The entropies in nats, `[T]`, or None.
         greedy: The most likely tokens, `[T]` int64, or None. They carry no gradient.
         sum_squared_probs: The sums of the squares of the probabilities, `[T]`, or None. They carry no gradient.
+        top_tokens: The most likely tokens in order, `[T, k]` int64, or None. They carry no gradient.
+        top_log_probs: Their log-probabilities, `[T, k]`, or None. They carry no gradient.
     """
 
     log_probs: Tensor
     entropy: Tensor | None
     greedy: Tensor | None
     sum_squared_probs: Tensor | None
+    top_tokens: Tensor | None = None
+    top_log_probs: Tensor | None = None
 
 
 def chunk_tokens(vocabulary: int, device_type: str) -> int:
@@ -111,6 +115,7 @@ def linear_head(
     entropy: bool = False,
     greedy: bool = False,
     sum_squared_probs: bool = False,
+    top_k: int = 0,
     expected: Mapping[str, Tensor] | None = None,
     chunk: int | None = None,
     shard: VocabularyShard | None = None,
@@ -129,6 +134,7 @@ def linear_head(
         entropy: Whether to compute the entropy too.
         greedy: Whether to compute the most likely token too.
         sum_squared_probs: Whether to compute the sum of the squared probabilities too.
+        top_k: How many of the most likely tokens to compute too, at most as many as the full vocabulary has.
         expected: The gradients with respect to "log_probs" and "entropy", of their shapes, that the backward pass is expected to
             receive. They only save work: if it receives others, it computes the correct gradient from those.
         chunk: The chunk size C; by default from `chunk_tokens`.
@@ -138,17 +144,22 @@ def linear_head(
     """
     assert shard is None or regions is None
     size = chunk or chunk_tokens(len(weight_vh), weight_vh.device.type)
-    settings = _Settings(transform, temperature, entropy, greedy, sum_squared_probs, size, shard, regions)
+    settings = _Settings(transform, temperature, entropy, greedy, sum_squared_probs, top_k, size, shard, regions)
     expected_grads = None
     low_tr, up_vr = adapter or (None, None)
     inputs = [hidden_th, weight_vh, *(adapter or ())]
     if expected is not None and torch.is_grad_enabled() and any(one.requires_grad for one in inputs):
         expected_grads = (expected.get("log_probs"), expected.get("entropy"))
-    log_probs, entropies, likeliest, squares = _LinearHead.apply(
+    log_probs, entropies, likeliest, squares, top_tokens, top_log_probs = _LinearHead.apply(
         hidden_th, weight_vh, bias_v, low_tr, up_vr, targets, settings, expected_grads
     )
     return HeadOutputs(
-        log_probs, entropies if entropy else None, likeliest if greedy else None, squares if sum_squared_probs else None
+        log_probs,
+        entropies if entropy else None,
+        likeliest if greedy else None,
+        squares if sum_squared_probs else None,
+        top_tokens if top_k else None,
+        top_log_probs if top_k else None,
     )
 
 
@@ -156,7 +167,7 @@ def final_logits(
     hidden_th: Tensor, weight_vh: Tensor, bias_v: Tensor | None = None, transform: LogitTransform = PLAIN
 ) -> Tensor:
     """Return the logits `[T, V]` of a few tokens, equal to the bit to those that `linear_head` computes with a temperature of 1."""
-    settings = _Settings(transform, 1.0, False, False, False, len(hidden_th), None, None)
+    settings = _Settings(transform, 1.0, False, False, False, 0, len(hidden_th), None, None)
     return _logits(_pairs(hidden_th, weight_vh, None, None), slice(None), bias_v, settings)[0]
 
 
@@ -167,6 +178,7 @@ class _Settings:
     entropy: bool
     greedy: bool
     squares: bool
+    top_k: int
     chunk: int
     shard: VocabularyShard | None
     regions: HeadRegions | None
@@ -237,6 +249,26 @@ def _chunk_outputs(z_cv: Tensor, targets_ck: Tensor, s: _Settings) -> ChunkOutpu
     entropy_c = lse_c1[:, 0] - totals[1 + count] / totals[0] if s.entropy else None
     squares_c = totals[-1] / totals[0].square() if s.squares else None
     return ChunkOutputs(totals[1 : 1 + count].T - lse_c1, lse_c1, entropy_c, greedy_c, squares_c)
+
+
+def _top(z_cv: Tensor, lse_c1: Tensor, s: _Settings) -> tuple[Tensor, Tensor]:
+    """Return the most likely tokens of a chunk, `[C, k]`, and their log-probabilities."""
+    values, tokens = z_cv.topk(min(s.top_k, z_cv.shape[1]), 1)
+    if s.shard is not None:
+        # The most likely of all are among those of each rank, of which one may have fewer rows than are asked for.
+        tokens = tokens + s.shard.first
+        missing = s.top_k - values.shape[1]
+        if missing:
+            values = torch.cat([values, values.new_full((len(values), missing), float("-inf"))], 1)
+            tokens = torch.cat([tokens, tokens.new_zeros(len(tokens), missing)], 1)
+        ranks = dist.get_world_size(s.shard.group)
+        both = [torch.empty(ranks * len(x), s.top_k, dtype=x.dtype, device=x.device) for x in (values, tokens)]
+        for gathered, local in zip(both, (values, tokens), strict=True):
+            dist.all_gather_into_tensor(gathered, local.contiguous(), group=s.shard.group)
+        values, tokens = (torch.cat(x.chunk(ranks), 1) for x in both)
+        values, order = values.topk(s.top_k, 1)
+        tokens = tokens.gather(1, order)
+    return tokens, values - lse_c1
 
 
 def _is_compiled(targets_ck: Tensor) -> bool:
@@ -369,7 +401,7 @@ class _LinearHead(torch.autograd.Function):
         targets: Tensor,
         s: _Settings,
         expected_grads: _Gradients | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         accurate = torch.promote_types(h_th.dtype, torch.float32)
         tokens = len(h_th)
         targets_tk = targets[:, None] if targets.dim() == 1 else targets
@@ -377,6 +409,8 @@ class _LinearHead(torch.autograd.Function):
         entropies = torch.empty(tokens if s.entropy else 0, dtype=accurate, device=h_th.device)
         likeliest = torch.empty(tokens if s.greedy else 0, dtype=torch.int64, device=h_th.device)
         squares = torch.empty(tokens if s.squares else 0, dtype=accurate, device=h_th.device)
+        top_tokens = torch.empty(tokens if s.top_k else 0, s.top_k, dtype=torch.int64, device=h_th.device)
+        top_log_probs = torch.empty(top_tokens.shape, dtype=accurate, device=h_th.device)
         lse = torch.empty(tokens, dtype=accurate, device=h_th.device)
         needs_grad, pairs = ctx.needs_input_grad[:5], _pairs(h_th, w_vh, low_tr, up_vr)
         early = _Accumulator(pairs, bias_v, needs_grad) if expected_grads is not None and any(needs_grad) else None
@@ -391,6 +425,8 @@ class _LinearHead(torch.autograd.Function):
             kept += [(z_cv, slope_cv)] if keeps else []
             outputs = _chunk_outputs(z_cv, targets_tk[part], s)
             log_probs[part], lse[part] = outputs.log_probs_ck, outputs.lse_c1[:, 0]
+            if s.top_k:
+                top_tokens[part], top_log_probs[part] = _top(z_cv, outputs.lse_c1, s)
             if outputs.greedy_c is not None:
                 likeliest[part] = outputs.greedy_c
             if outputs.squares_c is not None:
@@ -404,8 +440,8 @@ class _LinearHead(torch.autograd.Function):
         ctx.early, ctx.kept = None if early is None else early.results(), kept
         ctx.save_for_backward(h_th, w_vh, bias_v, low_tr, up_vr, targets_tk, lse, entropies)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(likeliest, squares)
-        return log_probs.view(targets.shape), entropies, likeliest, squares
+        ctx.mark_non_differentiable(likeliest, squares, top_tokens, top_log_probs)
+        return log_probs.view(targets.shape), entropies, likeliest, squares, top_tokens, top_log_probs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -177,6 +177,15 @@ class SampleParams(msgspec.Struct):
     stop: str | list[str | int] | None = None
 
 
+class TokenMatrix(msgspec.Struct):
+    """Token ids, dense or, with the indices of rows and columns, sparse (CSR)."""
+
+    data: list[int]
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
 class SampleBody(msgspec.Struct):
     """Sample responses."""
 
@@ -190,7 +199,7 @@ class SampleBody(msgspec.Struct):
     topk_sample_logprobs: int = 0
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
-    target_prompt_logprobs: Any = None
+    target_prompt_logprobs: TokenMatrix | None = None
 
 
 class RetrieveFuture(msgspec.Struct):

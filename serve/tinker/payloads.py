@@ -1,4 +1,4 @@
-"""The bodies of requests and answers: what training and sampling compute with, in the protocol's form and back.
+"""The bodies of requests that train and of their answers, in the protocol's form and back.
 
 Everything is checked before anything is built of it. What is wrong with a request is said in the words of its sender: `target_tokens`, `weights`.
 """
@@ -17,7 +17,6 @@ from torch import Tensor
 from ...engine.errors import BatchError, ConfigError
 from ...engine.loss import TARGETS
 from ...engine.packing.batch import PackedBatch
-from ...generation.result import FinishReason
 from ...losses.token_sums import FORMULAS, TokenSumLoss
 from . import messages
 from .errors import BadRequestError
@@ -224,7 +223,10 @@ def _values(tensor: Any, shape: tuple[int, ...], title: str, *, whole: bool) -> 
             f"{title} is {list(tensor.shape)}; it must have one per token of model_input and target, {list(shape)}"
         )
     if tensor.WhichOneof("encoding") == "sparse_csr":
-        values = _dense(tensor.sparse_csr, dtype, shape, title)
+        sparse, index = tensor.sparse_csr, np.dtype("<i8")
+        starts = _numbers(sparse.crow_indices, index, f"crow_indices of {title}")
+        columns = _numbers(sparse.col_indices, index, f"col_indices of {title}")
+        values = dense(_numbers(sparse.values, dtype, title), starts, columns, shape, title)
     else:
         values = _numbers(tensor.dense, dtype, title)
         if len(values) != math.prod(shape):
@@ -249,18 +251,24 @@ def _numbers(data: bytes, dtype: np.dtype[Any], title: str) -> np.ndarray:
     return np.frombuffer(data, dtype=dtype)
 
 
-def _dense(sparse: Any, dtype: np.dtype[Any], shape: tuple[int, ...], title: str) -> np.ndarray:
-    """Return a sparse matrix (CSR) with zeros where it has no entry.
+def dense(
+    values: np.ndarray, starts: np.ndarray, columns: np.ndarray, shape: tuple[int, ...], title: str, missing: int = 0
+) -> np.ndarray:
+    """Return a sparse matrix (CSR) as a dense one.
+
+    Args:
+        values: The entries, one row after the other.
+        starts: Where the entries of each row begin, and where the last one's end.
+        columns: The column of each entry.
+        shape: The shape.
+        title: What it is, for messages.
+        missing: What stands where there is no entry.
 
     Raises:
         BatchError: It is not one of this shape, or its columns do not ascend in each row.
     """
     if len(shape) != 2:
         raise BatchError(f"{title} is sparse, and {list(shape)}; only matrices, [tokens, targets], can be sparse")
-    index = np.dtype("<i8")
-    values = _numbers(sparse.values, dtype, title)
-    starts = _numbers(sparse.crow_indices, index, f"crow_indices of {title}")
-    columns = _numbers(sparse.col_indices, index, f"col_indices of {title}")
     counts = np.diff(starts)
     if (
         len(starts) != shape[0] + 1
@@ -274,9 +282,9 @@ def _dense(sparse: Any, dtype: np.dtype[Any], shape: tuple[int, ...], title: str
     rows = np.repeat(np.arange(shape[0]), counts)
     if bool(((np.diff(columns) <= 0) & (np.diff(rows) == 0)).any()):
         raise BatchError(f"{title} is a sparse matrix whose columns do not ascend in each row")
-    dense = np.zeros(shape, dtype=dtype)
-    dense[rows, columns] = values
-    return dense
+    result = np.full(shape, missing, dtype=values.dtype)
+    result[rows, columns] = values
+    return result
 
 
 def forward_backward_answer(
@@ -307,25 +315,5 @@ def forward_backward_answer(
     answer.metrics["loss:sum"] = loss
     for name, value in metrics.items():
         answer.metrics[f"{name}:mean"] = value
-    result: bytes = answer.SerializeToString()
-    return result
-
-
-def sample_answer(
-    sequences: Sequence[tuple[Sequence[int], Sequence[float], FinishReason]], prompt_log_probs: Sequence[float] | None
-) -> bytes:
-    """Return the body of the answer to a sample request.
-
-    Args:
-        sequences: The tokens, their log-probabilities and why it ended, of each response.
-        prompt_log_probs: The log-probability of each token of the prompt, NaN for the first; None if nobody asked for them.
-    """
-    answer = messages.SampleResponse()
-    for tokens, log_probs, reason in sequences:
-        sequence = answer.sequences.add(stop_reason=messages.STOP if reason == "stop" else messages.LENGTH)
-        sequence.tokens = np.asarray(tokens, dtype="<i4").tobytes()
-        sequence.logprobs = np.asarray(log_probs, dtype="<f4").tobytes()
-    if prompt_log_probs is not None:
-        answer.prompt_logprobs = np.asarray(prompt_log_probs, dtype="<f4").tobytes()
     result: bytes = answer.SerializeToString()
     return result

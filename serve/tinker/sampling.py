@@ -6,15 +6,18 @@ import logging
 import math
 import secrets
 import sqlite3
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...engine.errors import DrivetrainError, NoWorkerError, QueueFullError, WorkerError, WorkerLostError
+from ...engine.loss import TARGETS
 from ...engine.packing.batch import PackedBatch
 from ...generation.result import FinishReason
 from ...generation.token_scheduler import GenerationRequest
@@ -24,16 +27,35 @@ from .database import Database
 from .errors import BadRequestError, reason
 from .futures import Futures, failure, new_future_id
 from .json_requests import SampleBody, parse, sampling_of
-from .payloads import sample_answer
+from .sample_answers import PromptScores, SampledResponse, TopTokens, asked_targets, sample_answer
 from .scoring import Scoring
+from .turns import Turns
 
 log = logging.getLogger(__name__)
 
+MOST_TOP_K = 1024
+MOST_PENDING = 16384
+"""The largest number of sample requests of a key that are not answered yet."""
+AT_ONCE = 256
+"""The number of responses at a time for each worker that samples."""
 MOST_SAMPLES = 1024
 """The largest number of responses to a request."""
 RETRY_S = 0.5
 """For how many seconds a response waits for workers that are being started again, or whose queues are full."""
 TRIES = 240
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Whose sampler it is, and the folder of its checkpoint; empty for the model without any adapter."""
+
+    owner: str
+    folder: str
+
+    @property
+    def name(self) -> str:
+        """The name of the adapter in the generator."""
+        return Path(self.folder).parent.name if self.folder else ""
 
 
 class SamplingService:
@@ -48,6 +70,7 @@ class SamplingService:
         room: The largest number of tokens of a prompt and its response.
         vocabulary: The number of the model's tokens.
         adapters: How many adapters a worker holds at a time.
+        at_once: How many responses are generated at a time; users whose requests wait are served in turn.
     """
 
     def __init__(
@@ -60,12 +83,15 @@ class SamplingService:
         room: int,
         vocabulary: int,
         adapters: int,
+        at_once: int = AT_ONCE,
     ) -> None:
         self._database, self._futures, self._replicas, self._scoring = database, futures, replicas, scoring
         self._texts, self._room, self._vocabulary, self._adapters = texts, room, vocabulary, adapters
         self._loaded: dict[str, int] = {}
         """The number of requests that use each adapter, the one that was used least recently first."""
         self._lock = asyncio.Lock()
+        self._turns = Turns(at_once)
+        self._pending: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
@@ -74,7 +100,7 @@ class SamplingService:
             "SELECT s.sampler, s.body, s.future, f.owner FROM samples s JOIN futures f ON f.id = s.future WHERE f.state = 'pending'"
         )
         for row in rows:
-            self._begin(row["future"], row["sampler"], row["body"])
+            self._begin(row["owner"], row["future"], row["sampler"], row["body"])
 
     async def close(self) -> None:
         """Stop all requests, which begin anew with the service."""
@@ -98,6 +124,10 @@ class SamplingService:
         number = str(request.seq_id)
         if (known := self._known(request.sampling_session_id, number, digest)) is not None:
             return known, request.num_samples
+        if self._pending[owner] >= MOST_PENDING:
+            raise BadRequestError(
+                f"{MOST_PENDING} sample requests of this key are not answered yet; send this one again later", status=429
+            )
         future = new_future_id("sample")
         # Drawn now, so that a restart gives the same responses.
         seed = secrets.randbelow(2**62)
@@ -111,7 +141,7 @@ class SamplingService:
             known = self._known(request.sampling_session_id, number, digest)
             assert known is not None
             return known, request.num_samples
-        self._begin(future, request.sampling_session_id, b"%d\n" % seed + body)
+        self._begin(owner, future, request.sampling_session_id, b"%d\n" % seed + body)
         return future, request.num_samples
 
     def _known(self, sampler: str, number: str, digest: str) -> str | None:
@@ -129,10 +159,16 @@ class SamplingService:
             task.cancel()
             await self._finish(future, "json", failure("the request was cancelled", category="user"))
 
-    def _begin(self, future: str, sampler: str, body: bytes) -> None:
+    def _begin(self, owner: str, future: str, sampler: str, body: bytes) -> None:
         task = asyncio.create_task(self._answer(future, sampler, body))
         self._tasks[future] = task
-        task.add_done_callback(lambda _: self._tasks.pop(future, None))
+        self._pending[owner] += 1
+
+        def end(_: object) -> None:
+            self._pending[owner] -= 1
+            del self._tasks[future]
+
+        task.add_done_callback(end)
 
     async def _answer(self, future: str, sampler: str, body: bytes) -> None:
         try:
@@ -158,67 +194,96 @@ class SamplingService:
         request = parse(body, SampleBody)
         _check(request)
         prompt = [token for chunk in request.prompt.chunks for token in chunk.tokens]
-        row = self._database.one("SELECT folder FROM samplers WHERE id = ?", sampler)
+        row = self._database.one("SELECT folder, owner FROM samplers WHERE id = ?", sampler)
         if row is None:
             raise BadRequestError(f"the sampler {sampler} has been deleted")
-        folder = row["folder"]
-        name = Path(folder).parent.name if folder else ""
+        source = _Source(row["owner"], row["folder"])
         room = self._room - len(prompt)
         if not prompt or room < 1:
             raise BadRequestError(
                 f"the prompt has {len(prompt)} tokens; a prompt and its response have from 2 to {self._room}"
             )
-        if not 0 <= min(prompt) <= max(prompt) < self._vocabulary:
-            raise BadRequestError(
-                f"the prompt has token ids from {min(prompt)} to {max(prompt)}; the model has those below {self._vocabulary}"
-            )
-        options, stops = sampling_of(request, name, room)
+        self._check_ids("the prompt", min(prompt), max(prompt))
+        options, stops = sampling_of(request, source.name, room)
         if stops and self._texts is None:
             raise BadRequestError("stop has texts, but the model has no tokenizer with which to see them; stop at token ids")
         if options.seed is None:
             options = replace(options, seed=int(seed))
-        scored: asyncio.Task[list[float]] | None = None
-        if request.prompt_logprobs:
-            scored = asyncio.create_task(self._prompt_log_probs(folder, prompt, request.prompt_logprobs_last_n))
+        scores = asyncio.create_task(self._prompt_scores(source, prompt, request))
         try:
             responses = await asyncio.gather(
                 *(
-                    self._response(GenerationRequest(prompt=prompt, options=options, sample=number), folder, stops)
+                    self._response(
+                        GenerationRequest(prompt=prompt, options=options, sample=number),
+                        source,
+                        stops,
+                        request.topk_sample_logprobs,
+                    )
                     for number in range(request.num_samples)
                 )
             )
-            return sample_answer(responses, None if scored is None else await scored)
+            return sample_answer(responses, await scores)
         finally:
-            if scored is not None:
-                scored.cancel()
+            scores.cancel()
 
-    async def _prompt_log_probs(self, folder: str, prompt: Sequence[int], last: int | None) -> list[float]:
-        """Return the log-probability of each token of a prompt; NaN for the first, and before the last ones that are asked for."""
-        result = [math.nan] * len(prompt)
-        if len(prompt) > 1:
-            ids = torch.tensor(prompt, dtype=torch.int64)
-            batch = PackedBatch(
-                input_ids=ids[:-1],
-                position_ids=torch.arange(len(prompt) - 1),
-                cu_seqlens=torch.tensor([0, len(prompt) - 1]),
-                labels=ids[1:],
-                free_labels=True,
+    def _check_ids(self, title: str, lowest: int, highest: int) -> None:
+        if not 0 <= lowest <= highest < self._vocabulary:
+            raise BadRequestError(
+                f"{title} has token ids from {lowest} to {highest}; the model has those below {self._vocabulary}"
             )
-            reply = await self._scoring.score(folder, batch)
+
+    async def _prompt_scores(self, source: "_Source", prompt: Sequence[int], request: SampleBody) -> PromptScores:
+        """Return what a request asks about its prompt."""
+        last = request.prompt_logprobs_last_n
+        hidden = 1 if last is None else max(1, len(prompt) - last)
+        log_probs: list[float] | None = None
+        top: TopTokens | None = None
+        targets: np.ndarray | None = None
+        positions, asked = len(prompt) - 1, request.target_prompt_logprobs
+        if request.prompt_logprobs or request.topk_prompt_logprobs:
+            log_probs = [math.nan] * len(prompt)
+            k = request.topk_prompt_logprobs
+            top_tokens, top_log_probs = np.zeros((len(prompt), k), dtype=np.int64), np.zeros((len(prompt), k))
+            if positions:
+                reply = await self._scoring.score(source.owner, source.folder, _next_tokens(prompt), top_k=k)
+                assert reply.log_probs is not None
+                log_probs[1:] = reply.log_probs.tolist()
+                if reply.top_tokens is not None and reply.top_log_probs is not None:
+                    top_tokens[1:], top_log_probs[1:] = reply.top_tokens.numpy(), reply.top_log_probs.numpy()
+            log_probs[:hidden] = [math.nan] * min(hidden, len(prompt))
+            top = TopTokens(tokens=top_tokens, log_probs=top_log_probs, empty=hidden) if k else None
+        if asked is not None:
+            ids = asked_targets(asked, positions)
+            self._check_ids("target_prompt_logprobs", max(int(ids.min()), 0), int(ids.max(initial=0)))
+            batch = _next_tokens(prompt).with_fields(**{TARGETS: torch.from_numpy(ids).clamp_min(0)})
+            reply = await self._scoring.score(source.owner, source.folder, batch)
             assert reply.log_probs is not None
-            result[1:] = reply.log_probs.tolist()
-        if last is not None:
-            hidden = max(0, len(prompt) - last)
-            result[:hidden] = [math.nan] * hidden
-        return result
+            targets = np.where(ids < 0, 0.0, reply.log_probs.numpy())
+        return PromptScores(log_probs=log_probs if request.prompt_logprobs else None, top=top, targets=targets, asked=asked)
+
+    async def _top_of_response(self, source: "_Source", prompt: Sequence[int], tokens: Sequence[int], k: int) -> TopTokens:
+        """Return the most likely tokens in the place of each token of a response, of a pass over all of it."""
+        reply = await self._scoring.score(source.owner, source.folder, _next_tokens([*prompt, *tokens]), top_k=k)
+        assert reply.top_tokens is not None
+        assert reply.top_log_probs is not None
+        rows = slice(len(prompt) - 1, None)
+        return TopTokens(tokens=reply.top_tokens[rows].numpy(), log_probs=reply.top_log_probs[rows].numpy())
 
     async def _response(
-        self, request: GenerationRequest, folder: str, stops: Sequence[str]
-    ) -> tuple[list[int], list[float], FinishReason]:
-        """Return the tokens of a response, their log-probabilities and why it ended. It begins anew if its worker dies."""
+        self, request: GenerationRequest, source: "_Source", stops: Sequence[str], top_k: int
+    ) -> SampledResponse:
+        """Return a response, as soon as it is its user's turn. It begins anew if its worker dies."""
+        async with self._turns.place(source.owner):
+            response = await self._generated(request, source, stops)
+        if top_k and response.tokens:
+            top = await self._top_of_response(source, request.prompt, response.tokens, top_k)
+            response = replace(response, top=top)
+        return response
+
+    async def _generated(self, request: GenerationRequest, source: "_Source", stops: Sequence[str]) -> SampledResponse:
         for attempt in range(TRIES):
             try:
-                return await self._attempt(request, folder, stops)
+                return await self._attempt(request, source, stops)
             except (NoWorkerError, QueueFullError, WorkerLostError):
                 if attempt == TRIES - 1:
                     raise
@@ -226,16 +291,14 @@ class SamplingService:
                 # A worker that was started again has no adapters.
                 if "there is no adapter" not in str(e) or attempt == TRIES - 1:
                     raise
-                self._loaded.pop(request.options.adapter, None)
+                self._loaded.pop(source.name, None)
             await asyncio.sleep(RETRY_S)
         raise AssertionError("unreachable")
 
-    async def _attempt(
-        self, request: GenerationRequest, folder: str, stops: Sequence[str]
-    ) -> tuple[list[int], list[float], FinishReason]:
-        name = request.options.adapter
+    async def _attempt(self, request: GenerationRequest, source: "_Source", stops: Sequence[str]) -> SampledResponse:
+        name = source.name
         if name:
-            await self._hold(name, folder)
+            await self._hold(name, source.folder)
         try:
             tokens: list[int] = []
             log_probs: list[float] = []
@@ -247,8 +310,9 @@ class SamplingService:
                     if text is not None:
                         text.add(token.token)
                         if text.stopped:
-                            return tokens, log_probs, "stop"
-                return tokens, log_probs, "stop" if stream.finish_reason == "stop" else "length"
+                            return SampledResponse(tokens=tokens, log_probs=log_probs, reason="stop")
+                reason: FinishReason = "stop" if stream.finish_reason == "stop" else "length"
+                return SampledResponse(tokens=tokens, log_probs=log_probs, reason=reason)
         finally:
             if name in self._loaded:
                 self._loaded[name] -= 1
@@ -277,16 +341,27 @@ async def _call(method: str, *args: Any) -> Any:
     return await worker.acall(method, *rest)
 
 
+def _next_tokens(tokens: Sequence[int]) -> PackedBatch:
+    """Return a document whose labels are the next tokens, the last one too."""
+    ids = torch.tensor(tokens, dtype=torch.int64)
+    return PackedBatch(
+        input_ids=ids[:-1],
+        position_ids=torch.arange(len(ids) - 1),
+        cu_seqlens=torch.tensor([0, len(ids) - 1]),
+        labels=ids[1:],
+        free_labels=True,
+    )
+
+
 def _check(request: SampleBody) -> None:
     """Refuse what the service cannot answer, instead of leaving it out."""
-    for name, value in (
-        ("topk_prompt_logprobs", request.topk_prompt_logprobs),
-        ("topk_sample_logprobs", request.topk_sample_logprobs),
-        ("prompt_alt_tokens_k", request.prompt_alt_tokens_k),
-        ("target_prompt_logprobs", request.target_prompt_logprobs),
-    ):
-        if value:
-            raise BadRequestError(f"{name} is not supported by this service; leave it out")
+    if request.prompt_alt_tokens_k:
+        raise BadRequestError("prompt_alt_tokens_k is not supported by this service; leave it out")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if not 0 <= getattr(request, name) <= MOST_TOP_K:
+            raise BadRequestError(f"{name}={getattr(request, name)}; it must be from 0 to {MOST_TOP_K}")
+    if request.target_prompt_logprobs is not None and sum(len(chunk.tokens) for chunk in request.prompt.chunks) < 2:
+        raise BadRequestError("target_prompt_logprobs of a prompt of one token, before which there is nothing; leave it out")
     if request.prompt_logprobs_last_n is not None and request.prompt_logprobs_last_n < 0:
         raise BadRequestError(f"prompt_logprobs_last_n={request.prompt_logprobs_last_n}; it must be at least 0")
     if other := [chunk.type for chunk in request.prompt.chunks if chunk.type != "encoded_text"]:

@@ -8,11 +8,13 @@ from pathlib import Path
 import torch
 
 from ...engine.errors import DrivetrainError, WorkerLostError
+from ...engine.loss import output_shape
 from ...engine.packing.batch import PackedBatch
 from ...losses.token_sums import TokenSumLoss
 from ...workers.roles.adapters import AdapterReply, AdapterRequest
 from .errors import BadRequestError, reason
 from .training_group import TrainingGroup
+from .turns import in_turn
 
 SCORERS = 4
 """How many checkpoints are held for that, beside the adapters that are trained."""
@@ -22,6 +24,7 @@ ATTEMPTS = 3
 
 @dataclass(eq=False)
 class _Score:
+    owner: str
     request: AdapterRequest
     folder: str
     done: "asyncio.Future[AdapterReply]"
@@ -40,15 +43,19 @@ class Scoring:
     def __init__(self, group: TrainingGroup, tokens: int, wake: Callable[[], None]) -> None:
         self._group, self._tokens, self._wake = group, tokens, wake
         self._waiting: list[_Score] = []
+        self._last = ""
+        """The user who was served last."""
         self._held: dict[str, None] = {}
         """The checkpoints that are held, the one that was used least recently first."""
 
-    async def score(self, folder: str, batch: PackedBatch) -> AdapterReply:
-        """Return the log-probabilities of a batch's labels with the factors of a checkpoint.
+    async def score(self, owner: str, folder: str, batch: PackedBatch, *, top_k: int = 0) -> AdapterReply:
+        """Return the log-probabilities of a batch's labels, or of its several targets of each token, with the factors of a checkpoint.
 
         Args:
+            owner: Who asks. Users are served in turn.
             folder: The folder of the checkpoint; empty for the model without any adapter.
             batch: The documents.
+            top_k: How many of the most likely next tokens of each token to return too.
 
         Raises:
             DrivetrainError: They cannot be computed.
@@ -56,11 +63,12 @@ class Scoring:
         done: asyncio.Future[AdapterReply] = asyncio.get_running_loop().create_future()
         request = AdapterRequest(
             adapter=_name(folder) if folder else None,
-            batch=batch.with_fields(loss_weights=torch.zeros(batch.num_tokens)),
+            batch=batch.with_fields(loss_weights=torch.zeros(output_shape("log_probs", batch))),
             loss=TokenSumLoss("cross_entropy"),
             forward_only=True,
+            top_k=top_k,
         )
-        self._waiting.append(_Score(request, folder, done))
+        self._waiting.append(_Score(owner, request, folder, done))
         self._wake()
         return await done
 
@@ -81,12 +89,13 @@ class Scoring:
         """
         chosen: list[_Score] = []
         tokens = 0
-        for one in self._waiting:
+        for one in in_turn(self._waiting, [one.owner for one in self._waiting], self._last):
             folders = {other.folder for other in (*chosen, one)} - {""}
             tokens += one.request.batch.num_tokens
             if len(folders) > SCORERS or (chosen and tokens > self._tokens):
                 break
             chosen.append(one)
+            self._last = one.owner
         errors: dict[str, str] = {}
         try:
             for folder in dict.fromkeys(one.folder for one in chosen if one.folder):
@@ -112,7 +121,8 @@ class Scoring:
             raise
         except DrivetrainError as e:
             replies = [AdapterReply(loss=0.0, error=reason(e))] * len(chosen)
-        del self._waiting[: len(chosen)]
+        done = set(chosen)
+        self._waiting = [one for one in self._waiting if one not in done]
         for one, reply in zip(chosen, replies, strict=True):
             if one.done.done():
                 continue

@@ -35,7 +35,7 @@ from ..openai.text import Texts
 from .app import TrainingApp
 from .database import Database
 from .futures import Futures
-from .sampling import SamplingService
+from .sampling import AT_ONCE, SamplingService
 from .scoring import SCORERS
 from .settings import TrainingServiceSettings, read_keys
 from .training import Training, TrainingLimits
@@ -188,7 +188,15 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
         room = min([await worker.acall("largest_request") for worker in replicas.workers])
         room = min(room, context_of(config) or room)
         sampling = SamplingService(
-            database, futures, replicas, training.scoring, _texts(folder), room, config.vocab_size, settings.max_adapters
+            database,
+            futures,
+            replicas,
+            training.scoring,
+            _texts(folder),
+            room,
+            config.vocab_size,
+            settings.max_adapters,
+            AT_ONCE * args.samplers,
         )
         app.append(TrainingApp(settings, database, futures, training, sampling, lambda: secrets.randbelow(2**62)))
         await training.start()

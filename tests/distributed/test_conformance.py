@@ -139,6 +139,12 @@ class WrongOrder(FSDPEngine):
         return {name: value.roll(1) for name, value in found.items()}
 
 
+class MisordersTopTokens(FSDPEngine):
+    def infer_batch(self, batch: PackedBatch, outputs: Any, **options: Any) -> dict[str, Tensor]:
+        found = super().infer_batch(batch, outputs, **options)
+        return {name: value.roll(1, -1) if name == "top_tokens" else value for name, value in found.items()}
+
+
 class RoundsWeights(FSDPEngine):
     @contextlib.contextmanager
     def named_weights(self, **options: Any) -> Iterator[Any]:
@@ -224,7 +230,7 @@ BROKEN: dict[str, list[type[FSDPEngine]]] = {
     "zero_weight": [IgnoresEmptyBatch],
     "budget": [IgnoresBudget],
     "non_finite": [SwallowsNaN],
-    "infer": [WrongOrder],
+    "infer": [WrongOrder, MisordersTopTokens],
     "weights": [RoundsWeights],
     "modes": [AllowsAnyMode],
     "accumulation": [AveragesCalls],

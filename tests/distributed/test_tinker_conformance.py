@@ -160,9 +160,9 @@ class AsTheyCome(Training):
 class LiveSnapshots(SamplingService):
     """Has the factors of the latest snapshot in all samplers."""
 
-    async def _prompt_log_probs(self, folder: str, *args: Any) -> list[float]:
+    async def _prompt_scores(self, source: Any, *args: Any) -> Any:
         newest = self._database.read("SELECT folder FROM samplers WHERE folder != '' ORDER BY rowid DESC LIMIT 1")
-        return await super()._prompt_log_probs(newest[0]["folder"] if folder else "", *args)
+        return await super()._prompt_scores(replace(source, folder=newest[0]["folder"] if source.folder else ""), *args)
 
 
 class OtherLogProbs(LocalReplicas):
@@ -190,8 +190,10 @@ class IgnoresSeeds(LocalReplicas):
 class SharesSnapshots(SamplingService):
     """Samples from the model whatever the sampler is."""
 
-    async def _attempt(self, request: Any, folder: str, stops: Any) -> Any:
-        return await super()._attempt(replace(request, options=replace(request.options, adapter="")), "", stops)
+    async def _attempt(self, request: Any, source: Any, stops: Any) -> Any:
+        return await super()._attempt(
+            replace(request, options=replace(request.options, adapter="")), replace(source, folder=""), stops
+        )
 
 
 BROKEN: dict[str, tuple[dict[str, Any], set[str]]] = {

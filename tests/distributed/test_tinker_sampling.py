@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.serve.tinker import messages
@@ -74,6 +76,73 @@ def tokens_of(answer: Any) -> list[list[int]]:
     return [np.frombuffer(one.tokens, dtype="<i4").tolist() for one in answer.sequences]
 
 
+def test_what_is_asked_about_the_prompt_and_the_response(model: Path) -> None:
+    """The most likely tokens and the tokens that the request names, by plain transformers."""
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+
+    def log_probs_of(tokens: list[int]) -> Any:
+        with torch.no_grad():
+            return plain(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+    def top_of(message: Any) -> tuple[Any, Any]:
+        shape = message.length, message.k
+        return (
+            np.frombuffer(data, dtype).reshape(shape)
+            for data, dtype in ((message.token_ids, "<i4"), (message.logprobs, "<f4"))
+        )
+
+    async def test(service: Service) -> None:
+        sampler, prompt = await sampler_of(service, await service.session(), 0), [5, 6, 7, 8, 250]
+        asked = [[6, 0, 9], [7, 299, -1], [-1, 8, 8], [250, -1, -1]]
+        rows = [(i, j) for i in range(4) for j in range(3) if asked[i][j] >= 0]
+        columns = [j for _, j in rows]
+        starts = [sum(i < row for i, _ in rows) for row in range(5)]
+        values = [asked[i][j] for i, j in rows]
+        dense = {"data": [v for row in asked for v in row], "dtype": "int64", "shape": [4, 3]}
+        sparse = {"data": values, "shape": [4, 3], "sparse_crow_indices": starts, "sparse_col_indices": columns}
+        expected = log_probs_of(prompt)
+        for seq, (targets, last) in enumerate(((dense, None), (sparse, 2))):
+            body = body_of(
+                sampler,
+                seq,
+                prompt,
+                num_samples=2,
+                prompt_logprobs=True,
+                prompt_logprobs_last_n=last,
+                topk_prompt_logprobs=4,
+                topk_sample_logprobs=3,
+                target_prompt_logprobs=targets,
+            )
+            answer = await answer_of(service, await service.post("/asample", body))
+            tokens, log_probs = top_of(answer.topk_prompt_logprobs)
+            hidden = 1 if last is None else 3
+            assert tokens.shape == (5, 4)
+            assert not tokens[:hidden].any()
+            assert (log_probs[:hidden] == -99999.0).all()
+            likeliest = expected[hidden - 1 : 4].topk(4)
+            assert tokens[hidden:].tolist() == likeliest.indices.tolist()
+            np.testing.assert_allclose(log_probs[hidden:], likeliest.values, rtol=1e-5, atol=1e-5)
+            named = answer.target_prompt_logprobs
+            assert list(named.shape) == [4, 3]
+            of_named = [float(expected[i, asked[i][j]]) for i, j in rows]
+            if last is None:
+                got = np.frombuffer(named.dense, dtype="<f4").reshape(4, 3)
+                assert [[bool(v) for v in row] for row in got.tolist()] == [[v >= 0 for v in row] for row in asked]
+                found = [got[i, j] for i, j in rows]
+            else:
+                assert np.frombuffer(named.sparse_csr.crow_indices, dtype="<i8").tolist() == starts
+                assert np.frombuffer(named.sparse_csr.col_indices, dtype="<i8").tolist() == columns
+                found = np.frombuffer(named.sparse_csr.values, dtype="<f4").tolist()
+            np.testing.assert_allclose(found, of_named, rtol=1e-5, atol=1e-5)
+            for response, ids in zip(answer.sequences, tokens_of(answer), strict=True):
+                tokens, log_probs = top_of(response.topk_sampled_logprobs)
+                likeliest = log_probs_of([*prompt, *ids])[4:-1].topk(3)
+                assert tokens.tolist() == likeliest.indices.tolist()
+                np.testing.assert_allclose(log_probs, likeliest.values, rtol=1e-5, atol=1e-5)
+
+    serve(model, test)
+
+
 def test_samples_and_what_is_refused(model: Path) -> None:
     async def test(service: Service) -> None:
         sampler = await sampler_of(service, await service.session(), 0)
@@ -94,8 +163,24 @@ def test_samples_and_what_is_refused(model: Path) -> None:
         scores = np.frombuffer(answer.prompt_logprobs, dtype="<f4").tolist()
         assert [math.isnan(score) for score in scores] == [True, True, False]
         wrong: list[tuple[dict[str, Any], str]] = [
-            ({"topk_prompt_logprobs": 3}, "topk_prompt_logprobs is not supported"),
-            ({"topk_sample_logprobs": 3}, "topk_sample_logprobs is not supported"),
+            ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs=-1"),
+            ({"topk_sample_logprobs": 2000}, "topk_sample_logprobs=2000"),
+            ({"topk_sample_logprobs": 400}, "top_k=400"),
+            ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k is not supported"),
+            ({"target_prompt_logprobs": {"data": [1, 2], "shape": [2, 1]}}, "must be [1, K]"),
+            ({"target_prompt_logprobs": {"data": [1], "shape": [1, 2]}}, "has 1 numbers"),
+            ({"target_prompt_logprobs": {"data": [300], "shape": [1, 1]}}, "has token ids from 300 to 300"),
+            (
+                {
+                    "target_prompt_logprobs": {
+                        "data": [1],
+                        "shape": [1, 1],
+                        "sparse_crow_indices": [0, 2],
+                        "sparse_col_indices": [0],
+                    }
+                },
+                "not a sparse matrix",
+            ),
             ({"params": {"top_k": 0}}, "top_k=0"),
             ({"params": {"top_p": 0.0}}, "top_p=0.0"),
             ({"params": {"temperature": -1.0}}, "temperature=-1.0"),

@@ -19,13 +19,14 @@ class TinkerProcess:
         folder: The model.
         state: Its state.
         options: Its other arguments.
+        name: The name of the model.
     """
 
-    def __init__(self, folder: Path, state: Path, *options: str) -> None:
+    def __init__(self, folder: Path, state: Path, *options: str, name: str = "tiny") -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        words = ["tinker", f"tiny={folder}", "--port", str(self.port), "--state", str(state), *options]
+        words = ["tinker", f"{name}={folder}", "--port", str(self.port), "--state", str(state), *options]
         self._command = [sys.executable, "-m", "drivetrain.cli", *words]
         self._environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self.start()

@@ -74,7 +74,7 @@ def test_linear_head_and_its_gradients(
         leaf = {k: v.clone().requires_grad_() for k, v in values.items()}
         b = leaf["b"] if bias else None
         if ours:
-            lp, ent, _, squares = linear_head(
+            lp, ent, _, squares, top, top_lp = linear_head(
                 leaf["h"],
                 leaf["w"],
                 targets,
@@ -83,6 +83,7 @@ def test_linear_head_and_its_gradients(
                 temperature=1.3,
                 entropy=entropy,
                 sum_squared_probs=True,
+                top_k=5,
                 expected=expected,
                 chunk=16,
                 regions=regions,
@@ -91,6 +92,11 @@ def test_linear_head_and_its_gradients(
             assert not squares.requires_grad
             z = transform_logits(leaf["h"], leaf["w"], b, transform) / 1.3
             torch.testing.assert_close(squares, z.softmax(-1).square().sum(-1).detach())
+            assert top_lp is not None
+            assert not top_lp.requires_grad
+            likeliest = z.log_softmax(-1).detach().topk(5, -1)
+            torch.testing.assert_close(top, likeliest.indices)
+            torch.testing.assert_close(top_lp, likeliest.values)
         else:
             lp, ent = plain_head(leaf["h"], leaf["w"], b, targets, transform, 1.3)
         ((lp * g_lp).sum() + ((ent * g_ent).sum() if entropy and ent is not None else 0)).backward()

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from ...engine.adapter_checkpoint import adapter_config_of
@@ -13,7 +12,6 @@ from ...engine.adapters.config import AdapterConfig
 from ...engine.adapters.slot import AdapterStep
 from ...engine.config import OptimConfig
 from ...engine.errors import ConfigError
-from ...engine.loss import output_shape
 from ...engine.packing.batch import PackedBatch
 from ...engine.packing.microbatch import balance
 from ...losses.token_sums import TokenSumLoss
@@ -31,12 +29,14 @@ class AdapterRequest:
             `targets` for several of each token; see `AdapterCall`.
         loss: The loss.
         forward_only: Whether to evaluate the loss only, without gradients.
+        top_k: How many of the most likely next tokens of each token to return.
     """
 
     adapter: str | None
     batch: PackedBatch
     loss: TokenSumLoss
     forward_only: bool = False
+    top_k: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,12 +47,16 @@ class AdapterReply:
         loss: The loss; NaN if there is an error.
         metrics: The metrics of the loss.
         log_probs: `[T]` or `[T, K]` float32, the log-probability of each label or target, in the order of the batch, of the very pass that gradients are of.
+        top_tokens: `[T, k]` int64, the ids of the most likely next tokens, the most likely first; None if nobody asked for them.
+        top_log_probs: `[T, k]` float32, their log-probabilities.
         error: Why the request has changed nothing; empty if it is done.
     """
 
     loss: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     log_probs: Tensor | None = None
+    top_tokens: Tensor | None = None
+    top_log_probs: Tensor | None = None
     error: str = ""
 
 
@@ -127,11 +131,12 @@ class AdapterWorker(Worker):
                 batch=request.batch.select(rows) if (rows := of_request[topology.dp_rank]) else None,
                 loss=request.loss,
                 forward_only=request.forward_only,
+                top_k=request.top_k,
             )
             for request, of_request in zip(requests, assigned, strict=True)
         ]
         results = self.trainer.forward_backward(calls)
-        local = [result.log_probs for result in results] if topology.is_output_rank else None
+        local = [_outputs(result) for result in results] if topology.is_output_rank else None
         by_shard = [part for part in topology.all_gather_object(local) if part is not None]
         return [
             _reply(request, result, of_request, [part[number] for part in by_shard])
@@ -185,13 +190,29 @@ class AdapterWorker(Worker):
 
 
 def _reply(
-    request: AdapterRequest, result: AdapterCallResult, assigned: Sequence[Sequence[int]], parts: Sequence[Tensor | None]
+    request: AdapterRequest,
+    result: AdapterCallResult,
+    assigned: Sequence[Sequence[int]],
+    parts: Sequence[Mapping[str, Tensor]],
 ) -> AdapterReply:
-    """Return the reply to a request, with the log-probabilities of all data-parallel ranks in the order of its documents."""
+    """Return the reply to a request, with the outputs of all data-parallel ranks in the order of its documents."""
     if result.error is not None:
         return AdapterReply(loss=result.loss, error=str(result.error))
-    log_probs = torch.zeros(output_shape("log_probs", request.batch))
+    outputs: dict[str, Tensor] = {}
     for rows, part in zip(assigned, parts, strict=True):
-        if part is not None:
-            log_probs[request.batch.token_index(rows)] = part
-    return AdapterReply(loss=result.loss, metrics=dict(result.metrics), log_probs=log_probs)
+        for name, value in part.items():
+            whole = outputs.setdefault(name, value.new_zeros(request.batch.num_tokens, *value.shape[1:]))
+            whole[request.batch.token_index(rows)] = value
+    return AdapterReply(
+        loss=result.loss,
+        metrics=dict(result.metrics),
+        log_probs=outputs.get("log_probs"),
+        top_tokens=outputs.get("top_tokens"),
+        top_log_probs=outputs.get("top_log_probs"),
+    )
+
+
+def _outputs(result: AdapterCallResult) -> dict[str, Tensor]:
+    """Return what a call has for each token of this rank's documents; nothing without any."""
+    outputs = {"log_probs": result.log_probs, "top_tokens": result.top_tokens, "top_log_probs": result.top_log_probs}
+    return {name: value for name, value in outputs.items() if value is not None}
