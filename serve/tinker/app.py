@@ -8,10 +8,11 @@ import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ...engine.errors import DrivetrainError
@@ -30,7 +31,8 @@ log = logging.getLogger(__name__)
 
 PREFIX = "/api/v1"
 PROTOBUF = "application/x-protobuf"
-FLAGS = {"sample_cancel_enabled": True}
+FLAGS = {"sample_use_retrieve_futures": True}
+DYNAMIC_FLAGS = {"sample_cancel_enabled": True}
 """What the client is told that differs from its defaults."""
 Handler = Callable[[Request, str], Awaitable[Response]]
 
@@ -84,6 +86,7 @@ class TrainingApp:
             ("POST", "/join_sampling_session", self._join_sampler),
             ("POST", "/asample", self._sample),
             ("POST", "/retrieve_future", self._retrieve),
+            ("POST", "/retrieve_futures", self._retrieve_many),
             ("POST", "/cancel_future", self._cancel),
             ("GET", "/training_runs", self._runs),
             ("GET", run, self._run),
@@ -93,11 +96,14 @@ class TrainingApp:
             ("POST", f"{checkpoint}/publish", self._publish),
             ("DELETE", f"{checkpoint}/publish", self._unpublish),
             ("PUT", f"{checkpoint}/ttl", self._set_ttl),
+            ("GET", f"{checkpoint}/external_weights_urls", self._external_urls),
             ("POST", "/weights_info", self._weights_info),
         ]
         app = Starlette(
             routes=[
-                Route("/api/v1/healthz", self._health, methods=["GET"]),
+                Route(f"{PREFIX}/healthz", self._health, methods=["GET"]),
+                # Without a key: the address is one.
+                Route(f"{PREFIX}/downloads/{{token}}/{{name:path}}", self._download, methods=["GET"]),
                 *(Route(PREFIX + path, self._guarded(handler), methods=[method]) for method, path, handler in routes),
             ]
         )
@@ -133,10 +139,10 @@ class TrainingApp:
         return JSONResponse({"status": "ok" if healthy else "failed"}, status_code=200 if healthy else 503)
 
     async def _config(self, request: Request, owner: str) -> Response:
-        return JSONResponse({})
+        return JSONResponse(FLAGS)
 
     async def _dynamic_config(self, request: Request, owner: str) -> Response:
-        return JSONResponse(FLAGS)
+        return JSONResponse(DYNAMIC_FLAGS)
 
     async def _telemetry(self, request: Request, owner: str) -> Response:
         # Not read: it may hold the client's key.
@@ -202,6 +208,7 @@ class TrainingApp:
             await self.end_session(row["id"])
         await self._checkpoints.remove_expired()
         await self._checkpoints.remove_samplers(silent)
+        await self._checkpoints.remove_published(silent)
         await self._futures.drop_old()
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -326,16 +333,18 @@ class TrainingApp:
             row = self._database.one("SELECT owner FROM models WHERE id = ?", model)
             return load.path, self._checkpoints.find(load.path, row["owner"] if row else "")["folder"], load.optimizer
         save = wire.parse(body, wire.SaveWeights)
-        if save.kind != "snapshot":
+        if save.kind not in ("snapshot", "inflight"):
+            raise BadRequestError(f"kind={save.kind[:40]!r}; it must be snapshot or inflight")
+        if save.kind == "inflight" and kind != "save_weights_for_sampling_session":
             raise BadRequestError(
-                f"kind={save.kind[:40]!r}: samplers of this service do not change while they sample; use snapshot"
+                "kind='inflight' with a path: weights that change have no path; leave it out, or use snapshot"
             )
         if kind == "save_weights_for_sampling_session":
             row = self._database.one("SELECT session, base FROM models WHERE id = ?", model)
             assert row is not None
             if save.sampling_session_seq_id is None:
                 raise BadRequestError("save_weights_for_sampler needs path or sampling_session_seq_id")
-            return row["session"], save.sampling_session_seq_id, row["base"]
+            return row["session"], save.sampling_session_seq_id, row["base"], save.kind == "inflight"
         path = wire.checkpoint_path(
             save, {"save_weights": "weights", "save_weights_external": "external_weights"}.get(kind, "sampler_weights")
         )
@@ -407,6 +416,21 @@ class TrainingApp:
             return JSONResponse({"queue_state": "active"}, status_code=408)
         return Response(result.payload, media_type=PROTOBUF if result.state == "protobuf" else "application/json")
 
+    async def _retrieve_many(self, request: Request, owner: str) -> Response:
+        ask = wire.parse(await request.body(), wire.RetrieveFutures)
+        self._sampler_row(ask.target.sampling_session_id, owner)
+        seconds = self._settings.poll_s if ask.timeout is None else min(max(ask.timeout, 0.0), self._settings.poll_s)
+        rows = await self._sampling.completions(
+            ask.target.sampling_session_id, ask.target.cloned_sampler_id, ask.prev_cursor, seconds
+        )
+        completions = [
+            {"state": "failed", "request_id": row["future"]}
+            if row["state"] == "json"
+            else {"state": "finished", "request_id": row["future"], "response_payload_uncompressed_size": row["size"]}
+            for row in rows
+        ]
+        return JSONResponse({"completions": completions, "cursor": rows[-1]["completed"] if rows else ask.prev_cursor})
+
     async def _cancel(self, request: Request, owner: str) -> Response:
         await self._sampling.cancel(wire.parse(await request.body(), wire.RetrieveFuture).request_id, owner)
         return Response(status_code=204)
@@ -465,6 +489,20 @@ class TrainingApp:
             raise BadRequestError(f"ttl_seconds={ttl}; it must be above 0, or null to keep the checkpoint")
         await self._checkpoints.change(self._named(request), owner, "expires", None if ttl is None else time.time() + ttl)
         return Response(status_code=204)
+
+    async def _external_urls(self, request: Request, owner: str) -> Response:
+        token, files, until = self._checkpoints.sign_download(self._named(request), owner)
+        address = f"{request.base_url}{PREFIX[1:]}/downloads/{token}/"
+        return JSONResponse({"urls": {name: address + quote(name) for name in files}, "expires": until.isoformat()})
+
+    async def _download(self, request: Request) -> Response:
+        try:
+            file = await asyncio.to_thread(
+                self._checkpoints.download, request.path_params["token"], request.path_params["name"]
+            )
+        except BadRequestError as e:
+            return JSONResponse({"detail": str(e)}, status_code=e.status)
+        return FileResponse(file)
 
     async def _weights_info(self, request: Request, owner: str) -> Response:
         row = self._checkpoints.find(wire.parse(await request.body(), wire.PathRequest).tinker_path, owner)

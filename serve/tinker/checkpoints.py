@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 import shutil
 import time
 from datetime import UTC, datetime
@@ -10,7 +11,13 @@ from typing import Any
 
 from .database import Database
 from .errors import BadRequestError
-from .paths import KINDS, CheckpointPath
+from .model_operations import exported
+from .paths import EXTERNAL, KINDS, CheckpointPath
+
+DOWNLOAD_S = 3600.0
+"""For how many seconds the address of a file that can be downloaded is valid."""
+REPLACED_S = 600.0
+"""For how many seconds weights are kept that newer ones have replaced, for what began with them."""
 
 
 class Checkpoints:
@@ -22,6 +29,7 @@ class Checkpoints:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._downloads: dict[str, tuple[Path, float]] = {}
 
     def exists(self, path: CheckpointPath) -> bool:
         """Return whether there is a checkpoint."""
@@ -102,6 +110,51 @@ class Checkpoints:
                 )
             )
             await self._remove_unused(row["folder"])
+
+    def sign_download(self, text: str, owner: str) -> tuple[str, list[str], datetime]:
+        """Return a token with which anybody can download the files of an exported checkpoint for some time, their names, and until when.
+
+        Raises:
+            BadRequestError: There is no such checkpoint that they may use, or it is not one that was exported.
+        """
+        row = self.find(text, owner)
+        if row["kind"] != EXTERNAL:
+            raise BadRequestError(f"{text[:200]} is not an exported checkpoint; save one with save_weights_external")
+        folder = exported(row["folder"])
+        files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+        token, until = secrets.token_urlsafe(32), time.time() + DOWNLOAD_S
+        self._downloads = {one: known for one, known in self._downloads.items() if known[1] > time.time()}
+        self._downloads[token] = folder, until
+        return token, files, datetime.fromtimestamp(until, UTC)
+
+    def download(self, token: str, name: str) -> Path:
+        """Return the file that is downloaded.
+
+        Raises:
+            BadRequestError: The token is wrong, or its time is over, or there is no such file.
+        """
+        folder, until = self._downloads.get(token, (Path(), 0.0))
+        # The name is compared, and never joined to a folder.
+        files = {str(file.relative_to(folder)): file for file in folder.rglob("*")} if until > time.time() else {}
+        if name not in files or not files[name].is_file():
+            raise BadRequestError(
+                "there is no such file, or the address is no longer valid; ask for external_weights_urls again", status=404
+            )
+        return files[name]
+
+    async def remove_published(self, ended_before: float) -> None:
+        """Remove weights that samplers have replaced by newer ones for some time, and those of models whose sessions have ended.
+
+        Args:
+            ended_before: When the last sign of life of an ended session came, at the latest.
+        """
+        sql = (
+            "SELECT p.number, p.folder FROM published p JOIN models m ON m.id = p.model JOIN sessions s ON s.id = m.session WHERE "
+            "(s.finished = 1 AND s.seen < ?) OR (p.created < ? AND p.number < (SELECT MAX(number) FROM published WHERE model = p.model))"
+        )
+        for row in self._database.read(sql, ended_before, time.time() - REPLACED_S):
+            await asyncio.wrap_future(self._database.execute(("DELETE FROM published WHERE number = ?", (row["number"],))))
+            await asyncio.to_thread(shutil.rmtree, Path(row["folder"]).parent, ignore_errors=True)
 
     async def remove_expired(self) -> None:
         """Remove the checkpoints whose time is over."""

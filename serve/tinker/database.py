@@ -35,14 +35,21 @@ CREATE TABLE IF NOT EXISTS checkpoints (
     created REAL NOT NULL, expires REAL, public INTEGER NOT NULL DEFAULT 0, metadata TEXT NOT NULL, PRIMARY KEY (model, kind, name));
 CREATE TABLE IF NOT EXISTS samplers (
     id TEXT PRIMARY KEY, session TEXT NOT NULL, owner TEXT NOT NULL, base TEXT NOT NULL, path TEXT, folder TEXT NOT NULL,
-    bytes INTEGER NOT NULL DEFAULT 0, clients INTEGER NOT NULL DEFAULT 0);
+    bytes INTEGER NOT NULL DEFAULT 0, clients INTEGER NOT NULL DEFAULT 0, live TEXT NOT NULL DEFAULT '',
+    completed INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS published (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL, owner TEXT NOT NULL, folder TEXT NOT NULL, bytes INTEGER NOT NULL, created REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS samples (
-    sampler TEXT NOT NULL, seq TEXT NOT NULL, body BLOB, digest TEXT NOT NULL, future TEXT NOT NULL, PRIMARY KEY (sampler, seq));
+    sampler TEXT NOT NULL, seq TEXT NOT NULL, body BLOB, digest TEXT NOT NULL, future TEXT NOT NULL,
+    completed INTEGER, PRIMARY KEY (sampler, seq));
 CREATE INDEX IF NOT EXISTS models_of_session ON models (session);
 CREATE INDEX IF NOT EXISTS models_of_owner ON models (owner);
 CREATE INDEX IF NOT EXISTS samplers_of_folder ON samplers (folder);
+CREATE INDEX IF NOT EXISTS published_of_model ON published (model);
+CREATE INDEX IF NOT EXISTS completed_samples ON samples (sampler, completed);
+CREATE INDEX IF NOT EXISTS samples_of_future ON samples (future);
 """
-FORMAT = "1"
+FORMAT = "2"
 _AT_ONCE = 256
 PATIENCE_S = 300.0
 """For how many seconds a change waits while another program holds the file."""

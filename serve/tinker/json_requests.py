@@ -209,6 +209,22 @@ class RetrieveFuture(msgspec.Struct):
     allow_metadata_only: bool = False
 
 
+class SamplerTarget(msgspec.Struct):
+    """The requests of a sampler, or of a copy of it in another process."""
+
+    sampling_session_id: str
+    cloned_sampler_id: int = 0
+
+
+class RetrieveFutures(msgspec.Struct):
+    """Ask which requests of a sampler are done."""
+
+    target: SamplerTarget
+    prev_cursor: int = 0
+    timeout: float | None = None
+    retrieved_request_ids: list[str] = []
+
+
 class PathRequest(msgspec.Struct):
     """A question about a checkpoint."""
 

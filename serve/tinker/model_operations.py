@@ -1,5 +1,6 @@
 """What requests of a model do beside forward and backward passes, and the folders that they write."""
 
+import asyncio
 import json
 import logging
 import secrets
@@ -10,10 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ...checkpoint_tools import merge
 from ...engine.adapters.config import AdapterConfig
 from ...engine.errors import DrivetrainError, WorkerLostError
 from .database import Database
 from .errors import BadRequestError, reason
+from .paths import EXTERNAL
 from .settings import TrainingServiceSettings
 from .training_group import TrainingGroup
 from .training_queue import CREATE, ModelQueue, QueuedRequest
@@ -45,7 +48,7 @@ class ModelOperations:
             Path(row["folder"]).parent.name
             for row in self._database.read(
                 "SELECT saved_folder AS folder FROM models UNION SELECT folder FROM checkpoints UNION SELECT folder FROM samplers "
-                "UNION SELECT source AS folder FROM models"
+                "UNION SELECT source AS folder FROM models UNION SELECT folder FROM published"
             )
             if row["folder"]
         }
@@ -137,6 +140,13 @@ class ModelOperations:
     async def _save_weights(self, queue: ModelQueue, request: QueuedRequest) -> Outcome:
         path, settings = request.arguments
         folder = await self._group.save(queue.model, str(self._checkpoints / secrets.token_hex(16)))
+        if path.kind == EXTERNAL:
+            # What is downloaded is what peft loads.
+            try:
+                await asyncio.to_thread(merge, folder, exported(folder), adapters="only")
+            except DrivetrainError:
+                remove_folder(folder)
+                raise
         sql = "SELECT folder, bytes FROM checkpoints WHERE model = ? AND kind = ? AND name = ?"
         before = self._database.one(sql, path.model, path.kind, path.name)
         size = self._checked_size(folder, queue.owner, 0 if before is None else before["bytes"])
@@ -156,13 +166,13 @@ class ModelOperations:
         Raises:
             BadRequestError: The key may not have as much; the checkpoint is removed again.
         """
-        size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+        size = sum(file.stat().st_size for file in Path(folder).parent.rglob("*") if file.is_file())
         # What has become a sampler by its path is counted once.
         sql = (
             "SELECT COALESCE(SUM(bytes), 0) AS bytes FROM (SELECT bytes FROM checkpoints WHERE owner = ? UNION ALL "
-            "SELECT bytes FROM samplers WHERE owner = ?)"
+            "SELECT bytes FROM samplers WHERE owner = ? UNION ALL SELECT bytes FROM published WHERE owner = ?)"
         )
-        used = self._database.read(sql, owner, owner)[0]["bytes"] - freed
+        used = self._database.read(sql, owner, owner, owner)[0]["bytes"] - freed
         if used + size > self._settings.max_disk_mib * 2**20:
             remove_folder(folder)
             raise BadRequestError(
@@ -172,18 +182,27 @@ class ModelOperations:
         return size
 
     async def _save_for_sampling(self, queue: ModelQueue, request: QueuedRequest) -> Outcome:
-        session, number, base = request.arguments
+        session, number, base, is_live = request.arguments
         folder = await self._group.save(queue.model, str(self._checkpoints / secrets.token_hex(16)))
         sampler = f"{session}:sample:{number}"
         if self._database.one("SELECT 1 FROM samplers WHERE id = ?", sampler) is not None:
             remove_folder(folder)
             raise BadRequestError(f"there is a sampler {number} of this session already; number each anew")
         size = self._checked_size(folder, queue.owner, 0)
-        row = (
-            "INSERT INTO samplers (id, session, owner, base, path, folder, bytes) VALUES (?, ?, ?, ?, NULL, ?, ?)",
-            (sampler, session, queue.owner, base, folder, size),
+        insert = (
+            "INSERT INTO samplers (id, session, owner, base, path, folder, bytes, live) VALUES (?, ?, ?, ?, NULL, ?, ?, ?)"
         )
-        return {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler}, [row]
+        rows: list[Statement]
+        if is_live:
+            publish = "INSERT INTO published (model, owner, folder, bytes, created) VALUES (?, ?, ?, ?, ?)"
+            rows = [
+                (publish, (queue.model, queue.owner, folder, size, time.time())),
+                (insert, (sampler, session, queue.owner, base, "", 0, queue.model)),
+            ]
+        else:
+            rows = [(insert, (sampler, session, queue.owner, base, folder, size, ""))]
+        request.publishes = is_live
+        return {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler}, rows
 
     _operations: dict[str, Callable[["ModelOperations", ModelQueue, QueuedRequest], Awaitable[Outcome]]] = {
         CREATE: _create_model,
@@ -194,6 +213,11 @@ class ModelOperations:
         "save_weights_for_sampling_session": _save_for_sampling,
         "save_weights_external": _save_weights,
     }
+
+
+def exported(checkpoint: str) -> Path:
+    """Return the folder with the files that are downloaded of a checkpoint."""
+    return Path(checkpoint).parent / "peft"
 
 
 def remove_folder(checkpoint: str) -> None:

@@ -8,6 +8,7 @@ import secrets
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,16 +46,30 @@ RETRY_S = 0.5
 TRIES = 240
 
 
+MOST_COMPLETIONS = 1000
+CLONE = 10**9
+"""How many requests the copies of a sampler in other processes have numbers for: those of copy number N begin at N times as many."""
+
+
 @dataclass(frozen=True)
 class _Source:
-    """Whose sampler it is, and the folder of its checkpoint; empty for the model without any adapter."""
+    """What a sampler samples from.
+
+    Args:
+        owner: Whose it is.
+        folder: The folder of its checkpoint; empty for the model without any adapter.
+        live: The model whose newest published weights it takes over while it samples; empty if its weights are fixed.
+    """
 
     owner: str
     folder: str
+    live: str = ""
 
     @property
     def name(self) -> str:
         """The name of the adapter in the generator."""
+        if self.live:
+            return f"live {self.live}"
         return Path(self.folder).parent.name if self.folder else ""
 
 
@@ -89,6 +104,11 @@ class SamplingService:
         self._texts, self._room, self._vocabulary, self._adapters = texts, room, vocabulary, adapters
         self._loaded: dict[str, int] = {}
         """The number of requests that use each adapter, the one that was used least recently first."""
+        self._folders: dict[str, str] = {}
+        """The checkpoint that each adapter was loaded from."""
+        self._news: dict[str, asyncio.Event] = {}
+        """By sampler, what those wait for who ask which of its requests are done."""
+        self._refreshes: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
         self._turns = Turns(at_once)
         self._pending: Counter[str] = Counter()
@@ -104,9 +124,10 @@ class SamplingService:
 
     async def close(self) -> None:
         """Stop all requests, which begin anew with the service."""
-        for task in self._tasks.values():
+        tasks = [*self._tasks.values(), *self._refreshes]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def submit(self, owner: str, body: bytes) -> tuple[str, int]:
         """Take a request; return the id of its result and the number of responses.
@@ -132,7 +153,7 @@ class SamplingService:
         # Drawn now, so that a restart gives the same responses.
         seed = secrets.randbelow(2**62)
         row = (
-            "INSERT INTO samples VALUES (?, ?, ?, ?, ?)",
+            "INSERT INTO samples (sampler, seq, body, digest, future) VALUES (?, ?, ?, ?, ?)",
             (request.sampling_session_id, number, b"%d\n" % seed + body, digest, future),
         )
         try:
@@ -157,7 +178,38 @@ class SamplingService:
         """Stop a request, whose result is then an error."""
         if self._futures.get(future, owner).state == "pending" and (task := self._tasks.get(future)) is not None:
             task.cancel()
-            await self._finish(future, "json", failure("the request was cancelled", category="user"))
+            row = self._database.one("SELECT sampler FROM samples WHERE future = ?", future)
+            assert row is not None
+            await self._finish(row["sampler"], future, "json", failure("the request was cancelled", category="user"))
+
+    async def completions(self, sampler: str, clone: int, after: int, seconds: float) -> list[sqlite3.Row]:
+        """Return the requests of a sampler that are done, as soon as there are any, and at the latest after some seconds.
+
+        Args:
+            sampler: The sampler.
+            clone: The number of the copy of it that asks; 0 for the sampler itself.
+            after: The number of the last one that is known, in the order in which they were done.
+            seconds: For how long to wait.
+
+        Returns:
+            Rows with `future`, `state`, `size` in bytes and the number `completed`.
+        """
+        if not 0 <= clone < 2**63 // CLONE:
+            raise BadRequestError(f"cloned_sampler_id={clone}; it must be from 0 to {2**63 // CLONE - 1}")
+        sql = (
+            "SELECT s.future, s.completed, f.state, LENGTH(f.payload) AS size FROM samples s JOIN futures f ON f.id = s.future "
+            "WHERE s.sampler = ? AND s.completed > ? AND CAST(s.seq AS INTEGER) BETWEEN ? AND ? ORDER BY s.completed LIMIT ?"
+        )
+        end = asyncio.get_running_loop().time() + seconds
+        while True:
+            # Before the look, so that nothing is missed after it.
+            news = self._news.setdefault(sampler, asyncio.Event())
+            rows = self._database.read(sql, sampler, after, clone * CLONE, (clone + 1) * CLONE - 1, MOST_COMPLETIONS)
+            left = end - asyncio.get_running_loop().time()
+            if rows or left <= 0:
+                return rows
+            with suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), left)
 
     def _begin(self, owner: str, future: str, sampler: str, body: bytes) -> None:
         task = asyncio.create_task(self._answer(future, sampler, body))
@@ -181,23 +233,27 @@ class SamplingService:
         except Exception as e:  # whoever waits has to be told
             log.exception("a sample request failed")
             payload, state = failure(f"{type(e).__name__}: {e}", category="server"), "json"
-        await self._finish(future, state, payload)
+        await self._finish(sampler, future, state, payload)
 
-    async def _finish(self, future: str, state: str, payload: bytes) -> None:
+    async def _finish(self, sampler: str, future: str, state: str, payload: bytes) -> None:
         finished = self._futures.finished(future, state, payload)  # type: ignore[arg-type]
-        body = ("UPDATE samples SET body = NULL WHERE future = ?", (future,))
-        await asyncio.wrap_future(self._database.execute(finished, body))
+        count = ("UPDATE samplers SET completed = completed + 1 WHERE id = ?", (sampler,))
+        number = "UPDATE samples SET body = NULL, completed = (SELECT completed FROM samplers WHERE id = ?) WHERE future = ?"
+        await asyncio.wrap_future(self._database.execute(finished, count, (number, (sampler, future))))
         self._futures.wake(future)
+        if (news := self._news.pop(sampler, None)) is not None:
+            news.set()
 
     async def _sample(self, sampler: str, stored: bytes) -> bytes:
         seed, _, body = stored.partition(b"\n")
         request = parse(body, SampleBody)
         _check(request)
         prompt = [token for chunk in request.prompt.chunks for token in chunk.tokens]
-        row = self._database.one("SELECT folder, owner FROM samplers WHERE id = ?", sampler)
+        row = self._database.one("SELECT folder, owner, live FROM samplers WHERE id = ?", sampler)
         if row is None:
             raise BadRequestError(f"the sampler {sampler} has been deleted")
-        source = _Source(row["owner"], row["folder"])
+        folder = self._published(row["live"]) if row["live"] else row["folder"]
+        source = _Source(row["owner"], folder, row["live"])
         room = self._room - len(prompt)
         if not prompt or room < 1:
             raise BadRequestError(
@@ -292,13 +348,14 @@ class SamplingService:
                 if "there is no adapter" not in str(e) or attempt == TRIES - 1:
                     raise
                 self._loaded.pop(source.name, None)
+                self._folders.pop(source.name, None)
             await asyncio.sleep(RETRY_S)
         raise AssertionError("unreachable")
 
     async def _attempt(self, request: GenerationRequest, source: "_Source", stops: Sequence[str]) -> SampledResponse:
         name = source.name
         if name:
-            await self._hold(name, source.folder)
+            await self._hold(source)
         try:
             tokens: list[int] = []
             log_probs: list[float] = []
@@ -317,10 +374,38 @@ class SamplingService:
             if name in self._loaded:
                 self._loaded[name] -= 1
 
-    async def _hold(self, name: str, folder: str) -> None:
+    def _published(self, model: str) -> str:
+        """Return the folder of the newest weights of a model whose samplers take over new ones."""
+        row = self._database.one("SELECT folder FROM published WHERE model = ? ORDER BY number DESC LIMIT 1", model)
+        if row is None:
+            raise BadRequestError(f"the weights of {model} have been deleted, as its session has ended")
+        folder: str = row["folder"]
+        return folder
+
+    def refresh(self, model: str) -> None:
+        """Let the samplers of a model take over its newest weights, also for the responses that they are at."""
+
+        async def run() -> None:
+            source = _Source("", "", model)
+            async with self._lock:
+                if source.name in self._loaded:
+                    try:
+                        await self._load(source)
+                    except (DrivetrainError, BadRequestError) as e:
+                        # The next request tries again.
+                        log.warning("the samplers of %s have not taken over its weights: %s", model, reason(e))
+
+        task = asyncio.create_task(run())
+        self._refreshes.add(task)
+        task.add_done_callback(self._refreshes.discard)
+
+    async def _hold(self, source: _Source) -> None:
         """Load an adapter into all workers, if they do not have it, in the place of one that nobody uses."""
+        name = source.name
         async with self._lock:
             if name in self._loaded:
+                # Of a sampler whose weights change, these may be newer than what is loaded.
+                await self._load(source)
                 self._loaded[name] = self._loaded.pop(name) + 1
                 return
             while len(self._loaded) >= self._adapters:
@@ -328,11 +413,21 @@ class SamplingService:
                 if unused is None:
                     raise QueueFullError(f"{self._adapters} samplers are in use at a time")
                 del self._loaded[unused]
+                self._folders.pop(unused, None)
                 await self._replicas.on_all(partial(_call, "drop_adapter", unused))
-            for result in await self._replicas.on_all(partial(_call, "load_adapter", name, folder)):
-                if isinstance(result, BaseException):
-                    raise result
+            self._folders.pop(name, None)
+            await self._load(source)
             self._loaded[name] = 1
+
+    async def _load(self, source: _Source) -> None:
+        """Load the factors of a sampler into all workers, unless they have them."""
+        folder = self._published(source.live) if source.live else source.folder
+        if self._folders.get(source.name) == folder:
+            return
+        for result in await self._replicas.on_all(partial(_call, "load_adapter", source.name, folder)):
+            if isinstance(result, BaseException):
+                raise result
+        self._folders[source.name] = folder
 
 
 async def _call(method: str, *args: Any) -> Any:

@@ -199,6 +199,7 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
             AT_ONCE * args.samplers,
         )
         app.append(TrainingApp(settings, database, futures, training, sampling, lambda: secrets.randbelow(2**62)))
+        training.published = sampling.refresh
         await training.start()
         await sampling.start()
         house = asyncio.create_task(app[0].keep_house())

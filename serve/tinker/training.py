@@ -88,6 +88,8 @@ class Training:
         self.scoring = Scoring(group, AT_ONCE, self._wake.set)
         """What computes the log-probabilities of prompts."""
         self._task: asyncio.Task[None] | None = None
+        self.published: Callable[[str], None] = lambda model: None
+        """Called with a model whose samplers have to take over new weights."""
         self.failed: Exception | None = None
         """Why nothing is trained any more; None as long as all is well."""
 
@@ -505,6 +507,8 @@ class Training:
         if request.seq in queue.waiting:
             queue.done(request)
         self._lost.pop(request.future, None)
+        if request.publishes:
+            self.published(queue.model)
         self._futures.wake(request.future)
         if request.kind == CREATE and outcome == "failed":
             if self._queues.get(queue.model) is queue:

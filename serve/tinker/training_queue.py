@@ -31,6 +31,7 @@ class QueuedRequest:
         shapes: The shape of the targets of each of its datums.
         loads: Whether it has loaded a checkpoint.
         forward_only: Whether it is a pass that changes nothing.
+        publishes: Whether it has saved weights for samplers that take over new ones while they sample.
     """
 
     seq: int
@@ -44,6 +45,7 @@ class QueuedRequest:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     loads: bool = False
     forward_only: bool = False
+    publishes: bool = False
 
 
 @dataclass(eq=False)

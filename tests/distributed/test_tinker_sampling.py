@@ -86,10 +86,7 @@ def test_what_is_asked_about_the_prompt_and_the_response(model: Path) -> None:
 
     def top_of(message: Any) -> tuple[Any, Any]:
         shape = message.length, message.k
-        return (
-            np.frombuffer(data, dtype).reshape(shape)
-            for data, dtype in ((message.token_ids, "<i4"), (message.logprobs, "<f4"))
-        )
+        return np.frombuffer(message.token_ids, "<i4").reshape(shape), np.frombuffer(message.logprobs, "<f4").reshape(shape)
 
     async def test(service: Service) -> None:
         sampler, prompt = await sampler_of(service, await service.session(), 0), [5, 6, 7, 8, 250]
@@ -139,6 +136,109 @@ def test_what_is_asked_about_the_prompt_and_the_response(model: Path) -> None:
                 likeliest = log_probs_of([*prompt, *ids])[4:-1].topk(3)
                 assert tokens.tolist() == likeliest.indices.tolist()
                 np.testing.assert_allclose(log_probs, likeliest.values, rtol=1e-5, atol=1e-5)
+
+    serve(model, test)
+
+
+async def polled(service: Service, sampler: str, cursor: int, clone: int = 0, timeout: float | None = None) -> Any:
+    target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": clone}
+    return await service.post("/retrieve_futures", {"target": target, "prev_cursor": cursor, "timeout": timeout})
+
+
+def test_one_poll_for_all_requests_of_a_sampler(model: Path) -> None:
+    first: dict[str, Any] = {}
+
+    async def test(service: Service) -> None:
+        sampler = first["sampler"] = await sampler_of(service, await service.session(), 0)
+        assert await polled(service, sampler, 0, timeout=0.0) == {"completions": [], "cursor": 0}
+        waiting = asyncio.create_task(polled(service, sampler, 0))
+        await asyncio.sleep(0.05)
+        futures = [await service.post("/asample", body_of(sampler, seq, [5, 6])) for seq in (0, 1)]
+        wrong = await service.post("/asample", body_of(sampler, 2, [10**6]))
+        of_copy = await service.post("/asample", body_of(sampler, 3 * 10**9, [5]))
+        known: dict[str, Any] = {}
+        cursor, answer = 0, await waiting
+        # The poll that was there first is answered by the first result.
+        assert answer["completions"]
+        while True:
+            known |= {one["request_id"]: one for one in answer["completions"]}
+            assert answer["cursor"] > cursor
+            cursor = answer["cursor"]
+            if len(known) == 3:
+                break
+            answer = await polled(service, sampler, cursor)
+        assert known[wrong["request_id"]] == {"state": "failed", "request_id": wrong["request_id"]}
+        for future in futures:
+            payload = await service.post("/retrieve_future", {"request_id": future["request_id"]})
+            assert known[future["request_id"]]["response_payload_uncompressed_size"] == len(payload)
+        answer = await polled(service, sampler, 0, clone=3)
+        assert [one["request_id"] for one in answer["completions"]] == [of_copy["request_id"]]
+        await service.post("/retrieve_futures", {"target": {"sampling_session_id": "other"}}, status=404)
+        await service.post(
+            "/retrieve_futures", {"target": {"sampling_session_id": sampler, "cloned_sampler_id": -1}}, status=400
+        )
+        first["cursor"] = max(cursor, answer["cursor"])
+
+    async def again(service: Service) -> None:
+        # Results that were dropped since do not let the numbers begin again.
+        await asyncio.wrap_future(service.database.execute(("DELETE FROM samples", ())))
+        await service.post("/asample", body_of(first["sampler"], 7, [5, 6]))
+        answer = await polled(service, first["sampler"], first["cursor"])
+        assert len(answer["completions"]) == 1
+        assert answer["cursor"] > first["cursor"]
+
+    serve(model, test, again)
+
+
+def test_samplers_that_take_over_new_weights(model: Path) -> None:
+    """One that is inflight answers with the newest weights of its model, a snapshot with its own."""
+
+    async def scores_of(service: Service, sampler: str, seq: int) -> list[float]:
+        body = body_of(sampler, seq, [5, 6, 7, 8], prompt_logprobs=True, params={"temperature": 0.0, "max_tokens": 2})
+        answer = await answer_of(service, await service.post("/asample", body))
+        sampled = [float(v) for one in answer.sequences for v in np.frombuffer(one.logprobs, dtype="<f4")]
+        return [*np.frombuffer(answer.prompt_logprobs, dtype="<f4").tolist()[1:], *sampled]
+
+    async def test(service: Service) -> None:
+        session = await service.session()
+        name, seq = await service.model(session), 0
+
+        async def save(kind: str) -> str:
+            nonlocal seq
+            seq += 1
+            body = {"model_id": name, "seq_id": seq, "sampling_session_seq_id": seq, "kind": kind}
+            saved = await service.result(await service.post("/save_weights_for_sampler", body))
+            return str(saved["sampling_session_id"])
+
+        async def train() -> None:
+            nonlocal seq
+            seq += 2
+            await service.post("/forward_backward", forward_backward(name, seq - 1, datums(Random(3), 4)))
+            await service.result(await service.step(name, seq, learning_rate=0.1))
+
+        await train()
+        fixed, live = await save("snapshot"), await save("inflight")
+        before = await scores_of(service, fixed, 0)
+        assert await scores_of(service, live, 0) == pytest.approx(before, rel=1e-5)
+        await train()
+        assert await scores_of(service, live, 1) == pytest.approx(before, rel=1e-5)
+        newer = await save("inflight")
+        after = await scores_of(service, newer, 0)
+        assert after != pytest.approx(before, rel=1e-2)
+        assert await scores_of(service, live, 2) == pytest.approx(after, rel=1e-5)
+        assert await scores_of(service, fixed, 1) == pytest.approx(before, rel=1e-5)
+        rows = service.database.read("SELECT folder FROM published")
+        assert [Path(row["folder"]).is_dir() for row in rows] == [True, True]
+        await asyncio.wrap_future(service.database.execute(("UPDATE published SET created = created - 1000", ())))
+        for _ in range(100):
+            if not Path(rows[0]["folder"]).exists():
+                break
+            await asyncio.sleep(0.05)
+        # What newer weights have replaced for some time is removed; the newest stay.
+        assert [Path(row["folder"]).is_dir() for row in rows] == [False, True]
+        named = {"model_id": name, "seq_id": seq + 1, "path": "x", "kind": "inflight"}
+        answer = await service.result(await service.post("/save_weights_for_sampler", named))
+        assert "weights that change have no path" in answer["error"]
 
     serve(model, test)
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import zstandard
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import WorkerLostError
@@ -152,12 +155,18 @@ def test_a_wrong_request_says_so_in_its_result_and_holds_up_nobody(model: Path) 
             )
         )
         futures.append(await service.post("/save_weights", {"model_id": name, "seq_id": 12, "path": "../../etc"}))
-        inflight = {"model_id": name, "seq_id": 13, "sampling_session_seq_id": 0, "kind": "inflight"}
+        inflight = {"model_id": name, "seq_id": 13, "sampling_session_seq_id": 0, "kind": "live"}
         futures.append(await service.post("/save_weights_for_sampler", inflight))
         last = await service.post("/forward_backward", forward_backward(name, 14, good))
         for future, message in zip(
             futures,
-            [*(m for _, m in wrong), "grad_clip_norm=-1.0", "there is no checkpoint", "letters, digits", "use snapshot"],
+            [
+                *(m for _, m in wrong),
+                "grad_clip_norm=-1.0",
+                "there is no checkpoint",
+                "letters, digits",
+                "must be snapshot or inflight",
+            ],
             strict=True,
         ):
             answer = await service.result(future)
@@ -222,6 +231,44 @@ def test_tokens_with_several_targets(model: Path) -> None:
             datum["sequence_ratio_mask"] = datum.pop("weights")
         refused = await service.post("/forward_backward", forward_backward(name, 3, gspo, "gspo"))
         assert "takes one target of each token" in (await service.result(refused))["error"]
+
+    serve(model, test)
+
+
+def test_an_exported_checkpoint_is_downloaded_in_the_form_of_peft(model: Path) -> None:
+    async def test(service: Service) -> None:
+        name = await service.model(await service.session())
+        await service.post("/forward_backward", forward_backward(name, 1, datums(Random(0), 2)))
+        await service.step(name, 2)
+        saved = await service.result(
+            await service.post("/save_weights_external", {"model_id": name, "seq_id": 3, "path": "out"})
+        )
+        assert saved["path"] == f"tinker://{name}/external_weights/out"
+        await service.result(await service.post("/save_weights", {"model_id": name, "seq_id": 4, "path": "own"}))
+        route = f"/training_runs/{name}/checkpoints/external_weights/out/external_weights_urls"
+        answer = await service.get(route)
+        assert {"adapter_model.safetensors", "adapter_config.json"} <= set(answer["urls"])
+        folder = model.parent / "downloaded"
+        folder.mkdir()
+        for file, url in answer["urls"].items():
+            response = await service.http.get(url)
+            assert response.status_code == 200
+            (folder / file).write_bytes(response.content)
+        data = datums(Random(5), 1)
+        theirs = await service.result(
+            await service.post("/forward_backward", forward_backward(name, 5, data, forward_only=True))
+        )
+        adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64), folder)
+        with torch.no_grad():
+            logits = adapted(input_ids=torch.tensor([data[0]["tokens"]])).logits[0].log_softmax(-1)
+        ours = logits.gather(1, torch.tensor(data[0]["target_tokens"])[:, None])[:, 0]
+        assert log_probs(theirs) == pytest.approx(ours.tolist(), rel=1e-5, abs=1e-5)
+        # The address is for this file of this checkpoint, and the route for its owner.
+        url = answer["urls"]["adapter_config.json"]
+        for wrong in (url.replace("adapter_config.json", "..%2Fmanifest.json"), url.replace("/downloads/", "/downloads/x")):
+            assert (await service.http.get(wrong)).status_code == 404
+        await service.get(route, key=OTHER, status=404)
+        await service.get(route.replace("/external_weights/out/", "/weights/own/"), status=400)
 
     serve(model, test)
 
