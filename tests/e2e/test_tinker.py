@@ -1,7 +1,9 @@
 """The training service as its users have it: the command in a process of its own, and the client of the registry, unmodified."""
 
+import json
 import os
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,6 +160,20 @@ def test_a_session_of_the_client(running: TinkerProcess) -> None:
         ).result()
         assert stopped.sequences[0].stop_reason == "stop"
 
+        asked = prompt, 1, tinker.SamplingParams(max_tokens=3, seed=5, stop=[])
+        named = tinker.TensorData.from_torch_sparse(torch.tensor([[0] * 9 + [7], [0] * 10, [8] + [0] * 9]))
+        scored = base.sample(*asked, topk_prompt_logprobs=2, topk_sample_logprobs=2, target_prompt_logprobs=named).result()
+        assert [row is None or len(row) for row in scored.topk_prompt_logprobs] == [True, 2, 2, 2]
+        (sequence,) = scored.sequences
+        for row, log_prob in zip(sequence.topk_logprobs, sequence.logprobs, strict=True):
+            assert row[0][1] >= max(row[1][1], log_prob - 1e-4)
+        of_named = scored.target_prompt_logprobs.to_torch()
+        whole = base.compute_logprobs(prompt).result()
+        assert float(of_named[2, 0]) == pytest.approx(whole[3], rel=1e-5)
+        assert of_named.count_nonzero() == 2
+        live = training.save_weights_and_get_sampling_client(kind="inflight").result()
+        assert live.compute_logprobs(prompt).result()[1:] == pytest.approx(found["later"][1:4], rel=1e-5)
+
         def halved(data: Any, log_probs: Any) -> Any:
             total = sum(-(p * 0.5).sum() for p in log_probs)
             return total, {"half:sum": float(total)}
@@ -167,6 +183,23 @@ def test_a_session_of_the_client(running: TinkerProcess) -> None:
             -0.5 * sum(numbers(training.forward(data, "cross_entropy").result())), rel=1e-5
         )
         training.optim_step(tinker.AdamParams(**ADAM)).result()
+        assert live.compute_logprobs(prompt).result()[1:] == pytest.approx(found["later"][1:4], rel=1e-5)
+        training.save_weights_and_get_sampling_client(kind="inflight").result()
+        assert live.compute_logprobs(prompt).result()[1:] != pytest.approx(found["later"][1:4], rel=1e-5)
+        several = torch.tensor([[3, 0, 0, 0, 0], [0, 0, 0, 0, 9], [7, 0, 0, 0, 0]])
+        inputs = {
+            "target_tokens": tinker.TensorData.from_torch_sparse(several),
+            "weights": tinker.TensorData.from_torch_sparse((several > 0).float()),
+        }
+        distilled = tinker.Datum(model_input=prompt.__class__.from_ints([5, 6, 7]), loss_fn_inputs=inputs)
+        result = training.forward([distilled], "cross_entropy").result()
+        of_several = result.loss_fn_outputs[0]["logprobs"].to_torch()
+        assert list(of_several.shape) == [3, 5]
+        assert result.metrics["loss:sum"] == pytest.approx(-float((of_several * (several > 0)).sum()), rel=1e-5)
+        exported = training.save_weights_external("out").result().path
+        files = holder.create_rest_client().get_external_weights_urls(exported).result().urls
+        with urllib.request.urlopen(files["adapter_config.json"], timeout=30) as response:
+            assert json.load(response)["r"] == 4
         resumed = holder.create_training_client_from_state_with_optimizer(saved).result()
         assert resumed.get_info().lora_rank == 4
         bad = tinker.Datum(
