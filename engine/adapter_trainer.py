@@ -169,7 +169,7 @@ class AdapterTrainer:
         runs = {index: _CallRun(call, targets[index]) for index, call in enumerate(calls) if index not in errors}
         for forward_only in (True, False):
             part = {index: run for index, run in runs.items() if run.call.forward_only == forward_only}
-            for some in _alike(part):
+            for some in _alike(part, in_turns=self.bank.in_turns):
                 self._run(some, backward=not forward_only)
         sums = topology.all_gather_object(
             {index: run.sums() for index, run in runs.items()} if topology.is_output_rank else None
@@ -244,7 +244,8 @@ class AdapterTrainer:
         count = max(topology.all_gather_object(len(passes)))
         accumulator = CallAccumulator([runs[index] for index in indices], passes, backward=backward)
         micro_batches = [
-            _micro_batch(accumulator, number, count, topology.device, backward=backward) for number in range(count)
+            _micro_batch(accumulator, number, count, topology.device, backward=backward, in_turns=self.bank.in_turns)
+            for number in range(count)
         ]
         names = {call.adapter for run in runs.values() if (call := run.call).adapter is not None} if backward else set()
         before = {name: None if (grads := self.bank[name].grads) is None else grads.clone() for name in names}
@@ -387,16 +388,21 @@ def _check_targets(targets: Tensor, vocabulary: int) -> None:
         raise BatchError(f"targets are from {lowest} to {highest}; they must be ids that the model has, 0 to {vocabulary - 1}")
 
 
-def _alike(runs: "Mapping[int, _CallRun]") -> "Iterator[dict[int, _CallRun]]":
-    """Yield calls of which the head computes the same outputs, which share passes. Those of one adapter stay in their order."""
+def _alike(runs: "Mapping[int, _CallRun]", *, in_turns: bool) -> "Iterator[dict[int, _CallRun]]":
+    """Yield calls of which the head computes the same outputs, which share passes. Those of one adapter stay in their order.
+
+    Args:
+        runs: The calls.
+        in_turns: Whether only those of one adapter share passes.
+    """
     left = dict(runs)
     while left:
         first = next(iter(left.values()))
-        kind = first.targets, first.call.top_k
+        kind = _kind(first, in_turns)
         held: set[str | None] = set()
         chosen: dict[int, _CallRun] = {}
         for index, run in left.items():
-            if (run.targets, run.call.top_k) == kind and run.call.adapter not in held:
+            if _kind(run, in_turns) == kind and run.call.adapter not in held:
                 chosen[index] = run
             else:
                 held.add(run.call.adapter)
@@ -404,13 +410,23 @@ def _alike(runs: "Mapping[int, _CallRun]") -> "Iterator[dict[int, _CallRun]]":
         left = {index: run for index, run in left.items() if index not in chosen}
 
 
+def _kind(run: "_CallRun", in_turns: bool) -> tuple[Any, ...]:
+    return run.targets, run.call.top_k, run.call.adapter if in_turns else None
+
+
 def _ones(loss: Loss, part: PackedBatch) -> dict[str, float]:
     return dict.fromkeys(loss.weights(part), 1.0)
 
 
-def _micro_batch(accumulator: CallAccumulator, number: int, count: int, device: torch.device, *, backward: bool) -> MicroBatch:
+def _micro_batch(
+    accumulator: CallAccumulator, number: int, count: int, device: torch.device, *, backward: bool, in_turns: bool
+) -> MicroBatch:
     if number >= len(accumulator.passes):
-        return MicroBatch(batch=unsupervised(1, device), index=number, count=count, is_dummy=True)
+        # Where adapters take turns, it has that of the other ranks' passes.
+        adapter = accumulator.runs[0].call.adapter
+        none = AdapterRows(start=0, end=1, adapter=adapter, train=backward)
+        rows_of_dummy = (none,) if in_turns and adapter is not None else ()
+        return MicroBatch(batch=unsupervised(1, device), index=number, count=count, is_dummy=True, adapters=rows_of_dummy)
     parts: list[PackedBatch] = []
     rows: list[AdapterRows] = []
     start = 0

@@ -15,6 +15,7 @@ class Capabilities:
         heads: The supported values of `model.head`; None for every type of `engine.model_types`, also those of third parties.
         lora: Whether adapters are supported.
         adapters: Whether several adapters can be trained side by side on a frozen model (`model.max_adapters`).
+        adapters_in_turns: Whether these have passes of their own, one after the other, in which experts may be split over ranks.
         recompute: The supported values of `engine.recompute`.
         compile: Whether `engine.compile` is supported.
         offload_params: The supported values of `engine.offload.params`.
@@ -41,6 +42,7 @@ class Capabilities:
     media: bool = False
     invariant: bool = False
     adapters: bool = False
+    adapters_in_turns: bool = False
 
     def check(self, engine: EngineConfig, model: ModelConfig, optimizer: str | None) -> None:
         """Check that the backend supports the settings.
@@ -147,7 +149,7 @@ class Capabilities:
                 f"{several} with engine.compile=true: the adapters of a pass change from one to the next, which no compiled layer follows; set "
                 "engine.compile to auto or false"
             )
-        if engine.parallel.ep > 1:
+        if engine.parallel.ep > 1 and not self.adapters_in_turns:
             raise CapabilityError(
                 f"{several} with engine.parallel.ep={engine.parallel.ep} is not supported; set engine.parallel.ep=1"
             )

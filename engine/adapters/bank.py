@@ -101,10 +101,20 @@ class AdapterBank:
         running: What the layers read.
         device: Where adapters are held.
         most: How many there may be at a time.
+        in_turns: Whether a pass has the rows of one adapter alone.
     """
 
-    def __init__(self, layers: Sequence[AdaptedLayer], running: RunningPass, device: torch.device, most: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[AdaptedLayer],
+        running: RunningPass,
+        device: torch.device,
+        most: int,
+        *,
+        in_turns: bool = False,
+    ) -> None:
         self.layers, self._running, self._device, self._most = tuple(layers), running, device, most
+        self.in_turns = in_turns
         self._slots: dict[str, AdapterSlot] = {}
         running.slots = self._slots
         running.anchor = torch.zeros((), device=device, requires_grad=True)

@@ -216,9 +216,14 @@ class AdapterSlot:
     def tensors(self) -> Iterator[tuple[str, Literal["down", "up"], str, Tensor]]:
         """Yield the layer, the factor, the kind (`value`, `exp_avg`, `exp_avg_sq`) and a view of each tensor of the state."""
         for kind, flat in {"value": self.values, **self._moments()}.items():
-            for name, place in self._places.items():
-                yield name, "down", kind, self._down(flat, place)
-                yield name, "up", kind, self._up(flat, place)
+            for layer, factor, view in self.views(flat):
+                yield layer.name, factor, kind, view
+
+    def views(self, flat: Tensor) -> Iterator[tuple[AdaptedLayer, Literal["down", "up"], Tensor]]:
+        """Yield the layer, the factor and a view of its part of a tensor that is divided like `values`."""
+        for place in self._places.values():
+            yield place.layer, "down", self._down(flat, place)
+            yield place.layer, "up", self._up(flat, place)
 
     def state_dict(self, *, optimizer: bool = True) -> dict[str, Any]:
         """Return a copy of the state, on the host: `step`, `value` and, with the optimizer, its moments, each `[P]` float32.

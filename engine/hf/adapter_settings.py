@@ -7,7 +7,7 @@ from typing import Any
 from peft import LoraConfig as PeftLoraConfig
 from torch import Tensor
 
-from ..adapters.slot import AdapterSlot
+from ..adapters.slot import AdaptedLayer, AdapterSlot
 from .names import PEFT_PREFIX, expert_factor
 
 _FACTORS = {"down": "lora_A", "up": "lora_B"}
@@ -15,13 +15,22 @@ _FACTORS = {"down": "lora_A", "up": "lora_B"}
 
 def stored_tensors(slot: AdapterSlot) -> Iterator[tuple[str, str, Tensor]]:
     """Yield the name, the kind (`value`, `exp_avg`, `exp_avg_sq`) and a view of each tensor of an adapter, as checkpoints store them."""
-    of_experts = {layer.name for layer in slot.layers if layer.experts is not None}
+    names = {(layer.name, factor): _stored_name(layer, factor) for layer, factor, _ in slot.views(slot.values)}
     for layer, factor, kind, tensor in slot.tensors():
-        if layer in of_experts:
-            experts, _, matrix = layer.rpartition(".")
-            yield expert_factor(experts, matrix, _FACTORS[factor]), kind, tensor
-        else:
-            yield f"{PEFT_PREFIX}{layer}.{_FACTORS[factor]}.weight", kind, tensor
+        yield names[layer, factor], kind, tensor
+
+
+def named_factors(slot: AdapterSlot, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name of each factor in peft's files and a view of its part of a tensor that is divided like the adapter's values."""
+    for layer, factor, view in slot.views(flat):
+        yield _stored_name(layer, factor), view
+
+
+def _stored_name(layer: AdaptedLayer, factor: str) -> str:
+    if layer.experts is None:
+        return f"{PEFT_PREFIX}{layer.name}.{_FACTORS[factor]}.weight"
+    experts, _, matrix = layer.name.rpartition(".")
+    return expert_factor(experts, matrix, _FACTORS[factor])
 
 
 def peft_settings(slot: AdapterSlot, base: str, *, transposed: bool) -> bytes:

@@ -1,7 +1,7 @@
 """MCoreEngine: Megatron-core's parallel layouts behind the common engine contract."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .. import progress
+from ..adapters.bank import AdapterBank
+from ..adapters.slot import AdaptedLayer
 from ..backend import Adapters, check_adapters
 from ..base import BaseEngine
 from ..bridge.family import PARTS, find_family
 from ..capabilities import Capabilities
 from ..checkpoint.local_shards import LocalShard
-from ..config import OptimConfig, ParallelConfig
+from ..config import ModelConfig, OptimConfig, ParallelConfig
 from ..errors import CapabilityError, ConfigError, ModelError
 from ..flops import ModelShape
 from ..hf.config import check_model, wants_adapters
@@ -38,6 +40,7 @@ from ..rank_slice import RankSlice, computed_tokens, padded_size
 from ..resolve import ITEMSIZE, MemoryNeeds
 from ..step import MicroBatchConsumer
 from ..step_plan import MediaModel, MicroBatch
+from .adapter_turns import AdapterTurns, adaptable_layers, with_places
 from .build import Architecture, Loaded, MCoreBuild, build_model, load, wrap_chunks
 from .config import check_layout, check_media
 from .groups import MegatronState, in_megatron
@@ -69,6 +72,8 @@ class MCoreEngine(BaseEngine):
         optimizers=frozenset({"adamw"}),
         shared_prefixes=True,
         media=True,
+        adapters=True,
+        adapters_in_turns=True,
     )
 
     options_type = MCoreOptions
@@ -77,6 +82,7 @@ class MCoreEngine(BaseEngine):
     _weights: Loaded | None = None
     _optimizer: ShardedOptimizer | None = None
     _meta: MetaModel | None = None
+    _turns: AdapterTurns | None = None
     _padded_tokens: int | None = None
 
     @property
@@ -127,8 +133,32 @@ class MCoreEngine(BaseEngine):
     def _meta_model(self) -> MetaModel:
         if self._meta is None:
             dtype = getattr(torch, self.config.precision.params)
-            self._meta = MetaModel(self.hf_config, self.model_config, dtype, self._media_config)
+            try:
+                self._meta = MetaModel(self.hf_config, self._model_with_places, dtype, self._media_config)
+            except ModelError as e:
+                if not self.model_config.max_adapters:
+                    raise
+                raise CapabilityError(
+                    f"model.max_adapters={self.model_config.max_adapters} with engine.backend=mcore: not all layers of "
+                    f"{self.hf_config.model_type} that adapters adapt have a place for one ({e}); use engine.backend=fsdp"
+                ) from e
         return self._meta
+
+    @cached_property
+    def _adaptable(self) -> tuple[AdaptedLayer, ...]:
+        dtype = getattr(torch, self.config.precision.params)
+        return adaptable_layers(self.hf_config, self.model_config, dtype, tied=self._architecture.decoder.tied)
+
+    @property
+    def _model_with_places(self) -> ModelConfig:
+        """The settings of the model, with adapters in the places where several take turns."""
+        model = self.model_config
+        return with_places(model, self._adaptable) if model.max_adapters else model
+
+    @property
+    def adapters(self) -> AdapterBank | None:
+        """See `Backend.adapters`."""
+        return None if self._turns is None else self._turns.bank
 
     @cached_property
     def _media_config(self) -> PreTrainedConfig | None:
@@ -215,8 +245,17 @@ class MCoreEngine(BaseEngine):
     def build_model(self) -> None:
         ignore_warnings()
         self._model = build_model(
-            self._meta_model, self._architecture, self.model_config, self.config, self.options, self.topology
+            self._meta_model, self._architecture, self._model_with_places, self.config, self.options, self.topology
         )
+        if self.model_config.max_adapters:
+            self._turns = AdapterTurns(
+                self._model.chunks,
+                self._model.param_shards,
+                self._model_with_places.lora,
+                self._adaptable,
+                self.topology.device,
+                self.model_config.max_adapters,
+            )
 
     def build_optimizer(self, optim: OptimConfig) -> None:
         built = self._built
@@ -241,11 +280,16 @@ class MCoreEngine(BaseEngine):
             self._earlier_gradients.append([buffer.grad_data.clone() for buffer in self._buffers()])
             for chunk in self._chunks:
                 chunk.zero_grad_buffer()
+        names = {row.adapter for micro_batch in micro_batches for row in micro_batch.adapters}
+        assert len(names) <= 1
+        turn = nullcontext() if self._turns is None else self._turns.turn(next(iter(names), None), train=backward)
         try:
-            self._run_schedule(micro_batches, consumer, backward=backward)
+            with turn:
+                self._run_schedule(micro_batches, consumer, backward=backward)
         finally:
             leave_routers_alone(self._chunks)
-        self._reduced = self._reduced or backward
+        # Adapters that take turns have gradients of their own.
+        self._reduced = self._reduced or (backward and self._turns is None)
 
     @in_megatron
     def _run_schedule(self, micro_batches: Sequence[MicroBatch], consumer: MicroBatchConsumer, *, backward: bool) -> None:
@@ -403,5 +447,5 @@ class MCoreEngine(BaseEngine):
         return stream if adapters == "merged" else ((name, as_peft_stores(name, value)) for name, value in stream)
 
     def release(self) -> None:
-        self._model = self._weights = self._optimizer = self._meta = None
+        self._model = self._weights = self._optimizer = self._meta = self._turns = None
         self._earlier_gradients = []

@@ -355,13 +355,10 @@ def adapted_weights(chunk: nn.Module, scale: float) -> Iterator[tuple[str, Any]]
 @contextmanager
 def adapters_disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Run the adapted layers without their adapters inside the block."""
-    modules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
-    layers = [module for module in modules if isinstance(module, Adapted | AdaptedExperts)]
-    vocabularies = [module for module in modules if hasattr(module, "adapters_enabled")]
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    layers = [one for one in modules if isinstance(one, Adapted | AdaptedExperts) or hasattr(one, "adapters_enabled")]
     for layer in layers:
-        layer.enabled = False
-    for layer in vocabularies:
-        layer.adapters_enabled = False
+        set_adapters_enabled(layer, False)
     try:
         with ExitStack() as of_encoders:
             for chunk in chunks:
@@ -369,6 +366,12 @@ def adapters_disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
             yield
     finally:
         for layer in layers:
-            layer.enabled = True
-        for layer in vocabularies:
-            layer.adapters_enabled = True
+            set_adapters_enabled(layer, True)
+
+
+def set_adapters_enabled(layer: Any, enabled: bool) -> None:
+    """Let a layer run with its adapters, or without."""
+    if hasattr(layer, "adapters_enabled"):
+        layer.adapters_enabled = enabled
+    else:
+        layer.enabled = enabled

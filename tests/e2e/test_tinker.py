@@ -254,10 +254,13 @@ def test_a_client_does_not_see_that_the_service_was_killed(running: TinkerProces
 
 
 @pytest.mark.slow
-def test_a_service_with_two_processes_that_split_sequences(running: TinkerProcess, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [("engine.parallel.cp=2",), ("engine.backend=mcore", "engine.parallel.tp=2")])
+def test_a_service_with_two_processes_that_split_the_model_or_sequences(
+    running: TinkerProcess, folder: Path, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
     # Small steps, after which roundings are still small.
     expected = losses_of(running, rate=1e-4)
-    with service(folder, tmp_path / "state", "--nproc", "2", "engine.parallel.cp=2", "--generator", "static") as process:
+    with service(folder, tmp_path / "state", "--nproc", "2", *layout, "--generator", "static") as process:
         for got, want in zip(losses_of(process, rate=1e-4), expected, strict=True):
             assert got == pytest.approx(want, rel=1e-4)
 

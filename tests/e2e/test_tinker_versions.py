@@ -19,7 +19,12 @@ from helpers.tinker_process import TinkerProcess, service
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "helpers" / "foreign" / "tinker_steps.py"
 VERSIONS = ("0.25.0", "0.30.4", "0.36.0", "0.38.0")
-LAYOUTS = {"fsdp": [], "fsdp, cp=2": ["--nproc", "2", "engine.parallel.cp=2"], "fsdp, dp=2": ["--nproc", "2"]}
+LAYOUTS = {
+    "fsdp": [],
+    "fsdp, cp=2": ["--nproc", "2", "engine.parallel.cp=2"],
+    "fsdp, dp=2": ["--nproc", "2"],
+    "mcore, tp=2": ["--nproc", "2", "engine.backend=mcore", "engine.parallel.tp=2"],
+}
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_group")]
 
 
