@@ -169,8 +169,8 @@ class AdapterTrainer:
         runs = {index: _CallRun(call, targets[index]) for index, call in enumerate(calls) if index not in errors}
         for forward_only in (True, False):
             part = {index: run for index, run in runs.items() if run.call.forward_only == forward_only}
-            for some in _alike(part, in_turns=self.bank.in_turns):
-                self._run(some, backward=not forward_only)
+            for group in _alike(part, in_turns=self.bank.in_turns):
+                self._run(group, backward=not forward_only)
         sums = topology.all_gather_object(
             {index: run.sums() for index, run in runs.items()} if topology.is_output_rank else None
         )

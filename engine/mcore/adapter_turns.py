@@ -45,7 +45,7 @@ def with_places(model: ModelConfig, layers: Sequence[AdaptedLayer]) -> ModelConf
 
 
 @dataclass(frozen=True, eq=False)
-class _Place:
+class _FactorPlace:
     """A factor in a layer of this rank.
 
     Args:
@@ -105,7 +105,7 @@ class AdapterTurns:
         """The adapters."""
         self._lora, self._chunks = lora, chunks
         shards = {id(one.parameter): one for one in param_shards if one.adapter}
-        self._places: dict[nn.Module, list[_Place]] = {}
+        self._places: dict[nn.Module, list[_FactorPlace]] = {}
         """By the layer that has adapters, their factors."""
         for chunk in chunks:
             for layer in chunk.modules():
@@ -157,8 +157,8 @@ class AdapterTurns:
                 setattr(place.module, place.attribute, parameter)
 
 
-def _place(module: nn.Module, attribute: str, parameter: nn.Parameter, shard: ParamShard) -> _Place:
-    return _Place(
+def _place(module: nn.Module, attribute: str, parameter: nn.Parameter, shard: ParamShard) -> _FactorPlace:
+    return _FactorPlace(
         module=module,
         attribute=attribute,
         empty=parameter,
@@ -170,7 +170,7 @@ def _place(module: nn.Module, attribute: str, parameter: nn.Parameter, shard: Pa
     )
 
 
-def _parameter(place: _Place, rank: int, whole: Tensor, grad: Tensor | None) -> nn.Parameter:
+def _parameter(place: _FactorPlace, rank: int, whole: Tensor, grad: Tensor | None) -> nn.Parameter:
     """Return this rank's part of a factor, of which gradients are added to those of the whole one."""
     value = torch.empty(place.shape(rank), dtype=place.empty.dtype, device=place.empty.device)
     for here, there in place.parts(rank):
@@ -181,7 +181,7 @@ def _parameter(place: _Place, rank: int, whole: Tensor, grad: Tensor | None) -> 
     return parameter
 
 
-def _add_gradient(place: _Place, rank: int, whole: Tensor, parameter: Tensor) -> None:
+def _add_gradient(place: _FactorPlace, rank: int, whole: Tensor, parameter: Tensor) -> None:
     grad, parameter.grad = parameter.grad, None
     if grad is None or not place.counts:
         return

@@ -1,6 +1,7 @@
 """The routes of the training service."""
 
 import asyncio
+import hashlib
 import json
 import logging
 import time
@@ -21,7 +22,7 @@ from . import json_requests as wire
 from .checkpoints import Checkpoints
 from .database import Database
 from .errors import BadRequestError
-from .futures import Futures
+from .futures import Futures, failure, json_result, new_future_id
 from .payloads import decompressed, parse_forward_backward
 from .sampling import SamplingService
 from .settings import KEY_PREFIX, TrainingServiceSettings, owner_of
@@ -31,9 +32,11 @@ log = logging.getLogger(__name__)
 
 PREFIX = "/api/v1"
 PROTOBUF = "application/x-protobuf"
-FLAGS = {"sample_use_retrieve_futures": True}
+FLAGS = {"sample_use_retrieve_futures": True, "custom_loss_server_side": True}
 DYNAMIC_FLAGS = {"sample_cancel_enabled": True}
 """What the client is told that differs from its defaults."""
+MOST_LOSSES = 256
+"""The largest number of losses of a session."""
 Handler = Callable[[Request, str], Awaitable[Response]]
 
 
@@ -81,6 +84,7 @@ class TrainingApp:
             ("POST", "/save_weights_for_sampler", self._save_for_sampler),
             ("POST", "/save_weights_external", self._save_external),
             ("POST", "/load_weights", self._load_weights),
+            ("POST", "/create_custom_loss", self._create_loss),
             ("POST", "/create_sampling_session", self._create_sampler),
             ("GET", "/samplers/{sampler}", self._sampler),
             ("POST", "/join_sampling_session", self._join_sampler),
@@ -209,6 +213,8 @@ class TrainingApp:
         await self._checkpoints.remove_expired()
         await self._checkpoints.remove_samplers(silent)
         await self._checkpoints.remove_published(silent)
+        ended = "SELECT id FROM sessions WHERE finished = 1 AND seen < ?"
+        await asyncio.wrap_future(self._database.execute((f"DELETE FROM losses WHERE session IN ({ended})", (silent,))))
         await self._futures.drop_old()
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -323,6 +329,35 @@ class TrainingApp:
             metadata=load.user_metadata,
         )
         return JSONResponse({"request_id": future, "model_id": model})
+
+    async def _create_loss(self, request: Request, owner: str) -> Response:
+        body = await request.body()
+        new = wire.parse(body, wire.CreateCustomLoss)
+        self._check_session(new.session_id, owner)
+        name, digest = f"{new.session_id}:loss:{new.custom_loss_seq_id}", hashlib.sha256(body).hexdigest()
+        future = new_future_id("custom_loss")
+        payload = json_result({"type": "create_custom_loss", "loss_id": name})
+        try:
+            wire.loss_of_graph(new)
+        except DrivetrainError as e:
+            payload = failure(str(e), category="user")
+
+        def create(connection: Any) -> str:
+            before = connection.execute("SELECT digest, future FROM losses WHERE id = ?", (name,)).fetchone()
+            if before is None:
+                (count,) = connection.execute("SELECT COUNT(*) FROM losses WHERE session = ?", (new.session_id,)).fetchone()
+                if count >= MOST_LOSSES:
+                    raise BadRequestError(f"this session has {count} losses already, as many as it may")
+                row = (name, new.session_id, owner, digest, body.decode(), future)
+                connection.execute("INSERT INTO losses VALUES (?, ?, ?, ?, ?, ?)", row)
+                connection.execute(*self._futures.row(future, owner, "custom_loss"))
+                connection.execute(*self._futures.finished(future, "json", payload))
+                return future
+            if before[0] != digest:
+                raise BadRequestError(f"custom_loss_seq_id={new.custom_loss_seq_id} was another loss; number each anew")
+            return str(before[1])
+
+        return JSONResponse({"request_id": await asyncio.wrap_future(self._database.write(create))})
 
     def arguments(self, model: str, kind: str, body: bytes) -> Any:
         """Return what a request of a model asks; see `Training`."""

@@ -42,6 +42,8 @@ CREATE TABLE IF NOT EXISTS published (
 CREATE TABLE IF NOT EXISTS samples (
     sampler TEXT NOT NULL, seq TEXT NOT NULL, body BLOB, digest TEXT NOT NULL, future TEXT NOT NULL,
     completed INTEGER, PRIMARY KEY (sampler, seq));
+CREATE TABLE IF NOT EXISTS losses (
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, owner TEXT NOT NULL, digest TEXT NOT NULL, loss TEXT NOT NULL, future TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS models_of_session ON models (session);
 CREATE INDEX IF NOT EXISTS models_of_owner ON models (owner);
 CREATE INDEX IF NOT EXISTS samplers_of_folder ON samplers (folder);

@@ -1,5 +1,6 @@
 """The requests of the protocol that are JSON: their fields, and what they ask for."""
 
+import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ from ...engine.adapters.config import AdapterConfig, Target
 from ...engine.config import OptimConfig
 from ...engine.errors import ConfigError
 from ...generation.options import SamplingOptions
+from ...losses.traced_loss import TracedLoss
 from .errors import BadRequestError
 from .paths import CheckpointPath, checked_name
 
@@ -151,6 +153,30 @@ class SamplerRequest(msgspec.Struct):
     """A request that names a sampler."""
 
     sampling_session_id: str
+
+
+class LossInput(msgspec.Struct):
+    """An input of a loss: a number, or one or several of each token."""
+
+    name: str
+    rank: int
+
+
+class LossGraph(msgspec.Struct):
+    """The operations of a loss."""
+
+    nodes: list[dict[str, Any]]
+    format: int = 1
+
+
+class CreateCustomLoss(msgspec.Struct):
+    """Create a loss."""
+
+    session_id: str
+    custom_loss_seq_id: int
+    name: str
+    inputs: list[LossInput]
+    graph: LossGraph
 
 
 class PromptChunk(msgspec.Struct):
@@ -317,6 +343,18 @@ def checkpoint_path(request: SaveWeights, kind: str) -> CheckpointPath:
     if request.ttl_seconds is not None and not 0 < request.ttl_seconds < 1e10:
         raise BadRequestError(f"ttl_seconds={request.ttl_seconds}; it must be above 0, or null to keep the checkpoint")
     return CheckpointPath(request.model_id, kind, checked_name(request.path))
+
+
+def loss_of_graph(request: CreateCustomLoss) -> TracedLoss:
+    """Return the loss that a request describes.
+
+    Raises:
+        ConfigError: Its graph cannot be run here.
+    """
+    if request.graph.format != 1:
+        raise ConfigError(f"the graph has format {request.graph.format}; this service reads format 1")
+    inputs = tuple((one.name, one.rank) for one in request.inputs)
+    return TracedLoss(name=request.name, inputs=inputs, graph=json.dumps(request.graph.nodes))
 
 
 def sampling_of(request: SampleBody, adapter: str, room: int) -> tuple[SamplingOptions, list[str]]:

@@ -4,7 +4,8 @@ Everything is checked before anything is built of it. What is wrong with a reque
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -18,6 +19,7 @@ from ...engine.errors import BatchError, ConfigError
 from ...engine.loss import TARGETS
 from ...engine.packing.batch import PackedBatch
 from ...losses.token_sums import FORMULAS, TokenSumLoss
+from ...losses.traced_loss import FIELD, TracedLoss
 from . import messages
 from .errors import BadRequestError
 
@@ -36,12 +38,11 @@ _NUMPY: dict[int, np.dtype[Any]] = {
 }
 REFUSED = {
     "stable_reinforce": "its formula is not published; use ppo or cispo",
-    "custom": "losses are traced and run by the client: leave TINKER's flag custom_loss_server_side off, as this service does",
 }
 
 MOST_TARGETS_PER_TOKEN = 1024
-MOST_TARGETS = 2**24
-"""The largest number of targets of a request, which take 12 bytes each."""
+MOST_NUMBERS = 2**25
+"""The largest number of targets of a request and numbers of these, of 4 or 8 bytes each."""
 _SLICE = 512
 
 
@@ -93,17 +94,27 @@ def parse_forward_backward(body: bytes) -> Any:
         raise BadRequestError(f"the body is no ForwardBackwardRequest: {e}") from e
 
 
-def loss_of(request: Any) -> TokenSumLoss:
+def loss_of(request: Any, custom: Callable[[str], TracedLoss]) -> TokenSumLoss | TracedLoss:
     """Return the loss that a request names.
+
+    Args:
+        request: The request.
+        custom: Returns a loss that the client has created, by its id.
 
     Raises:
         ConfigError: There is no such loss or setting.
     """
     name = request.loss_fn
+    if name == "custom":
+        if set(request.loss_fn_config_v2) != {"loss_id"}:
+            raise ConfigError(
+                "loss_fn='custom' needs the setting loss_id, as create_custom_loss has returned it, and no other"
+            )
+        return custom(request.loss_fn_config_v2["loss_id"].text)
     if name in REFUSED:
         raise ConfigError(f"loss_fn={name!r} is not supported: {REFUSED[name]}")
     if name not in FORMULAS:
-        raise ConfigError(f"loss_fn={name[:100]!r}; it must be one of {', '.join(FORMULAS)}")
+        raise ConfigError(f"loss_fn={name[:100]!r}; it must be one of {', '.join(FORMULAS)}, custom")
     settings: dict[str, float] = dict(request.loss_fn_config)
     for key, value in request.loss_fn_config_v2.items():
         if value.WhichOneof("value") == "text":
@@ -112,8 +123,8 @@ def loss_of(request: Any) -> TokenSumLoss:
     return TokenSumLoss(name, settings)
 
 
-def batches_of(data: Sequence[Any], loss: TokenSumLoss, longest: int) -> list[PackedBatch]:
-    """Return the datums of a request as batches, in order: those in a row that have as many targets for each token are one.
+def batches_of(data: Sequence[Any], loss: TokenSumLoss | TracedLoss, longest: int) -> list[PackedBatch]:
+    """Return the datums of a request as batches, in order: those in a row that have as many numbers for each token are one.
 
     Args:
         data: The datums.
@@ -125,8 +136,9 @@ def batches_of(data: Sequence[Any], loss: TokenSumLoss, longest: int) -> list[Pa
     """
     if not data:
         raise BatchError("data is empty; send at least one datum")
-    names = ("target_tokens", *(_NAMES[field] for field in sorted(loss.token_fields)))
-    rows: list[tuple[np.ndarray, list[np.ndarray]]] = []
+    read = _read(loss)
+    names = dict.fromkeys(["target_tokens", *(one.name for one in read)])
+    rows: list[_Row] = []
     numbers = 0
     for number, datum in enumerate(data):
         title = f"datum {number}"
@@ -134,41 +146,95 @@ def batches_of(data: Sequence[Any], loss: TokenSumLoss, longest: int) -> list[Pa
         if len(ids) > longest:
             raise BatchError(f"{title} has {len(ids)} tokens, more than this service takes, {longest}")
         inputs = datum.loss_fn_inputs
-        if unknown := sorted(set(inputs) - set(names)):
+        unknown = [] if isinstance(loss, TracedLoss) else sorted(set(inputs) - set(names))
+        if unknown:
             raise BatchError(
                 f"{title} has the loss_fn_input {unknown[0][:100]!r}, which {loss.name} does not read; it reads {', '.join(names)}"
             )
         for name in names:
             if name not in inputs:
-                raise BatchError(f"{title} lacks the loss_fn_input {name!r}, which {loss.name} reads")
-        shape = _shape(inputs["target_tokens"], len(ids), f"target_tokens of {title}")
-        numbers += math.prod(shape)
+                raise BatchError(f"{title} lacks the loss_fn_input {name!r}, which {loss.name[:100]} reads")
+        targets = _shape(inputs["target_tokens"], len(ids), f"target_tokens of {title}")
+        shapes = [one.shape(inputs[one.name], targets, title) for one in read]
+        numbers += math.prod(targets) + sum(math.prod(shape) for shape in shapes)
         # What is sparse may be small, and large as soon as it is not.
-        if numbers > MOST_TARGETS:
+        if numbers > MOST_NUMBERS:
             raise BatchError(
-                f"the datums up to {number} have {numbers} targets, more than {MOST_TARGETS}; send fewer datums at a time"
+                f"the datums up to {number} have {numbers} targets and numbers of these, more than {MOST_NUMBERS}; send fewer datums at a time"
             )
-        values = [_values(inputs[name], shape, f"{name} of {title}", whole=name == "target_tokens") for name in names]
-        rows.append((ids, values))
-    batches: list[PackedBatch] = []
-    for _, group in groupby(enumerate(rows), key=lambda row: row[1][1][0].shape[1:]):
-        batches.append(_packed(list(group), sorted(loss.token_fields)))
-    return batches
+        values = [
+            _values(inputs[one.name], shape, f"{one.name} of {title}", exact=one.exact)
+            for one, shape in zip(read, shapes, strict=True)
+        ]
+        ids_of_targets = _token_ids(inputs["target_tokens"], targets, f"target_tokens of {title}")
+        rows.append(_Row(f"datum {number}", ids, ids_of_targets, values))
+    groups = groupby(rows, key=lambda row: tuple(column.shape[1:] for column in (row.targets, *row.values)))
+    return [_packed(list(group), read) for _, group in groups]
 
 
-def _packed(rows: Sequence[tuple[int, tuple[np.ndarray, list[np.ndarray]]]], fields: Sequence[str]) -> PackedBatch:
-    """Return datums with their numbers as a batch."""
-    lengths = [len(ids) for _, (ids, _) in rows]
-    targets, *others = (_joined([values[i] for _, (_, values) in rows]) for i in range(len(fields) + 1))
-    token_fields = dict(zip(fields, others, strict=True))
+@dataclass(frozen=True)
+class _Input:
+    """A `loss_fn_input` that a loss reads.
+
+    Args:
+        name: Its name.
+        field: The field of the batch that holds it.
+        rank: 0 for a number of each datum, 1 or 2 for one or several of each token; None for one of each target.
+    """
+
+    name: str
+    field: str
+    rank: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether whole numbers stay whole numbers."""
+        return self.rank is not None
+
+    def shape(self, tensor: Any, targets: tuple[int, ...], title: str) -> tuple[int, ...]:
+        """Return its shape in a datum."""
+        if self.rank is None:
+            return targets
+        if self.rank == 0:
+            return (1,)
+        shape = _shape(tensor, targets[0], f"{self.name} of {title}")
+        if len(shape) != self.rank:
+            raise BatchError(f"{self.name} of {title} is {list(shape)}; the loss declares it with rank {self.rank}")
+        return shape
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """A datum: its name, its tokens, its targets, and what else the loss reads."""
+
+    name: str
+    ids: np.ndarray
+    targets: np.ndarray
+    values: list[np.ndarray]
+
+
+def _read(loss: TokenSumLoss | TracedLoss) -> list[_Input]:
+    """Return what a loss reads beside the targets."""
+    if isinstance(loss, TracedLoss):
+        return [_Input(name, FIELD + name, rank) for name, rank in loss.inputs[1:]]
+    return [_Input(_NAMES[field], field) for field in sorted(loss.token_fields)]
+
+
+def _packed(rows: Sequence[_Row], read: Sequence[_Input]) -> PackedBatch:
+    """Return datums as a batch."""
+    lengths = [len(row.ids) for row in rows]
+    targets = _joined([row.targets for row in rows])
+    columns = {one.field: (one.rank, _joined([row.values[i] for row in rows])) for i, one in enumerate(read)}
+    token_fields = {name: column for name, (rank, column) in columns.items() if rank != 0}
     several = targets.dim() == 2
     return PackedBatch(
-        input_ids=_joined([ids for _, (ids, _) in rows]),
+        input_ids=_joined([row.ids for row in rows]),
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
         labels=targets[:, 0] if several else targets,
         token_fields={**token_fields, **({TARGETS: targets} if several else {})},
-        names=tuple(f"datum {number}" for number, _ in rows),
+        sequence_fields={name: column for name, (rank, column) in columns.items() if rank == 0},
+        names=tuple(row.name for row in rows),
         free_labels=True,
     )
 
@@ -213,8 +279,27 @@ def _shape(tensor: Any, length: int, title: str) -> tuple[int, ...]:
     return shape
 
 
-def _values(tensor: Any, shape: tuple[int, ...], title: str, *, whole: bool) -> np.ndarray:
-    """Return a tensor with a number for each target."""
+def _values(tensor: Any, shape: tuple[int, ...], title: str, *, exact: bool) -> np.ndarray:
+    """Return what a loss reads: float32, or whole numbers as they are."""
+    values = _array(tensor, shape, title)
+    if exact and values.dtype.kind != "f":
+        return values.astype(np.int64)
+    if not bool(np.isfinite(values).all()):
+        raise BatchError(f"{title} has a number that is not finite")
+    return values.astype(np.float32)
+
+
+def _token_ids(tensor: Any, shape: tuple[int, ...], title: str) -> np.ndarray:
+    values = _array(tensor, shape, title)
+    if values.dtype.kind == "f":
+        raise BatchError(f"{title} is float32; token ids must be int64")
+    if values.size and values.min() < 0:
+        raise BatchError(f"{title} has the token id {values.min()}; where there is no target, use 0 with a weight of 0")
+    return values.astype(np.int64)
+
+
+def _array(tensor: Any, shape: tuple[int, ...], title: str) -> np.ndarray:
+    """Return a tensor of a message in the shape that it must have."""
     dtype = _NUMPY.get(tensor.dtype)
     if dtype is None:
         raise BatchError(f"{title} has the dtype {tensor.dtype}; send float32 or int64")
@@ -226,23 +311,13 @@ def _values(tensor: Any, shape: tuple[int, ...], title: str, *, whole: bool) -> 
         sparse, index = tensor.sparse_csr, np.dtype("<i8")
         starts = _numbers(sparse.crow_indices, index, f"crow_indices of {title}")
         columns = _numbers(sparse.col_indices, index, f"col_indices of {title}")
-        values = dense(_numbers(sparse.values, dtype, title), starts, columns, shape, title)
-    else:
-        values = _numbers(tensor.dense, dtype, title)
-        if len(values) != math.prod(shape):
-            raise BatchError(
-                f"{title} has {len(values)} numbers; it must have one per token of model_input and target, {list(shape)}"
-            )
-        values = values.reshape(shape)
-    if whole:
-        if dtype.kind == "f":
-            raise BatchError(f"{title} is float32; token ids must be int64")
-        if values.size and values.min() < 0:
-            raise BatchError(f"{title} has the token id {values.min()}; where there is no target, use 0 with a weight of 0")
-        return values.astype(np.int64)
-    if not bool(np.isfinite(values).all()):
-        raise BatchError(f"{title} has a number that is not finite")
-    return values.astype(np.float32)
+        return dense(_numbers(sparse.values, dtype, title), starts, columns, shape, title)
+    values = _numbers(tensor.dense, dtype, title)
+    if len(values) != math.prod(shape):
+        raise BatchError(
+            f"{title} has {len(values)} numbers; it must have one per token of model_input and target, {list(shape)}"
+        )
+    return values.reshape(shape)
 
 
 def _numbers(data: bytes, dtype: np.dtype[Any], title: str) -> np.ndarray:
@@ -294,7 +369,7 @@ def forward_backward_answer(
 
     Args:
         loss: The sum that the request asked for.
-        metrics: Other numbers.
+        metrics: Other numbers; the names say after a colon how the client joins those of several requests.
         log_probs: `[T]` or `[T, K]` each, the log-probabilities of the targets, in order.
         shapes: The shape of each datum's targets, `[t]` or `[t, K]`.
     """
@@ -311,9 +386,7 @@ def forward_backward_answer(
         tensor.dtype = messages.FLOAT32
         tensor.trailing_shape.extend(trailing)
         start += sum(sizes)
-    # The part after the colon says how the client joins the numbers of several requests.
-    answer.metrics["loss:sum"] = loss
-    for name, value in metrics.items():
-        answer.metrics[f"{name}:mean"] = value
+    for name, value in {**metrics, "loss:sum": loss}.items():
+        answer.metrics[name] = value
     result: bytes = answer.SerializeToString()
     return result

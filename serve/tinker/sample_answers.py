@@ -33,7 +33,7 @@ class TopTokens:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SampledResponse:
+class SampleResult:
     """A response to a sample request.
 
     Args:
@@ -93,7 +93,7 @@ def asked_targets(asked: TokenMatrix, positions: int) -> np.ndarray:
     return values.reshape(shape)
 
 
-def sample_answer(responses: Sequence[SampledResponse], scores: PromptScores) -> bytes:
+def sample_answer(responses: Sequence[SampleResult], scores: PromptScores) -> bytes:
     """Return the body of the answer to a sample request."""
     answer = messages.SampleResponse()
     for response in responses:

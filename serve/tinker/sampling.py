@@ -28,9 +28,9 @@ from .database import Database
 from .errors import BadRequestError, reason
 from .futures import Futures, failure, new_future_id
 from .json_requests import SampleBody, parse, sampling_of
-from .sample_answers import PromptScores, SampledResponse, TopTokens, asked_targets, sample_answer
+from .sample_answers import PromptScores, SampleResult, TopTokens, asked_targets, sample_answer
 from .scoring import Scoring
-from .turns import Turns
+from .turns import FairPlaces
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class SamplingService:
         """By sampler, what those wait for who ask which of its requests are done."""
         self._refreshes: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
-        self._turns = Turns(at_once)
+        self._places = FairPlaces(at_once)
         self._pending: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -325,18 +325,16 @@ class SamplingService:
         rows = slice(len(prompt) - 1, None)
         return TopTokens(tokens=reply.top_tokens[rows].numpy(), log_probs=reply.top_log_probs[rows].numpy())
 
-    async def _response(
-        self, request: GenerationRequest, source: "_Source", stops: Sequence[str], top_k: int
-    ) -> SampledResponse:
+    async def _response(self, request: GenerationRequest, source: "_Source", stops: Sequence[str], top_k: int) -> SampleResult:
         """Return a response, as soon as it is its user's turn. It begins anew if its worker dies."""
-        async with self._turns.place(source.owner):
+        async with self._places.place(source.owner):
             response = await self._generated(request, source, stops)
         if top_k and response.tokens:
             top = await self._top_of_response(source, request.prompt, response.tokens, top_k)
             response = replace(response, top=top)
         return response
 
-    async def _generated(self, request: GenerationRequest, source: "_Source", stops: Sequence[str]) -> SampledResponse:
+    async def _generated(self, request: GenerationRequest, source: "_Source", stops: Sequence[str]) -> SampleResult:
         for attempt in range(TRIES):
             try:
                 return await self._attempt(request, source, stops)
@@ -352,7 +350,7 @@ class SamplingService:
             await asyncio.sleep(RETRY_S)
         raise AssertionError("unreachable")
 
-    async def _attempt(self, request: GenerationRequest, source: "_Source", stops: Sequence[str]) -> SampledResponse:
+    async def _attempt(self, request: GenerationRequest, source: "_Source", stops: Sequence[str]) -> SampleResult:
         name = source.name
         if name:
             await self._hold(source)
@@ -367,9 +365,9 @@ class SamplingService:
                     if text is not None:
                         text.add(token.token)
                         if text.stopped:
-                            return SampledResponse(tokens=tokens, log_probs=log_probs, reason="stop")
+                            return SampleResult(tokens=tokens, log_probs=log_probs, reason="stop")
                 reason: FinishReason = "stop" if stream.finish_reason == "stop" else "length"
-                return SampledResponse(tokens=tokens, log_probs=log_probs, reason=reason)
+                return SampleResult(tokens=tokens, log_probs=log_probs, reason=reason)
         finally:
             if name in self._loaded:
                 self._loaded[name] -= 1

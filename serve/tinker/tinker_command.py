@@ -24,6 +24,7 @@ from ...engine.hf.shape import context_of
 from ...generation.options import RolloutConfig
 from ...trainers.config.parse import parse
 from ...workers.groups.process import ProcessWorkerGroup
+from ...workers.groups.ray import RayWorkerGroup
 from ...workers.process.role_host import RoleSpec
 from ...workers.roles.adapters import AdapterWorker
 from ...workers.roles.base import WorkerConfig
@@ -35,10 +36,11 @@ from ..openai.text import Texts
 from .app import TrainingApp
 from .database import Database
 from .futures import Futures
+from .passes import Passes
 from .sampling import AT_ONCE, SamplingService
 from .scoring import SCORERS
 from .settings import TrainingServiceSettings, read_keys
-from .training import Training, TrainingLimits
+from .training import Training
 from .training_group import POOL, ROLE, TrainingGroup
 
 SHUTDOWN_S = 2
@@ -85,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--api-key-file", type=Path, default=None, metavar="FILE", help="the keys that may be used, one on each line")
     add("--state", type=Path, default=Path("tinker-state"), metavar="DIR", help="the folder of all that survives a restart")
     add("--nproc", type=int, default=1, metavar="N", help="the number of processes that train")
+    add("--group", choices=("process", "ray"), default="process", help="where they run: on this machine, or on a Ray cluster")
     add("--samplers", type=int, default=1, metavar="N", help="the number of processes that sample, each with the whole model")
     add("--generator", choices=("continuous", "static"), default="continuous", help="how responses are batched")
     add(
@@ -167,7 +170,7 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
     futures = Futures(database)
     open_models = database.read("SELECT COUNT(*) AS n FROM models WHERE state = 'open'")[0]["n"]
     model = ModelConfig(path=str(folder), max_adapters=max(settings.max_adapters, open_models) + SCORERS)
-    group = TrainingGroup(_group(model, engine, args.nproc))
+    group = TrainingGroup(_group(model, engine, args.group, args.nproc))
     rollout = RolloutConfig(
         model=ModelConfig(path=str(folder)),
         generator=args.generator,
@@ -175,14 +178,13 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
         max_adapters=settings.max_adapters,
     )
     replicas = Replicas(RolloutWorker, rollout, args.samplers, SupervisorSettings(name="sampler", environment=_QUIET))
-    limits = TrainingLimits(
-        vocabulary=config.vocab_size, longest=min(engine.micro_batch.max_tokens, context_of(config) or sys.maxsize)
-    )
+    longest = min(engine.micro_batch.max_tokens, context_of(config) or sys.maxsize)
+    passes = Passes(database, config.vocab_size, longest)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     app: list[TrainingApp] = []
-    training = Training(settings, database, futures, group, limits, lambda *of: app[0].arguments(*of))
+    training = Training(settings, database, futures, group, passes, lambda *of: app[0].arguments(*of))
     try:
         await asyncio.gather(group.start(), replicas.start())
         room = min([await worker.acall("largest_request") for worker in replicas.workers])
@@ -218,9 +220,10 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
 _QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
-def _group(model: ModelConfig, engine: EngineConfig, processes: int) -> Callable[[], Any]:
+def _group(model: ModelConfig, engine: EngineConfig, kind: str, processes: int) -> Callable[[], Any]:
     roles = {ROLE: RoleSpec(worker=AdapterWorker, config=WorkerConfig(model=model, engine=engine))}
-    return lambda: ProcessWorkerGroup(roles, pools={POOL: processes}, environment=_QUIET)
+    group = {"process": ProcessWorkerGroup, "ray": RayWorkerGroup}[kind]
+    return lambda: group(roles, pools={POOL: processes}, environment=_QUIET)
 
 
 def _texts(folder: Path) -> Texts | None:

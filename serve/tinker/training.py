@@ -12,48 +12,30 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
 
 from ...engine.adapters.config import AdapterConfig
 from ...engine.config import OptimConfig
 from ...engine.errors import DrivetrainError, NonFiniteError, WorkerError, WorkerLostError
-from ...engine.loss import TARGETS
-from ...engine.packing.batch import PackedBatch
-from ...losses.token_sums import TokenSumLoss
 from ...workers.roles.adapters import AdapterReply, AdapterRequest
 from .database import Database
 from .errors import BadRequestError, reason
 from .futures import Futures, failure, json_result, new_future_id
 from .model_operations import ModelOperations, Statement, remove_folder
-from .payloads import batches_of, forward_backward_answer, loss_of, parse_forward_backward
+from .passes import PIECE_TOKENS, Passes
 from .scoring import ATTEMPTS, Scoring
 from .settings import TrainingServiceSettings
 from .training_group import TrainingGroup
-from .training_queue import CREATE, FORWARD_BACKWARD, ModelQueue, QueuedRequest, RoundRobin, pieces_of
+from .training_queue import CREATE, FORWARD_BACKWARD, ModelQueue, QueuedRequest, RoundRobin
 
 log = logging.getLogger(__name__)
 
-PIECE_TOKENS = 4096
-"""The number of tokens of a piece of a request, unless a single document has more."""
 AT_ONCE = 4 * PIECE_TOKENS
 """The number of tokens that are computed before others get their turn."""
 
 RESTARTS = 8
 """How often the processes are started again in a row, before the service gives up."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingLimits:
-    """What a model takes.
-
-    Args:
-        vocabulary: The number of its tokens.
-        longest: The largest number of tokens of a datum.
-    """
-
-    vocabulary: int
-    longest: int
 
 
 class Training:
@@ -64,7 +46,7 @@ class Training:
         database: Where everything is kept.
         futures: The results.
         group: The processes that train.
-        limits: What the model takes.
+        passes: What forward and backward passes are asked.
         arguments: A function of a model, a kind of request and its body that returns what is asked, and raises what is wrong with it.
     """
 
@@ -74,11 +56,11 @@ class Training:
         database: Database,
         futures: Futures,
         group: TrainingGroup,
-        limits: TrainingLimits,
+        passes: Passes,
         arguments: Callable[[str, str, bytes], Any],
     ) -> None:
         self._settings, self._database, self._futures, self._group = settings, database, futures, group
-        self._limits, self._arguments = limits, arguments
+        self._passes, self._arguments = passes, arguments
         self._queues: dict[str, ModelQueue] = {}
         self._turns = RoundRobin(AT_ONCE)
         self._wake = asyncio.Event()
@@ -229,33 +211,12 @@ class Training:
             return
         try:
             if request.kind == FORWARD_BACKWARD:
-                request.pieces = await asyncio.get_running_loop().run_in_executor(None, self._pieces, model, body)
-                request.shapes = [shape for piece in request.pieces for shape in _shapes(piece.batch)]
-                request.forward_only = request.pieces[0].forward_only
+                await asyncio.to_thread(self._passes.prepare, request, model, body)
             else:
                 # Looked at when it is its turn: those before it may change what it finds.
                 request.arguments = body
         except DrivetrainError as e:
             request.error = str(e)
-
-    def _pieces(self, model: str, body: bytes) -> list[AdapterRequest]:
-        message = parse_forward_backward(body)
-        loss: TokenSumLoss = loss_of(message)
-        batches = batches_of(message.data, loss, self._limits.longest)
-        for batch in batches:
-            for name, ids in (
-                ("model_input", batch.input_ids),
-                ("target_tokens", batch.token_fields.get(TARGETS, batch.labels)),
-            ):
-                if int(ids.max()) >= self._limits.vocabulary:
-                    raise BadRequestError(
-                        f"{name} has the token id {int(ids.max())}; the model has those below {self._limits.vocabulary}"
-                    )
-        return [
-            AdapterRequest(adapter=model, batch=piece, loss=loss, forward_only=message.forward_only)
-            for batch in batches
-            for piece in pieces_of(batch, PIECE_TOKENS)
-        ]
 
     def _known(self, model: str, seq: int, kind: str, body: bytes) -> str | None:
         """Return the id of the result of a request that is repeated; None if it is new."""
@@ -453,13 +414,7 @@ class Training:
                     # What its first pieces have added to the gradient goes.
                     await self._restore(queue.model)
             else:
-                await self._finish(queue, request, self._joined(request), "protobuf")
-
-    def _joined(self, request: QueuedRequest) -> bytes:
-        """Return the answer to a request from the replies to its pieces."""
-        log_probs = [reply.log_probs for reply in request.replies if reply.log_probs is not None]
-        loss = sum(reply.loss for reply in request.replies)
-        return forward_backward_answer(loss, {}, log_probs, request.shapes)
+                await self._finish(queue, request, self._passes.answer(request), "protobuf")
 
     async def _operate(self, queue: ModelQueue, request: QueuedRequest) -> None:
         """Do a request that is not a forward or backward pass, or say why it cannot be done."""
@@ -568,7 +523,7 @@ class Training:
         if kind == CREATE:
             await self._operations.build(queue.model)
         elif kind == FORWARD_BACKWARD and body is not None:
-            pieces = self._pieces(queue.model, body)
+            pieces = self._passes.pieces(queue.model, body)
             for piece in () if pieces[0].forward_only else pieces:
                 (reply,) = await self._group.forward_backward([piece])
                 if reply.error:
@@ -590,12 +545,6 @@ class Training:
             if isinstance(e.__cause__, NonFiniteError):
                 raise e.__cause__ from e
             raise
-
-
-def _shapes(batch: PackedBatch) -> list[tuple[int, ...]]:
-    """Return the shape of the targets of each document."""
-    trailing = tuple(batch.token_fields[TARGETS].shape[1:]) if TARGETS in batch.token_fields else ()
-    return [(length, *trailing) for length in batch.lengths]
 
 
 def _digest(kind: str, body: bytes) -> str:

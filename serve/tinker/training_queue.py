@@ -29,6 +29,7 @@ class QueuedRequest:
         pieces: Of a forward or backward pass, what is left to compute.
         replies: The replies to the pieces that are done.
         shapes: The shape of the targets of each of its datums.
+        counts: The number of datums of each piece.
         loads: Whether it has loaded a checkpoint.
         forward_only: Whether it is a pass that changes nothing.
         publishes: Whether it has saved weights for samplers that take over new ones while they sample.
@@ -43,6 +44,7 @@ class QueuedRequest:
     pieces: list[AdapterRequest] = field(default_factory=list)
     replies: list[AdapterReply] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
     loads: bool = False
     forward_only: bool = False
     publishes: bool = False

@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Turns:
+class FairPlaces:
     """Places.
 
     Args:

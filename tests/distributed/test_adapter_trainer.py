@@ -422,7 +422,7 @@ def test_adapters_that_cannot_be_created(trainer: AdapterTrainer) -> None:
         ({"head": "value"}, {}, None),
         ({"freeze": ("*",)}, {}, None),
         ({}, {"compile": True}, None),
-        ({}, {"backend": "mcore"}, None),
+        ({}, {"parallel": ParallelConfig(ep=2)}, None),
     ],
 )
 def test_settings_that_have_no_place_beside_several_adapters(

@@ -144,7 +144,7 @@ class CountsTwice(Training):
     async def submit(self, owner: str, model: str, seq: int, kind: str, body: bytes) -> str:
         known = self._known(model, seq, kind, body)
         if known is not None and kind == "forward_backward":
-            await self._group.forward_backward(self._pieces(model, body))
+            await self._group.forward_backward(self._passes.pieces(model, body))
         return await super().submit(owner, model, seq, kind, body)
 
 

@@ -235,6 +235,71 @@ def test_tokens_with_several_targets(model: Path) -> None:
     serve(model, test)
 
 
+def test_a_loss_that_the_client_has_traced(model: Path) -> None:
+    """It has the numbers of the loss that it is, in one pass, and metrics joined over datums and pieces."""
+    ref = {name: {"ref": name} for name in ("p", "w", "t", "s", "u")}
+    nodes = [
+        {"op": "placeholder", "name": "p", "target": "logprobs"},
+        {"op": "placeholder", "name": "w", "target": "weights"},
+        {"op": "call_function", "name": "t", "target": "operator.mul", "args": [ref["p"], ref["w"]]},
+        {"op": "call_method", "name": "s", "target": "sum", "args": [ref["t"]]},
+        {"op": "call_function", "name": "u", "target": "operator.neg", "args": [ref["s"]]},
+        {
+            "op": "output",
+            "name": "output",
+            "target": "output",
+            "args": [{"tuple": [ref["u"], {"dict": {"custom/a:sum": ref["u"], "custom/b:mean": ref["s"]}}]}],
+        },
+    ]
+
+    async def test(service: Service) -> None:
+        session, other = await service.session(), await service.session()
+        inputs = [{"name": "logprobs", "rank": 1}, {"name": "weights", "rank": 1}]
+        body = {
+            "session_id": session,
+            "custom_loss_seq_id": 0,
+            "name": "nll",
+            "inputs": inputs,
+            "graph": {"format": 1, "nodes": nodes},
+        }
+        created = await service.post("/create_custom_loss", body)
+        answer = await service.result(created)
+        assert answer["type"] == "create_custom_loss"
+        assert await service.post("/create_custom_loss", body) == created
+        await service.post("/create_custom_loss", {**body, "name": "other"}, status=400)
+        bad = [nodes[0], {"op": "call_function", "name": "x", "target": "os.system", "args": ["true"]}, nodes[-1]]
+        wrong = {**body, "custom_loss_seq_id": 1, "graph": {"format": 1, "nodes": bad}}
+        refused = await service.result(await service.post("/create_custom_loss", wrong))
+        assert "os.system" in refused["error"]
+        assert refused["category"] == "user"
+        one, two, foreign = await service.model(session, 0), await service.model(session, 1), await service.model(other, 0)
+        data = [{**datum, "weights": [w * 2 for w in datum["weights"]]} for datum in datums(Random(3), 5)]
+        for datum in datums(Random(4), 1):
+            data.append({**datum, "tokens": datum["tokens"] * 20, **{k: datum[k] * 20 for k in ("target_tokens", "weights")}})
+        custom = [{**datum, "unread": datum["weights"]} for datum in data]
+        named = forward_backward(one, 1, data)
+        traced = forward_backward(two, 1, custom, "custom", loss_id=answer["loss_id"])
+        expected, found = [await service.result(await service.post("/forward_backward", body)) for body in (named, traced)]
+        assert log_probs(found) == log_probs(expected)
+        assert found.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-6)
+        assert found.metrics["custom/a:sum"] == pytest.approx(found.metrics["loss:sum"], rel=1e-6)
+        assert found.metrics["custom/b:mean"] == pytest.approx(-found.metrics["loss:sum"] / len(data), rel=1e-6)
+        norms = [(await service.result(await service.step(name, 2)))["metrics"]["grad_norm:mean"] for name in (one, two)]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+        for name, seq, datum, loss_id, message in (
+            (two, 3, custom, "other", "there is no loss 'other'"),
+            (foreign, 1, custom, answer["loss_id"], "of this session"),
+            (two, 4, [{"tokens": [1], "target_tokens": [1]}], answer["loss_id"], "lacks the loss_fn_input 'weights'"),
+            (two, 5, [{"tokens": [1], "target_tokens": [1], "weights": [[1.0]]}], answer["loss_id"], "with rank 1"),
+            (two, 6, [{"tokens": [1], "target_tokens": [[1]], "weights": [1.0]}], answer["loss_id"], "of rank 1"),
+        ):
+            body = forward_backward(name, seq, datum, "custom", loss_id=loss_id)
+            answer_of = await service.result(await service.post("/forward_backward", body))
+            assert message in answer_of["error"], answer_of
+
+    serve(model, test)
+
+
 def test_an_exported_checkpoint_is_downloaded_in_the_form_of_peft(model: Path) -> None:
     async def test(service: Service) -> None:
         name = await service.model(await service.session())

@@ -1,5 +1,6 @@
 """The training service as its users have it: the command in a process of its own, and the client of the registry, unmodified."""
 
+import dataclasses
 import json
 import os
 import time
@@ -182,6 +183,18 @@ def test_a_session_of_the_client(running: TinkerProcess) -> None:
         assert custom.metrics["half:sum"] == pytest.approx(
             -0.5 * sum(numbers(training.forward(data, "cross_entropy").result())), rel=1e-5
         )
+
+        def traced(logprobs: Any, weights: Any) -> Any:
+            loss = -(logprobs * weights).sum() + (logprobs.exp() ** 2).mean()
+            return loss, {"custom/weights:sum": weights.sum()}
+
+        handle = holder.create_custom_loss(traced, {"logprobs": 1, "weights": 1}).result()
+        # It has been sent to the service, which computes it in the pass itself.
+        assert handle.loss_id is not None
+        on_service = training.forward_backward_custom(data, handle).result()
+        in_client = training.forward_backward_custom(data, dataclasses.replace(handle, loss_id=None)).result()
+        for name in ("loss:sum", "custom/weights:sum"):
+            assert on_service.metrics[name] == pytest.approx(in_client.metrics[name], rel=1e-5)
         training.optim_step(tinker.AdamParams(**ADAM)).result()
         assert live.compute_logprobs(prompt).result()[1:] == pytest.approx(found["later"][1:4], rel=1e-5)
         training.save_weights_and_get_sampling_client(kind="inflight").result()
@@ -254,7 +267,9 @@ def test_a_client_does_not_see_that_the_service_was_killed(running: TinkerProces
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [("engine.parallel.cp=2",), ("engine.backend=mcore", "engine.parallel.tp=2")])
+@pytest.mark.parametrize(
+    "layout", [("engine.parallel.cp=2",), ("engine.backend=mcore", "engine.parallel.tp=2"), ("--group", "ray")]
+)
 def test_a_service_with_two_processes_that_split_the_model_or_sequences(
     running: TinkerProcess, folder: Path, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:

@@ -16,9 +16,10 @@ from drivetrain.serve.tinker import messages
 from drivetrain.serve.tinker.app import PREFIX, TrainingApp
 from drivetrain.serve.tinker.database import Database
 from drivetrain.serve.tinker.futures import Futures
+from drivetrain.serve.tinker.passes import Passes
 from drivetrain.serve.tinker.sampling import SamplingService
 from drivetrain.serve.tinker.settings import TrainingServiceSettings
-from drivetrain.serve.tinker.training import Training, TrainingLimits
+from drivetrain.serve.tinker.training import Training
 from drivetrain.serve.tinker.training_group import ROLE, TrainingGroup
 from drivetrain.workers.groups.local import LocalWorkerGroup
 from drivetrain.workers.process.role_host import RoleSpec
@@ -111,8 +112,8 @@ async def running(
     futures = Futures(database)
     group = group or TrainingGroup(build or group_of(folder))
     app: list[TrainingApp] = []
-    limits = TrainingLimits(vocabulary=VOCABULARY, longest=128)
-    training = training_class(options, database, futures, group, limits, lambda *of: app[0].arguments(*of))
+    passes = Passes(database, VOCABULARY, 128)
+    training = training_class(options, database, futures, group, passes, lambda *of: app[0].arguments(*of))
     sampling = sampling_class(database, futures, replicas, training.scoring, None, 256, VOCABULARY, 4)
     app.append(TrainingApp(options, database, futures, training, sampling, lambda: 7))
     await group.start()
@@ -159,7 +160,7 @@ def forward_backward(
     *,
     forward_only: bool = False,
     sparse: bool = False,
-    **config: float,
+    **config: float | str,
 ) -> bytes:
     """The body of a request, with matrices as sparse ones if they are to be."""
     request = messages.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn=loss, forward_only=forward_only)
@@ -184,7 +185,10 @@ def forward_backward(
             else:
                 tensor.dense = array.tobytes()
     for name, value in config.items():
-        request.loss_fn_config_v2[name].number = value
+        if isinstance(value, str):
+            request.loss_fn_config_v2[name].text = value
+        else:
+            request.loss_fn_config_v2[name].number = value
     body: bytes = request.SerializeToString()
     return body
 

@@ -88,8 +88,8 @@ def test_shapes_that_do_not_fit() -> None:
 
 
 def test_what_is_small_because_it_is_sparse_is_not_built_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payloads, "MOST_TARGETS", 11)
+    monkeypatch.setattr(payloads, "MOST_NUMBERS", 23)
     data = request().data
     assert len(batches_of(data, LOSS, 8)) == 1
-    with pytest.raises(BatchError, match="the datums up to 1 have 12 targets, more than 11"):
+    with pytest.raises(BatchError, match="the datums up to 1 have 24 targets and numbers of these, more than 23"):
         batches_of([*data, *data], LOSS, 8)

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from drivetrain.serve.tinker.turns import Turns, in_turn
+from drivetrain.serve.tinker.turns import FairPlaces, in_turn
 
 
 def test_users_are_served_in_turn_however_much_one_of_them_asks() -> None:
     async def run() -> list[str]:
-        turns, order = Turns(2), []
+        turns, order = FairPlaces(2), []
 
         async def work(owner: str) -> None:
             async with turns.place(owner):
@@ -26,7 +26,7 @@ def test_users_are_served_in_turn_however_much_one_of_them_asks() -> None:
 
 def test_a_place_is_not_lost_when_those_who_wait_give_up() -> None:
     async def run() -> None:
-        turns = Turns(1)
+        turns = FairPlaces(1)
         began = asyncio.Event()
 
         async def hold() -> None:

@@ -46,6 +46,7 @@ BUILT_IN: frozenset[str] = frozenset(
         "workers.roles.embedder": ("EmbeddingWorker",),
         "losses.policy": ("PolicyLoss",),
         "losses.token_sums": ("TokenSumLoss",),
+        "losses.traced_loss": ("TracedLoss",),
         "losses.value": ("ValueLoss",),
         "workers.roles.actor": ("ActorConfig", "ActorWorker"),
         "workers.roles.adapters": ("AdapterReply", "AdapterRequest", "AdapterWorker"),

@@ -15,6 +15,7 @@ from ...engine.errors import ConfigError
 from ...engine.packing.batch import PackedBatch
 from ...engine.packing.microbatch import balance
 from ...losses.token_sums import TokenSumLoss
+from ...losses.traced_loss import TracedLoss
 from .base import Worker, WorkerConfig
 from .dispatch import register
 
@@ -34,7 +35,7 @@ class AdapterRequest:
 
     adapter: str | None
     batch: PackedBatch
-    loss: TokenSumLoss
+    loss: TokenSumLoss | TracedLoss
     forward_only: bool = False
     top_k: int = 0
 
@@ -45,7 +46,7 @@ class AdapterReply:
 
     Args:
         loss: The loss; NaN if there is an error.
-        metrics: The metrics of the loss.
+        metrics: The metrics of the loss, each its mean over documents or what else the loss divides it by.
         log_probs: `[T]` or `[T, K]` float32, the log-probability of each label or target, in the order of the batch, of the very pass that gradients are of.
         top_tokens: `[T, k]` int64, the ids of the most likely next tokens, the most likely first; None if nobody asked for them.
         top_log_probs: `[T, k]` float32, their log-probabilities.
