@@ -286,15 +286,15 @@ def test_a_loss_that_the_client_has_traced(model: Path) -> None:
         assert found.metrics["custom/b:mean"] == pytest.approx(-found.metrics["loss:sum"] / len(data), rel=1e-6)
         norms = [(await service.result(await service.step(name, 2)))["metrics"]["grad_norm:mean"] for name in (one, two)]
         assert norms[1] == pytest.approx(norms[0], rel=1e-5)
-        for name, seq, datum, loss_id, message in (
+        for name, seq, rows, loss_id, message in (
             (two, 3, custom, "other", "there is no loss 'other'"),
             (foreign, 1, custom, answer["loss_id"], "of this session"),
             (two, 4, [{"tokens": [1], "target_tokens": [1]}], answer["loss_id"], "lacks the loss_fn_input 'weights'"),
             (two, 5, [{"tokens": [1], "target_tokens": [1], "weights": [[1.0]]}], answer["loss_id"], "with rank 1"),
             (two, 6, [{"tokens": [1], "target_tokens": [[1]], "weights": [1.0]}], answer["loss_id"], "of rank 1"),
         ):
-            body = forward_backward(name, seq, datum, "custom", loss_id=loss_id)
-            answer_of = await service.result(await service.post("/forward_backward", body))
+            asked = forward_backward(name, seq, rows, "custom", loss_id=loss_id)
+            answer_of = await service.result(await service.post("/forward_backward", asked))
             assert message in answer_of["error"], answer_of
 
     serve(model, test)

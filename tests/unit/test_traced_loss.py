@@ -20,7 +20,7 @@ tinker = pytest.importorskip("tinker", reason="the client of Tinker's protocol i
 LENGTHS = (3, 1, 5)
 
 
-def traced(function: Callable[..., Any], **ranks: int) -> TracedLoss:
+def traced(function: Callable[..., Any], **ranks: Any) -> TracedLoss:
     """A function as the client traces and encodes it."""
     from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 
