@@ -76,6 +76,23 @@ def adapter_config_of(folder: Path | str) -> AdapterConfig:
     return _config_of(CheckpointManifest.read(open_store(folder)), folder)
 
 
+def check_adapter(folder: Path | str, *, path: str, fingerprint: str) -> int:
+    """Check that a checkpoint is of an adapter of a model; return the number of optimizer steps that its factors are of. Not collective.
+
+    Args:
+        folder: The folder of the checkpoint, or its URL.
+        path: The path of the model, for messages.
+        fingerprint: The fingerprint of the model.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, of another model, or not one of several adapters.
+    """
+    manifest = CheckpointManifest.read(open_store(folder))
+    _check_model(manifest, folder, path, fingerprint)
+    _config_of(manifest, folder)
+    return int(manifest.data["schedule"]["step"])
+
+
 def read_adapter(
     folder: Path | str, layers: Sequence[AdaptedLayer], device: torch.device, *, path: str, fingerprint: str
 ) -> AdapterSlot:

@@ -125,3 +125,10 @@ def check_adapter_settings(config: RolloutConfig) -> None:
             f"max_adapters={config.max_adapters} with model.lora.rank={config.model.lora.rank}, which is a single adapter that is merged into the "
             "weights; set either to 0"
         )
+
+
+def weights_stay(config: RolloutConfig) -> ConfigError:
+    """Return the error of new weights for a generator with adapters."""
+    return ConfigError(
+        f"max_adapters={config.max_adapters}: adapters are loaded beside the weights of {config.model.path}, which stay as they are"
+    )

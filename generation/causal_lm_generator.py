@@ -7,7 +7,7 @@ from torch import Tensor
 from ..engine.errors import ConfigError
 from ..engine.hf.config import read_config
 from ..engine.hf.model_path import fingerprint
-from .adapters import GeneratorAdapters, check_adapter_settings
+from .adapters import GeneratorAdapters, check_adapter_settings, weights_stay
 from .causal_lm import CausalLM
 from .generator import BaseGenerator
 from .media import PromptMedia
@@ -121,9 +121,7 @@ class CausalLMGenerator(BaseGenerator):
 
     def _check_base(self) -> None:
         if self._side_by_side is not None:
-            raise ConfigError(
-                f"max_adapters={self.config.max_adapters}: adapters are loaded beside the weights of {self.config.model.path}, which stay as they are"
-            )
+            raise weights_stay(self.config)
 
     def move(self, target: GeneratorPlacement) -> None:
         """Move the model."""

@@ -121,7 +121,7 @@ class BaseGenerator(ABC):
             )
         if config.max_adapters and not cls.has_adapters:
             raise ConfigError(
-                f"max_adapters={config.max_adapters} with generator={config.generator}, which has no adapters side by side; use continuous or static"
+                f"max_adapters={config.max_adapters} with generator={config.generator}, which has no adapters side by side; use continuous, static or vllm"
             )
         if config.return_routed_experts and not cls.returns_routes:
             raise ConfigError(
@@ -255,7 +255,7 @@ class BaseGenerator(ABC):
     def _without_adapters(self, name: str) -> ConfigError:
         return ConfigError(
             f"adapter={name!r} with generator={self.config.generator} and max_adapters={self.config.max_adapters}: it has no adapters side by "
-            "side; raise max_adapters of a generator that knows it, continuous or static"
+            "side; raise max_adapters of a generator that knows it: continuous, static or vllm"
         )
 
     def reset_stats(self) -> None:

@@ -15,15 +15,18 @@ from torch import Tensor
 
 from ...engine.errors import ConfigError, ModelError
 from ...engine.hf.config import read_config
+from ...engine.hf.model_path import fingerprint
 from ...engine.offload import free_memory
 from ...engine.parallel.collectives import all_gather_object
 from ...engine.parallel.process_groups import fixed_segments
+from ..adapters import check_adapter_settings, weights_stay
 from ..generator import BaseGenerator
 from ..options import RolloutConfig
 from ..placement import GeneratorPlacement
 from ..route_recorder import check_has_experts
 from ..token_stream import CompletionLimits, TokenStream
 from ..weight_files import write_weights
+from .adapters import DEFAULT_RANK, VLLMAdapters
 from .model import VLLMModel, sampling_settings, sleep_calls
 from .worker_extension import reload_weights
 
@@ -48,6 +51,7 @@ class VLLMGenerator(BaseGenerator):
     option_names = None
     returns_routes = True
     joins_process_group = True
+    has_adapters = True
 
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)
@@ -62,8 +66,16 @@ class VLLMGenerator(BaseGenerator):
         self._shares_process_group = dist.is_initialized()
         self._engine: Any = self._build()
         self._broken = False
+        self._adapters_of_requests: dict[str, int] = {}
+        """The number of the adapter of each request that is under way."""
+        self._side_by_side: VLLMAdapters | None = None
+        if config.max_adapters:
+            path, rank = config.model.path, int(config.options.get("max_lora_rank", DEFAULT_RANK))
+            self._side_by_side = VLLMAdapters(path, fingerprint(path), config.max_adapters, rank)
         self._limits = self._model.limits(self._engine.model_config.max_model_len)
         self._numbers: dict[int | str, str] = {}
+        self._versions: dict[int | str, int] = {}
+        """The version of the adapter that each response has begun with."""
         self._streams: dict[str, TokenStream] = {}
         self._begun: dict[str, int] = {}
         self._count = 0
@@ -72,6 +84,7 @@ class VLLMGenerator(BaseGenerator):
     def check(cls, config: RolloutConfig, processes: int) -> None:
         """See `BaseGenerator.check`."""
         super().check(config, processes)
+        check_adapter_settings(config)
         if config.return_routed_experts:
             check_has_experts(read_config(config.model), config.model.path)
             if not torch.cuda.is_available():
@@ -113,6 +126,36 @@ class VLLMGenerator(BaseGenerator):
         """Return what this generator can take."""
         return self._limits
 
+    # ---- adapters ----------------------------------------------------------------------------------------------------
+
+    def adapter_names(self) -> list[str]:
+        """See `BaseGenerator.adapter_names`."""
+        return [] if self._side_by_side is None else self._side_by_side.names
+
+    def load_adapter(self, name: str, folder: str) -> int:
+        """See `BaseGenerator.load_adapter`. Responses that are under way keep the factors that they began with."""
+        adapters = self._require_adapters(name)
+        self._pass_on()
+        return adapters.load(self._engine, name, folder, list(self._adapters_of_requests.values()))
+
+    def drop_adapter(self, name: str) -> None:
+        """See `BaseGenerator.drop_adapter`."""
+        adapters = self._require_adapters(name)
+        # Those that wait have been promised it.
+        self._pass_on()
+        adapters.drop(name)
+
+    def _require_adapters(self, name: str) -> VLLMAdapters:
+        if self._side_by_side is None:
+            raise self._without_adapters(name)
+        return self._side_by_side
+
+    def version_of(self, stream: TokenStream) -> int:
+        """See `BaseGenerator.version_of`."""
+        return self._versions[stream.id] if stream.options.adapter else self.version
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
     @property
     def weight_dtype(self) -> str:
         """See `BaseGenerator.weight_dtype`."""
@@ -120,9 +163,9 @@ class VLLMGenerator(BaseGenerator):
 
     def run_step(self) -> None:
         """Pass on the requests that wait, which vLLM begins in this order, and run a step of its engine."""
-        for stream in list(self.waiting.values()):
-            self.admit(stream)
-            self._add(stream)
+        self._pass_on()
+        if self._side_by_side is not None:
+            self._side_by_side.free_unused(self._engine, list(self._adapters_of_requests.values()))
         for output in self._engine.step():
             if output.request_id not in self._streams:
                 continue
@@ -138,6 +181,11 @@ class VLLMGenerator(BaseGenerator):
                     break
                 self.add_token(stream, token, log_probs[token].logprob)
 
+    def _pass_on(self) -> None:
+        for stream in list(self.waiting.values()):
+            self.admit(stream)
+            self._add(stream)
+
     def _add(self, stream: TokenStream) -> None:
         import vllm
         from vllm.sampling_params import RequestOutputKind
@@ -147,13 +195,21 @@ class VLLMGenerator(BaseGenerator):
         self._numbers[stream.id], self._streams[name] = name, stream
         self._begun[name] = len(stream.tokens)
         params = vllm.SamplingParams(output_kind=RequestOutputKind.DELTA, **sampling_settings(stream))
-        self._engine.add_request(name, {"prompt_token_ids": stream.so_far}, params)
+        adapter = None
+        if stream.options.adapter:
+            adapters = self._require_adapters(stream.options.adapter)
+            adapter = adapters.request(stream.options.adapter)
+            self._adapters_of_requests[name] = adapter.lora_int_id
+            self._versions[stream.id] = adapters.version(stream.options.adapter)
+        self._engine.add_request(name, {"prompt_token_ids": stream.so_far}, params, lora_request=adapter)
 
     def stop_request(self, stream: TokenStream) -> None:
         """Abort a request."""
         name = self._numbers.pop(stream.id)
         del self._streams[name]
         self._begun.pop(name, None)
+        self._adapters_of_requests.pop(name, None)
+        self._versions.pop(stream.id, None)
         self._engine.abort_request([name])
 
     def drop_caches(self) -> None:
@@ -162,6 +218,8 @@ class VLLMGenerator(BaseGenerator):
             self._engine.abort_request(list(self._streams))
         self._streams, self._numbers = {}, {}
         self._begun.clear()
+        self._adapters_of_requests.clear()
+        self._versions.clear()
         if self._engine is not None and not self._engine.reset_prefix_cache():
             raise ModelError("vLLM did not drop its cache of prefixes; tokens of old weights would follow")
 
@@ -171,6 +229,8 @@ class VLLMGenerator(BaseGenerator):
         Raises:
             ModelError: Tensors are missing, unknown, of a wrong shape or not finite; or vLLM failed before and cannot be built anew.
         """
+        if self._side_by_side is not None:
+            raise weights_stay(self.config)
         if self._on_any_rank(self._broken):
             self._rebuild()
         back, loading = self.placement, replace(self.placement, parameters="device")
@@ -235,6 +295,8 @@ class VLLMGenerator(BaseGenerator):
     def close(self) -> None:
         """End the engine."""
         self._release()
+        if self._side_by_side is not None:
+            self._side_by_side.close()
 
     def _release(self) -> None:
         if self._engine is not None:

@@ -21,6 +21,7 @@ from ..options import RolloutConfig
 from ..placement import GeneratorPlacement
 from ..token_stream import CompletionLimits, TokenStream
 from ..weight_values import all_finite
+from .adapters import adapter_arguments
 from .draws import KEY
 
 SUPPORTED = ((0, 32), (0, 33))
@@ -119,6 +120,7 @@ class VLLMModel:
             "async_scheduling": False,
             # Only by its second runner, which refuses to start without.
             **({"enable_return_routed_experts": True} if config.return_routed_experts else {}),
+            **(adapter_arguments(config.max_adapters) if config.max_adapters else {}),
             **device_arguments,
             **{name: value for name, value in config.options.items() if name not in _OWN},
         }

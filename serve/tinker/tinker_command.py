@@ -89,7 +89,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--nproc", type=int, default=1, metavar="N", help="the number of processes that train")
     add("--group", choices=("process", "ray"), default="process", help="where they run: on this machine, or on a Ray cluster")
     add("--samplers", type=int, default=1, metavar="N", help="the number of processes that sample, each with the whole model")
-    add("--generator", choices=("continuous", "static"), default="continuous", help="how responses are batched")
+    add("--generator", choices=("continuous", "static", "vllm"), default="continuous", help="how responses are batched")
+    add(
+        "--max-lora-rank",
+        type=int,
+        default=32,
+        metavar="N",
+        help="with --generator vllm: the largest rank of a model that is sampled (8, 16, 32, 64, 128, 256)",
+    )
     add(
         "--max-batch-total-tokens",
         type=int,
@@ -176,6 +183,7 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
         generator=args.generator,
         max_batch_total_tokens=args.max_batch_total_tokens,
         max_adapters=settings.max_adapters,
+        options={"max_lora_rank": args.max_lora_rank} if args.generator == "vllm" else {},
     )
     replicas = Replicas(RolloutWorker, rollout, args.samplers, SupervisorSettings(name="sampler", environment=_QUIET))
     longest = min(engine.micro_batch.max_tokens, context_of(config) or sys.maxsize)

@@ -1,8 +1,8 @@
 """Adapters as a role, and side by side in generators: the log-probabilities of the ones are those of the others."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -10,39 +10,19 @@ import torch
 
 from drivetrain import (
     AdapterConfig,
-    AdapterRequest,
     AdapterWorker,
-    EngineConfig,
     LocalWorkerGroup,
     ModelConfig,
-    OptimConfig,
     ProcessWorkerGroup,
-    RoleSpec,
     RolloutConfig,
     RolloutWorker,
-    TokenSumLoss,
     WorkerConfig,
 )
-from drivetrain.engine.config import MicroBatchConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, WorkerError
 from drivetrain.generation.options import SamplingOptions
 from drivetrain.generation.registry import build_generator
-from helpers.adapters import documents, packed
-
-ALL = ("attention", "mlp", "unembedding")
-OPTIM = OptimConfig(lr=0.05, clip_grad_norm=None)
-
-
-def roles(folder: Path) -> dict[str, RoleSpec]:
-    model = ModelConfig(path=str(folder), max_adapters=4)
-    engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=128))
-    return {"adapters": RoleSpec(worker=AdapterWorker, config=WorkerConfig(model=model, engine=engine))}
-
-
-def request(adapter: str | None, seed: int, loss: str = "cross_entropy", *, forward_only: bool = False) -> AdapterRequest:
-    batch = packed(documents(Random(seed), 4, loss))
-    return AdapterRequest(adapter=adapter, batch=batch, loss=TokenSumLoss(loss), forward_only=forward_only)
+from helpers.adapter_samples import ALL, OPTIM, check_generator, request, roles, saved_adapters
 
 
 def session(group: Any, root: Path) -> list[Any]:
@@ -84,63 +64,28 @@ def test_every_group_has_the_same_numbers(tmp_path: Path, process_group: None) -
 
 @pytest.fixture
 def saved(tmp_path: Path, process_group: None) -> Iterator[tuple[Path, dict[str, str], Any]]:
-    """A model, checkpoints of two adapters of it that have learned something, and the group that has them."""
-    folder = save_tiny_model(tmp_path / "model", "llama")
-    group = LocalWorkerGroup(roles(folder))
-    folders: dict[str, str] = {}
-    for i, (name, targets) in enumerate((("a", ALL), ("b", ("mlp",)))):
-        group["adapters"].create_adapter(name, AdapterConfig(rank=4, targets=targets, seed=i))
-        for _ in range(i + 1):
-            group["adapters"].forward_backward([request(name, i)])
-            group["adapters"].optim_step(name, OPTIM)
-        folders[name] = group["adapters"].save_adapter(name, str(tmp_path / name))
-    yield folder, folders, group
-    group.close()
+    with saved_adapters(save_tiny_model(tmp_path / "model", "llama"), tmp_path) as made:
+        yield made
 
 
 @pytest.mark.parametrize("kind", ["continuous", "static"])
 def test_generators_serve_adapters_and_the_model_side_by_side(saved: Any, kind: str) -> None:
-    folder, folders, group = saved
-    config = RolloutConfig(model=ModelConfig(path=str(folder)), generator=kind, max_adapters=2)
-    generator = build_generator(config)
-    plain = build_generator(RolloutConfig(model=ModelConfig(path=str(folder)), generator=kind))
-    assert [generator.load_adapter(name, folders[name]) for name in ("a", "b")] == [1, 2]
-    prompts = [[5, 6, 7], [5, 6, 7], [9] * 40, [5, 6, 7], [5, 6, 7, 8], [3]]
-    adapters = ["a", "b", "a", "", "b", ""]
-    streams = [
-        generator.submit(prompt, SamplingOptions(max_tokens=8, seed=3, ignore_eos=True, adapter=adapter), row=i)
-        for i, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True))
-    ]
-    while generator.step():
-        pass
-    for i, (stream, adapter) in enumerate(zip(streams, adapters, strict=True)):
-        assert stream.error is None
-        result = stream.result()
-        assert result.versions == [{"a": 1, "b": 2, "": 0}[adapter]] * 8
-        document = [*result.prompt, *result.response]
-        batch = packed([{"tokens": document[:-1], "targets": document[1:], "loss_weights": [0.0] * (len(document) - 1)}])
-        role = group["adapters"]
-        (reply,) = role.forward_backward(
-            [AdapterRequest(adapter=adapter or None, batch=batch, loss=TokenSumLoss("cross_entropy"), forward_only=True)]
-        )
-        torch.testing.assert_close(
-            reply.log_probs[len(result.prompt) - 1 :], torch.tensor(result.log_probs), rtol=1e-5, atol=1e-5
-        )
-        if not adapter:
-            options = SamplingOptions(max_tokens=8, seed=3, ignore_eos=True)
-            assert plain.generate([prompts[i]], options, rows=[i])[0][0].response == result.response
-    # They differ, so that the comparison says something.
-    assert len({tuple(stream.log_probs) for stream in streams}) == len(streams)
-    with pytest.raises(ConfigError, match="max_adapters=2"):
-        generator.load_adapter("c", folders["a"])
-    with pytest.raises(ConfigError, match="there is no adapter 'c'; there are a, b"):
-        generator.submit([1], SamplingOptions(adapter="c"))
-    with pytest.raises(ConfigError, match="it has no adapters side by side"):
-        plain.submit([1], SamplingOptions(adapter="a"))
-    with pytest.raises(ConfigError, match="stay as they are"):
-        generator.load_weights([])
-    generator.close()
-    plain.close()
+    folder, folders, _ = saved
+    check_generator(saved, kind)
+    # Those of the model alone are what a generator without adapters answers.
+    options, made = SamplingOptions(max_tokens=8, seed=3, ignore_eos=True), []
+    for most in (0, 1):
+        config = RolloutConfig(model=ModelConfig(path=str(folder)), generator=kind, max_adapters=most)
+        generator = build_generator(config)
+        if most:
+            generator.load_adapter("a", folders["a"])
+            generator.submit([5], replace(options, adapter="a"), row=9)
+        else:
+            with pytest.raises(ConfigError, match="it has no adapters side by side"):
+                generator.submit([1], SamplingOptions(adapter="a"))
+        made.append(generator.generate([[5, 6, 7], [3]], options, rows=[3, 5]))
+        generator.close()
+    assert [one.response for (one,) in made[0]] == [one.response for (one,) in made[1]]
 
 
 def test_an_adapter_that_is_dropped_or_replaced_while_requests_use_it(saved: Any) -> None:

@@ -32,6 +32,7 @@ from drivetrain.generation.vllm.generator import VLLMGenerator
 from drivetrain.generation.vllm.model import SAMPLER, check_version
 from drivetrain.workers.roles.generator import RolloutWorker
 from drivetrain.workers.supervision.supervisor import SupervisorSettings, start_model_worker
+from helpers.adapter_samples import check_generator, saved_adapters
 from helpers.search_path import python_path
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
@@ -241,6 +242,42 @@ def test_adapters_come_alone(folder: Path, name: str) -> None:
         assert plain.log_probs == pytest.approx(other.log_probs, abs=1e-4)
         assert plain.versions == other.versions
     assert made[0][0].response != made[0][1].response
+
+
+@needs_vllm
+def test_adapters_side_by_side(folder: Path, tmp_path: Path, process_group: None) -> None:
+    """Also one that is dropped and one that is replaced while responses are under way, which keep what they began with."""
+    with saved_adapters(folder, tmp_path) as saved:
+        check_generator(saved, "vllm", tolerance=1e-4, **SETTINGS)
+        _, folders, _ = saved
+        config = RolloutConfig(
+            model=ModelConfig(path=str(folder)), generator="vllm", max_adapters=1, options={"max_lora_rank": 8}, **SETTINGS
+        )
+        generator = build_generator(config)
+        try:
+            options = SamplingOptions(max_tokens=6, seed=1, ignore_eos=True, adapter="x")
+            generator.load_adapter("x", folders["a"])
+            expected = generator.generate([[4, 5]], options)[0][0]
+            stream = generator.submit([4, 5], options)
+            assert generator.load_adapter("x", folders["b"]) == 2
+            other = generator.submit([4, 5], options)
+            generator.drop_adapter("x")
+            assert generator.adapter_names() == []
+            while generator.step():
+                pass
+            assert stream.result().response == expected.response
+            assert stream.result().versions == [1] * 6
+            assert other.result().versions == [2] * 6
+            assert other.result().log_probs != expected.log_probs
+            assert generator.load_adapter("y", folders["a"]) == 1
+        finally:
+            generator.close()
+        generator = build_generator(replace(config, options={"max_lora_rank": 1}))
+        try:
+            with pytest.raises(ConfigError, match=r"rank 4, more than options.max_lora_rank=1"):
+                generator.load_adapter("x", folders["a"])
+        finally:
+            generator.close()
 
 
 def _cut(complete: Any, stream: Any) -> Any:
