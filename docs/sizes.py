@@ -109,7 +109,7 @@ def page() -> str:
         "",
         f"The smallest number of GPUs on which a recipe fits with micro-batches of {most} tokens, and what a GPU then needs, as the engine",
         "estimates it from shapes when a run begins (`estimated memory of a rank` in its output). `drivetrain sft --dry-run ...` makes a step on your longest",
-        "samples and measures. Written by `python -m docs.sizes`; no GPU has confirmed these estimates.",
+        "samples and measures. Written by `python -m docs.sizes`; the estimates are not confirmed on a GPU ([status](status.md)).",
         "",
         "The layout is `--nproc N`, one process for each GPU: parameters, gradients and optimizer state are sharded over all of them",
         "(`engine.parallel.dp_shard`, by default the number of processes). What is recomputed is chosen by the engine (`engine.recompute=auto`).",
