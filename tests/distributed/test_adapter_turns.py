@@ -5,25 +5,14 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 from drivetrain.engine.adapter_checkpoint import adapter_config_of
 from drivetrain.engine.adapter_trainer import AdapterTrainer
-from drivetrain.engine.config import MicroBatchConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.config import MicroBatchConfig, ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import CapabilityError, ConfigError
-from drivetrain.engine.packing.microbatch import balance
-from helpers.adapters import Document, PlainAdapter, bank_engine, call, config, documents
+from helpers.adapters import ADAM, bank_engine, call, config, documents, own_share, worst_difference
 from helpers.harness import run_ranks
-
-OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_grad_norm=1.0)
-ALL = ("attention", "mlp", "unembedding")
-
-
-def shard(trainer: AdapterTrainer, of_call: list[Document]) -> tuple[list[Document], list[int]]:
-    topology = trainer._engine.topology
-    mine = balance([len(document["tokens"]) for document in of_call], topology.dp_size)[topology.dp_rank]
-    return [of_call[i] for i in mine], mine
 
 
 def trained(folder: str, layout: dict[str, Any], recompute: str, root: str) -> float:
@@ -36,42 +25,8 @@ def trained(folder: str, layout: dict[str, Any], recompute: str, root: str) -> f
         micro_batch=MicroBatchConfig(max_tokens=64),
     )
     try:
-        trainer, random, worst = AdapterTrainer(engine), Random(3), 0.0
-        trainer.create("a", config(4, ALL, 1))
-        trainer.create("b", config(2, ("attention",), 2))
-        plain = {name: PlainAdapter(folder, trainer, name) for name in ("a", "b")}
-
-        def compare(found: float, expected: float) -> None:
-            nonlocal worst
-            worst = max(worst, abs(found - expected) / max(1.0, abs(expected)))
-
-        for count in (5, 1, 3):
-            # A call of one document leaves the other data-parallel ranks without any.
-            parts = [
-                ("a", "cross_entropy", documents(random, count)),
-                ("b", "ppo", documents(random, 1, "ppo")),
-                ("b", "cross_entropy", documents(random, count, targets=3)),
-                ("a", "importance_sampling", documents(random, 2, "importance_sampling")),
-            ]
-            shards = [shard(trainer, batch) for _, _, batch in parts]
-            calls = [call(name, mine, loss) for (name, loss, _), (mine, _) in zip(parts, shards, strict=True)]
-            results = trainer.forward_backward(calls)
-            for (name, loss, batch), (_, mine), result in zip(parts, shards, results, strict=True):
-                assert result.error is None, result.error
-                expected, log_probs = plain[name].forward_backward(batch, loss)
-                compare(result.loss, expected)
-                if mine and result.log_probs is not None and engine.topology.is_last_stage:
-                    difference = result.log_probs.double() - torch.cat([log_probs[i] for i in mine])
-                    worst = max(worst, float(difference.abs().max()))
-            for name in ("a", "b"):
-                compare(trainer.optim_step(name, OPTIM).grad_norm, plain[name].step(OPTIM))
-        # The frozen model is not changed by whose turn it was last.
-        document = documents(random, 1)
-        (alone,) = trainer.forward_backward([call(None, shard(trainer, document)[0], forward_only=True)])
-        trainer.create("c", config(2, ALL, 3))
-        (fresh,) = trainer.forward_backward([call("c", shard(trainer, document)[0], forward_only=True)])
-        # An adapter that has learned nothing adds nothing.
-        compare(alone.loss, fresh.loss)
+        trainer = AdapterTrainer(engine)
+        worst = worst_difference(trainer, folder)
         trainer.save("a", root)
         return worst
     finally:
@@ -84,8 +39,8 @@ def loaded(folder: str, backend: str, layout: dict[str, Any], checkpoint: str) -
         trainer = AdapterTrainer(engine)
         trainer.create("b", adapter_config_of(checkpoint))
         trainer.load("b", checkpoint)
-        (result,) = trainer.forward_backward([call("b", shard(trainer, documents(Random(5), 3))[0])])
-        return [result.loss, trainer.optim_step("b", OPTIM).grad_norm, float(trainer.bank["b"].values.double().square().sum())]
+        (result,) = trainer.forward_backward([call("b", own_share(trainer, documents(Random(5), 3))[0])])
+        return [result.loss, trainer.optim_step("b", ADAM).grad_norm, float(trainer.bank["b"].values.double().square().sum())]
     finally:
         engine.close()
 

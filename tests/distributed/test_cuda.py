@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.host_syncs import HostSyncs
+from drivetrain.engine.adapter_trainer import AdapterTrainer
 from drivetrain.engine.config import LoraConfig, MicroBatchConfig, OffloadConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
@@ -23,6 +24,8 @@ from drivetrain.engine.registry import is_installed
 from drivetrain.generation.conformance.__main__ import main as conformance
 from drivetrain.losses.actions import ActionLoss
 from drivetrain.losses.sft import SFTLoss
+from helpers.adapter_samples import check_generator, saved_adapters
+from helpers.adapters import bank_engine, worst_difference
 from helpers.controller import Worker
 from helpers.engines import OPTIM, build, reference_steps, steps
 from helpers.gpus import VISIBLE, gpu_environment
@@ -178,6 +181,46 @@ def test_heads_and_adapters_on_cuda_equal_those_on_the_cpu(model: dict[str, Any]
     for (loss, norm), (expected_loss, expected_norm) in zip(found, expected, strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-4)
+
+
+def rank_adapters(folder: str, settings: dict[str, Any]) -> float:
+    engine = bank_engine(folder, **{"micro_batch": MicroBatchConfig(max_tokens=64), **settings})
+    try:
+        return worst_difference(AdapterTrainer(engine), folder)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("precision", [EXACT, PrecisionConfig()], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"compile": False, "recompute": "full"}),
+        ("qwen3_moe", {}),
+        ("llama", {"backend": "mcore"}),
+        ("qwen3_moe", {"backend": "mcore", "recompute": "full"}),
+    ],
+)
+def test_adapters_side_by_side_on_cuda_equal_plain_peft(
+    family: str, settings: dict[str, Any], precision: PrecisionConfig, tmp_path: Path
+) -> None:
+    if not is_installed(settings.get("backend", "fsdp")):
+        pytest.skip(f"{settings['backend']} is not installed")
+    folder = str(save_tiny_model(tmp_path / "model", family))
+    (worst,) = run_ranks(rank_adapters, 1, folder, {**settings, "precision": precision}, cuda=True, timeout_s=280)
+    assert worst < (1e-4 if precision == EXACT else 0.15)
+
+
+def rank_samples_of_adapters(folder: str, root: str) -> None:
+    with saved_adapters(Path(folder), Path(root), precision=EXACT) as saved:
+        for kind in ("static", "continuous"):
+            check_generator(saved, kind, dtype="float32", tolerance=1e-4)
+
+
+def test_samples_of_adapters_side_by_side_on_cuda(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "llama", tie_word_embeddings=False)
+    run_ranks(rank_samples_of_adapters, 1, str(folder), str(tmp_path), cuda=True, timeout_s=280)
 
 
 def rank_conformance(words: list[str]) -> tuple[int, str]:

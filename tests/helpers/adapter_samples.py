@@ -26,15 +26,14 @@ from drivetrain.engine.config import MicroBatchConfig
 from drivetrain.engine.errors import ConfigError
 from drivetrain.generation.options import SamplingOptions
 from drivetrain.generation.registry import build_generator
-from helpers.adapters import documents, packed
+from helpers.adapters import ALL, documents, packed
 
-ALL = ("attention", "mlp", "unembedding")
 OPTIM = OptimConfig(lr=0.05, clip_grad_norm=None)
 
 
-def roles(folder: Path) -> dict[str, RoleSpec]:
+def roles(folder: Path, **engine_settings: Any) -> dict[str, RoleSpec]:
     model = ModelConfig(path=str(folder), max_adapters=4)
-    engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=128))
+    engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=128), **engine_settings)
     return {"adapters": RoleSpec(worker=AdapterWorker, config=WorkerConfig(model=model, engine=engine))}
 
 
@@ -44,9 +43,9 @@ def request(adapter: str | None, seed: int, loss: str = "cross_entropy", *, forw
 
 
 @contextmanager
-def saved_adapters(folder: Path, root: Path) -> Iterator[tuple[Path, dict[str, str], Any]]:
+def saved_adapters(folder: Path, root: Path, **engine_settings: Any) -> Iterator[tuple[Path, dict[str, str], Any]]:
     """A model, checkpoints of two adapters of it that have learned something, and the group that has them."""
-    group = LocalWorkerGroup(roles(folder))
+    group = LocalWorkerGroup(roles(folder, **engine_settings))
     folders: dict[str, str] = {}
     for i, (name, targets) in enumerate((("a", ALL), ("b", ("mlp",)))):
         group["adapters"].create_adapter(name, AdapterConfig(rank=4, targets=targets, seed=i))

@@ -18,11 +18,14 @@ from drivetrain.engine.config import OptimConfig
 from drivetrain.engine.hf.lora import as_peft_stores
 from drivetrain.engine.hf.names import expert_factor
 from drivetrain.engine.packing.batch import PackedBatch
+from drivetrain.engine.packing.microbatch import balance
 from drivetrain.losses.token_sums import TokenSumLoss
 from helpers.engines import build
 
 Document = dict[str, Any]
 """The lists `tokens`, `targets` and, by the name of the field, what a loss reads, all of one length."""
+ADAM = OptimConfig(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_grad_norm=1.0)
+ALL = ("attention", "mlp", "unembedding")
 
 
 def bank_engine(folder: Path | str, adapters: int = 8, **settings: Any) -> BaseEngine:
@@ -168,3 +171,54 @@ def plain_loss(name: str, p: Tensor, x: Mapping[str, Tensor]) -> Tensor:
 
 def config(rank: int = 4, targets: Sequence[str] = ("attention", "mlp"), seed: int = 0) -> AdapterConfig:
     return AdapterConfig(rank=rank, targets=tuple(targets), seed=seed)
+
+
+def own_share(trainer: AdapterTrainer, of_call: list[Document]) -> tuple[list[Document], list[int]]:
+    """This rank's documents of a call, and their places in it."""
+    topology = trainer._engine.topology
+    mine = balance([len(document["tokens"]) for document in of_call], topology.dp_size)[topology.dp_rank]
+    return [of_call[i] for i in mine], mine
+
+
+def worst_difference(trainer: AdapterTrainer, folder: str) -> float:
+    """Train two adapters, and each beside plain peft; the largest difference of a loss, a log-probability or a gradient norm.
+
+    Losses and norms are compared in relation to the expected one, where that is more than 1.
+    """
+    random, worst = Random(3), 0.0
+    trainer.create("a", config(4, ALL, 1))
+    trainer.create("b", config(2, ("attention",), 2))
+    plain = {name: PlainAdapter(folder, trainer, name) for name in ("a", "b")}
+
+    def compare(computed: float, expected: float) -> None:
+        nonlocal worst
+        worst = max(worst, abs(computed - expected) / max(1.0, abs(expected)))
+
+    for count in (5, 1, 3):
+        # A call of one document leaves the other data-parallel ranks without any.
+        parts = [
+            ("a", "cross_entropy", documents(random, count)),
+            ("b", "ppo", documents(random, 1, "ppo")),
+            ("b", "cross_entropy", documents(random, count, targets=3)),
+            ("a", "importance_sampling", documents(random, 2, "importance_sampling")),
+        ]
+        shards = [own_share(trainer, batch) for _, _, batch in parts]
+        calls = [call(name, mine, loss) for (name, loss, _), (mine, _) in zip(parts, shards, strict=True)]
+        results = trainer.forward_backward(calls)
+        for (name, loss, batch), (_, mine), result in zip(parts, shards, results, strict=True):
+            assert result.error is None, result.error
+            expected, log_probs = plain[name].forward_backward(batch, loss)
+            compare(result.loss, expected)
+            if mine and result.log_probs is not None and trainer._engine.topology.is_last_stage:
+                difference = result.log_probs.double() - torch.cat([log_probs[i] for i in mine])
+                worst = max(worst, float(difference.abs().max()))
+        for name in ("a", "b"):
+            compare(trainer.optim_step(name, ADAM).grad_norm, plain[name].step(ADAM))
+    # The frozen model is not changed by whose turn it was last.
+    document = documents(random, 1)
+    (alone,) = trainer.forward_backward([call(None, own_share(trainer, document)[0], forward_only=True)])
+    trainer.create("c", config(2, ALL, 3))
+    (fresh,) = trainer.forward_backward([call("c", own_share(trainer, document)[0], forward_only=True)])
+    # An adapter that has learned nothing adds nothing.
+    compare(alone.loss, fresh.loss)
+    return worst
