@@ -84,7 +84,7 @@ test-gpu: GPU_TESTS = $(shell grep -rlE --include='test_*.py' '^(pytestmark = |@
 test-gpu: $(SETUP)
 	@for wheel in $(wildcard .wheels/*.whl); do $(PY) -m zipfile -e $$wheel .wheels/site; done
 	PYTHONPATH=$(PYTHONPATH):$(CURDIR)/.wheels/site $(PY) .ci/gpu_needs.py; lacks=$$?; \
-	PYTHONPATH=$(PYTHONPATH):$(CURDIR)/.wheels/site $(PY) -m pytest -m gpu -rs $(GPU_TESTS) && exit $$lacks
+	PYTHONPATH=$(PYTHONPATH):$(CURDIR)/.wheels/site $(PY) -m pytest -m gpu -vv -rs $(GPU_TESTS) && exit $$lacks
 
 # vLLM has an environment of its own, and no part in continuous integration.
 setup-vllm: $(SETUP)
