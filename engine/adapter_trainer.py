@@ -9,6 +9,7 @@ Axes: T tokens of a call's batch, K targets of each.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -34,7 +35,6 @@ from .loss import (
     TokenOutputs,
     combine,
     expected_gradient,
-    output_shape,
 )
 from .ops.expert_routes import ExpertRoutes
 from .packing.batch import PackedBatch
@@ -141,7 +141,8 @@ class AdapterTrainer:
     def forward_backward(self, calls: Sequence[AdapterCall]) -> list[AdapterCallResult]:
         """Compute the losses of calls, and add their gradients to those of their adapters.
 
-        A call that is wrong has an error as its result, on every rank, and changes nothing; the others go on.
+        A call that is invalid, or whose loss raises an error, has an error as its result on every rank, and changes nothing. The other calls
+        are computed. An error of the engine is raised; then no call has changed anything.
 
         Args:
             calls: The calls, the same on every rank but for their batches. Those of one adapter are taken in order.
@@ -149,6 +150,20 @@ class AdapterTrainer:
         Returns:
             The result of each call.
         """
+        names = {name for call in calls if (name := call.adapter) is not None and name in self.bank and not call.forward_only}
+        before = {name: None if (grads := self.bank[name].grads) is None else grads.clone() for name in names}
+        try:
+            return self._forward_backward(calls, before)
+        except BaseException:
+            # What earlier calls have added stays as it was.
+            self._put_back(before)
+            raise
+
+    def _put_back(self, grads: Mapping[str, Tensor | None]) -> None:
+        for name, of_adapter in grads.items():
+            self.bank[name].grads = of_adapter
+
+    def _forward_backward(self, calls: Sequence[AdapterCall], before: Mapping[str, Tensor | None]) -> list[AdapterCallResult]:
         topology = self._engine.topology
         checked = [self._error_of(call) for call in calls]
         # A call is wrong if it is on any rank, and its documents are all elsewhere.
@@ -172,14 +187,44 @@ class AdapterTrainer:
             for group in _alike(part, in_turns=self.bank.in_turns):
                 self._run(group, backward=not forward_only)
         sums = topology.all_gather_object(
-            {index: run.sums() for index, run in runs.items()} if topology.is_output_rank else None
+            {index: (run.sums() if topology.is_output_rank else None, run.error) for index, run in runs.items()}
         )
-        return [
-            AdapterCallResult(loss=math.nan, error=errors[index])
-            if index in errors
-            else runs[index].result([of_rank[index] for of_rank in sums if of_rank is not None])
-            for index in range(len(calls))
+        failed = {
+            index: BatchError(messages[0])
+            for index in runs
+            if (messages := [of_rank[index][1] for of_rank in sums if of_rank[index][1] is not None])
+        }
+        results = {
+            index: runs[index].result([of_rank[index][0] for of_rank in sums if of_rank[index][0] is not None])
+            for index in runs
+            if index not in failed
+        }
+        for index, error in (errors | failed).items():
+            results[index] = AdapterCallResult(loss=math.nan, error=error)
+        results |= self._without_failed(
+            calls, [index for index in failed if not calls[index].forward_only], before, errors | failed
+        )
+        return [results[index] for index in range(len(calls))]
+
+    def _without_failed(
+        self,
+        calls: Sequence[AdapterCall],
+        failed: Sequence[int],
+        before: Mapping[str, Tensor | None],
+        errors: Mapping[int, DrivetrainError],
+    ) -> dict[int, AdapterCallResult]:
+        """Take back what the passes have added to the adapters of failed calls, and compute the other calls of these adapters again."""
+        names = {calls[index].adapter for index in failed}
+        first = {name: grads for name, grads in before.items() if name in names}
+        self._put_back({name: None if grads is None else grads.clone() for name, grads in first.items()})
+        again = [
+            index
+            for index, call in enumerate(calls)
+            if index not in errors and call.adapter in names and not call.forward_only
         ]
+        if not again:
+            return {}
+        return dict(zip(again, self._forward_backward([calls[index] for index in again], first), strict=True))
 
     def _error_of(self, call: AdapterCall) -> DrivetrainError | None:
         try:
@@ -197,12 +242,12 @@ class AdapterTrainer:
                     f"top_k={call.top_k}; it must be from 0 to the {self._engine.model_shape.vocabulary} tokens of the model"
                 )
             if call.batch is not None:
-                self._check_batch(call.batch, call.loss)
+                self._check_batch(call.batch)
         except DrivetrainError as e:
             return e
         return None
 
-    def _check_batch(self, batch: PackedBatch, loss: Loss) -> None:
+    def _check_batch(self, batch: PackedBatch) -> None:
         if batch.media or batch.position_ids.dim() > 1:
             raise BatchError("documents with media cannot be trained by adapters side by side; leave the media out")
         if not batch.num_tokens:
@@ -215,17 +260,6 @@ class AdapterTrainer:
             raise BatchError(
                 f"a document has {batch.max_seqlen} tokens, more than {self._limits.setting}={limit}; shorten it, or raise the budget"
             )
-        # A loss that fails must do so before anything was added to a gradient.
-        mask = torch.ones(batch.num_tokens, dtype=torch.bool)
-        try:
-            sums = loss(TokenOutputs(mask=mask, log_probs=torch.zeros(output_shape("log_probs", batch))), batch)
-            expected_gradient(loss, batch, mask, _ones(loss, batch))
-        except DrivetrainError:
-            raise
-        except Exception as e:  # of many types: losses are of whoever made the call
-            raise BatchError(f"{type(loss).__name__} cannot be computed of this batch: {type(e).__name__}: {e}") from e
-        if not isinstance(sums, LossSums):
-            raise BatchError(f"{type(loss).__name__} returned a {type(sums).__name__}; a loss must return LossSums")
 
     @property
     def _limits(self) -> PassLimits:
@@ -248,15 +282,8 @@ class AdapterTrainer:
             for number in range(count)
         ]
         names = {call.adapter for run in runs.values() if (call := run.call).adapter is not None} if backward else set()
-        before = {name: None if (grads := self.bank[name].grads) is None else grads.clone() for name in names}
-        try:
-            with engine.train_mode() if backward else engine.eval_mode():
-                engine.run_micro_batches(micro_batches, accumulator, backward=backward)
-        except BaseException:
-            # What earlier calls have added stays as it was.
-            for name, grads in before.items():
-                self.bank[name].grads = grads
-            raise
+        with engine.train_mode() if backward else engine.eval_mode():
+            engine.run_micro_batches(micro_batches, accumulator, backward=backward)
         if backward:
             for name in names:
                 # Ranks without documents of an adapter add zeros at its step.
@@ -272,6 +299,36 @@ class _CallRun:
         self.terms: dict[str, list[Tensor]] = defaultdict(list)
         self.metrics: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
         self.outputs: list[tuple[tuple[int, ...], dict[str, Tensor]]] = []
+        self.error: str | None = None
+
+    @contextmanager
+    def catching_errors(self) -> Iterator[None]:
+        """Keep the error of a loss. Raised, it would leave the other ranks in their collectives, and fail calls that share the pass."""
+        try:
+            yield
+        except DrivetrainError as e:
+            self.error = self.error or str(e)
+        except Exception as e:  # losses are functions of the caller, which raise errors of any type
+            name = type(self.call.loss).__name__
+            self.error = self.error or f"{name} cannot be computed of this batch: {type(e).__name__}: {e}"
+
+    def evaluate(self, outputs: TokenOutputs, part: PackedBatch) -> tuple[LossSums, Tensor] | None:
+        """Return the sums of the loss, and the sum of its terms; None if it fails."""
+        with self.catching_errors():
+            sums = self.call.loss(outputs, part)
+            if not isinstance(sums, LossSums):
+                raise BatchError(
+                    f"{type(self.call.loss).__name__} returned a {type(sums).__name__}; a loss must return LossSums"
+                )
+            return sums, combine(sums, dict.fromkeys(sums.terms, 1.0))
+        return None
+
+    def expected(self, part: PackedBatch, mask: Tensor) -> Tensor | None:
+        """Return the gradient of the loss with respect to the log-probabilities, where it is known before they are."""
+        with self.catching_errors():
+            known = expected_gradient(self.call.loss, part, mask, _ones(self.call.loss, part))
+            return None if known is None else known["log_probs"]
+        return None
 
     def part(self, segment: Segment) -> PackedBatch:
         """Return the documents of a segment."""
@@ -347,12 +404,9 @@ class CallAccumulator:
             mask[start : start + segment.tokens] = True
             if targets is not None:
                 targets[start : start + segment.tokens] = part.token_fields[TARGETS]
-            loss = self.runs[segment.call].call.loss
-            known = (
-                expected_gradient(loss, part, mask.new_ones(part.num_tokens), _ones(loss, part)) if self._backward else None
-            )
+            known = self.runs[segment.call].expected(part, mask.new_ones(part.num_tokens)) if self._backward else None
             if known is not None:
-                gradient[start : start + segment.tokens] = known["log_probs"]
+                gradient[start : start + segment.tokens] = known
         expected = {"log_probs": gradient} if self._backward else None
         request = replace(REQUEST, top_k=self.runs[0].call.top_k)
         return HeadRequest(outputs=request, mask=mask, targets=targets, expected=expected)
@@ -365,8 +419,11 @@ class CallAccumulator:
         for start, segment, part in self.segments(micro_batch):
             run, rows = self.runs[segment.call], slice(start, start + segment.tokens)
             log_probs = outputs.log_probs[rows]
-            sums = run.call.loss(TokenOutputs(mask=outputs.mask[rows], log_probs=log_probs), part)
-            totals.append(combine(sums, dict.fromkeys(sums.terms, 1.0)))
+            evaluated = run.evaluate(TokenOutputs(mask=outputs.mask[rows], log_probs=log_probs), part)
+            if evaluated is None:
+                continue
+            sums, total = evaluated
+            totals.append(total)
             for name, value in sums.terms.items():
                 run.terms[name].append(value.detach())
             for name, pair in sums.metrics.items():

@@ -4,12 +4,15 @@ A graph is run for each document on the log-probabilities of its targets and on 
 metrics. The form is that of custom losses of Tinker's protocol: a list of nodes with an operation, a name, a target and arguments, in which
 `{"ref": name}` is the result of an earlier node. Nothing in it is code: a target is looked up in the lists of this module.
 
-Every operation is first run without data, on shapes alone, so that none makes a tensor that is larger than `MOST_ELEMENTS`.
+A document is computed apart from all others, with its own copies of what it reads: a graph that fails, or that returns NaN, has no effect on
+other documents. Every operation is first run without data, on shapes alone: the results of all operations of a document have at most
+`MOST_ELEMENTS` numbers together, and its matrix products at most `MOST_PRODUCTS` multiplications.
 
 Axes: T tokens of a document, K targets of each.
 """
 
 import json
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +34,9 @@ LOG_PROBS = "logprobs"
 FIELD = "input_"
 """What the names of the fields of a batch begin with that hold the other inputs."""
 MOST_ELEMENTS = 2**24
+"""The largest number of elements of all results for a document, with those that broadcasting expands on the way."""
+MOST_PRODUCTS = 2**30
+"""The largest number of multiplications in the matrix products of a document."""
 MOST_NODES = 256
 MOST_INPUTS = 16
 MOST_CHARACTERS = 2**18
@@ -72,7 +78,38 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": operator.abs,
 }
 _METHODS = {name for name in [*_OF_TENSORS, *_METHODS_ALONE] if hasattr(Tensor, name)}
-_ATTRIBUTES = {"shape", "ndim", "T", "mT"}
+_ATTRIBUTES = {"shape", "ndim", "dtype", "T", "mT"}
+_FIELDS = {"values", "indices"}
+"""What operations with two results call them."""
+_KEYWORDS = set(
+    _words(
+        """
+        alpha approximate axis base beta correction delta descending dim dims dtype end_dim exponent fill_value input keepdim keepdims
+        log_target max mean min mode n nan negative_slope neginf other p posinf prepend append reduction rounding_mode self shape size
+        stable start_dim sections tensor1 tensor2 tensors threshold unbiased value weight end condition mask target eps diagonal
+        decimals max_val min_val _stacklevel
+        """
+    )
+)
+"""The keyword arguments that operations take here. `out`, `inplace` and `device` are not among them, unless they are None or False, as torch.fx records
+defaults: the first two write to what others read."""
+_MOST_POSITIONAL = {"relu": 1, "silu": 1, "elu": 2, "leaky_relu": 2, "hardtanh": 3}
+"""For functions with the argument `inplace`: how many arguments come before it."""
+_STRINGS = {
+    "none",
+    "mean",
+    "sum",
+    "batchmean",
+    "tanh",
+    "fro",
+    "constant",
+    "reflect",
+    "replicate",
+    "circular",
+    "floor",
+    "trunc",
+}
+_MOST_DIFFERENCES = 8
 _DTYPES = {
     name: getattr(torch, name) for name in ("float32", "float64", "int64", "int32", "bool", "float", "double", "long", "int")
 }
@@ -115,6 +152,11 @@ class TracedLoss:
             raise ConfigError(f"the graph has {len(placeholders)} inputs, and {len(names)} are declared")
 
     @property
+    def operations(self) -> int:
+        """The number of operations that are run for each document."""
+        return len(_nodes(self.graph))
+
+    @property
     def token_fields(self) -> frozenset[str]:
         """The fields with a number or several for each token that it reads."""
         return frozenset(FIELD + name for name, rank in self.inputs[1:] if rank)
@@ -144,25 +186,25 @@ class TracedLoss:
                 f"loss {self.name[:80]} declares {LOG_PROBS} of rank {self.inputs[0][1]}; the targets of the batch have rank "
                 f"{outputs.log_probs.dim()}"
             )
-        columns = [outputs.log_probs, *(self._column(batch, name, rank) for name, rank in self.inputs[1:])]
+        columns = [self._column(batch, name, rank) for name, rank in self.inputs[1:]]
         nodes = _nodes(self.graph)
         losses: list[Tensor] = []
         metrics: dict[str, tuple[Tensor, float]] = {}
         for number, (start, end) in enumerate(pairwise(batch.bounds)):
-            values = [
-                column[number] if rank == 0 else column[start:end]
-                for column, (_, rank) in zip(columns, self.inputs, strict=True)
+            others = [
+                (column[number] if rank == 0 else column[start:end]).clone()
+                for column, (_, rank) in zip(columns, self.inputs[1:], strict=True)
             ]
             try:
-                loss, more = _run(nodes, values)
-            except (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as e:
+                loss, more = _of_document(nodes, outputs.log_probs[start:end], others)
+            except Exception as e:  # operations of torch raise errors of any type on arguments that a client chose
                 raise BatchError(f"loss {self.name[:80]}: {e}") from e
             losses.append(loss)
             for name, value in more.items():
                 total, count = metrics.get(name, (0.0, 0.0))
                 metrics[name] = total + value.detach().float(), count + 1.0
         total = torch.stack(losses).sum() if losses else outputs.log_probs.sum() * 0.0
-        return LossSums(terms={"loss": total.to(outputs.log_probs.dtype)}, metrics=metrics)
+        return LossSums(terms={"loss": total}, metrics=metrics)
 
     def _column(self, batch: PackedBatch, name: str, rank: int) -> Tensor:
         fields = batch.token_fields if rank else batch.sequence_fields
@@ -171,6 +213,35 @@ class TracedLoss:
             present = "nothing" if column is None else f"rank {column.dim()}"
             raise BatchError(f"loss {self.name[:80]} reads {name!r} of rank {rank}; the batch has {present}")
         return column
+
+
+class _WithGradient(torch.autograd.Function):
+    """A value whose gradient is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, log_probs: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value.to(log_probs.dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return grads[0] * gradient, None, None
+
+
+def _of_document(nodes: "Sequence[_Node]", log_probs: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the metrics of a document.
+
+    The gradient is computed here, so that an operation that fails in its backward pass fails alone.
+    """
+    trains = torch.is_grad_enabled() and log_probs.requires_grad
+    leaf = log_probs.detach().clone().requires_grad_(trains)
+    loss, metrics = _run(nodes, [leaf, *others])
+    if not trains:
+        return loss.to(log_probs.dtype), metrics
+    gradient = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
+    known = torch.zeros_like(leaf) if gradient is None else gradient
+    return _WithGradient.apply(log_probs, loss.detach(), known), metrics
 
 
 # ---- the graph -------------------------------------------------------------------------------------------------------
@@ -227,7 +298,8 @@ def _check(node: _Node, seen: set[str]) -> None:
         # An attribute of a tensor is traced as a call of getattr.
         named = node.target in _FUNCTIONS or node.target in ("getattr", "operator.getitem")
         if node.target == "getattr":
-            named = len(node.args) == 2 and node.args[1] in _ATTRIBUTES
+            attribute = node.args[1] if len(node.args) == 2 else None
+            named = isinstance(attribute, str) and attribute in _ATTRIBUTES | _FIELDS
     elif node.op == "call_method":
         named = node.target in _METHODS
     else:
@@ -235,6 +307,15 @@ def _check(node: _Node, seen: set[str]) -> None:
     if not named:
         raise ConfigError(
             f"{where} is {node.op[:40]} of {node.target[:100]!r}, which is not among the operations that run here; compute the loss in the client"
+        )
+    if wrong := [name for name, arg in node.kwargs.items() if name not in _KEYWORDS and arg is not None and arg is not False]:
+        raise ConfigError(
+            f"{where} is {node.target[:100]} with the argument {str(wrong[0])[:80]!r}, which is not among those that run here"
+        )
+    most = _MOST_POSITIONAL.get(node.target.rpartition(".")[2], len(node.args))
+    if len(node.args) > most:
+        raise ConfigError(
+            f"{where} is {node.target[:100]} with {len(node.args)} arguments; leave out all but the first {most}"
         )
     if unknown := [name for name in _refs([*node.args, *node.kwargs.values()], 0) if name not in seen]:
         raise ConfigError(f"{where} uses {str(unknown[0])[:80]!r}, which is not a node before it")
@@ -259,7 +340,7 @@ def _refs(value: Any, depth: int) -> Iterator[str]:
         elif not (
             (kind == "ellipsis" and inner is True)
             or (kind == "float" and inner in ("inf", "-inf", "nan"))
-            or (kind == "dtype" and inner in _DTYPES)
+            or (kind == "dtype" and isinstance(inner, str) and inner in _DTYPES)
         ):
             raise ConfigError(f"an argument is {str(value)[:100]}, which is not among those that run here")
     elif isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
@@ -269,6 +350,7 @@ def _refs(value: Any, depth: int) -> Iterator[str]:
 def _run(nodes: Sequence[_Node], inputs: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Run a graph on the inputs of one document; return its loss and metrics."""
     results: dict[str, Any] = {}
+    budget = _Budget()
     waiting = iter(inputs)
     for node in nodes:
         if node.op == "placeholder":
@@ -279,7 +361,7 @@ def _run(nodes: Sequence[_Node], inputs: Sequence[Tensor]) -> tuple[Tensor, dict
         if node.op == "output":
             loss, metrics = args[0]
             return _scalar(loss, "the loss"), {name: _scalar(value, name) for name, value in metrics.items()}
-        results[node.name] = _call(node, args, kwargs)
+        results[node.name] = _call(node, args, kwargs, budget)
     raise AssertionError("unreachable")
 
 
@@ -310,36 +392,121 @@ def _value(arg: Any, results: Mapping[str, Any]) -> Any:
     return float(inner) if kind == "float" else _DTYPES[inner]
 
 
-def _call(node: _Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation, unless what it makes is too large."""
+class _Budget:
+    """What a document may still compute."""
+
+    def __init__(self) -> None:
+        self.elements, self.products = MOST_ELEMENTS, MOST_PRODUCTS
+
+    def take(self, node: _Node, elements: int, products: int = 0) -> None:
+        """Count an operation.
+
+        Raises:
+            ValueError: It is too much.
+        """
+        self.elements -= elements
+        self.products -= products
+        where = f"{node.target} at {node.name[:80]!r}"
+        if self.elements < 0:
+            raise ValueError(
+                f"{where} makes {elements} numbers, with which the results for a document have {MOST_ELEMENTS - self.elements}, "
+                f"more than {MOST_ELEMENTS}"
+            )
+        if self.products < 0:
+            raise ValueError(f"{where} multiplies {products} times, more than the {MOST_PRODUCTS} of a document leave")
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """Return an attribute; `values` and `indices` only of an operation with several results, since tensors have methods of these names."""
+    if isinstance(value, Tensor) != (name in _ATTRIBUTES):
+        raise TypeError(f"{name!r} of a {type(value).__name__}")
+    return getattr(value, name)
+
+
+def _function(node: _Node, args: list[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """Return what an operation calls.
+
+    Raises:
+        TypeError: It is called on something else than it is for.
+    """
     if node.op == "call_method":
         if not args or not isinstance(args[0], Tensor):
             raise TypeError(
                 f"{node.target} is a method of tensors, and is called on a {type(args[0]).__name__ if args else 'nothing'}"
             )
-        if node.target == "to" and any(isinstance(one, str) for one in _leaves([args, kwargs])):
+        if node.target == "to" and not all(isinstance(one, Tensor | torch.dtype) for one in _leaves([args, kwargs])):
             raise TypeError("`to` another device; give it a dtype")
         function: Callable[..., Any] = getattr(Tensor, node.target)
-    elif node.target == "operator.getitem":
-        function = operator.getitem
-    elif node.target == "getattr":
-        function = getattr
-    else:
-        function = _FUNCTIONS[node.target]
-        if node.target.startswith("operator.") and not all(isinstance(arg, Tensor | int | float) for arg in args):
-            raise TypeError(f"{node.target} of {', '.join(type(arg).__name__ for arg in args)}; it takes tensors and numbers")
-    if not any(isinstance(one, Tensor) for one in _leaves([args, kwargs])):
+        return function
+    if node.target == "operator.getitem":
+        _check_index(args)
+        return operator.getitem
+    if node.target == "getattr":
+        return _attribute
+    if node.target.startswith("operator.") and not all(isinstance(arg, Tensor | int | float) for arg in args):
+        raise TypeError(f"{node.target} of {', '.join(type(arg).__name__ for arg in args)}; it takes tensors and numbers")
+    return _FUNCTIONS[node.target]
+
+
+def _check_index(args: list[Any]) -> None:
+    """Refuse a mask beside other tensors in an index, with which the result can be larger than the tensor that is indexed."""
+    tensors = [one for one in _leaves(args[1:]) if isinstance(one, Tensor)]
+    if len(tensors) > 1 and any(one.dtype == torch.bool for one in tensors):
+        raise TypeError("an index has a mask of booleans beside another tensor; index with the mask alone")
+
+
+def _call(node: _Node, args: list[Any], kwargs: dict[str, Any], budget: _Budget) -> Any:
+    """Run an operation, unless what it makes is too large."""
+    function = _function(node, args, kwargs)
+    leaves = list(_leaves([args, kwargs]))
+    if wrong := [one for one in leaves if isinstance(one, str) and one not in _STRINGS and node.target != "getattr"]:
+        raise TypeError(f"{node.target} at {node.name[:80]!r} with {wrong[0][:80]!r}")
+    tensors = [one for one in leaves if isinstance(one, Tensor)]
+    if not tensors:
         return _call_on_numbers(node, function, args)
+    kind = node.target.rpartition(".")[2]
+    if kind == "diff" and not 0 <= _argument(args, kwargs, 1, "n", 1) <= _MOST_DIFFERENCES:
+        raise ValueError(f"diff at {node.name[:80]!r} takes differences of differences more than {_MOST_DIFFERENCES} times")
     with torch.no_grad():
         try:
             shapes = function(*_mapped(args, _without_data), **_mapped(kwargs, _without_data))
         except NotImplementedError:
-            # A choice of elements, of which there are at most as many as there were.
+            if kind != "getitem":
+                raise
+            # How many elements a mask chooses depends on the data: at most all.
             shapes = args[0]
-    largest = max((one.numel() for one in _leaves(shapes) if isinstance(one, Tensor)), default=0)
-    if largest > MOST_ELEMENTS:
-        raise ValueError(f"{node.target} at {node.name[:80]!r} makes {largest} numbers, more than {MOST_ELEMENTS}")
+    elements = sum(one.numel() for one in _leaves(shapes) if isinstance(one, Tensor))
+    if kind in ("matmul", "dot"):
+        budget.take(node, *_of_product(tensors, elements))
+    else:
+        budget.take(node, elements if kind in ("getitem", "cat", "concat", "stack") else max(elements, _broadcast(tensors)))
     return function(*args, **kwargs)
+
+
+def _argument(args: list[Any], kwargs: dict[str, Any], place: int, name: str, default: int) -> int:
+    value = args[place] if len(args) > place else kwargs.get(name, default)
+    if not isinstance(value, int):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be an integer")
+    return value
+
+
+def _broadcast(tensors: Sequence[Tensor]) -> int:
+    """Return how many elements tensors have after broadcasting, which a reduction such as `mse_loss` does on the way."""
+    try:
+        return math.prod(torch.broadcast_shapes(*(one.shape for one in tensors)))
+    except RuntimeError:
+        return 0
+
+
+def _of_product(tensors: Sequence[Tensor], elements: int) -> tuple[int, int]:
+    """Return the elements and the multiplications of a product of `[..., m, k]` and `[..., k, n]`; each is copied for what it is broadcast to."""
+    if len(tensors) != 2 or not all(one.dim() for one in tensors):
+        return elements, 0
+    left, right = tensors
+    m, k, n = left.shape[-2] if left.dim() > 1 else 1, left.shape[-1], right.shape[-1] if right.dim() > 1 else 1
+    batch = math.prod(torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]))
+    copied = batch * (m * k + k * n) if max(left.dim(), right.dim()) > 2 else 0
+    return elements + copied, batch * m * k * n
 
 
 def _call_on_numbers(node: _Node, function: Callable[..., Any], args: list[Any]) -> Any:

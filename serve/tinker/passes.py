@@ -12,6 +12,8 @@ from .training_queue import QueuedRequest, pieces_of
 
 PIECE_TOKENS = 4096
 """The number of tokens of a piece of a request, unless a single document has more."""
+PIECE_OPERATIONS = 4096
+"""The number of operations of traced losses of a piece: about a second on one core, whatever the size of their tensors."""
 
 
 class Passes:
@@ -53,10 +55,11 @@ class Passes:
                     raise BadRequestError(
                         f"{name} has the token id {int(ids.max())}; the model has those below {self._vocabulary}"
                     )
+        documents = max(1, PIECE_OPERATIONS // loss.operations) if isinstance(loss, TracedLoss) else None
         return [
             AdapterRequest(adapter=model, batch=piece, loss=loss, forward_only=message.forward_only)
             for batch in batches
-            for piece in pieces_of(batch, PIECE_TOKENS)
+            for piece in pieces_of(batch, PIECE_TOKENS, documents)
         ]
 
     def answer(self, request: QueuedRequest) -> bytes:

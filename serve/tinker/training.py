@@ -389,8 +389,8 @@ class Training:
             replies = await self._group.forward_backward([piece for _, _, piece in chosen])
         except WorkerLostError:
             raise
-        except WorkerError as e:
-            # Nothing has changed: it says who is to blame if each is tried alone.
+        except DrivetrainError as e:
+            # No gradient has changed. Each request is tried alone, so that only those that cause the error fail.
             if len(chosen) > 1:
                 for one in chosen:
                     if one[1].pieces and one[1].pieces[0] is one[2]:

@@ -80,12 +80,18 @@ class ModelQueue:
         self.next_seq = request.seq + 1
 
 
-def pieces_of(batch: PackedBatch, most: int) -> Iterator[PackedBatch]:
-    """Yield the documents of a batch in order, as many as have at most so many tokens, or one."""
+def pieces_of(batch: PackedBatch, most: int, documents: int | None = None) -> Iterator[PackedBatch]:
+    """Yield the documents of a batch in order, as many as have at most so many tokens, or one.
+
+    Args:
+        batch: The batch.
+        most: The largest number of tokens of several documents.
+        documents: The largest number of documents; None: any.
+    """
     rows: list[int] = []
     used = 0
     for row, length in enumerate(batch.lengths):
-        if rows and used + length > most:
+        if rows and (used + length > most or len(rows) == documents):
             yield batch.select(rows)
             rows, used = [], 0
         rows.append(row)

@@ -19,11 +19,12 @@ from drivetrain.engine.config import LoraConfig, MicroBatchConfig, ModelConfig, 
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import CapabilityError, CheckpointError, ConfigError, DrivetrainError, NonFiniteError
 from drivetrain.engine.hf.lora import as_peft_stores
-from drivetrain.engine.loss import OutputRequest
+from drivetrain.engine.loss import LossSums, OutputRequest, TokenOutputs
+from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
 from drivetrain.losses.token_sums import FORMULAS, TokenSumLoss
-from helpers.adapters import Document, PlainAdapter, bank_engine, call, config, documents
+from helpers.adapters import Document, PlainAdapter, bank_engine, call, config, documents, packed
 from helpers.engines import build
 from helpers.harness import run_ranks
 
@@ -275,6 +276,94 @@ def test_a_call_that_is_wrong_on_one_rank_is_wrong_on_all(tmp_path: Path) -> Non
     assert "loss ppo reads old_log_probs" in first[0]
     assert first[1] == "None"
     assert "no documents" in first[2]
+
+
+class FailsOnNegative(TokenSumLoss):
+    """A loss that can only be computed of zeros, and says so when it is too late to ask."""
+
+    linear = False
+
+    def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
+        assert outputs.log_probs is not None
+        if batch.num_tokens and float(outputs.log_probs.min()) < 0:
+            raise ValueError("negative")
+        return super().__call__(outputs, batch)
+
+
+def failing_loss(folder: str, settings: dict[str, Any]) -> tuple[list[str], list[float], list[float]]:
+    engine = bank_engine(folder, **settings)
+    try:
+        trainer = AdapterTrainer(engine)
+        random = Random(1)
+        for name, seed in (("a", 1), ("b", 2)):
+            trainer.create(name, config(seed=seed))
+        first, second, several = documents(random, 4), documents(random, 2), documents(random, 2, targets=2)
+        # Only rank 0 has documents of the loss that fails, which is in another pass than the calls before it.
+        bad = AdapterCall(
+            adapter="a", batch=packed(several) if engine.topology.dp_rank == 0 else None, loss=FailsOnNegative("cross_entropy")
+        )
+        done(trainer.forward_backward([call("a", second), call("b", second)]))
+        results = trainer.forward_backward([call("b", first), call("a", first), bad, call("a", second), call("b", several)])
+        norms = [trainer.optim_step(name, OPTIM).grad_norm for name in ("a", "b")]
+        return [str(result.error) for result in results], [result.loss for result in results], norms
+    finally:
+        engine.close()
+
+
+def without_it(folder: str, settings: dict[str, Any]) -> tuple[list[float], list[float]]:
+    engine = bank_engine(folder, **settings)
+    try:
+        trainer = AdapterTrainer(engine)
+        random = Random(1)
+        for name, seed in (("a", 1), ("b", 2)):
+            trainer.create(name, config(seed=seed))
+        first, second, several = documents(random, 4), documents(random, 2), documents(random, 2, targets=2)
+        losses = []
+        for name, batch in (("a", second), ("b", second), ("b", first), ("a", first), ("a", second), ("b", several)):
+            losses += [result.loss for result in done(trainer.forward_backward([call(name, batch)]))]
+        return losses[2:], [trainer.optim_step(name, OPTIM).grad_norm for name in ("a", "b")]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("nproc", "settings"), [(1, {}), (2, {}), (2, {"backend": "mcore", "parallel": ParallelConfig(tp=2)})]
+)
+def test_a_loss_that_fails_in_its_pass_fails_alone(tmp_path: Path, nproc: int, settings: dict[str, Any]) -> None:
+    """Neither other adapters nor other calls of its own adapter have a gradient twice or not at all, and no rank is left waiting."""
+    folder = str(save_tiny_model(tmp_path / "model", "llama"))
+    losses, norms = run_ranks(without_it, nproc, folder, settings)[0]
+    for messages, with_it, norms_with_it in run_ranks(failing_loss, nproc, folder, settings):
+        assert [message == "None" for message in messages] == [True, True, False, True, True]
+        assert "FailsOnNegative cannot be computed of this batch: ValueError: negative" in messages[2]
+        assert [with_it[i] for i in (0, 1, 3, 4)] == pytest.approx(losses, rel=1e-5)
+        assert norms_with_it == pytest.approx(norms, rel=1e-5)
+
+
+def test_an_error_of_the_engine_leaves_all_gradients_as_they_were(
+    trainer: AdapterTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = Random(1)
+    for name in ("a", "b"):
+        trainer.create(name, config())
+        done(trainer.forward_backward([call(name, documents(random, 2))]))
+    before = {name: grads.clone() for name in ("a", "b") if (grads := trainer.bank[name].grads) is not None}
+    assert len(before) == 2
+    run, count = trainer._run, 0
+
+    def fails_in_the_second_pass(*args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        count += 1
+        run(*args, **kwargs)
+        if count == 2:
+            raise RuntimeError("lost")
+
+    monkeypatch.setattr(trainer, "_run", fails_in_the_second_pass)
+    with pytest.raises(RuntimeError, match="lost"):
+        trainer.forward_backward([call("a", documents(random, 2)), call("b", documents(random, 2, targets=2))])
+    assert count == 2
+    for name, grads in before.items():
+        torch.testing.assert_close(trainer.bank[name].grads, grads, rtol=0, atol=0)
 
 
 @pytest.fixture

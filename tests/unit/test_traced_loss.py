@@ -143,6 +143,15 @@ def graph(*nodes: dict[str, Any], result: str = "y") -> TracedLoss:
         node("call_function", "y", "torch.exp", {"device": "cuda"}),
         node("call_function", "y", "torch.exp", {"dtype": "float16"}),
         node("call_function", "y", "torch.add", X, 10**30),
+        # What writes to tensors that others read, or to another device.
+        node("call_function", "y", "torch.add", X, 0, out=X),
+        node("call_function", "y", "torch.nn.functional.relu", X, inplace=True),
+        node("call_function", "y", "torch.nn.functional.relu", X, True),
+        node("call_function", "y", "torch.nn.functional.leaky_relu", X, 0.1, True),
+        node("call_function", "y", "torch.zeros_like", X, device="meta"),
+        node("call_function", "y", "torch.zeros_like", X, requires_grad=True),
+        node("call_function", "y", "getattr", X, ["T"]),
+        node("call_function", "y", "torch.exp", {"dtype": ["float32"]}),
     ],
 )
 def test_what_is_not_on_the_list_is_refused_before_it_runs(bad: dict[str, Any]) -> None:
@@ -199,6 +208,83 @@ def test_nothing_large_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_ELEMENTS", 3)
     with pytest.raises(BatchError, match="more than 3"):
         run(graph(node("call_method", "z", "exp", X), node("call_method", "y", "sum", {"ref": "z"})))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        # Many results, of which each is small enough.
+        ([node("call_method", f"d{i}", "double", X) for i in range(200)], "more than 16777216"),
+        # Reductions and products that broadcast on the way.
+        (
+            [
+                node("call_method", "c", "unsqueeze", X, -1),
+                node("call_function", "z", "torch.nn.functional.mse_loss", X, {"ref": "c"}),
+            ],
+            "more than 16777216",
+        ),
+        (
+            [
+                node("call_method", "a", "reshape", X, 2000, 1, 1, 50),
+                node("call_method", "b", "reshape", X, 1, 2000, 50, 1),
+                node("call_function", "z", "operator.matmul", {"ref": "a"}, {"ref": "b"}),
+            ],
+            "more than 16777216",
+        ),
+        (
+            [
+                node("call_method", "f", "reshape", X, 1000, 100),
+                node("call_function", "g", "getattr", {"ref": "f"}, "T"),
+                node("call_function", "h", "operator.matmul", {"ref": "f"}, {"ref": "g"}),
+                *(node("call_function", f"p{i}", "operator.matmul", {"ref": "h"}, {"ref": "h"}) for i in range(3)),
+            ],
+            "multiplies 1000000000 times, more than",
+        ),
+        ([node("call_function", "z", "torch.diff", X, 10**6)], "more than 8 times"),
+        ([node("call_method", "z", "diff", X, n=9)], "more than 8 times"),
+        (
+            [
+                node("call_function", "m", "operator.lt", X, 0),
+                node("call_method", "i", "long", X),
+                node("call_function", "z", "operator.getitem", X, {"tuple": [{"ref": "m"}, {"ref": "i"}]}),
+            ],
+            "beside another tensor",
+        ),
+        ([node("call_method", "z", "norm", X, "nuc")], "with 'nuc'"),
+    ],
+)
+def test_no_document_computes_without_bound(nodes: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        run(graph(*nodes, node("call_method", "y", "sum", {"ref": nodes[-1]["name"]})), 100_000)
+
+
+def test_documents_are_computed_apart() -> None:
+    """A document whose loss is NaN, constant, or an error in its backward pass leaves the gradients of the others as they are."""
+    for function in (
+        lambda x: x[x < -0.5].max(),
+        lambda x: torch.sort(x).values[0] + torch.max(x, 0).indices.to(x.dtype) * 0,
+        lambda x: (x * 0).sum() / 0,
+        lambda x: (x > 0).sum(),
+    ):
+
+        def with_metrics(logprobs: Any) -> Any:
+            return function(logprobs), {}  # noqa: B023, the trace is made before the next one
+
+        loss = traced(with_metrics, logprobs=1)
+        leaf = (-1 - torch.rand(_total)).requires_grad_()
+        sums = loss(TokenOutputs(mask=torch.ones(_total, dtype=torch.bool), log_probs=leaf), batch_of())
+        (gradient,) = torch.autograd.grad(sums.terms["loss"], leaf)
+        value, start = torch.zeros(()), 0
+        expected = torch.zeros(_total)
+        for length in LENGTHS:
+            one = leaf.detach()[start : start + length].clone().requires_grad_()
+            result = function(one)
+            value = value + result.detach()
+            if result.requires_grad:
+                (expected[start : start + length],) = torch.autograd.grad(result, one)
+            start += length
+        torch.testing.assert_close(sums.terms["loss"].detach(), value, equal_nan=True)
+        torch.testing.assert_close(gradient, expected, equal_nan=True)
 
 
 def test_a_graph_that_is_none() -> None:
