@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...engine.packing.batch import PackedBatch
+from ...losses.traced_loss import TracedLoss
 from ...workers.roles.adapters import AdapterReply, AdapterRequest
 
 CREATE, FORWARD_BACKWARD = "create_model", "forward_backward"
@@ -131,7 +132,13 @@ class RoundRobin:
                 if left <= 0:
                     break
                 chosen.append((queue, request, request.pieces[depth]))
-                left -= request.pieces[depth].batch.num_tokens
+                left -= _cost(request.pieces[depth])
                 self._last = queue.model
             depth += 1
         return chosen
+
+
+def _cost(piece: AdapterRequest) -> int:
+    """Return what a piece counts as, in tokens: an operation of a traced loss as one."""
+    operations = piece.loss.operations * piece.batch.num_sequences if isinstance(piece.loss, TracedLoss) else 0
+    return max(piece.batch.num_tokens, operations)

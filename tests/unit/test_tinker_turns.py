@@ -1,10 +1,15 @@
 """Whose turn it is among users who share places."""
 
 import asyncio
+import json
 
 import pytest
 
+from drivetrain.losses.traced_loss import TracedLoss
+from drivetrain.serve.tinker.training_queue import ModelQueue, QueuedRequest, RoundRobin, pieces_of
 from drivetrain.serve.tinker.turns import FairPlaces, in_turn
+from drivetrain.workers.roles.adapters import AdapterRequest
+from helpers.adapters import packed
 
 
 def test_users_are_served_in_turn_however_much_one_of_them_asks() -> None:
@@ -62,3 +67,26 @@ def test_a_place_is_not_lost_when_those_who_wait_give_up() -> None:
 def test_an_order_in_turn(last: str, expected: str) -> None:
     waiting = ["a1", "a2", "b1", "a3", "c1", "b2"]
     assert " ".join(in_turn(waiting, [one[0] for one in waiting], last)) == expected
+
+
+def test_pieces_of_traced_losses_are_as_long_as_they_compute() -> None:
+    """Of few tokens and many operations; the others wait for one piece of them at a time."""
+    ref = {"ref": "x"}
+    nodes = [
+        {"op": "placeholder", "name": "x", "target": "logprobs"},
+        *({"op": "call_method", "name": f"n{i}", "target": "exp", "args": [ref]} for i in range(97)),
+        {"op": "call_method", "name": "y", "target": "sum", "args": [ref]},
+        {"op": "output", "name": "o", "target": "output", "args": [{"tuple": [{"ref": "y"}, {"dict": {}}]}]},
+    ]
+    loss = TracedLoss("long", (("logprobs", 1),), json.dumps(nodes))
+    assert loss.operations == 100
+    batch = packed([{"tokens": [i], "targets": [1], "loss_weights": [1.0]} for i in range(100)])
+    assert [piece.num_sequences for piece in pieces_of(batch, 4096, documents=40)] == [40, 40, 20]
+    queues = {}
+    for name in ("a", "b"):
+        pieces = [AdapterRequest(adapter=name, batch=piece, loss=loss) for piece in pieces_of(batch, 4096, documents=40)]
+        queues[name] = ModelQueue(model=name, owner=name)
+        queues[name].waiting[0] = QueuedRequest(0, "forward_backward", f"future-{name}", 1, pieces=pieces)
+    turns = RoundRobin(4096)
+    assert [queue.model for queue, _, _ in turns.take(queues)] == ["a", "b"]
+    assert [queue.model for queue, _, _ in RoundRobin(4000).take(queues)] == ["a"]
