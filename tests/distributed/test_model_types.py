@@ -405,7 +405,7 @@ def test_a_head_of_several_modules_on_every_layout(tmp_path: Path, process_group
         del tensors["score.queries"]
         save_file(tensors, file, metadata={"format": "pt"})
         with pytest.raises(
-            ModelError, match=r"has another head than model.head says: it has score.inner.0.bias, .*, and not score.queries"
+            ModelError, match=r"has a different head than model.head: it has score.inner.0.bias, .* instead of score.queries"
         ):
             built(export, "fsdp", head="gaussian", head_shape=())
     finally:
@@ -436,7 +436,7 @@ class Bad(Sum):
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
-        ("name", ConfigError, "Bad has an output 'log_probs', a name of the engine's own"),
+        ("name", ConfigError, "Bad has an output 'log_probs', a name that the engine reserves"),
         ("scalar", ModelError, r"the parameter extra of Bad is \[\]; give it one axis or two"),
         ("cube", ModelError, r"the parameter extra of Bad is \[2, 2, 2\]"),
         ("row", ModelError, r"Bad.compute \(model.head=bad\) returned sums \[1\] of torch.float32; it must be \[5\]"),
