@@ -259,7 +259,7 @@ def test_demonstrations_that_cannot_be_learned_from(tmp_path: Path, process_grou
         ({"actions": actions[:, :2]}, r"token field 'actions' is \[\d+, 2, 3\]; it must be"),
         ({"action_mask": mask[:, 0]}, r"token field 'action_mask' is \[\d+\]; it must be \[\d+, actions of a chunk\]"),
         ({"actions": nan, "action_mask": every}, "actions of token 2 in sequence 1 are not finite"),
-        ({"actions": torch.zeros(len(mask), 4, 2)}, r"the batch has chunks of \[4, 2\], and the model's are \[4, 3\]"),
+        ({"actions": torch.zeros(len(mask), 4, 2)}, r"the batch has chunks of \[4, 2\], but the model's are \[4, 3\]"),
         ({"action_mask": torch.zeros_like(mask)}, "weight"),
     ):
         with pytest.raises(BatchError, match=message):

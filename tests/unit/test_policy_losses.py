@@ -216,7 +216,7 @@ def test_a_selection_is_needed() -> None:
     [
         ({"objective": "gmpo"}, "objective=gmpo with aggregation=token-mean"),
         ({"objective": "sapo", "tau": 1.0}, "tau=1.0: PolicyLoss has no such setting"),
-        ({"dual_clip": 1.0}, "dual_clip=1.0; .* 0 is none"),
+        ({"dual_clip": 1.0}, "dual_clip=1.0; .* 0 disables it"),
         ({"ratio": "word"}, "ratio='word' is a str; it must be one of token, sequence, sequence-token"),
         ({"objective": "sapo", "tau_negative": 0.0}, "tau_negative=0.0; it must be more than 0"),
         ({"objective": "dppo_tv", "max_ratio": math.inf}, "max_ratio=inf"),

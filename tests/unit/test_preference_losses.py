@@ -171,7 +171,7 @@ def test_an_empty_answer_and_a_number_that_is_not_finite_are_refused_with_their_
     one = whole.bounds[3]
     labels = whole.labels.clone()
     labels[one : whole.bounds[4]] = IGNORE
-    with pytest.raises(BatchError, match=r"pairs.jsonl:3 has an empty response: none of its tokens is supervised"):
+    with pytest.raises(BatchError, match=r"pairs.jsonl:3 has an empty completion: none of its tokens is supervised"):
         loss.weights(replace(whole, labels=labels))
     if loss.needs_reference:
         reference = whole.sequence_fields[REFERENCE].clone()
