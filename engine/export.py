@@ -62,9 +62,7 @@ def export_hf(
                 _write(engine, plan_folder(entries, shard_bytes, adapters=only), stream, final, copies, only=only)
             except OSError as e:
                 error = disk_error(str(final), e)
-            except (
-                Exception
-            ) as e:  # raised below, after this rank has finished the stream's collectives, in which the other ranks wait
+            except Exception as e:  # raised below: the other ranks wait in the stream's collectives, so finish these first
                 error = e
     # No `collective_errors` block around everything, because an error inside the stream itself must end this rank at once.
     engine.topology.all_gather_object(None, error=error)

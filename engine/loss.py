@@ -35,7 +35,7 @@ class OutputRequest:
         greedy: Whether to return the most likely next token.
         sum_squared_probs: Whether to return the sum of the squared probabilities of all next tokens.
         top_k: The number of most likely next tokens to return (`top_tokens`), with their log-probabilities (`top_log_probs`).
-        temperature: The number by which the logits are divided first.
+        temperature: The temperature; logits are divided by it first.
         routed_experts: Whether to return the experts that tokens are routed to, `[T, L, K]`, for all tokens. Not for losses, only for
             `BaseEngine.infer_batch`. See `ops.expert_routes`.
         others: The names of outputs of a head of another type; see `engine.heads`.

@@ -237,7 +237,7 @@ def _totals(sums: Sequence[Sequence[Tensor | float]]) -> list[float]:
 
 
 def unused(*values: Tensor) -> Tensor:
-    """Return a zero that depends on tensors. Its gradient is zero whatever they contain; multiplying them by zero would turn an infinity
+    """Return a zero that depends on tensors. Its gradient is zero regardless of their values; multiplying them by zero would turn an infinity
     into a NaN.
     """
     zero: Tensor = _Unused.apply(*values)
