@@ -237,8 +237,9 @@ def _totals(sums: Sequence[Sequence[Tensor | float]]) -> list[float]:
 
 
 def unused(*values: Tensor) -> Tensor:
-    """Return a zero that depends on tensors. Its gradient is zero regardless of their values; multiplying them by zero would turn an infinity
-    into a NaN.
+    """Return a zero that depends on tensors, with a gradient of zero regardless of their values.
+
+    Multiplying the tensors by zero would turn an infinity into a NaN.
     """
     zero: Tensor = _Unused.apply(*values)
     return zero
