@@ -1,6 +1,6 @@
 """Tools for checkpoints that need no engine: merging into Hugging Face folders, inspecting, comparing and importing.
 
-The functions are those of `__init__.pyi`. They are imported on first access, so that inspecting a checkpoint does not import torch.
+The functions are listed in `__init__.pyi`. They are imported on first access, so that inspecting a checkpoint does not import torch.
 """
 
 from .. import __version__ as __version__

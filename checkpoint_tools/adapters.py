@@ -19,7 +19,7 @@ from .streaming import BlockBuffer
 
 
 class AdapterBlocks:
-    """The adapters and the modules trained beside them, under peft's names, as they are stored.
+    """The adapters and the modules trained with them, under peft's names, as they are stored.
 
     Args:
         adapters: The checkpoint of the run.
@@ -28,7 +28,7 @@ class AdapterBlocks:
 
     def __init__(self, adapters: CheckpointSource, files: Mapping[str, bytes]) -> None:
         self._source = adapters
-        # A value head is trained beside the adapters as well, but is no part of the language model that they belong to.
+        # A value head is also trained with the adapters, but it is not a part of the language model that they belong to.
         self._names = {
             name if name.startswith(PEFT_PREFIX) else PEFT_PREFIX + name: name
             for name in adapters.entries

@@ -47,7 +47,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
             "--adapters",
             metavar="{merged,only}",
             default="merged",
-            help="LoRA adapters: merged into the base model (default), or written on their own",
+            help="LoRA adapters: merged into the base model (default), or written separately",
         )
         parser.add_argument("--base", help="base model of the adapters; default: the one recorded by the run")
         parser.add_argument("--dtype", choices=tuple(DTYPES), help="dtype of the output; default: as trained")

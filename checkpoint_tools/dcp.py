@@ -1,6 +1,6 @@
 """Folders of PyTorch Distributed Checkpoint (DCP): `.metadata` and `.distcp` files.
 
-The metadata is a pickle, of which only the classes of DCP are loaded. The tensors were written by torch.save and are read one
+The metadata is a pickle; only the classes of DCP are loaded from it. The tensors were written by torch.save and are read one
 chunk at a time by torch's own safe loading.
 """
 
@@ -125,7 +125,7 @@ class DCPTensors:
             raise CheckpointError(f"{self.label} covers only {filled} of the {part.volume} elements of a part of {name}")
 
     def _chunk(self, name: str, chunk_slice: TensorSlice) -> Tensor:
-        """Return a chunk as it was saved. The last few chunks are cached, since their blocks are read one after another."""
+        """Return a chunk as it was saved. The last few chunks are cached, because their blocks are read one after another."""
         index = MetadataIndex(name, torch.Size(chunk_slice.offset))
         place = self._places.get(index)
         if place is None:

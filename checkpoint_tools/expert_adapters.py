@@ -1,4 +1,4 @@
-"""Adapters of experts: as peft's files have them, and what they add to the tensors of the base model.
+"""Adapters of experts: their form in peft's files, and their contribution to the tensors of the base model.
 
 A checkpoint has one tensor for each factor of a layer's matrix, with the experts as its first axis.
 """
@@ -22,12 +22,12 @@ def is_expert_factor(name: str, entry: Entry) -> bool:
 
 
 def read_as_peft(source: TensorSource, name: str, part: TensorSlice, room: BlockBuffer) -> Any:
-    """Return rows of a factor as they are in peft's files; see `peft_shape`."""
+    """Return rows of a factor in the form of peft's files; see `peft_shape`."""
     dtype, (experts, first, second) = source.entries[name]
     start, count = part.offset[0], part.length[0]
     out = room.take("copied", dtype, part.length)
     if ".lora_A." in name:
-        # Rows of consecutive experts, of which the first and the last may be parts.
+        # Rows of consecutive experts; the first and the last expert may be incomplete.
         whole = TensorSlice((start // first, 0, 0), (-(-(start + count) // first) - start // first, first, second))
         rows = room.take("experts", dtype, whole.length)
         source.read(name, whole, rows)
@@ -47,8 +47,8 @@ class AdaptedTensor:
     Args:
         down: The name of the factor A, `[experts, rank, in]`.
         up: The name of the factor B, `[experts, out, rank]`.
-        stored: Where the tensor belongs in the parameter of transformers' model.
-        transposed: Whether that parameter is `[experts, in, out]`, and not `[experts, out, in]`.
+        stored: The position of the tensor in the parameter of transformers' model.
+        transposed: Whether that parameter is `[experts, in, out]` instead of `[experts, out, in]`.
     """
 
     down: str
@@ -57,10 +57,10 @@ class AdaptedTensor:
     transposed: bool
 
     def delta(self, part: TensorSlice, scale: float, read: Callable[[str, TensorSlice], Any]) -> Any:
-        """Return what the adapters add to a part of the tensor.
+        """Return the adapters' contribution to a part of the tensor.
 
         Args:
-            part: The part.
+            part: The part of the tensor.
             scale: The scale of the product.
             read: A function that returns a part of a factor.
         """

@@ -1,6 +1,6 @@
 """Shared support for foreign checkpoints, whose tensors are mapped from their own names to Hugging Face tensors.
 
-Pickles are read with allowlists, which admit what a checkpoint needs and nothing that runs code.
+Pickles are read with allowlists, which admit the classes that a checkpoint needs but nothing that runs code.
 """
 
 import pickle
@@ -132,8 +132,8 @@ def load_pickle(path: Path, allowed: Callable[[str, str], Any], *, trust: bool) 
         CheckpointError: The file needs a class that is not allowed, or cannot be read.
     """
 
-    # The pure-Python unpickler is needed because the C one allows only find_class to be overridden, and a pickle may change
-    # attributes of the classes it was given.
+    # The pure-Python unpickler is needed because the C one only allows overriding find_class, and a pickle may change
+    # attributes of the classes that it gets.
     plain: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
     class Restricted(plain):  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """Checkpoints of foreign FSDP runs: DCP folders, and verl's `model_world_size_W_rank_R.pt`.
 
-This module handles what is specific to them: the names of parameters, and the layout of shards in files.
+This module handles the parts that are specific to them: the names of parameters, and the layout of shards in files.
 """
 
 import re
@@ -143,7 +143,7 @@ class ShardFiles:
         for path in shard_files(folder, "optim"):
             state = load_tensors(path, str(path), trust=trust, mmap=True).get("state", {})
             for name, kinds in state.items():
-                # With numbers instead of names, the parameters that the moments belong to are unknown.
+                # With numbers instead of names, it is unknown which parameters the moments belong to.
                 if isinstance(name, str):
                     for kind in MOMENTS:
                         self._add(path, f"{name}.{kind}", kinds[kind])
@@ -180,7 +180,7 @@ class ShardFiles:
             raise CheckpointError(f"{self.label} covers only {filled} of the {part.volume} elements of a part of {name}")
 
     def scalar(self, name: str) -> float | None:
-        """Return a step count, or None if there is none of this name."""
+        """Return a step count, or None if there is none with this name."""
         return self.steps.get(name)
 
 

@@ -70,7 +70,7 @@ def import_checkpoint(
         raise CheckpointError(f"to={to}; it must be hf or checkpoint")
     if to == "hf" and step is not None:
         raise CheckpointError(
-            f"step={step} applies to checkpoints only, a Hugging Face folder has no step; leave it out, or choose "
+            f"step={step} applies only to checkpoints, because a Hugging Face folder has no step; leave it out, or choose "
             "to=checkpoint"
         )
     foreign = read_foreign(source, model=model, kind=kind, trust_pickle=trust_pickle)
@@ -141,7 +141,7 @@ def read_foreign(
     try:
         check_model_path(path)
         files = _files(path)
-    except Exception as e:  # many kinds of errors: no folder, no network, unknown name
+    except Exception as e:  # transformers may raise anything: no folder, no network, unknown name
         raise CheckpointError(f"--model {path} cannot be read: {str(e).splitlines()[0]}") from e
     from . import fsdp, mcore
     from .dcp import DCPTensors

@@ -1,4 +1,4 @@
-"""Description of a checkpoint from its manifest and headers alone. This module does not import torch."""
+"""Description of a checkpoint from only its manifest and headers. This module does not import torch."""
 
 import math
 from collections import Counter
@@ -25,7 +25,7 @@ class Inspection:
         kind: Either `checkpoint` or `hugging_face`.
         complete: Whether nothing is missing, judging by file sizes and the manifest's own checksum.
         model: The family, architecture and path of the model.
-        parameters: The number of parameters; of the adapters alone if the base model is not stored.
+        parameters: The number of parameters; only those of the adapters if the base model is not stored.
         bytes: The size on disk in bytes.
         dtypes: For each kind (value, exp_avg, exp_avg_sq), the number of tensors by dtype.
         adapters: The number of adapter tensors.
@@ -34,8 +34,8 @@ class Inspection:
         layout: The parallel axes with more than one rank.
         processes: The number of processes that saved the checkpoint.
         optimizer: The name of the optimizer.
-        data: The epoch of the training data, and the position in it; of streamed data the rows before those that were in use,
-            and the position in these.
+        data: The epoch of the training data and the position in it. For streamed data, the rows before those in use, and the position
+            among the samples of the rows in use.
         also: The other checkpoints of the same run, each with `complete` or the reason why it is incomplete.
     """
 

@@ -1,6 +1,6 @@
 """Checkpoints of foreign Megatron runs: `torch_dist` folders of Megatron's dist_checkpointing.
 
-This module handles what is specific to them: layers and experts that are stacked on leading axes, and norms that are named
+This module handles the parts that are specific to them: layers and experts stacked on leading axes, and norms that are named
 after the linear layers that fuse them. The bridge handles the rest. Megatron does not need to be installed.
 """
 
@@ -40,7 +40,7 @@ def kinds_of(
         files: The config and tokenizer files.
 
     Returns:
-        A mapping from kind to source, and an empty mapping, since Megatron keeps a single step count outside its tensors.
+        A mapping from kind to source, and an empty mapping, because Megatron keeps a single step count outside its tensors.
 
     Raises:
         CheckpointError: The checkpoint has a tensor that the bridge of the family does not know.
@@ -76,7 +76,7 @@ def kinds_of(
 
 
 def _check_complete(values: MappedSource, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Check the tensors against those of the model, since the number of stacked layers is only visible in their shape."""
+    """Check the tensors against those of the model, because the number of stacked layers is only visible in their shape."""
     actual = {name: shape for name, (_, shape) in values.entries.items()}
     for entries, other_entries, verb in ((expected, actual, "lacks"), (actual, expected, "has the extra tensor")):
         mismatched = [name for name in entries if other_entries.get(name) != entries[name]]
@@ -98,7 +98,7 @@ def _places(tensors: ForeignTensors, family: Family, decoder: Decoder, names: Ma
             except ModelError as e:
                 raise CheckpointError(f"{tensors.label}: {e}") from e
             if isinstance(rule, StackedExperts | ExpertBiases):
-                # Megatron's own matrices have the axes of outputs and inputs the other way round.
+                # Megatron's own matrices have the output and input axes exchanged.
                 raise CheckpointError(
                     f"{tensors.label}: {full} belongs to experts that its family stores in one tensor, which this tool cannot convert; "
                     "export the model with megatron's own tools"

@@ -36,10 +36,10 @@ def merge(
     workers: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> WritePlan:
-    """Write a checkpoint as a folder that transformers can load (or PEFT, for adapters alone).
+    """Write a checkpoint as a folder that transformers can load (or PEFT, for only adapters).
 
     The folder appears only when it is complete; an earlier export of the same name is replaced. Merging needs memory for a few
-    blocks of 16 MiB, whatever the size of the model.
+    blocks of 16 MiB, regardless of the size of the model.
 
     Args:
         checkpoint: The folder or URL of a checkpoint, or of a run, whose last complete checkpoint is used.
@@ -128,7 +128,7 @@ def _base_folder(manifest: CheckpointManifest, base: Path | str | None) -> Path:
     path = str(base or manifest.data["model"]["path"])
     try:
         folder = resolve_folder(path)
-    except Exception as e:  # many kinds of errors: no network, unknown name, no access
+    except Exception as e:  # the Hub's client may raise anything: no network, unknown name, no access
         raise CheckpointError(
             f"the base model of {manifest.store}, {path}, is not a local folder and cannot be downloaded; set base (--base) "
             f"to its location, or use adapters=only ({str(e).splitlines()[0]})"

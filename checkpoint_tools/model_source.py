@@ -1,4 +1,4 @@
-"""What is served: a model, a run, or a checkpoint."""
+"""The sources of models to serve: a model, a run, or a checkpoint."""
 
 import json
 import tempfile
@@ -16,15 +16,15 @@ EXPORT = "hf"
 
 @contextmanager
 def model_folder(source: str, say: Callable[[str], None]) -> Iterator[Path]:
-    """Yield the Hugging Face folder of what is to be served; a checkpoint is merged into a temporary one.
+    """Yield the Hugging Face folder to serve. A checkpoint is merged into a temporary folder.
 
     Args:
         source: A model folder, a Hub name, the folder of a run, or a checkpoint.
-        say: Is told what takes time.
+        say: Called with a message before a slow step.
 
     Raises:
         ConfigError: The source does not exist.
-        ModelError: It is a folder of another kind.
+        ModelError: The source is another kind of folder.
         CheckpointError: The checkpoint is damaged.
     """
     path = Path(source)

@@ -81,7 +81,7 @@ def plan_write(
         files: The config, tokenizer and similar files, by name.
         dtype: The dtype to write: float32, bfloat16, float16 or float64; None for the dtype of the source.
         shard_bytes: The maximum size of a weight file, unless a single tensor is larger.
-        only_adapters: Whether the tensors are adapters alone.
+        only_adapters: Whether the tensors are only adapters.
 
     Raises:
         CheckpointError: The dtype is unknown, or the output is not an export.
@@ -128,7 +128,7 @@ def apply(plan: WritePlan, workers: int | None = None, progress: ProgressCallbac
 
 
 class CopiedBlocks:
-    """Blocks in the dtype in which they are stored."""
+    """Blocks in their stored dtype."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source

@@ -127,7 +127,7 @@ class FolderSource(TensorSource):
 
 
 def is_hf_folder(where: Path | str) -> bool:
-    """Tell whether a path is a Hugging Face folder."""
+    """Return whether a path is a Hugging Face folder."""
     path = Path(where)
     return path.is_dir() and any(
         (path / config).is_file() or any(path.glob(f"{stem}*.safetensors")) for stem, config in CONFIGS.items()

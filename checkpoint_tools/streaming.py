@@ -1,6 +1,6 @@
 """Copying of tensors from a source into the files of a plan, in blocks of bounded size, with several threads.
 
-Each thread keeps one or two blocks in memory at a time, whatever the size of the model. This module does not import torch.
+Each thread keeps one or two blocks in memory at a time, regardless of the size of the model. This module does not import torch.
 """
 
 import threading
@@ -28,7 +28,7 @@ class Blocks(Protocol):
 
 
 class BlockBuffer:
-    """Memory that a single thread reuses for every block, since pages that were touched before are faster."""
+    """Memory that a single thread reuses for every block, because pages that have been touched before are faster."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, Any] = {}
@@ -49,7 +49,7 @@ class ThreadBuffer(threading.local):
 
 
 def blocks_of(entry: Entry, limit: int = BLOCK_BYTES) -> Iterator[tuple[TensorSlice, int]]:
-    """Split the rows of a tensor into blocks; yield each with the byte at which it begins. An empty tensor has no blocks."""
+    """Split the rows of a tensor into blocks; yield each with the offset of its first byte. An empty tensor has no blocks."""
     dtype, shape = entry
     if 0 in shape:
         return

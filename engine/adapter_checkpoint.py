@@ -1,4 +1,7 @@
-"""Checkpoints of one of several adapters, in the form of a run that trains it alone: any backend with that adapter can go on from them."""
+"""Checkpoints of one of several adapters, in the format of a run that trains only that adapter.
+
+Any backend with that adapter can resume from them.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -27,9 +30,9 @@ ADAPTER = "adapter"
 
 
 def save_adapter(engine: "BaseEngine", slot: AdapterSlot, root: Path | str, extra: Mapping[str, Any] | None = None) -> str:
-    """Write the checkpoint `root/step-XXXXXXXX` of an adapter, its moments included, atomically. Collective.
+    """Write the checkpoint `root/step-XXXXXXXX` of an adapter, including its moments, atomically. Collective.
 
-    Gradients that no step has used are not part of it.
+    Accumulated gradients that no optimizer step has used are not saved.
 
     Args:
         engine: The engine.
@@ -44,9 +47,9 @@ def save_adapter(engine: "BaseEngine", slot: AdapterSlot, root: Path | str, extr
         CheckpointError: The checkpoint cannot be written; earlier checkpoints are unchanged.
     """
     shards = list(_shards(slot, engine.topology.is_main))
-    # As a run's own: the model's settings say which adapter it has.
+    # As in a run's checkpoint, the model settings describe the adapter.
     model = asdict(engine.model_config)
-    # A layer's experts are adapted together, under the name of their module.
+    # The experts of a layer are adapted together, under the name of their module.
     targets = dict.fromkeys(one.name if one.experts is None else one.name.rpartition(".")[0] for one in slot.layers)
     model |= {
         "max_adapters": 0,
@@ -68,7 +71,7 @@ def save_adapter(engine: "BaseEngine", slot: AdapterSlot, root: Path | str, extr
 
 
 def adapter_config_of(folder: Path | str) -> AdapterConfig:
-    """Return the settings of the adapter of a checkpoint. Not collective.
+    """Return the settings of the adapter in a checkpoint. Not collective.
 
     Raises:
         CheckpointError: It is damaged, or not a checkpoint of one of several adapters.
@@ -77,7 +80,7 @@ def adapter_config_of(folder: Path | str) -> AdapterConfig:
 
 
 def check_adapter(folder: Path | str, *, path: str, fingerprint: str) -> int:
-    """Check that a checkpoint is of an adapter of a model; return the number of optimizer steps that its factors are of. Not collective.
+    """Check that a checkpoint is of an adapter of a model, and return its number of optimizer steps. Not collective.
 
     Args:
         folder: The folder of the checkpoint, or its URL.
@@ -96,12 +99,12 @@ def check_adapter(folder: Path | str, *, path: str, fingerprint: str) -> int:
 def read_adapter(
     folder: Path | str, layers: Sequence[AdaptedLayer], device: torch.device, *, path: str, fingerprint: str
 ) -> AdapterSlot:
-    """Return an adapter with the factors of a checkpoint, and without its moments. Not collective.
+    """Return an adapter with the factors of a checkpoint, without its moments. Not collective.
 
     Args:
         folder: The folder of the checkpoint, or its URL.
         layers: The layers of the model that can be adapted.
-        device: Where the adapter is held.
+        device: The device of the adapter.
         path: The path of the model, for messages.
         fingerprint: The fingerprint of the model.
 
@@ -133,7 +136,7 @@ def load_adapter(
         engine: The engine.
         slot: The adapter to load into.
         folder: The folder of the checkpoint, or its URL.
-        optimizer: Whether to load the moments and the step count; otherwise these begin anew.
+        optimizer: Whether to load the moments and the step count; otherwise they are reset.
         verify: Whether to verify the checksums of the data that is read.
 
     Returns:
@@ -151,7 +154,7 @@ def load_adapter(
         saved = data["model"].get("lora") or {}
         if saved.get("alpha") != slot.config.alpha:
             raise CheckpointError(
-                f"{folder} was saved with alpha={saved.get('alpha')}, but the adapter has alpha={slot.config.alpha}; use the same"
+                f"{folder} was saved with alpha={saved.get('alpha')}, but the adapter has alpha={slot.config.alpha}; use the same alpha"
             )
     kinds = ("value", "exp_avg", "exp_avg_sq") if optimizer else ("value",)
     manifest = load_state(

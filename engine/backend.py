@@ -52,7 +52,7 @@ class NextTokenModel(Protocol):
 
         Args:
             tokens: The document.
-            temperature: The number by which logits are divided first, in the log-probability.
+            temperature: The temperature of the log-probability: logits are divided by it first.
             choose: Returns a token, given the logits `[V]`.
         """
         ...
@@ -66,7 +66,7 @@ class Backend(ABC):
     optim_config: OptimConfig | None
     memory_estimate: str
     options_type: ClassVar[type[Any] | None] = None
-    """The frozen dataclass for `engine.options`; None if the backend has no settings of its own."""
+    """The frozen dataclass for `engine.options`; None if the backend has no settings."""
 
     @property
     @abstractmethod
@@ -75,31 +75,33 @@ class Backend(ABC):
 
     @property
     def media(self) -> MediaModel | None:
-        """How the model takes images, video or audio; None if it takes none on this backend."""
+        """The model's handling of images, video or audio; None if it supports none on this backend."""
         return None
 
     @classmethod
     def whole_model(cls, lm: Any, config: PreTrainedConfig, path: str) -> NextTokenModel:
-        """Return a model of transformers, which this process holds whole, as an engine with `EngineConfig.invariant` computes it.
+        """Wrap a transformers model that is not sharded, so that it computes like an engine with `EngineConfig.invariant`.
 
         Raises:
-            CapabilityError: The backend does not support that.
+            CapabilityError: The backend does not support this.
         """
-        raise CapabilityError(f"{cls.__name__} has no passes that are equal to the bit in any company; use the backend fsdp")
+        raise CapabilityError(
+            f"{cls.__name__} cannot compute outputs that are bitwise independent of the rest of the batch; use the backend fsdp"
+        )
 
     @property
     def invariant_size(self) -> int | None:
-        """The number of tokens up to which documents of a call share a micro-batch with `EngineConfig.invariant`; None without it."""
+        """The maximum number of tokens in a micro-batch that documents of a call share with `EngineConfig.invariant`; else None."""
         return None
 
     @property
     def row_multiple(self) -> int:
-        """The number of which that of a pass's rows is a multiple with `EngineConfig.invariant`; 1 without it."""
+        """The number that divides the row count of every pass with `EngineConfig.invariant`; 1 without it."""
         return 1
 
     @property
     def adapters(self) -> AdapterBank | None:
-        """The adapters that are trained side by side (`model.max_adapters`); None without any."""
+        """The adapters that share the frozen model (`model.max_adapters`); None if there are none."""
         return None
 
     @property
@@ -109,11 +111,11 @@ class Backend(ABC):
 
     @property
     def routers(self) -> RouterShape | None:
-        """The routers of a mixture of experts, if this backend can record and replay what they choose."""
+        """The routers of a mixture of experts, if this backend can record and replay their choices."""
         return None
 
     def router_biases(self) -> dict[int, Tensor]:
-        """Return the bias of each router of this rank, `[E]`, by the index of its layer among those with experts; see `RouterShape.biased`."""
+        """Return the bias `[E]` of each router of this rank, by the layer's index among layers with experts; see `RouterShape.biased`."""
         return {}
 
     @abstractmethod
@@ -170,7 +172,7 @@ class Backend(ABC):
         scalar.backward()
 
     def memory_needs(self) -> MemoryNeeds:
-        """Estimate a rank's memory, by which `engine.recompute=auto` is decided, from `model_shape`, before the model is built."""
+        """Estimate a rank's memory from `model_shape`, before the model is built. Resolves `engine.recompute=auto`."""
         p, shape = self.topology.parallel, self.model_shape
         item = ITEMSIZE[self.config.precision.params]
         copies = 4 if self.optim_config is not None else 1
@@ -188,10 +190,10 @@ class Backend(ABC):
         )
 
     def resolve_auto(self, memory: float) -> None:
-        """Decide what is still `auto` in the settings, which the layout, the model and the device's memory determine.
+        """Resolve the remaining `auto` settings from the layout, the model and the device's memory.
 
         Args:
-            memory: The memory that is free on the device with the least, in bytes.
+            memory: The free memory of the device with the least, in bytes.
         """
         if self.config.recompute != "auto":
             return
@@ -213,7 +215,7 @@ class Backend(ABC):
         """Finish building once model and optimizer exist. An error on one rank is raised on all ranks. No-op by default."""
 
     def step_threads(self) -> AbstractContextManager[None]:
-        """Return a context for `reduce_and_clip` and `update_parameters`, which may compute on the CPU. Without effect by default."""
+        """Return a context for `reduce_and_clip` and `update_parameters`, which may compute on the CPU. No-op by default."""
         return nullcontext()
 
     @abstractmethod

@@ -55,7 +55,7 @@ class BaseEngine(Backend):
         model: The model settings.
         engine: The engine settings: backend, layout, precision, token budgets.
         optim: The optimizer settings; None for an engine that only runs inference.
-        total_steps: The number of optimizer steps of the run; required by schedules that decay to an end.
+        total_steps: The number of optimizer steps of the run; required by schedules that decay over a fixed number of steps.
         ranks: The global ranks that make up this engine; all ranks if None.
     """
 
@@ -68,14 +68,14 @@ class BaseEngine(Backend):
         total_steps: int | None = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        # With megatron no layer is compiled; a CPU's compiler is slower than none.
+        # Megatron layers are never compiled. On a CPU, compiled layers are slower than eager ones.
         cuda, compiler = torch.cuda.is_available(), find_spec("triton") is not None
         self.model_config, self.optim_config = model, optim
         can_compile = self.capabilities.compile and compiler and not model.max_adapters
         self.config = resolve_device(engine, cuda=cuda, can_compile=can_compile)
-        """The settings of this engine; what `auto` means is known once it is initialized."""
+        """The settings of this engine; `auto` values are resolved by `initialize`."""
         self.memory_estimate = ""
-        """One line about the estimate that `auto` was decided by; empty if nothing was left to decide."""
+        """One line about the memory estimate that resolved `auto`; empty if nothing had to be resolved."""
         self.total_steps = total_steps
         self.step = 0
         """The number of optimizer steps so far, not counting skipped ones."""
@@ -104,18 +104,18 @@ class BaseEngine(Backend):
 
     @property
     def options(self) -> Any:
-        """The backend's own settings: `engine.options`, or their defaults."""
+        """The settings specific to the backend: `engine.options`, or their defaults."""
         if self.options_type is None or isinstance(self.config.options, self.options_type):
             return self.config.options
         if isinstance(self.config.options, Mapping):
             raise ConfigError(
-                f"engine.options={dict(self.config.options)} is a mapping, which no backend reads; give a {self.options_type.__name__}"
+                f"engine.options={dict(self.config.options)} is a mapping, which is not accepted; give a {self.options_type.__name__}"
             )
         return self.options_type()
 
     @cached_property
     def hf_config(self) -> PreTrainedConfig:
-        """The model's Hugging Face config, with the changes that the settings make to it."""
+        """The model's Hugging Face config, with the changes from the settings applied."""
         return read_config(self.model_config)
 
     @property
@@ -136,7 +136,7 @@ class BaseEngine(Backend):
         self.check_model(self._resolved())
 
     def describe_settings(self) -> list[str]:
-        """Return lines about how `auto` settings were resolved, the estimate of memory if any, and on CUDA what was tested."""
+        """Return lines about the resolved `auto` settings, the memory estimate if any, and on CUDA how far it is tested."""
         return describe_resolved(self.config, self.memory_estimate, cuda=self.topology.device.type == "cuda")
 
     def _sharing(self) -> SharePrefixes:
@@ -148,14 +148,14 @@ class BaseEngine(Backend):
             return self.config.share_prefixes
         if self.config.share_prefixes == "on":
             raise ConfigError(
-                f"engine.share_prefixes=on with rope_type={kind} in the config of {self.model_config.path}, which rotates a prefix by the "
-                "length of the whole document, so documents cannot share it; use auto or off"
+                f"engine.share_prefixes=on with rope_type={kind} in the config of {self.model_config.path}: the rotation of a prefix "
+                "depends on the length of the whole document, so documents cannot share it; use auto or off"
             )
         return "off"
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether documents that begin alike may be computed together; see `EngineConfig.share_prefixes`."""
+        """Whether a prefix that documents have in common may be computed once; see `EngineConfig.share_prefixes`."""
         return self._sharing() != "off"
 
     def _resolved(self) -> ParallelConfig:
@@ -181,7 +181,7 @@ class BaseEngine(Backend):
                 self.check_model(self.topology.parallel)
             with self.topology.collective_errors():
                 memory = free_bytes(self.topology.device, self.topology.size)
-            # The least of all ranks, which have to choose alike.
+            # The minimum over all ranks, because every rank must make the same choice.
             memory = min(self.topology.all_gather_object(memory))
             with self.topology.collective_errors():
                 self.resolve_auto(memory)
@@ -288,7 +288,7 @@ class BaseEngine(Backend):
         Args:
             batch: This rank's data-parallel shard of the global batch, the same on all ranks with the same `Topology.dp_rank`.
             loss: The loss to minimize.
-            plan: The plan that `check_batches` returned for this batch and loss, given on all ranks or on none; computed if
+            plan: The plan that `check_batches` returned for this batch and loss, passed on all ranks or on none; computed if
                 None.
 
         Raises:
@@ -372,11 +372,12 @@ class BaseEngine(Backend):
         Args:
             batch: This rank's data-parallel shard of the global batch.
             outputs: The outputs to compute.
-            tokens: `[T]` bool, the tokens for which to compute them. By default the tokens with a label, or all tokens if only
-                the model has a head of another type.
+            tokens: `[T]` bool, the tokens for which to compute them. By default the tokens with a label; all tokens if only outputs of
+                another type of head are requested.
             as_in_training: Whether to split the batch into the same micro-batches as `train_batch` instead of those of
                 `infer_max_tokens`. With the same model weights and layout, the outputs are then bitwise equal to those in
-                training, or equal up to rounding where layers are compiled: the compiler fuses a graph without gradients differently.
+                training. With compiled layers they are equal only up to rounding, because the compiler fuses a graph without gradients
+                differently.
 
         Returns:
             Output name -> `[T, ...]`, in the order of `batch` and on its device; zero for tokens that were not selected.
@@ -418,7 +419,7 @@ class BaseEngine(Backend):
                 self.update_parameters(lr)
                 result = self._update_router_biases(result)
                 self.lr_step()
-            # They are not needed any more, and would be taken to the host and back with state that is offloaded.
+            # The gradients are no longer needed. If kept, they would be copied to the host and back with the offloaded state.
             self.zero_grad()
             if finite:
                 return replace(result, grad_norm=norm, lr=lr)
@@ -430,7 +431,7 @@ class BaseEngine(Backend):
         return replace(result, grad_norm=norm, lr=lr, skipped=True)
 
     def _update_router_biases(self, result: StepResult) -> StepResult:
-        """Even out the loads of experts by the routers' biases, if they are updated; see `ops.expert_loads`. Collective."""
+        """Balance the loads of the experts through the routers' biases, if these are updated; see `ops.expert_loads`. Collective."""
         rate, routers, topology = self.model_config.router_bias_update_rate, self.routers, self.topology
         if not rate or routers is None:
             return result
@@ -448,7 +449,7 @@ class BaseEngine(Backend):
         self._expert_loads.clear()
         if not self._has_gradients:
             return
-        # Offloaded gradients are not fetched to be dropped.
+        # Do not fetch offloaded gradients only to drop them.
         self._offloader.discard_gradients()
         with self._offloader.on_device(("grads",)):
             self.drop_gradients()
@@ -465,7 +466,7 @@ class BaseEngine(Backend):
         """Stream full tensors under Hugging Face names, one at a time, on every rank.
 
         Args:
-            adapters: `merged` to merge adapters into the weights that they adapt, or `only` to yield the adapters alone, under
+            adapters: `merged` to merge adapters into the weights that they adapt, or `only` to yield just the adapters, under
                 peft's names.
 
         Yields:
@@ -476,7 +477,7 @@ class BaseEngine(Backend):
         with self._offloader.on_device(("params",)) as moved:
             stream = self.stream_weights(adapters)
             try:
-                # A tensor may be a view of memory that is offloaded again at the end.
+                # A tensor may be a view of memory that is offloaded again when the block ends.
                 yield ((name, tensor.clone()) for name, tensor in stream) if moved else stream
             finally:
                 # A rank that stopped early, or failed, must still take part in the collectives that the other ranks are
@@ -598,8 +599,8 @@ class BaseEngine(Backend):
 
         Args:
             weights: The names and tensors, the same on all ranks.
-            eta: The weight of the new tensors in a moving average: eta x new + (1 - eta) x current. A small one needs parameters of
-                32 bits (`engine.precision.params`): in 16 bits small changes are rounded away.
+            eta: The weight of the new tensors in a moving average: eta x new + (1 - eta) x current. A small weight needs float32 parameters
+                (`engine.precision.params`): in 16 bits, small changes are rounded away.
 
         Raises:
             ConfigError: `eta` is not between 0 and 1, the engine is in a mode, or its model has adapters.
@@ -614,9 +615,9 @@ class BaseEngine(Backend):
                 "this engine trains adapters, so full weights cannot be loaded into it; load a checkpoint instead"
             )
         with self._offloader.on_device(PARTS), torch.no_grad():
-            self._incomplete = "a load of weights was not finished"
+            self._incomplete = "a previous load of weights did not finish"
             shapes = {name: shape for name, (_, shape) in self.weight_shapes().items()}
             load_full_weights(weights, self.local_shards(), shapes, eta)
-            # As after a checkpoint: what is derived from the values is brought up to date.
+            # As after loading a checkpoint, update the state that is derived from the parameters.
             self.restore_optimizer(None if self.optim_config is None else self.optimizer_scalars())
         self._incomplete = ""

@@ -1,6 +1,6 @@
-"""Whether whoever asked for the running call has cancelled it. Imports no torch.
+"""Whether the caller has cancelled the running call. Imports no torch.
 
-A call that can end early, with what it has so far, asks now and then. Others go on to their end.
+A call that can end early with partial results polls this flag. Other calls run to completion.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,10 +12,10 @@ _check: ContextVar[Callable[[], bool] | None] = ContextVar("check", default=None
 
 @contextmanager
 def cancellable(check: Callable[[], bool]) -> Iterator[None]:
-    """Let `cancelled` ask a function, in this thread and block.
+    """Make `cancelled` poll a function, in this thread and inside the `with` block.
 
     Args:
-        check: Returns whether the call has been cancelled; any thread may change what it returns.
+        check: Returns whether the call has been cancelled. Any thread may change its result.
     """
     token = _check.set(check)
     try:

@@ -12,10 +12,10 @@ class Capabilities:
 
     Args:
         axes: The names of the axes in `engine.parallel` that may be greater than 1 (or true).
-        heads: The supported values of `model.head`; None for every type of `engine.model_types`, also those of third parties.
+        heads: The supported values of `model.head`; None for every type in `engine.model_types`, including those of third parties.
         lora: Whether adapters are supported.
-        adapters: Whether several adapters can be trained side by side on a frozen model (`model.max_adapters`).
-        adapters_in_turns: Whether these have passes of their own, one after the other, in which experts may be split over ranks.
+        adapters: Whether several adapters can be trained on the same frozen model (`model.max_adapters`).
+        adapters_in_turns: Whether each of these adapters has separate passes, one after the other. Experts may then be split over ranks.
         recompute: The supported values of `engine.recompute`.
         compile: Whether `engine.compile` is supported.
         offload_params: The supported values of `engine.offload.params`.
@@ -23,9 +23,9 @@ class Capabilities:
         precisions: The supported pairs (params, compute); reduce may be either of the two or float32.
         optimizers: The supported values of `optim.name`.
         quantizations: The supported values of `model.quantization`.
-        shared_prefixes: Whether attention knows the parents of segments (`PackedContext.parents`), so that documents can share prefixes.
+        shared_prefixes: Whether attention supports the parents of segments (`PackedContext.parents`), so that documents can share prefixes.
         media: Whether models take images, video or audio (`PackedBatch.media`).
-        invariant: Whether passes can be computed so that the numbers of a document do not depend on the others (`EngineConfig.invariant`).
+        invariant: Whether the outputs of a document can be made independent of the other documents (`EngineConfig.invariant`).
     """
 
     axes: frozenset[str]
@@ -110,35 +110,36 @@ class Capabilities:
             )
         if optimizer is not None and pair[0] in ("bfloat16", "float16") and not model.lora.rank:
             raise CapabilityError(
-                f"engine.precision.params={pair[0]} with model.lora.rank=0: the optimizer would update {pair[0]} parameters, in which most "
-                "updates are rounded away (at a weight of 0.02 every change below 6e-5 in bfloat16); set engine.precision.params=float32 "
-                "and engine.precision.compute=bfloat16, or train adapters (model.lora.rank), which are stored in float32"
+                f"engine.precision.params={pair[0]} with model.lora.rank=0: the optimizer would update {pair[0]} parameters, and "
+                "most updates would be rounded away (at a weight of 0.02 every change below 6e-5 in bfloat16); set "
+                "engine.precision.params=float32 and engine.precision.compute=bfloat16, or train adapters (model.lora.rank), "
+                "which are stored in float32"
             )
         reduce = engine.precision.reduce
         if reduce not in {*pair, "float32"} or (reduce == "float32" and "float64" in pair):
             raise CapabilityError(
                 f"engine.precision.reduce={reduce} with params={pair[0]} and compute={pair[1]}: use float32 or the format of "
-                "either, but no less than float64 with float64"
+                "either of them; if one is float64, use float64"
             )
 
     def _check_adapters(self, engine: EngineConfig, model: ModelConfig, optimizer: str | None) -> None:
         several = f"model.max_adapters={model.max_adapters}"
         if not self.adapters:
             raise CapabilityError(
-                f"{several}: backend {engine.backend!r} cannot train several adapters side by side; set it to 0, or use another engine.backend"
+                f"{several}: backend {engine.backend!r} cannot train several adapters at once; set it to 0, or use another engine.backend"
             )
         if optimizer is not None:
             raise CapabilityError(
-                f"{several} with optim.name={optimizer}: the model is frozen, and each adapter is given the settings of its optimizer with every "
-                "step; leave optim out, or set model.max_adapters=0"
+                f"{several} with optim.name={optimizer}: the model is frozen, and the optimizer settings of each adapter are passed with "
+                "every step; leave optim out, or set model.max_adapters=0"
             )
         if model.lora.rank:
             raise CapabilityError(
-                f"{several} with model.lora.rank={model.lora.rank}, which is a single adapter that is there from the start; set either to 0"
+                f"{several} with model.lora.rank={model.lora.rank}, which creates a single adapter at startup; set one of them to 0"
             )
         if model.head != "lm":
             raise CapabilityError(
-                f"{several} with model.head={model.head}: adapters are trained by log-probabilities; set model.head=lm"
+                f"{several} with model.head={model.head}: adapters are trained on log-probabilities; set model.head=lm"
             )
         if model.freeze:
             raise CapabilityError(
@@ -146,7 +147,7 @@ class Capabilities:
             )
         if engine.compile is True:
             raise CapabilityError(
-                f"{several} with engine.compile=true: the adapters of a pass change from one to the next, which no compiled layer follows; set "
+                f"{several} with engine.compile=true: different passes use different adapters, which compiled layers do not support; set "
                 "engine.compile to auto or false"
             )
         if engine.parallel.ep > 1 and not self.adapters_in_turns:
@@ -166,11 +167,11 @@ class Capabilities:
                 )
         if engine.compile is True:
             raise CapabilityError(
-                "engine.invariant=true with engine.compile=true: compiled layers add in an order of their own; set either to false"
+                "engine.invariant=true with engine.compile=true: compiled layers add in a different order; set one of them to false"
             )
         if engine.share_prefixes == "on":
             raise CapabilityError(
-                "engine.invariant=true with engine.share_prefixes=on: a prefix would be computed with documents that share it; set "
+                "engine.invariant=true with engine.share_prefixes=on: a shared prefix would be computed with other documents; set "
                 "engine.share_prefixes to auto or off"
             )
 

@@ -28,7 +28,7 @@ Compute = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 MOST_SEED = 2**63 - 1
 """The largest seed that all random number generators take."""
 MOST_PROCESSES = 4096
-"""More processes on one machine, or in one pool, are a slip of the keyboard."""
+"""The most processes on one machine or in one pool; a larger number is treated as a typo."""
 
 
 def setting(
@@ -46,9 +46,9 @@ def setting(
         default: The default value of the field.
         help: The help line.
         factory: The factory of a nested or mutable default.
-        path: Whether the setting names files or folders, in which `expand_paths` expands `~` and `$VARIABLE`.
-        least: The smallest number above 0 that can be meant; None for no bound.
-        most: The largest number that can be meant; None for no bound.
+        path: ` and `$VARIABLE`.~Whether the setting is a path or a list of paths; see `expand_paths`.~` and `$VARIABLE`.
+        least: The smallest plausible number above 0; None for no bound.
+        most: The largest plausible number; None for no bound.
     """
     metadata = {"help": help, "path": path, "least": least, "most": most}
     if factory is not None:
@@ -98,7 +98,7 @@ def expand_path(value: str, name: str) -> str:
 
 
 def expand_paths(settings: Any, prefix: str) -> None:
-    """Expand the path settings of a frozen dataclass in place, to be called from its `__post_init__`.
+    """Expand the path settings of a frozen dataclass in place. Call it from the `__post_init__` of the dataclass.
 
     Args:
         settings: The dataclass instance.
@@ -117,9 +117,9 @@ def expand_paths(settings: Any, prefix: str) -> None:
 
 
 class Settings:
-    """The base class of configurations, which are frozen dataclasses: checks types and values when one is made.
+    """Base class of configurations, which are frozen dataclasses. Checks types and values when an instance is created.
 
-    Lists become tuples where the field is one, a single text becomes a tuple of one, and paths are expanded.
+    Lists are converted to tuples where the field is a tuple, a single string becomes a tuple of one, and paths are expanded.
     """
 
     section: ClassVar[str] = ""
@@ -148,7 +148,7 @@ class Settings:
         self._check_values()
 
     def _check_values(self) -> None:
-        """Check the values, each by itself.
+        """Check each value on its own.
 
         Raises:
             ConfigError: A value is out of range; the message names the setting and the value.
@@ -156,7 +156,7 @@ class Settings:
 
 
 def _check_plausible(name: str, value: float, bounds: Mapping[str, Any]) -> None:
-    """Refuse numbers that a slip of the keyboard makes. Those of 0 and below have meanings and messages of their own."""
+    """Reject implausible numbers, which are usually typos. Numbers of 0 and below are handled by separate checks."""
     least, most = bounds.get("least"), bounds.get("most")
     if most is not None and value > most:
         raise ConfigError(f"{name}={value}; it must be at most {most:g}")
@@ -175,7 +175,7 @@ def _parts(hint: Any) -> tuple[Any, ...]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value has a type, where whole numbers are numbers, and true and false are not."""
+    """Return whether a value has a type. Integers are accepted as floats; booleans are not accepted as numbers."""
     kind = get_origin(hint)
     if hint is Any:
         return True
@@ -231,12 +231,12 @@ class LoraConfig(Settings):
     dropout: float = setting(0.0, "dropout on the adapters' inputs during training")
     targets: tuple[str, ...] = setting(
         ("all-linear",),
-        "names of the layers that get an adapter, or patterns of their full names, such as *.visual.*; all-linear: all linear layers except "
-        "the head; the head, the embeddings and the experts of a mixture by their own names: lm_head, embed_tokens, experts",
+        "names of the layers that get an adapter, or patterns for their full names, such as *.visual.*; all-linear: all linear layers "
+        "except the head. To adapt the head, the embeddings or the experts of a mixture, name them: lm_head, embed_tokens, experts",
     )
     modules_to_save: tuple[str, ...] = setting(
         (),
-        "names of modules that are trained in full beside the adapters, and saved with them, such as embed_tokens and lm_head",
+        "modules that are trained in full alongside the adapters and saved with them, such as embed_tokens and lm_head",
     )
 
     @property
@@ -259,13 +259,13 @@ class ModelConfig(Settings):
         LM, "lm: a distribution over tokens; value: one number per token; actions: a chunk of continuous actions per token"
     )
     head_shape: tuple[int, ...] = setting(
-        (), "the shape of what the head gives for each token, where it has one: [4,7] are 4 actions with 7 numbers each"
+        (), "shape of the head's output for each token, for heads that have one: [4,7] means 4 actions with 7 numbers each"
     )
     lora: LoraConfig = setting(factory=LoraConfig, help="low-rank adapters")
     max_adapters: int = setting(
         0,
-        "how many adapters may be created, trained and dropped side by side on the frozen model while it runs; 0: none, see model.lora for a "
-        "single one",
+        "number of adapters that may be created, trained and dropped on the frozen model at runtime, all at the same time; 0: none, see "
+        "model.lora for a single adapter",
         most=100_000,
     )
     router_aux_loss_coef: float | None = setting(
@@ -275,7 +275,8 @@ class ModelConfig(Settings):
     )
     router_bias_update_rate: float = setting(
         0.0,
-        "routers with a bias of experts, as DeepSeek-V3's: by how much it changes in each step, toward equal loads (arXiv:2408.15664; there 0.001)",
+        "for routers with a bias per expert, such as DeepSeek-V3's: how much the bias changes in each step to balance the loads of "
+        "the experts (arXiv:2408.15664 uses 0.001)",
         least=0.0,
         most=1.0,
     )
@@ -287,14 +288,15 @@ class ModelConfig(Settings):
     )
     freeze: tuple[str, ...] = setting(
         (),
-        "parameters that are not trained, as patterns with * that match Hugging Face names; encoders: those of what encodes images, video and audio",
+        "parameters that are not trained, as patterns with * that match Hugging Face names; encoders: the parameters of the image, video "
+        "and audio encoders",
     )
     quantization: Literal["none", "int8", "nf4"] = setting(
         "none", "number format of the frozen base model under adapters (QLoRA)"
     )
     overrides: dict[str, Any] = setting(
         factory=dict,
-        help="settings of the model's config.json to change, as in model.overrides.attn_pdrop=0; exports have them too",
+        help="settings of the model's config.json to change, such as model.overrides.attn_pdrop=0; exports include the changes",
     )
     trust_remote_code: bool = setting(False, "run Python code from the model folder")
 
@@ -343,10 +345,11 @@ class PrecisionConfig(Settings):
 
     params: DType = setting(
         "float32",
-        "number format of the stored parameters and the optimizer state; bfloat16 only under adapters, or without training",
+        "number format of the stored parameters and the optimizer state; bfloat16 only with adapters or without training",
     )
     compute: Compute = setting(
-        "auto", "number format of matrix products and activations; auto: bfloat16 on CUDA, otherwise that of the parameters"
+        "auto",
+        "number format of matrix products and activations; auto: bfloat16 on CUDA, otherwise the format of the parameters",
     )
     reduce: DType = setting("float32", "number format of gradient reduction between ranks")
 
@@ -369,7 +372,7 @@ class MicroBatchConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig(Settings):
-    """Offloading of state. Parameters are streamed to the device layer by layer, moments for the optimizer step."""
+    """Offloading of state. Parameters are streamed to the device layer by layer, and moments for the optimizer step."""
 
     section: ClassVar[str] = "engine.offload"
 
@@ -379,7 +382,7 @@ class OffloadConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(Settings):
-    """The engine that runs the model, and how it runs it."""
+    """The engine: its backend, and how it runs the model."""
 
     section: ClassVar[str] = "engine"
 
@@ -389,27 +392,28 @@ class EngineConfig(Settings):
     micro_batch: MicroBatchConfig = setting(factory=MicroBatchConfig, help="token budgets")
     recompute: Recompute = setting(
         "none",
-        "activations that the backward pass recomputes instead of storing them; auto: as few as the device's memory allows by an estimate",
+        "activations that the backward pass recomputes instead of storing; auto: as few as fit into the device's memory, by an estimate",
     )
     compile: bool | Literal["auto"] = setting(
-        "auto", "compile each layer with torch.compile; auto: on CUDA, where the backend can"
+        "auto", "compile each layer with torch.compile; auto: on CUDA, if the backend supports it"
     )
     offload: OffloadConfig = setting(factory=OffloadConfig, help="state that is kept outside the device")
     share_prefixes: SharePrefixes = setting(
         "auto",
-        "compute what documents begin with in common once per micro-batch; auto: where that saves at least a tenth of the tokens; on: wherever it saves any",
+        "compute a prefix that documents have in common once per micro-batch; auto: if that saves at least a tenth of the tokens; on: if "
+        "it saves any",
     )
     invariant: bool = setting(
         False,
-        "compute a document's outputs and a call's gradients that are equal to the bit whatever else is in the batch; on a CPU",
+        "compute a document's outputs and a call's gradients bitwise independently of the rest of the batch; CPU only",
     )
     non_finite: NonFinitePolicy = setting("raise", "on a NaN or infinite loss or gradient: raise an error, or skip the step")
     seed: int = setting(0, "seed for random weights, new heads and adapters, and dropout", most=MOST_SEED)
-    deterministic: bool = setting(False, "use deterministic kernels; an operation that has none fails")
-    options: Any = setting(None, "settings that only this backend has")
+    deterministic: bool = setting(False, "use deterministic kernels; an operation without one raises an error")
+    options: Any = setting(None, "settings specific to this backend")
 
     def check(self) -> None:
-        """Check the values of these settings. The layout is checked later, when the number of processes is known.
+        """Check the values of these settings. The layout is checked later, once the number of processes is known.
 
         Raises:
             ConfigError: A value is out of range; the message names the setting and the value.
@@ -452,7 +456,7 @@ class OptimConfig(Settings):
             if math.isinf(value):
                 raise ConfigError(f"optim.{name}={value}; it must be finite")
         if 1 in self.betas:
-            raise ConfigError(f"optim.betas={list(self.betas)}; both must be below 1, at which a moment would never change")
+            raise ConfigError(f"optim.betas={list(self.betas)}; both must be below 1, as a moment never changes at 1")
         if not self.eps:
             raise ConfigError(f"optim.eps={self.eps}; it must be more than 0, or a parameter without a gradient becomes NaN")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
@@ -460,27 +464,27 @@ class OptimConfig(Settings):
         self._check_updates()
 
     def _check_updates(self) -> None:
-        """Refuse steps that destroy a model at once, or that change nothing."""
+        """Reject settings whose steps would immediately destroy a model, or change nothing."""
         most = 10.0 if self.name == "adamw" else 1e4
         if self.lr > most:
-            per_step = ", which moves every parameter by about that in a step" if self.name == "adamw" else ""
+            per_step = ", which moves every parameter by about that much in a step" if self.name == "adamw" else ""
             raise ConfigError(f"optim.lr={self.lr} with optim.name={self.name}{per_step}; it must be at most {most:g}")
         if self.lr * self.weight_decay >= 1:
             raise ConfigError(
-                f"optim.weight_decay={self.weight_decay} with optim.lr={self.lr}: a step multiplies matrices by 1 less the product of both, "
+                f"optim.weight_decay={self.weight_decay} with optim.lr={self.lr}: a step multiplies matrices by 1 - lr * weight_decay = "
                 f"{1 - self.lr * self.weight_decay:g}; lower one of them"
             )
         if self.name == "adamw" and self.clip_grad_norm is not None and self.clip_grad_norm < 1e-3 * self.eps:
             raise ConfigError(
-                f"optim.clip_grad_norm={self.clip_grad_norm} with optim.eps={self.eps}, against which gradients of that norm are nothing; raise "
+                f"optim.clip_grad_norm={self.clip_grad_norm} with optim.eps={self.eps}, which makes such gradients negligible; raise "
                 "the norm, or set it to null for no clipping"
             )
 
     def check(self, total_steps: int | None) -> None:
-        """Check what depends on the length of a run.
+        """Check the settings that depend on the length of a run.
 
         Args:
-            total_steps: The number of steps of the run; None if it is not known, which some schedules do not allow.
+            total_steps: The number of steps of the run; None if it is not known, which some schedules reject.
 
         Raises:
             ConfigError: The number of steps is missing; the message names the setting that needs it.

@@ -75,11 +75,11 @@ class WorkerLostError(WorkerError):
 
 
 class NoWorkerError(WorkerLostError):
-    """No worker takes requests now."""
+    """No worker accepts requests at the moment."""
 
 
 class QueueFullError(WorkerError):
-    """Too many requests are waiting; send it again later."""
+    """Too many requests are pending; send the request again later."""
 
 
 class DataMissingError(DrivetrainError, LookupError):
@@ -100,19 +100,19 @@ class DataMissingError(DrivetrainError, LookupError):
         listed = ", ".join(repr(sample) for sample in ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
         if keys:
             return cls(f"the samples {listed} have no {', '.join(keys)}; compute or put it first", ids)
-        return cls(f"the samples {listed} are not in the data store; they were dropped, or never put there", ids)
+        return cls(f"the samples {listed} are not in the data store; they were dropped or never added", ids)
 
 
 class HookError(DrivetrainError):
-    """A hook after a call failed. The call itself did not."""
+    """A hook that ran after a call failed. The call itself succeeded."""
 
 
 class ManifestError(DrivetrainError):
-    """The ranks were not sent the same requests in the same order."""
+    """The ranks did not receive the same requests in the same order."""
 
 
 class RewardError(DrivetrainError):
-    """A reward function failed, and the run is not to go on without its value."""
+    """A reward function failed, and the run is configured not to continue without its value."""
 
 
 class RemoteError(DrivetrainError):

@@ -31,21 +31,21 @@ from .base import BaseEngine
 def export_hf(
     engine: "BaseEngine", folder: Path | str, *, adapters: "Adapters" = "merged", shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """Write weights, config and tokenizer in the format of transformers or, for adapters alone, of peft. Collective.
+    """Write weights, config and tokenizer in the format of transformers or, for adapters only, of peft. Collective.
 
     The folder is written atomically; an existing one is replaced.
 
     Args:
         engine: The initialized engine.
         folder: The folder to write.
-        adapters: `merged` to merge adapters into the weights, or `only` to write the adapters alone, in peft's format.
+        adapters: `merged` to merge adapters into the weights, or `only` to write just the adapters, in peft's format.
         shard_bytes: The maximum size of a file, unless a single tensor is larger.
 
     Returns:
         The folder.
 
     Raises:
-        CheckpointError: The model has no adapters to write alone, or the folder cannot be written.
+        CheckpointError: `adapters` is `only` but the model has none, or the folder cannot be written.
     """
     final, only = Path(folder), adapters == "only"
     shapes = engine.weight_shapes(adapters=adapters)
@@ -62,9 +62,9 @@ def export_hf(
                 _write(engine, plan_folder(entries, shard_bytes, adapters=only), stream, final, copies, only=only)
             except OSError as e:
                 error = disk_error(str(final), e)
-            except Exception as e:  # raised below: the other ranks wait in the stream's collectives, so it continues first
+            except Exception as e:  # raised below: the other ranks wait in the stream's collectives, so finish these first
                 error = e
-    # Not a `collective_errors` block around it all: an error inside the stream itself must end this rank at once.
+    # No `collective_errors` block around everything, because an error inside the stream itself must end this rank at once.
     engine.topology.all_gather_object(None, error=error)
     return final
 

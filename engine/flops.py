@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 BACKWARD = 2
-"""The ratio of backward to forward FLOPs of a product, which needs the gradients with respect to both factors."""
+"""The ratio of backward to forward FLOPs of a product, whose backward pass computes the gradients of both factors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderShape:
-    """The shapes of an encoder of images, video or audio, by which the cost of an item follows from the number of its features.
+    """The shapes of an encoder of images, video or audio. They determine the cost of an item from its number of features.
 
     Args:
         weights: The number of elements in the matrices that multiply every patch of an image, or every step of audio.
@@ -23,9 +23,9 @@ class EncoderShape:
         connector: The number of elements in the matrices that multiply every feature on its way to the decoder.
         connector_trained: The number of those that have gradients.
         attention: The (width, window) of each layer: the sizes of queries and values added up over heads, and the number of patches
-            that attend to each other, or None if those of a part do.
+            that attend to each other; None if the patches of a part attend to each other.
         patches: The number of patches for each feature.
-        padded: The number of features to which every item is padded; None if none is.
+        padded: The number of features to which every item is padded; None without padding.
     """
 
     weights: float
@@ -41,7 +41,7 @@ class EncoderShape:
 
         Args:
             features: The number of the item's features.
-            parts: The number of parts whose patches alone attend to each other: frames of a video, tiles of an image.
+            parts: The number of parts. Patches attend only to patches of the same part: frames of a video, tiles of an image.
             training: Whether to include the backward pass.
         """
         features = self.padded or features
@@ -52,7 +52,7 @@ class EncoderShape:
         if not training:
             return forward + attention
         by_weights = 2 * (self.trained * total + self.connector_trained * features)
-        # What is frozen as a whole needs no gradients at all, since nothing trained lies before it.
+        # A fully frozen encoder needs no gradients at all, because no trained parameters precede it.
         return forward + attention + (forward + by_weights + BACKWARD * attention if by_weights else 0.0)
 
 
@@ -75,9 +75,9 @@ class ModelShape:
         hidden: The size of a hidden state.
         experts: The number of the parameters that belong to experts.
         encoders: The encoder of each kind of media that the model takes.
-        media_costs: The cost of encoding one element of each field that an encoder reads, in units of one token's matrix products. Of
-            attention inside of an item, which grows with its size, it has what the smallest item needs. Padding costs as much as what is
-            encoded.
+        media_costs: The cost of encoding one element of each field that an encoder reads, in units of one token's matrix products.
+            Attention within an item grows with its size; here it is counted as in the smallest item. Padding costs as much as
+            real content.
     """
 
     weights: float

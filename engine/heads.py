@@ -18,10 +18,10 @@ from .model_types import LM, head_class
 
 
 class HeadType(ABC):
-    """A type of models by its head.
+    """A type of model, defined by its head.
 
-    Engines build the head on each rank that has the end of the decoder. It is computed alike on all ranks that share a token's hidden
-    state, and its parameters are those of `module`, sharded or copied like others.
+    Engines build the head on each rank that has the end of the decoder. All ranks that share a token's hidden state compute the same
+    outputs. The parameters of `module` are sharded or replicated like all others.
 
     Args:
         shape: `model.head_shape`.
@@ -36,11 +36,11 @@ class HeadType(ABC):
     @property
     @abstractmethod
     def outputs(self) -> Mapping[str, tuple[int, ...]]:
-        """Output name -> the shape of what one token has; `()` is one number."""
+        """Output name -> the shape of the output of one token; `()` is a single number."""
 
     @abstractmethod
     def module(self, hidden: int, dtype: torch.dtype) -> nn.Module:
-        """Return the head with its initial values. Linear layers and embeddings get those of the model's family instead.
+        """Return the head with its initial values. The model family's initialization then replaces that of linear layers and embeddings.
 
         Args:
             hidden: The size of a hidden state.
@@ -58,7 +58,7 @@ class HeadType(ABC):
 
     @property
     def description(self) -> dict[str, Any]:
-        """What the config of an export says of the head as `head_type`, with which it must be loaded."""
+        """The description of the head in an export's config (`head_type`). Loading the export requires the same head."""
         return {"name": self.name, "shape": list(self.shape)}
 
 
@@ -95,7 +95,7 @@ class ActionHead(HeadType):
     def __init__(self, shape: tuple[int, ...]) -> None:
         if len(shape) != 2:
             raise ConfigError(
-                f"model.head_shape={list(shape)} with model.head=actions; give two numbers, the actions of a chunk and the numbers of an "
+                f"model.head_shape={list(shape)} with model.head=actions; give two numbers, the actions per chunk and the size of an "
                 "action, as in model.head_shape=[4,7]"
             )
         super().__init__(shape)
@@ -115,7 +115,7 @@ class ActionHead(HeadType):
 
 
 RESERVED = frozenset({*OUTPUTS, "router_aux"})
-"""Names of outputs that only the built-in heads may use."""
+"""Output names that are reserved for the built-in heads."""
 
 
 def head_of(model: ModelConfig) -> HeadType | None:
@@ -142,7 +142,7 @@ def head_of(model: ModelConfig) -> HeadType | None:
     head.name = model.head
     if taken := sorted(RESERVED & set(head.outputs)) if kind is not ValueHead else []:
         raise ConfigError(
-            f"model.head={model.head}: {kind.__name__} has an output {taken[0]!r}, a name of the engine's own; rename it"
+            f"model.head={model.head}: {kind.__name__} has an output {taken[0]!r}, a name that the engine reserves; rename it"
         )
     return head
 
@@ -174,7 +174,7 @@ def compute_outputs(head: HeadType, module: nn.Module, hidden_sh: Tensor, names:
         Output name -> `[S, *shape]`, in float32 at least.
 
     Raises:
-        ModelError: The head has not returned what `HeadType.outputs` says.
+        ModelError: The head did not return the outputs that `HeadType.outputs` declares.
     """
     computed = head.compute(module, hidden_sh)
     what = f"{type(head).__name__}.compute (model.head={head.name})"

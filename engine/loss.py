@@ -14,11 +14,14 @@ from .errors import ConfigError
 from .packing.batch import IGNORE, PackedBatch
 
 TARGETS = "targets"
-"""The token field of batches whose tokens have several targets each, `[T, K]` int64, whose log-probabilities are computed instead of the label's."""
+"""The token field of batches with several targets per token, `[T, K]` int64.
+
+If present, the log-probabilities of these targets are computed instead of the label's.
+"""
 TOP_K = ("top_tokens", "top_log_probs")
-"""The names of the outputs that are requested by a number, `OutputRequest.top_k`."""
+"""The names of the outputs that `OutputRequest.top_k` requests."""
 OUTPUTS = ("log_probs", "entropy", "values", "greedy", "sum_squared_probs", *TOP_K)
-"""The names of the per-token outputs, in their order."""
+"""The names of the per-token outputs, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +33,10 @@ class OutputRequest:
         entropy: Whether to return the entropy of the next-token distribution, in nats.
         values: Whether to return the output of the value head.
         greedy: Whether to return the most likely next token.
-        sum_squared_probs: Whether to return the sum of the squares of all next tokens' probabilities.
-        top_k: How many of the most likely next tokens to return, `top_tokens`, with their log-probabilities, `top_log_probs`.
-        temperature: The number by which the logits are divided first.
-        routed_experts: Whether to return the experts that tokens went to, `[T, L, K]`, of all tokens; not for a loss, but for
+        sum_squared_probs: Whether to return the sum of the squared probabilities of all next tokens.
+        top_k: The number of most likely next tokens to return (`top_tokens`), with their log-probabilities (`top_log_probs`).
+        temperature: The temperature; logits are divided by it first.
+        routed_experts: Whether to return the experts that tokens are routed to, `[T, L, K]`, for all tokens. Not for losses, only for
             `BaseEngine.infer_batch`. See `ops.expert_routes`.
         others: The names of outputs of a head of another type; see `engine.heads`.
     """
@@ -66,7 +69,7 @@ class TokenOutputs:
 
     Args:
         mask: `[T]` bool, the selected tokens. Outputs of all other tokens are 0 and carry no gradient.
-        log_probs: `[T]` float, the log-probabilities of `labels`; `[T, K]` of several targets of each token (`HeadRequest.targets`).
+        log_probs: `[T]` float, the log-probabilities of `labels`; `[T, K]` if each token has several targets (`HeadRequest.targets`).
         entropy: `[T]` float, the entropies in nats.
         values: `[T]` float, the outputs of the value head.
         greedy: `[T]` int64, the most likely next tokens' ids; they carry no gradient.
@@ -88,7 +91,7 @@ class TokenOutputs:
 
     @classmethod
     def of(cls, mask: Tensor, outputs: Mapping[str, Tensor]) -> "TokenOutputs":
-        """Return outputs by their names.
+        """Create an instance from outputs by name.
 
         Args:
             mask: `[T]` bool, the selected tokens.
@@ -154,14 +157,14 @@ class StepResult:
         terms: The loss by term. `router_aux` (mean over micro-batches) is reported here, but is not part of `loss`.
         metrics: The metrics of the loss, each sum / count over the global batch.
         weights: The global weight of each term.
-        counts: The count by which each metric was divided.
+        counts: The count that each metric was divided by.
         grad_norm: The 2-norm of the full gradient before clipping; None before `optimizer_step`.
         skipped: Whether the optimizer step was skipped because the loss or the gradient was not finite.
         lr: The learning rate of the step; None before `optimizer_step`.
         tokens: The number of tokens in the global batch.
         sequences: The number of documents in the global batch.
         micro_batches: The number of micro-batches on each rank.
-        shared_tokens: How many of the tokens were not computed, because another document begins with them too.
+        shared_tokens: The number of tokens that were not computed, because another document shares them as a prefix.
         flops: The FLOPs that the global batch needs, as counted by `flops.ModelShape`.
         peak_gib: The peak memory so far of the rank that has used most, in GiB: GPU memory, or the process's memory without a
             GPU.
@@ -207,7 +210,7 @@ def loss_mask(batch: PackedBatch) -> Tensor:
 
 
 def output_shape(name: str, batch: PackedBatch) -> torch.Size:
-    """Return the shape of an output that is a number for each token: `[T]`, or `[T, K]` of the log-probabilities of several targets."""
+    """Return the shape of an output with one number per token: `[T]`, or `[T, K]` for log-probabilities of several targets."""
     several = name == "log_probs" and TARGETS in batch.token_fields
     return batch.token_fields[TARGETS].shape if several else batch.input_ids.shape
 

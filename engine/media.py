@@ -1,7 +1,7 @@
-"""Media in packed batches: which tokens stand for which items, and how the ranks that share a sequence divide the encoders' work.
+"""Media in packed batches: the placeholder tokens of each item, and the division of the encoders' work among ranks.
 
-The features of an item stand in the place of tokens of one document. Under context parallelism each item is encoded by one rank, and its
-features are sent to the ranks whose slices have its tokens.
+The features of an item replace the embeddings of its placeholder tokens, all in one document. Under context parallelism each item is
+encoded by one rank, which sends the features to the ranks whose slices contain the tokens.
 
 Axes: M rows of a media field, F features.
 """
@@ -27,12 +27,12 @@ class Items:
     """The items of one kind in a batch.
 
     Args:
-        rows: The number of rows of the encoder's input of each item.
+        rows: The number of rows in the encoder's input for each item.
         features: The number of features of each item.
-        tokens: `[S]` int64 on the host, ascending: the tokens in whose place features stand.
-        index: `[S]` int64 on the host, the feature of each of them, counted over all items; one may stand for several if documents share a
-            prefix. None if they are all features, in order.
-        fields: The fields of the kind, wherever they are.
+        tokens: `[S]` int64 on the host, ascending: the placeholder tokens, which features replace.
+        index: `[S]` int64 on the host, the feature of each of these tokens, counted over all items. Tokens may have the same feature if
+            documents share a prefix. None if the features are used once each, in order.
+        fields: The fields of the kind, on any device.
     """
 
     rows: list[int]
@@ -42,7 +42,7 @@ class Items:
     index: Tensor | None = None
 
     def computed(self, origin: Tensor, modality: Modality) -> "Items":
-        """Return the items of a micro-batch that computes some tokens once for several documents: each item is encoded once.
+        """Return the items of a micro-batch with shared prefixes, so that each shared item is encoded once.
 
         Args:
             origin: `[T]` int64, the computed token of each token; see `SharedLayout`.
@@ -51,12 +51,12 @@ class Items:
         places, first = np.unique(origin[self.tokens].numpy(), return_index=True)
         item_of = np.repeat(np.arange(len(self.features)), self.features)
         begins = np.cumsum([0, *self.features])[:-1]
-        # Items whose first tokens are computed together are one, also where the last token of a prefix is each document's own.
+        # Items with the same first computed token are one item, even if each document computes the last token of a prefix itself.
         _, earliest, copies = np.unique(origin[self.tokens[begins]].numpy(), return_index=True, return_inverse=True)
         original = earliest[copies]
         feature = np.arange(len(item_of)) - begins[item_of] + begins[original[item_of]]
         kept = np.unique(original)
-        # The features of the items that stay, counted anew.
+        # Renumber the features of the remaining items.
         number = np.cumsum(np.isin(item_of, kept)) - 1
         return Items(
             rows=[self.rows[i] for i in kept],
@@ -73,10 +73,10 @@ class Share:
 
     Args:
         items: The indices of the items, in order.
-        sent: `[S']` int64, the features that are sent, of those that this rank encodes, in the order of the ranks.
-        send: Their number for each rank.
+        sent: `[S']` int64, the features that this rank sends, as indices into those that it encodes, in the order of the ranks.
+        send: The number of features sent to each rank.
         receive: The number of features from each rank.
-        order: `[F']` int64, which of the received features stands in the place of each of this rank's tokens.
+        order: `[F']` int64, the received feature that replaces each of this rank's placeholder tokens.
     """
 
     items: list[int]
@@ -86,7 +86,7 @@ class Share:
     order: Tensor
 
     def to(self, device: torch.device) -> "Share":
-        """Return it with its tensors on a device."""
+        """Return a copy with its tensors on a device."""
         sent, order = (t.to(device, non_blocking=True) for t in (self.sent, self.order))
         return replace(self, sent=sent, order=order)
 
@@ -96,9 +96,9 @@ class MediaSummary:
     """The media of a rank's batch.
 
     Args:
-        kinds: The kinds of which it has items.
-        stray: For each other kind, what is wrong with tokens in whose place features would stand; they are text as long as no rank
-            has the kind.
+        kinds: The kinds that the batch has items of.
+        stray: For each other kind, the error for placeholder tokens without items. They are treated as text unless some rank has items
+            of the kind.
         sizes: The numbers of features and of parts of each item, by kind.
     """
 
@@ -116,7 +116,7 @@ def check_media(batch: PackedBatch, family: MediaFamily | None, model: str) -> M
         model: The name of the model, for messages.
 
     Raises:
-        BatchError: A field is missing, unknown or malformed, or the tokens of a document are not as many as the features of its items.
+        BatchError: A field is missing, unknown or malformed, or a document has more or fewer placeholder tokens than features.
     """
     known = {} if family is None else family.modalities
     names = [name for modality in known.values() for name in (*modality.fields, *modality.optional)]
@@ -129,7 +129,7 @@ def check_media(batch: PackedBatch, family: MediaFamily | None, model: str) -> M
         return MediaSummary()
     if batch.position_ids.dim() == 2 and len(batch.position_ids) != family.axes:
         raise BatchError(
-            f"position_ids has {len(batch.position_ids)} axes, but {model} has {family.axes}; give [T], and they are computed"
+            f"position_ids has {len(batch.position_ids)} axes, but {model} has {family.axes}; give [T], and the other axes are computed"
         )
     kinds = kinds_of(batch, family)
     stray: dict[Kind, str] = {}
@@ -145,7 +145,7 @@ def check_media(batch: PackedBatch, family: MediaFamily | None, model: str) -> M
                 continue
             message = (
                 f"{batch.name_of(i)} has {has} {kind} tokens (id {token}), but {counts[i]} {kind}s, which take {needs}; let the model's "
-                f"own processor write the tokens, and cut no {kind} off"
+                f"processor write the tokens, and do not cut off any {kind}"
             )
             if kind in kinds:
                 raise BatchError(message)
@@ -158,13 +158,13 @@ def check_media(batch: PackedBatch, family: MediaFamily | None, model: str) -> M
 
 
 def kinds_of(batch: PackedBatch, family: MediaFamily) -> list[Kind]:
-    """Return the kinds of media of which a batch has items, in the family's order. Fields without rows are none."""
+    """Return the kinds of media in a batch, in the family's order. Fields without rows do not count."""
     present = {name for name, media in batch.media.items() if len(media.values)}
     return [kind for kind, m in family.modalities.items() if present & {*m.fields, *m.optional}]
 
 
 def _check_items(batch: PackedBatch, family: MediaFamily, kind: Kind, model: str) -> tuple[list[int], list[int]]:
-    """Check the fields of a kind; return for each document the number of its items and of their features."""
+    """Check the fields of a kind; return the number of items and the number of features of each document."""
     modality = family.modalities[kind]
     if lacking := [name for name in modality.fields if name not in batch.media]:
         present = next(name for name in (*modality.fields, *modality.optional) if name in batch.media)
@@ -195,20 +195,20 @@ def _item_counts(batch: PackedBatch, family: MediaFamily, kind: Kind) -> list[in
         if other != first:
             i = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
             raise BatchError(
-                f"{batch.name_of(i)} has {first[i]} rows of {names[0]} and {other[i]} of {name}; each item has one of both"
+                f"{batch.name_of(i)} has {first[i]} rows of {names[0]} and {other[i]} of {name}; each item needs one row of each"
             )
     counts: list[int] = first
     return counts
 
 
 def fields_of(batch: PackedBatch, family: MediaFamily, kind: Kind) -> dict[str, Tensor]:
-    """Return the fields of a kind that a batch has."""
+    """Return the fields of one kind in a batch."""
     modality = family.modalities[kind]
     return {name: batch.media[name].values for name in (*modality.fields, *modality.optional) if name in batch.media}
 
 
 def items_of(batch: PackedBatch, family: MediaFamily, kind: Kind) -> Items:
-    """Return the items of a kind, of which a batch may have none."""
+    """Return the items of one kind; a batch may have none."""
     if kind not in kinds_of(batch, family):
         return Items(rows=[], features=[], tokens=torch.empty(0, dtype=torch.long), fields={})
     media = fields_of(batch, family, kind)
@@ -217,7 +217,10 @@ def items_of(batch: PackedBatch, family: MediaFamily, kind: Kind) -> Items:
 
 
 def comparable_ids(batch: PackedBatch, family: MediaFamily, kinds: Sequence[Kind]) -> Tensor:
-    """Return numbers `[T]` int64 on the host by which tokens are equal only if the items that they stand for are: ids, and hashes of items.
+    """Return numbers `[T]` int64 on the host to compare tokens by: token ids, and hashes of items for placeholder tokens.
+
+    Placeholder tokens are equal only if their items are.
+
 
     Args:
         batch: The batch, which is checked.
@@ -233,13 +236,13 @@ def comparable_ids(batch: PackedBatch, family: MediaFamily, kinds: Sequence[Kind
             for name, value in items.fields.items():
                 part = value[rows[item] : rows[item + 1]] if name == values else value[item : item + 1]
                 digest.update(host_bytes(part))
-            # Below zero, where no id is.
+            # Negative, so that a hash never equals a token id.
             ids[items.tokens[features[item] : features[item + 1]]] = -1 - (digest.intdigest() >> 1)
     return ids
 
 
 def share_items(items: Items, rank: int, ranks: int, tokens: int) -> Share:
-    """Divide the items among the ranks that share a sequence, so that each has about as many features to compute.
+    """Divide the items among the ranks that share a sequence, so that each rank computes about as many features.
 
     Args:
         items: The items.
@@ -257,7 +260,7 @@ def share_items(items: Items, rank: int, ranks: int, tokens: int) -> Share:
     owner = encoder[feature]
     target = items.tokens // tokens
     here = items.tokens[target == rank]
-    # Features arrive rank by rank, those of a rank in the order of the tokens.
+    # Features arrive rank by rank; those of a rank are in token order.
     arriving = torch.cat([here[owner[target == rank] == source] for source in range(ranks)])
     return Share(
         items=[item for item, one in enumerate(owners) if one == rank],
@@ -284,7 +287,7 @@ def select_items(items: Items, modality: Modality, chosen: Sequence[int]) -> dic
 
 
 def positions_of(batch: PackedBatch, family: MediaFamily, base: Any, kinds: Sequence[Kind]) -> Tensor:
-    """Return the positions `[A, T]` of a batch with media, computed document by document as the family does.
+    """Return the positions `[A, T]` of a batch with media, computed document by document by the family's own code.
 
     Args:
         batch: The batch, which is checked.
@@ -314,10 +317,10 @@ def positions_of(batch: PackedBatch, family: MediaFamily, base: Any, kinds: Sequ
             continue
         try:
             positions = family.positions(base, ids[start:end], inside)
-        except Exception as e:  # of the family's own code
+        except Exception as e:  # the family's own code raises anything on malformed input
             raise BatchError(
                 f"{batch.name_of(i)}: the positions of its {' and '.join(inside)} cannot be computed ({type(e).__name__}: {e}); let the model's "
-                "own processor write the tokens, with those between two of them"
+                "processor write the tokens, including those between two items"
             ) from e
         parts.append(positions)
     return torch.cat(parts, -1)

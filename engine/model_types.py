@@ -1,7 +1,7 @@
-"""The types of models by their output: the names that `model.head` accepts, and where their heads are. Imports no torch.
+"""The types of models by their output: the names that `model.head` accepts, and the locations of their heads. Imports no torch.
 
-A third party adds its own with `register_head`, or through the entry-point group `drivetrain.heads`, so that every process that has the
-package installed knows it: the entry point's name is the name of the type, and its object is a subclass of `engine.heads.HeadType`.
+Third parties add types with `register_head` or through the entry-point group `drivetrain.heads`. An entry point is known to every
+process that has the package installed: its name is the name of the type, and its object is a subclass of `engine.heads.HeadType`.
 """
 
 from functools import cache
@@ -13,23 +13,23 @@ from .errors import ConfigError
 
 ENTRY_POINT_GROUP = "drivetrain.heads"
 LM = "lm"
-"""The type with the model's own language-model head."""
+"""The type that keeps the model's own language-model head."""
 HEAD_PREFIX = "score."
-"""What the names of the parameters of any other head begin with, in memory and on disk."""
+"""The prefix of the parameter names of any other head, in memory and on disk."""
 _PACKAGE = __name__.rpartition(".")[0]
 _BUILT_IN = {"value": f"{_PACKAGE}.heads:ValueHead", "actions": f"{_PACKAGE}.heads:ActionHead"}
 _HEADS = dict(_BUILT_IN)
 
 
 def register_head(name: str, location: str) -> None:
-    """Add a type of models to this process.
+    """Add a type of model to this process.
 
     Args:
         name: The name, for `model.head`.
         location: The location of the subclass of `HeadType`, as `module:attribute`.
 
     Raises:
-        ConfigError: The name is already taken, or the location is not one.
+        ConfigError: The name is already taken, or the location is malformed.
     """
     if name in head_names():
         raise ConfigError(f"model.head={name} is already taken; choose another name")
@@ -42,7 +42,7 @@ def unregister_head(name: str) -> None:
     """Remove a type that `register_head` added.
 
     Raises:
-        ConfigError: There is none of this name.
+        ConfigError: No type of this name was registered.
     """
     if name in _BUILT_IN or name not in _HEADS:
         raise ConfigError(f"model.head={name} was not added by register_head")
@@ -51,7 +51,7 @@ def unregister_head(name: str) -> None:
 
 @cache
 def _installed() -> dict[str, EntryPoint]:
-    """The types of installed packages."""
+    """The types that installed packages provide."""
     points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if taken := sorted({LM, *_BUILT_IN} & set(points)):
         raise ConfigError(
@@ -66,7 +66,7 @@ def head_names() -> list[str]:
 
 
 def head_class(name: str) -> Any:
-    """Return what is registered under a name, which is imported.
+    """Import and return the object that is registered under a name.
 
     Raises:
         ConfigError: It cannot be imported.

@@ -40,14 +40,14 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device, processes: int) -> float:
-    """Return the memory that an engine may fill, in bytes: what is free on a GPU, or a share of the machine's without one.
+    """Return the memory that an engine may use, in bytes: the free memory of a GPU or, without one, a share of the machine's.
 
     Args:
         device: This process's device.
         processes: The number of processes that share the machine.
     """
     if device.type == "cuda":
-        # What torch's allocator holds without use is free as well.
+        # Unused memory that torch's allocator holds is free as well.
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + cached)
     limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
@@ -57,7 +57,7 @@ def free_bytes(device: torch.device, processes: int) -> float:
 
 
 def host_cores(processes: int) -> int:
-    """Return the number of cores that a process may keep busy, at least 1.
+    """Return the number of cores that a process may use, at least 1.
 
     Args:
         processes: The number of processes that share the cores which this one may run on.
@@ -72,7 +72,7 @@ def host_cores(processes: int) -> int:
 
 @contextmanager
 def host_threads(count: int) -> Iterator[None]:
-    """Compute on the CPU with `count` threads in a block, unless a number other than the launcher's 1 was chosen (OMP_NUM_THREADS)."""
+    """Use `count` CPU threads inside the block. No-op if OMP_NUM_THREADS is set to anything other than the launcher's 1."""
     before = torch.get_num_threads()
     if before > 1 or count == 1:
         yield
@@ -86,7 +86,7 @@ def host_threads(count: int) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class _Offloaded:
-    """An offloaded storage and its copy; None for zeros."""
+    """An offloaded storage and its copy; a copy of None stands for zeros."""
 
     storage: torch.UntypedStorage
     size: int
@@ -111,7 +111,7 @@ class Offloader:
         self._location: dict[StatePart, Location] = dict.fromkeys(PARTS, "device")
         self._offloaded: dict[StatePart, list[_Offloaded]] = {part: [] for part in PARTS}
         self.gradients_are_zero = False
-        """Whether the memory of the gradients holds only zeros, which are not copied."""
+        """Whether the gradients are all zero; then they are not copied."""
 
     def location_of(self, part: StatePart) -> Location:
         """Return the location of a part."""
@@ -141,7 +141,7 @@ class Offloader:
                     self._offload(part, target)
                     _trim()
                     if self._offloaded[part] and self._offloaded[part][0].storage.device.type == "cuda":
-                        # torch's allocator would keep the memory, which is offloaded for other programs and allocators.
+                        # Otherwise torch's allocator would keep the memory, which is freed for other programs and allocators.
                         torch.cuda.empty_cache()
                 self._location[part] = target
 
@@ -163,7 +163,7 @@ class Offloader:
         self._offloaded = {part: [] for part in PARTS}
 
     def discard_gradients(self) -> None:
-        """Replace the gradients, wherever they are, by zeros; on the device only once the engine has zeroed them."""
+        """Replace the gradients, by zeros, wherever they are. On the device this only takes effect once the engine has zeroed them."""
         self.gradients_are_zero = True
         for offloaded in self._offloaded["grads"]:
             offloaded.drop()

@@ -1,8 +1,9 @@
-"""Host memory for many tensors at once, in a few blocks.
+"""Host memory for many tensors, allocated in a few blocks.
 
-torch's allocator of pinned memory rounds each tensor up to a power of two and keeps it when the tensor is gone: together up to twice of
-what the tensors need. Blocks whose sizes are powers of two leave it nothing to round. (Its setting `pinned_max_round_threshold_mb` would
-let it return a block that is smaller than the tensor: in torch 2.13 blocks of one list need not have one size then.)
+torch's allocator of pinned memory rounds each tensor up to a power of two and keeps the memory when the tensor is freed, which takes up
+to twice the memory that the tensors need. Blocks whose sizes are powers of two are not rounded. (The allocator's setting
+`pinned_max_round_threshold_mb` does not help: in torch 2.13 it may return a block that is smaller than the tensor, because the blocks
+of one free list need not have one size then.)
 """
 
 from collections.abc import Sequence
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 BLOCK_BYTES = 2**30
-"""The size of a block, or more where a tensor is larger."""
+"""The size of a block; a larger tensor gets a larger block."""
 ALIGNMENT = 512
-"""The bytes at a multiple of which a tensor starts, as torch's allocators do it."""
+"""The alignment of tensors in bytes, as in torch's allocators."""
 
 
 def place(sizes: Sequence[int], block: int) -> tuple[list[tuple[int, int]], list[int]]:
@@ -44,7 +45,7 @@ def empty_together(likes: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
     """Return uninitialized tensors on the host, contiguous, with the shapes and dtypes of others.
 
     Args:
-        likes: The tensors to resemble, on any device.
+        likes: The tensors whose shapes and dtypes to use, on any device.
         pinned: Whether the memory is pinned.
     """
     places, sizes = place([t.numel() * t.itemsize for t in likes], BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""The number of units of work that this process has finished, by which a supervisor tells slow work from none. Imports no torch."""
+"""Count of the units of work that this process has finished, so that a supervisor can tell slow from stuck. Imports no torch."""
 
 _done = 0
 

@@ -22,29 +22,29 @@ from .parallel.topology import Topology
 from .step_plan import MicroBatch
 
 PADDING_DOCUMENT = 128
-"""The number of tokens in a document of padding; short ones, because attention is quadratic in their length."""
+"""The number of tokens in a padding document. Short, because the cost of attention is quadratic in the length."""
 
 
 def padded_size(tokens: int, topology: Topology) -> int:
-    """Return the number of tokens to which a micro-batch is padded: each rank's slice has to be a multiple of the alignment."""
+    """Return the padded size of a micro-batch, in tokens: each rank's slice must be a multiple of the alignment."""
     multiple = topology.token_multiple * topology.token_alignment
     return tokens + -tokens % multiple
 
 
 def computed_tokens(micro_batch: MicroBatch) -> int:
-    """Return the number of tokens of a micro-batch that are computed, without padding."""
+    """Return the number of computed tokens in a micro-batch, without padding."""
     return micro_batch.batch.num_tokens if micro_batch.layout is None else micro_batch.layout.bounds[-1]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncoderInput:
-    """What a rank encodes of one kind of media, and which of the features stand in the place of tokens of its slice.
+    """A rank's encoder input for one kind of media, and the features that replace placeholder tokens in its slice.
 
     Args:
         fields: The fields of its items, or of a blank one if it has none.
-        is_blank: Whether it has none: its features go nowhere, so that the gradient of the encoder is zero.
-        share: The exchange of features with the ranks that share the sequence; None without any.
-        index: `[S]` int64, the feature of each token that one stands for, without an exchange; None for all of them, in order.
+        is_blank: Whether this rank has no items. The features of the blank item are unused, so the encoder's gradient is zero.
+        share: The exchange of features with the ranks that share the sequence; None without context parallelism.
+        index: `[S]` int64, without an exchange: the feature of each placeholder token; None for all features, in order.
     """
 
     fields: Mapping[str, Tensor]
@@ -53,14 +53,14 @@ class EncoderInput:
     index: Tensor | None = None
 
     def features_of_slice(self, encoded: Tensor, group: ProcessGroup | None) -> Tensor:
-        """Return the features in the place of this slice's tokens, given those of the items that this rank has encoded.
+        """Return the features of this slice's placeholder tokens, given the features that this rank has encoded.
 
         Args:
             encoded: `[F, W]`.
             group: The ranks that share the sequence.
         """
         if self.is_blank:
-            # The encoder stays in the graph, so that its backward pass has the collectives of other ranks; its gradient is zero.
+            # Keep the encoder in the graph with a zero gradient, so that its backward pass enters the same collectives as on other ranks.
             encoded = encoded[:0]
         if self.share is not None and group is not None:
             sent = exchange_rows(encoded.index_select(0, self.share.sent), self.share.send, self.share.receive, group)
@@ -77,14 +77,14 @@ class RankSlice:
         position_ids: `[t]` or `[A, t]`, the positions within each document.
         context: The boundaries of all documents or segments, including the padding document, and the context-parallel group.
         selected: `[S]` int64, the indices of the selected tokens in the slice.
-        targets: `[S]` int64, the labels of the selected tokens, or `[S, K]`, several targets of each.
+        targets: `[S]` int64, the labels of the selected tokens; `[S, K]` if each has several targets.
         outputs: The outputs to compute.
         expected: Output name -> `[S, ...]`, the gradient that the backward pass will pass to that output; None if not known in
             advance.
         real_tokens: The number of real tokens, which come first in the slice; the rest is padding.
         mask: `[T]` bool, the selected tokens of the micro-batch.
-        origin: `[T]` int64, the computed token of each token of the micro-batch; None if each is computed.
-        media: What is encoded, for each kind of media that any rank has in the step.
+        origin: `[T]` int64, the computed token of each token of the micro-batch; None if every token is computed.
+        media: The encoder input of each kind of media that any rank has in the step.
     """
 
     input_ids: Tensor
@@ -121,26 +121,27 @@ class RankSlice:
             request: The outputs that the head has to compute.
             topology: The engine's topology.
             padded_tokens: The number of tokens to which unsupervised documents pad the micro-batch; `padded_size` if None.
-            family: How the model takes media; None if it takes none.
-            encodes: Whether this rank has the encoders.
+            family: The model's handling of media; None if it supports none.
+            encodes: Whether this rank holds the encoders.
             routers: The model's routers; None if it has none.
-            records_routes: Whether the experts that tokens go to are asked for afterward.
-            counts_experts: Whether the tokens that each router sends to each expert are counted.
-            row_multiple: With `EngineConfig.invariant`, the number of which that of rows is made a multiple; else None.
+            records_routes: Whether to record the experts that tokens are routed to.
+            counts_experts: Whether to count the tokens that each router sends to each expert.
+            row_multiple: With `EngineConfig.invariant`, the number of rows is padded to a multiple of this; else None.
         """
         batch, group, layout = micro_batch.batch, topology.cp, micro_batch.layout
-        # The entropy or the most likely next token exists for every token, a log-probability only for tokens with a label.
+        # The entropy and the most likely next token exist for every token, but a log-probability only for tokens with a label.
         mask = request.mask & loss_mask(batch) if request.outputs.log_probs else request.mask
         ids, positions, labels = batch.input_ids, batch.position_ids, batch.labels
         bounds, cu_seqlens, parents = batch.bounds, batch.cu_seqlens, None
         padded_mask, expected = mask, request.expected
         if request.targets is not None:
-            # Documents with targets of their own share no prefixes.
+            # Documents with several targets per token do not share prefixes.
             assert layout is None
             labels = request.targets
         if layout is not None:
             ids, positions = ids[layout.index], positions[..., layout.index]
-            # A computed token that stands for several is selected, and has a target, if one of them has; their targets are equal.
+            # A computed token that several documents share is selected, and has a target, if any of its tokens has. Their targets
+            # are equal.
             padded_mask = mask.new_zeros(layout.tokens, dtype=torch.long).index_add(0, layout.origin, mask.long()) > 0
             labels = labels.new_full((layout.tokens,), IGNORE).scatter_reduce(0, layout.origin, labels, "amax")
             if expected is not None:
@@ -152,7 +153,7 @@ class RankSlice:
             cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(ids.device, non_blocking=True)
         tokens = bounds[-1]
         if row_multiple is not None:
-            # The head has as many rows as the rest.
+            # The head gets as many rows as the rest of the model.
             padded_tokens, padded_mask = padded_rows(tokens, row_multiple), torch.ones_like(mask)
             expected = None if expected is None else {k: v.masked_fill(_along(~mask, v), 0.0) for k, v in expected.items()}
         padding = (padded_size(tokens, topology) if padded_tokens is None else padded_tokens) - tokens
@@ -208,14 +209,14 @@ class RankSlice:
         return TokenOutputs.of(self.mask, gathered)
 
     def gather_routes(self, layers: Sequence[int], tp: ProcessGroup | None = None) -> Tensor:
-        """Return the experts that the tokens of complete documents went to, `[T, L, K]` int32. Collective over `Topology.cp` and `tp`.
+        """Return the experts of the tokens of complete documents, `[T, L, K]` int32. Collective over `Topology.cp` and `tp`.
 
         Args:
-            layers: The indices, among the layers with experts, of those that this rank has.
+            layers: The indices of this rank's layers among all layers with experts.
             tp: The ranks that share the tokens of this slice; None if this rank has them all.
 
         Raises:
-            ModelError: A router has not asked where its tokens go.
+            ModelError: A router did not record its choices.
         """
         assert self.context.routes is not None
         full = gather_tokens(gather_tokens(self.context.routes.chosen(layers), tp), self.context.cp_group)
@@ -227,14 +228,14 @@ class RankSlice:
         of_batch = full[: len(self.mask)] if self.origin is None else full[self.origin]
         if self.origin is None and not self.context.by_position:
             return of_batch
-        # Of a token that stands for several, not all need have been selected; and more may have been computed than that.
+        # Only some of the tokens that share a computed token may be selected, and more than the selected ones may be computed.
         return of_batch.masked_fill(_along(~self.mask, full), 0)
 
 
 def _routes(
     micro_batch: MicroBatch, routers: RouterShape, topology: Topology, tokens: int, *, records: bool, counts: bool
 ) -> ExpertRoutes | None:
-    """Return what records, replays or counts the routes of a micro-batch that is padded to `tokens`; None if nothing does."""
+    """Return the recorder of routes for a micro-batch padded to `tokens`, which may also replay or count; None if not needed."""
     replayed = micro_batch.batch.token_fields.get(ROUTED_EXPERTS)
     if replayed is None and not records and not counts:
         return None
@@ -247,11 +248,11 @@ def _routes(
     layout, counted = micro_batch.layout, None
     if counts:
         ones = torch.ones_like(micro_batch.batch.input_ids) * (not micro_batch.is_dummy)
-        # A token that stands for those of several documents counts as often.
+        # A token that several documents share is counted once per document.
         each = ones if layout is None else ones.new_zeros(layout.tokens).index_add(0, layout.origin, ones)
         counted = of_rank(each, 0)
     if replayed is not None:
-        # A field without a sign has no room for what pads it.
+        # An unsigned dtype cannot represent the padding value.
         signed = replayed if replayed.dtype.is_signed else replayed.int()
         replayed = of_rank(signed if layout is None else signed[layout.index], FREE)
     return ExpertRoutes(routers.layers, replayed, counted_t=counted, experts=routers.experts, records=records)
@@ -279,5 +280,5 @@ def _extend(x: Tensor, tokens: int) -> Tensor:
 
 
 def _along(mask: Tensor, values: Tensor) -> Tensor:
-    """Return a mask `[T]` in a shape that fits values `[T, ...]`."""
+    """Reshape a mask `[T]` to broadcast over values `[T, ...]`."""
     return mask.view(-1, *[1] * (values.dim() - 1))

@@ -23,12 +23,12 @@ ENTRY_POINT_GROUP = "drivetrain.engines"
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSpec:
-    """The locations of a backend's classes, as `module:attribute`, so that naming a backend does not import it.
+    """The locations of a backend's classes, as `module:attribute`, so that listing backends does not import them.
 
     Args:
         engine: The location of the `BaseEngine` subclass.
         options: The location of the frozen dataclass for `engine.options`, whose module must not import torch; None if the
-            backend has no settings of its own.
+            backend has no settings.
         needs: A module that the backend requires.
         extra: The extra of drivetrain that installs this module.
     """
@@ -90,7 +90,7 @@ def _known() -> dict[str, BackendSpec]:
 
 
 def backends() -> dict[str, BackendSpec]:
-    """Return all backends that can be named in `engine.backend`."""
+    """Return all backends that `engine.backend` accepts."""
     return dict(sorted(_known().items()))
 
 
@@ -102,13 +102,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_list(command: str, what: str, argv: Sequence[str], rows: Mapping[str, str]) -> int:
-    """Run a command that prints names and what they stand for; return its exit code.
+    """Run a command that prints names and their descriptions; return its exit code.
 
     Args:
         command: The command.
-        what: What it prints, for `--help`.
+        what: The description of the output, for `--help`.
         argv: The command-line arguments.
-        rows: What it prints.
+        rows: The names and their descriptions.
     """
     argparse.ArgumentParser(prog=f"drivetrain {command}", description=f"Print {what}.").parse_args(argv)
     width = max(map(len, rows))
@@ -131,7 +131,7 @@ def spec_of(name: str) -> BackendSpec:
         hint = (
             f"did you mean {close_matches[0]!r}?"
             if close_matches
-            else "a backend of your own comes with the package that provides it; sharding is engine.parallel.*, offloading engine.offload.*"
+            else "install the package that provides a custom backend; sharding is set by engine.parallel.*, offloading by engine.offload.*"
         )
         raise ConfigError(f"engine.backend={name!r} is unknown; available: {', '.join(sorted(specs))}; {hint}")
     return specs[name]
@@ -152,7 +152,7 @@ def is_installed(name: str) -> bool:
 
 
 def options_class(name: str) -> type | None:
-    """Return the dataclass for `engine.options` of a backend; None if it has no settings of its own."""
+    """Return the dataclass for `engine.options` of a backend; None if it has no settings."""
     spec = spec_of(name)
     return _resolve(spec.options) if spec.options else None
 

@@ -1,4 +1,4 @@
-"""The settings that depend on the machine: what `auto` means where an engine runs. Does not import torch."""
+"""Resolution of the `auto` settings, which depend on the machine that an engine runs on. Does not import torch."""
 
 from dataclasses import dataclass, replace
 from itertools import product
@@ -10,7 +10,7 @@ from .tested import TESTED
 
 ITEMSIZE: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 USABLE = 0.85
-"""The share of a device's memory that estimates may fill: allocators, communication and kernels need some too."""
+"""The share of a device's memory that estimates may fill: the rest is for allocators, communication and kernels."""
 GIB = 2**30
 
 RecomputeMode = Literal["none", "selective", "full"]
@@ -19,14 +19,14 @@ MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 
 def compute_dtype(precision: PrecisionConfig, *, cuda: bool) -> DType:
-    """Return the number format of matrix products: for `auto`, bfloat16 on CUDA and that of the parameters elsewhere."""
+    """Return the number format of matrix products: for `auto`, bfloat16 on CUDA and the format of the parameters elsewhere."""
     if precision.compute != "auto":
         return precision.compute
     return "bfloat16" if cuda and precision.params == "float32" else precision.params
 
 
 def resolve_device(config: EngineConfig, *, cuda: bool, can_compile: bool) -> EngineConfig:
-    """Return the settings with what `auto` means on a kind of device.
+    """Return the settings with `auto` resolved for a kind of device.
 
     Args:
         config: The settings.
@@ -36,7 +36,7 @@ def resolve_device(config: EngineConfig, *, cuda: bool, can_compile: bool) -> En
     precision = replace(config.precision, compute=compute_dtype(config.precision, cuda=cuda))
     if config.precision.compute == "auto" and precision.reduce == "float32" and precision.compute == "float64":
         precision = replace(precision, reduce="float64")
-    # The exchange of tokens between experts depends on data, so a layer with one would be compiled in pieces, again and again.
+    # The exchange of tokens between experts is data-dependent, so a layer with one would be recompiled repeatedly, in pieces.
     compiled = cuda and can_compile and config.parallel.ep == 1
     return replace(config, precision=precision, compile=compiled if config.compile == "auto" else config.compile)
 
@@ -47,7 +47,7 @@ def describe_resolved(config: EngineConfig, memory_estimate: str, *, cuda: bool)
     Args:
         config: The settings, resolved.
         memory_estimate: The line about the estimate of memory, or an empty one.
-        cuda: Whether the engine runs on CUDA; then it is also said what was tested.
+        cuda: Whether the engine runs on CUDA; if so, a line says how far this is tested.
     """
     compiled = "compiled" if config.compile else "not compiled"
     settings = f"computation in {config.precision.compute}, recompute={config.recompute}, layers {compiled}"
@@ -59,9 +59,9 @@ class MemoryNeeds:
     """An estimate of a rank's memory in bytes, from shapes.
 
     Args:
-        state: Parameters, gradients and optimizer state, and what is gathered of them for computation.
-        unsharded_gradients: Gradients that wait, unsharded, for the last micro-batch; 0 if nothing is sharded.
-        activations: What a micro-batch keeps for its backward pass, by mode of recomputation.
+        state: Parameters, gradients and optimizer state, including the parts that are gathered for computation.
+        unsharded_gradients: Gradients that stay unsharded until the last micro-batch; 0 if nothing is sharded.
+        activations: The activations that a micro-batch keeps for its backward pass, by mode of recomputation.
         head: The head's chunk of logits, and its gradients.
     """
 
@@ -93,18 +93,18 @@ class MemoryChoice:
 
     @property
     def fits(self) -> bool:
-        """Whether the estimate is within what may be used."""
+        """Whether the estimate fits into the usable memory."""
         return self.needed <= USABLE * self.memory
 
 
 def activation_bytes(shape: ModelShape, config: EngineConfig, p: ParallelConfig, tokens: int) -> dict[RecomputeMode, float]:
-    """Return what the layers keep of a micro-batch for the backward pass, by mode of recomputation, in bytes per rank.
+    """Return the activations that the layers keep for a micro-batch's backward pass, by mode of recomputation, in bytes per rank.
 
     A layer's matrices have the hidden size H on one side; their other sides add up to `weights / H` numbers per token. Without
-    recomputation eager layers keep the results of these products, of the activation function and its product (about half
-    more), and for each of two norms its input and result in float32 and in the format of computation. A compiled layer computes what
-    lies between products again. Selective recomputation keeps the results of products and of attention, and the layer's input;
-    full recomputation keeps only the input, and all of one layer at a time.
+    recomputation, eager layers keep the results of these products, of the activation function and of its product (about half as much
+    again). For each of two norms they also keep the input and the result, in float32 and in the format of computation. A compiled layer
+    recomputes everything between products. Selective recomputation keeps the results of products and of attention, and the layer's
+    input. Full recomputation keeps only the input, and all activations of one layer at a time.
 
     Args:
         shape: The model's shapes.
@@ -116,7 +116,7 @@ def activation_bytes(shape: ModelShape, config: EngineConfig, p: ParallelConfig,
     item = ITEMSIZE[config.precision.compute]
     wide = shape.weights / hidden / p.tp
     narrow = hidden / (p.tp if p.tp_sequence else 1)
-    # A stage of a pipeline has a part of the layers, but of as many micro-batches as there are stages.
+    # A pipeline stage has only a part of the layers, but keeps the activations of as many micro-batches as there are stages.
     mine = tokens / p.cp
     in_float32 = 4 / item
     eager = 1.5 * wide + layers * narrow * 2 * (1 + 2 * in_float32)
@@ -130,15 +130,15 @@ def activation_bytes(shape: ModelShape, config: EngineConfig, p: ParallelConfig,
 def choose(
     needs: MemoryNeeds, memory: float, recompute: str, reduce_each: bool | Literal["auto"], allowed: frozenset[str]
 ) -> MemoryChoice:
-    """Return the fastest settings that fit, or those that need the least memory if none does.
+    """Return the fastest settings that fit, or the settings that need the least memory if none fit.
 
-    Reducing gradients after every micro-batch costs less than computing layers twice, so it is tried first.
+    Reducing gradients after every micro-batch costs less than recomputing layers, so it is tried first.
 
     Args:
         needs: The estimate.
         memory: The memory of the device in bytes.
         recompute: `engine.recompute`.
-        reduce_each: `engine.options.reduce_each_micro_batch`; False for a backend without this setting.
+        reduce_each: `engine.options.reduce_each_micro_batch`; False for a backend without it.
         allowed: The modes of recomputation that the backend and the model allow.
     """
     modes = [mode for mode in MODES if (mode in allowed if recompute == "auto" else mode == recompute)]

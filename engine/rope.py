@@ -1,4 +1,4 @@
-"""The settings of rotary embeddings in a config, by kind of layers. Imports no torch."""
+"""The settings of rotary embeddings in a config, by kind of layer. Imports no torch."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ BY_LENGTH = ("dynamic", "longrope")
 """The types of rotary embeddings whose frequencies depend on a document's length."""
 
 FIXED_BY_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text")
-"""The families in which a factor `alpha` fixes the frequencies of `rope_type=dynamic`; the others do not read it."""
+"""The families where a factor `alpha` fixes the frequencies of `rope_type=dynamic`; other families ignore it."""
 
 
 def rope_by_kind(config: Any) -> dict[str, dict[str, Any]]:
-    """Return the settings for each kind of layers; the kind is "" where all layers share them; empty without any.
+    """Return the settings for each kind of layer. The kind is "" if all layers share them. Empty if there are no settings.
 
-    Configs of families with several kinds keep settings of the older form, in one dict, beside those of each kind; their
-    models read only the latter.
+    Configs of families with several kinds also keep settings of the older form, in one dict next to those of each kind. Their models
+    read only the latter.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {kind: settings for kind, settings in rope.items() if isinstance(settings, dict)}

@@ -54,21 +54,21 @@ class MicroBatchConsumer(Protocol):
 
     @property
     def records_routes(self) -> bool:
-        """Whether it wants to know the experts that tokens go to."""
+        """Whether it needs the experts that tokens are routed to."""
         ...
 
     @property
     def counts_experts(self) -> bool:
-        """Whether it wants to know how many tokens each router would send to each expert."""
+        """Whether it needs the number of tokens that each router would send to each expert."""
         ...
 
     def take_routes(self, micro_batch: MicroBatch, routes: ExpertRoutes, gather: Callable[[], Tensor]) -> None:
-        """Process the experts that tokens went to, in the layers of this stage of a pipeline; called on every stage.
+        """Process the experts that tokens were routed to, in the layers of this pipeline stage. Called on every stage.
 
         Args:
             micro_batch: The micro-batch.
-            routes: Those of this rank's tokens.
-            gather: Returns those of complete documents, `[T, L, K]`; collective over the ranks that share the micro-batch.
+            routes: The experts of this rank's tokens.
+            gather: Returns the experts of complete documents, `[T, L, K]`. Collective over the ranks that share the micro-batch.
         """
         ...
 
@@ -81,7 +81,7 @@ class LossAccumulator:
         plan: The plan of the step.
         aux_coef: The coefficient of the router's load-balancing loss.
         backward: Whether there is a backward pass.
-        expert_loads: Where to count the tokens of each expert; None to count none.
+        expert_loads: The counters of the tokens of each expert; None to not count them.
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class LossAccumulator:
         if not micro_batch.is_dummy and self._error is None:
             try:
                 part = self._evaluate(micro_batch, outputs)
-                # Of a head that consists of several parts, each gets a gradient on every rank, also where the loss does not use it.
+                # Every part of a head gets a gradient on every rank, even if the loss does not use it.
                 part = part + unused(*outputs.others.values()) if outputs.others else part
                 total = part if part.requires_grad else total + part
             except Exception as e:
-                # The other ranks are in this step's collectives, so this rank continues with a zero gradient; finish then
+                # The other ranks are in this step's collectives, so this rank continues with a zero gradient. `finish` then
                 # raises the error on all ranks.
                 self._error = e
         if aux is not None:
@@ -207,7 +207,7 @@ class LossAccumulator:
             pairs = [part["metrics"][name] for part in counted if name in part["metrics"]]
             counts[name] = count = sum(c for _, c in pairs)
             metrics[name] = sum(s for s, _ in pairs) / count if count else float("nan")
-        # Of every rank: those that share tokens have other layers, or count the same ones alike.
+        # Summed over all ranks: ranks that share tokens have different layers, or the same counts for the same layers.
         if replayed := sum(part["routes"][1] for _, part in gathered):
             metrics[ROUTING_MISMATCH] = sum(part["routes"][0] for _, part in gathered) / replayed
             counts[ROUTING_MISMATCH] = replayed
@@ -230,14 +230,17 @@ def _totals(sums: Sequence[Sequence[Tensor | float]]) -> list[float]:
     """Return the sum of each list of scalars, with one transfer from the device for all of them."""
     tensors = [value for values in sums for value in values if isinstance(value, Tensor) and value.device.type != "cpu"]
     numbers = iter(torch.stack([t.detach().double().reshape(()) for t in tensors]).tolist() if tensors else ())
-    # A loss may count on the host what it adds up on the device.
+    # A loss may return counts on the host and sums on the device.
     return [
         sum(next(numbers) if isinstance(v, Tensor) and v.device.type != "cpu" else float(v) for v in values) for values in sums
     ]
 
 
 def unused(*values: Tensor) -> Tensor:
-    """Return a zero that depends on tensors, whose gradient is zero whatever they are; multiplied by zero, an infinity would be a NaN."""
+    """Return a zero that depends on tensors, with a gradient of zero regardless of their values.
+
+    Multiplying the tensors by zero would turn an infinity into a NaN.
+    """
     zero: Tensor = _Unused.apply(*values)
     return zero
 
@@ -263,7 +266,8 @@ class OutputCollector:
         request: The outputs to collect.
         tokens: `[T]` bool, the selected tokens of the batch; see `BaseEngine.infer_batch`.
         plan: The plan of the inference pass.
-        shapes: Output name -> the shape of what one token has, of the outputs of the model's head; None for a language-model head.
+        shapes: Output name -> the shape of the output of one token, for the outputs of the model's head; None for a language-model
+            head.
         routers: The model's routers, if their choices are requested.
     """
 
@@ -279,7 +283,7 @@ class OutputCollector:
         self._routers = routers if request.routed_experts else None
         self._routes: list[tuple[int, Tensor]] = []
         self._batch, self._request, self._parts, self._shapes = batch, request, plan.parts, shapes or {}
-        # Every token has the outputs of another head, but only tokens with a label have a log-probability.
+        # Other types of heads have outputs for every token, but only tokens with a label have a log-probability.
         everywhere = torch.ones(batch.num_tokens, dtype=torch.bool, device=batch.device)
         self._mask = tokens if tokens is not None else loss_mask(batch) if shapes is None else everywhere
         self._found: list[tuple[int, dict[str, Tensor]]] = []
@@ -300,11 +304,11 @@ class OutputCollector:
 
     @property
     def records_routes(self) -> bool:
-        """Whether the experts that tokens go to are requested."""
+        """Whether the experts that tokens are routed to are requested."""
         return self._routers is not None
 
     def take_routes(self, micro_batch: MicroBatch, routes: ExpertRoutes, gather: Callable[[], Tensor]) -> None:
-        """Keep the experts that the tokens of a micro-batch went to, if they are requested."""
+        """Keep the experts that the tokens of a micro-batch were routed to, if they are requested."""
         if self._routers is not None:
             gathered = gather()
             if not micro_batch.is_dummy:
@@ -322,7 +326,7 @@ class OutputCollector:
         routes = torch.full(size, FREE, dtype=torch.int32, device=topology.device)
         for index, part in self._routes:
             rows = self._batch.token_index(self._parts[index]).to(topology.device, non_blocking=True)
-            # The layers of other stages, and of other parts of this one, are free in it.
+            # Entries for layers of other stages, and of other chunks of this stage, hold `FREE`.
             routes[rows] = torch.maximum(routes[rows], part)
         if topology.pp is not None:
             dist.all_reduce(routes, op=dist.ReduceOp.MAX, group=topology.pp)
@@ -332,14 +336,14 @@ class OutputCollector:
         tokens, device = self._batch.num_tokens, self._batch.device
         dtypes = {name: torch.int64 if name in ("greedy", "top_tokens") else torch.float32 for name in self._request.names}
         shapes = {**self._shapes, **dict.fromkeys(TOP_K, (self._request.top_k,))}
-        # Of the same shape on every stage of a pipeline, of which the last one alone has outputs.
+        # The shape is the same on every pipeline stage, although only the last stage has outputs.
         filled = {
             name: torch.zeros(tokens, *shapes.get(name, ()), dtype=dtype, device=device) for name, dtype in dtypes.items()
         }
         if self._found:
             index = torch.cat([self._batch.token_index(self._parts[part]) for part, _ in self._found])
             for name in self._request.names:
-                # One transfer from the device for all micro-batches, after they are all on their way.
+                # One transfer from the device for all micro-batches, after all of them have been launched.
                 value = torch.cat([outputs[name] for _, outputs in self._found]).to(device)
                 filled[name] = value.new_zeros(tokens, *value.shape[1:]).index_put_((index.to(device),), value)
         return filled

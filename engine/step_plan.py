@@ -26,7 +26,7 @@ from .parallel.topology import Topology
 
 log = logging.getLogger(__name__)
 WORTHWHILE = 0.1
-"""The share of a rank's tokens that sharing prefixes must save for `share_prefixes=auto`."""
+"""The fraction of a rank's tokens that sharing prefixes must save for `share_prefixes=auto`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,11 +38,11 @@ class MicroBatch:
             device.
         index: The index of the micro-batch in the step, starting at 0.
         count: The number of micro-batches in the step, the same on every rank.
-        layout: What is computed instead of the documents one by one; None if they share nothing.
-        media: The items of each kind of media that any rank has in the step, of which this micro-batch may have none.
-        adapters: The rows of each adapter, where several are trained side by side.
-        is_dummy: Whether this is a dummy micro-batch, which a rank without further documents runs because other ranks still
-            have some, and all ranks must enter the same collectives.
+        layout: The segments that are computed instead of separate documents; None if the documents share nothing.
+        media: The items of each kind of media that any rank has in the step; this micro-batch may have none of a kind.
+        adapters: The rows of each adapter, if several are trained on the same model.
+        is_dummy: Whether this is a dummy micro-batch. A rank that has run out of documents runs one while other ranks still have
+            some, because all ranks must enter the same collectives.
     """
 
     batch: PackedBatch
@@ -98,12 +98,13 @@ class StepPlan:
         flops: The FLOPs that the global batch needs; 0 without a loss.
         real_micro_batches: The total number of micro-batches over all data-parallel ranks, not counting dummy ones.
         longest: The number of tokens in the longest document of the global batch.
-        shared_tokens: The number of tokens in the global batch that are not computed, because another document begins with them too.
-        prefixes: The prefixes that the documents of this rank share; None if they are computed one by one.
-        media: How the model takes media; None if it takes none.
-        positions: `[A, T]` int64 on the host, the positions of this rank's documents if some have media; None for those of the batch.
-        kinds: The kinds of media that any rank has in the step. All ranks run their encoders in every micro-batch, since these have
-            collectives of their own.
+        shared_tokens: The number of tokens in the global batch that are not computed, because another document shares them as a prefix.
+        prefixes: The prefixes that the documents of this rank share; None if they are computed separately.
+        media: The model's handling of media; None if it supports none.
+        positions: `[A, T]` int64 on the host, the positions of this rank's documents if some have media; None to use the positions of
+            the batch.
+        kinds: The kinds of media that any rank has in the step. All ranks run their encoders in every micro-batch, because the encoders
+            have collectives too.
     """
 
     parts: list[list[int]]
@@ -142,7 +143,7 @@ class StepPlan:
             modalities = {} if self.media is None else self.media.family.modalities
             media = {k: items.computed(layout.origin, modalities[k]) if items.rows else items for k, items in media.items()}
         return MicroBatch(
-            # A rank encodes a part of the items alone, and only these go to its device.
+            # A rank encodes only a part of the items, and only these are moved to its device.
             batch=micro_batch.without_media().to(device),
             index=index,
             count=count,
@@ -192,9 +193,10 @@ class StepPlanner:
         model: The model settings.
         shape: The model's shapes, which determine the cost of a document, the vocabulary size and the number of positions.
         share: Whether documents share prefixes; see `EngineConfig.share_prefixes`.
-        media: How the model takes media; None if it takes none.
+        media: The model's handling of media; None if it supports none.
         routers: The model's routers, if their choices can be recorded and replayed.
-        invariant_size: With `EngineConfig.invariant`, the number of tokens up to which documents of a call share a micro-batch; else None.
+        invariant_size: With `EngineConfig.invariant`, the maximum number of tokens in a micro-batch that documents of a call share; else
+            None.
     """
 
     def __init__(
@@ -282,7 +284,7 @@ class StepPlanner:
 
         Args:
             longest: The number of tokens in the longest document.
-            which: The beginning of the warning, which names the document.
+            which: The subject of the warning: the name of the document.
         """
         positions = self._shape.positions
         if positions is None or longest <= positions or self._warned:
@@ -325,7 +327,7 @@ def plan_step(
         training: Whether there is a backward pass.
         total_weights: The weights to use instead of the global batch's own, if the caller accumulates over several batches.
         share: Whether documents share prefixes.
-        media: How the model takes media; None if it takes none.
+        media: The model's handling of media; None if it supports none.
         routers: The model's routers, if their choices can be recorded and replayed.
         invariant_size: See `StepPlanner`.
         name: The name of the model, for messages.
@@ -336,7 +338,7 @@ def plan_step(
             loss.
         RemoteError: Another rank failed.
     """
-    # Ranks that split a sequence get equal slices, so padding would exceed a budget that is not a multiple of their number.
+    # Ranks that split a sequence get equal slices, so padding would exceed a budget that is not a multiple of their count.
     usable = budget.tokens // topology.token_multiple * topology.token_multiple
     split = _Split(usable, budget.setting, shape.attention_ratio, invariant_size)
     local: _ShardSummary | None = None
@@ -387,12 +389,13 @@ def plan_step(
 def _shared_prefixes(
     batch: PackedBatch, share: SharePrefixes, media: MediaModel | None, kinds: Sequence[Kind]
 ) -> Prefixes | None:
-    # The tokens of an image that see each other would have to be in one segment; of tokens that are computed once, the labels are equal.
+    # The tokens of an image that attend to each other would have to be in one segment. Tokens that are computed once must have equal
+    # labels.
     if share == "off" or batch.free_labels or (media is not None and set(kinds) & set(media.family.block_kinds)):
         return None
     ids = comparable_ids(batch, media.family, kinds) if media is not None and batch.media else None
     if ROUTED_EXPERTS in batch.token_fields:
-        # Tokens whose experts differ are computed each by itself.
+        # Tokens with different experts are computed separately.
         ids = route_numbers(batch, batch.input_ids if ids is None else ids)
     return find_prefixes(batch, least=WORTHWHILE * batch.num_tokens if share == "auto" else 1, ids=ids)
 
@@ -441,7 +444,7 @@ def _check_terms(topology: Topology, local: _ShardSummary, summaries: Sequence[_
         if summary.weights.keys() != local.weights.keys():
             raise BatchError(
                 f"the loss has weights for the terms {sorted(local.weights)} here, but for {sorted(summary.weights)} on rank "
-                f"{rank}; every rank must return the same terms, with a weight of 0 if it has nothing for a term"
+                f"{rank}; every rank must return the same terms, with a weight of 0 for a term that it has nothing for"
             )
 
 
@@ -475,7 +478,8 @@ def check_ids(batch: PackedBatch, vocabulary: int) -> None:
         and bool(((batch.labels != IGNORE) & ((batch.labels < 0) | (batch.labels >= vocabulary))).any())
     ):
         raise BatchError(
-            f"labels are from {int(batch.labels.min())} to {int(batch.labels.max())}; they must be {IGNORE} or ids that the model has, 0 to "
+            f"labels are from {int(batch.labels.min())} to {int(batch.labels.max())}; they must be {IGNORE} or ids in the model's "
+            f"vocabulary, 0 to "
             f"{vocabulary - 1}"
         )
     ids = batch.input_ids
@@ -515,7 +519,7 @@ class _Split:
     invariant_size: int | None
 
     def __call__(self, batch: PackedBatch, at_least: int, prefixes: Prefixes | None) -> list[list[int]]:
-        """Return the sequences of each micro-batch, at least a number of these where that can be chosen."""
+        """Return the sequences of each micro-batch, in at least `at_least` micro-batches if there are enough sequences."""
         if self.budget < 1:
             raise BudgetError(
                 f"{self.setting}={self.budget} is less than one token for each rank that splits a sequence; increase it"

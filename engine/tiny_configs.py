@@ -1,4 +1,4 @@
-"""Tiny configs of many families, all of which the tests compare with plain Hugging Face, document by document."""
+"""Tiny configs of many families. The tests compare all of them with plain Hugging Face, document by document."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 VOCABULARY = 256
 SPECIAL = (0, 1, 2)
-"""The tokens for padding, beginning and end."""
+"""The ids of the padding, beginning and end tokens."""
 
 _BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -61,7 +61,7 @@ _LATENT: dict[str, Any] = {
     "num_key_value_heads": 8,
     "head_dim": 8,
 }
-# Queries of tokens beyond the first 16 of a document are scaled by their position, as those beyond 8192 are in the models that are published.
+# Queries beyond the first 16 tokens of a document are scaled by position; in the published models this begins at 8192.
 _SCALED_QUERIES: dict[str, Any] = {
     "rope_parameters": {
         "rope_type": "yarn",
@@ -256,10 +256,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "floor_scale": 8,
     },
 }
-"""Family -> config settings in addition to the common tiny sizes."""
+"""Family -> config settings, in addition to the common tiny sizes."""
 
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    # Windows in every second layer, which transformers applies by its mask alone.
+    # Windows in every second layer, which transformers applies only through its mask.
     ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
     # A "dynamic" rope whose frequencies are fixed.
     (
@@ -280,12 +280,12 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
             "final_logit_softcapping": 30.0,
         },
     ),
-    # Values of another size than keys, whose convolutions transformers stores in parts of equal size.
+    # Values and keys differ in size; transformers stores their convolutions in parts of equal size.
     ("olmo_hybrid", {"linear_value_head_dim": 32, "linear_allow_neg_eigval": True}),
-    # A layer that takes keys and values from the one before it.
+    # A layer that reuses the keys and values of the previous layer.
     ("gemma4_text", {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1, "use_double_wide_mlp": True}),
 )
-"""Families with config settings whose switches differ from those of `FAMILIES`; the tests compare them too."""
+"""Families with config settings that toggle switches differently than `FAMILIES`; the tests compare them too."""
 
 WITH_STATE = tuple(FAMILIES)[-15:-1]
 """The families that have layers with state."""

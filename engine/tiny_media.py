@@ -1,4 +1,4 @@
-"""Tiny configs of the families that take media, and random items for them; the tests compare all of them with plain transformers."""
+"""Tiny configs of families that support media, and random items for them. The tests compare all with plain transformers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +11,9 @@ from .tiny_configs import SPECIAL
 
 VOCABULARY = 256
 IMAGE, VIDEO, AUDIO, START, END = 250, 251, 252, 248, 249
-"""The ids of tokens in whose place features stand, and of those before and behind an image."""
+"""The ids of placeholder tokens, and of the tokens before and after an image."""
 PLAIN = 240
-"""The number of ids of plain text, from 0 on."""
+"""The number of plain-text ids, which start at 0."""
 
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -186,7 +186,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2_5_omni_thinker", "gemma4"), ("image", "video", "audio")),
     **dict.fromkeys(("qwen2_audio", "glmasr"), ("audio",)),
 }
-"""The kinds of media that a family takes, if not images alone."""
+"""The kinds of media that a family supports, if not only images."""
 
 
 def tiny_media_config(family: str, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
@@ -194,7 +194,7 @@ def tiny_media_config(family: str, changes: Mapping[str, Any] | None = None) -> 
 
     Args:
         family: The family.
-        changes: Other settings; those of a part, such as `text_config`, are added to its own.
+        changes: Changed settings. Those of a part, such as `text_config`, are merged into that part.
     """
     settings = {"tie_word_embeddings": False, **MEDIA_FAMILIES[family]}
     for name, value in (changes or {}).items():
@@ -230,7 +230,7 @@ def random_item(family: str, kind: str, size: int, seed: int) -> tuple[list[int]
         return [246, *[AUDIO] * features, 247], fields
     if family == "gemma4":
         frames = 2 if kind == "video" else 1
-        # Two by two patches to a feature, and padding after them.
+        # Two by two patches per feature, followed by padding.
         wide, high = 4 * size, 2 * frames
         places = torch.full((frames, 32, 2), -1)
         along = torch.meshgrid(torch.arange(wide), torch.arange(high), indexing="xy")
@@ -240,7 +240,7 @@ def random_item(family: str, kind: str, size: int, seed: int) -> tuple[list[int]
         fields = {"pixel_values_videos" if video else "pixel_values": pixels, f"{kind}_position_ids": places}
         return [START, *[VIDEO if video else IMAGE] * (wide * high // 4), END, 7] * frames, fields
     if family == "gemma3":
-        # Each image has borders of its own.
+        # Each image has its own border tokens.
         return [START, *[IMAGE] * 4, END, 7] * size, {"pixel_values": torch.randn(size, 3, 16, 16, generator=g)}
     if family in ("internvl", "idefics3", "smolvlm"):
         fields = {"pixel_values": torch.randn(size, 3, 16, 16, generator=g)}
@@ -255,7 +255,7 @@ def random_item(family: str, kind: str, size: int, seed: int) -> tuple[list[int]
     if video and "omni" in family:
         fields["video_second_per_grid"] = torch.tensor([1.5])
     token = VIDEO if video else IMAGE
-    # Qwen 3 has a time stamp before each pair of frames, each of which has borders of its own.
+    # Qwen 3 has a time stamp before each pair of frames, and each pair has its own border tokens.
     frames = grid[0] if family.startswith("qwen3") else 1
     return [START, *[token] * (patches // 4 // frames), END, 7] * frames, fields
 
@@ -267,7 +267,7 @@ def tiny_media_document(family: str, seed: int, *sizes: int, kind: str = "image"
         family: The family.
         seed: The seed of all values.
         sizes: The size of each item; see `random_item`.
-        kind: The kind of the items, or else the first one that the family has.
+        kind: The kind of the items; if the family lacks it, the first kind that it has.
     """
     kinds = KINDS.get(family, ("image",))
     g = torch.Generator().manual_seed(seed)

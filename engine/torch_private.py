@@ -33,7 +33,7 @@ def require(names: Sequence[tuple[str, bool]]) -> None:
         names: Each name, and whether torch has it.
 
     Raises:
-        ImportError: One does not.
+        ImportError: A name does not exist.
     """
     if missing := [name for name, exists in names if not exists]:
         raise ImportError(
@@ -77,8 +77,8 @@ def foreach_norm(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def set_expandable_segments(expandable: bool) -> None:
-    """Set whether CUDA's allocator grows its segments, which avoids fragmentation where sizes vary; for what it allocates from now on."""
-    # The name in torch 2.13, where the other one warns.
+    """Set whether CUDA's allocator grows its segments from now on, which avoids fragmentation if sizes vary."""
+    # The name since torch 2.13, where the old one warns.
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     change(f"expandable_segments:{expandable}")
 
@@ -96,7 +96,7 @@ def constant_floats() -> AbstractContextManager[None]:
 def compile_settings(limit: int) -> dict[str, Any]:
     """Return the arguments of torch.compile that allow this many graphs for one piece of code.
 
-    Layers of all models of a process are one piece of code to torch, which beyond 8 graphs silently goes back to eager mode.
+    To torch, the layers of all models in a process are one piece of code. By default, beyond 8 graphs it silently falls back to eager.
     """
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         return {"recompile_limit": limit}
@@ -146,11 +146,11 @@ def varlen_attn_backward(
     scale: float,
     window_size: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `torch.nn.attention.varlen.varlen_attn`, which torch offers through autograd only.
+    """Return the gradients of `torch.nn.attention.varlen.varlen_attn`, which torch exposes only through autograd.
 
     Args:
         grad: The gradient of the output.
-        q, k, v, out, lse: What the forward call was given and returned; its `lse` comes from `AuxRequest`.
+        q, k, v, out, lse: The inputs and outputs of the forward call; `lse` comes from `AuxRequest`.
         cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size: The settings of the forward call.
     """
     import torch.nn.attention.varlen  # registers the operator
@@ -193,7 +193,7 @@ def saved_operators() -> frozenset[Any]:
             aten._flash_attention_forward.default,
             aten._grouped_mm.default,
             torch.ops.torch_attn._varlen_attn.default,
-            # In compiled layers; registered by `ops.attention` and `ops.scan.packed`, which every engine imports.
+            # Used in compiled layers; registered by `ops.attention` and `ops.scan.packed`, which every engine imports.
             torch.ops.drivetrain.packed_attention.default,
             torch.ops.drivetrain.packed_linear_attention.default,
             torch.ops.drivetrain.packed_selective_scan.default,

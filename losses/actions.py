@@ -1,6 +1,6 @@
 """The loss of models that predict chunks of continuous actions.
 
-Axes: T tokens, C actions of a chunk, D numbers of an action.
+Axes: T tokens, C actions per chunk, D numbers per action.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from ..engine.packing.batch import PackedBatch
 
 @dataclass(frozen=True, kw_only=True)
 class ActionLoss:
-    """The difference between predicted and demonstrated chunks of actions, averaged over all numbers that were demonstrated.
+    """The difference between predicted and demonstrated chunks of actions, averaged over all demonstrated numbers.
 
-    The batch needs the token fields `actions`, `[T, C, D]`, the chunk that is to be predicted at each token, and `action_mask`, `[T, C]`
-    bool, which of its actions there are: none at tokens that predict nothing, fewer than C where a demonstration ends. Other actions
-    may be anything.
+    The batch needs the token fields `actions`, `[T, C, D]`, the chunk to predict at each token, and `action_mask`, `[T, C]` bool, which of
+    its actions are present: none at tokens that predict nothing, fewer than C at the end of a demonstration. Masked actions may have any
+    value.
 
     Args:
         norm: `l1` for absolute differences (Zhao et al. 2023, arXiv:2304.13705), `l2` for squares.
@@ -41,14 +41,14 @@ class ActionLoss:
             raise ConfigError(f"norm={self.norm!r}; it must be l1 or l2")
 
     def tokens(self, batch: PackedBatch) -> Tensor:
-        """Return the mask of the tokens at which some action is to be predicted."""
+        """Return the mask of the tokens that predict at least one action."""
         return self._mask(batch).any(-1)
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
         """Return the number of demonstrated numbers.
 
         Raises:
-            BatchError: A field is missing, has the wrong shape, or an action that counts is not finite.
+            BatchError: A field is missing, has the wrong shape, or an unmasked action is not finite.
         """
         mask, actions = self._mask(batch), batch.token_fields.get("actions")
         if actions is None or actions.dim() != 3 or actions.shape[:2] != mask.shape:
@@ -61,8 +61,8 @@ class ActionLoss:
         if len(wrong):
             sequence = next(i for i, end in enumerate(batch.bounds[1:]) if int(wrong[0]) < end)
             raise BatchError(
-                f"actions of token {int(wrong[0]) - batch.bounds[sequence]} in {batch.name_of(sequence)} are not finite; mask those that "
-                "there are not in action_mask"
+                f"actions of token {int(wrong[0]) - batch.bounds[sequence]} in {batch.name_of(sequence)} are not finite; mask absent "
+                "actions in action_mask"
             )
         return {"actions": float(mask.sum()) * actions.shape[-1]}
 
@@ -70,15 +70,15 @@ class ActionLoss:
         """Compute the loss sum over a micro-batch.
 
         Raises:
-            BatchError: The model's chunks have another shape than those of the batch.
+            BatchError: The model's chunks and the batch's differ in shape.
         """
         predicted, actions = outputs.others["actions"], batch.token_fields["actions"]
         if predicted.shape[1:] != actions.shape[1:]:
             raise BatchError(
-                f"the batch has chunks of {list(actions.shape[1:])}, and the model's are {list(predicted.shape[1:])} (model.head_shape)"
+                f"the batch has chunks of {list(actions.shape[1:])}, but the model's are {list(predicted.shape[1:])} (model.head_shape)"
             )
         mask = self._mask(batch)[..., None].expand_as(predicted)
-        # What is not demonstrated may be anything; even multiplied by zero, a NaN would corrupt the gradient.
+        # Masked actions may hold anything; even multiplied by zero, a NaN would corrupt the gradient.
         difference = predicted - torch.where(mask, actions.to(predicted.dtype), predicted.detach())
         errors = difference.abs() if self.norm == "l1" else difference.square()
         total = torch.where(mask, errors, 0.0).sum()

@@ -1,8 +1,8 @@
-"""Advantages and returns from rewards, as pure functions of padded responses.
+"""Advantages and returns from rewards, as pure functions of padded completions.
 
-Axes: B responses, R tokens of the longest response. `mask` `[B, R]` is 1 at the tokens of a response; results are 0 everywhere
-else, whatever the inputs hold there. Lists of numbers are converted to tensors, and integers and 16-bit floats are computed in
-float32. A value that is used and not finite raises an error that names its response.
+Axes: B completions, R tokens of the longest completion. `mask` `[B, R]` is 1 at the tokens of a completion. Results are 0 everywhere
+else, regardless of the inputs there. Lists of numbers are converted to tensors, and integers and 16-bit floats are computed in
+float32. If a used value is not finite, an error names its completion.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ Numbers: TypeAlias = Tensor | Sequence[float] | Sequence[Sequence[float]]
 
 
 def token_rewards(rewards: Numbers, mask: Numbers, kl: Numbers | None = None, kl_coef: float = 0.0) -> Tensor:
-    """Return `[B, R]`: each response's reward at its last token, minus a KL penalty at every token.
+    """Return `[B, R]`: each completion's reward at its last token, minus a KL penalty at every token.
 
     Args:
-        rewards: `[B]`, the reward of each response.
-        mask: `[B, R]`, the mask of the response tokens.
+        rewards: `[B]`, the reward of each completion.
+        mask: `[B, R]`, the mask of the completion tokens.
         kl: `[B, R]`, an estimate of the KL divergence from the reference; None adds no penalty.
         kl_coef: The weight of the KL penalty.
 
@@ -40,13 +40,13 @@ def token_rewards(rewards: Numbers, mask: Numbers, kl: Numbers | None = None, kl
 def gae(rewards: Numbers, values: Numbers, mask: Numbers, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
     """Compute generalized advantage estimates, and the returns that the critic is trained on.
 
-    A masked token inside a response (such as the output of a tool) is skipped: the tokens before and after it are treated as
+    A masked token inside a completion (such as the output of a tool) is skipped: the tokens before and after it are treated as
     adjacent.
 
     Args:
         rewards: `[B, R]`, the reward of each token.
-        values: `[B, R]`, the value of the state in which the token was chosen.
-        mask: `[B, R]`, the mask of the response tokens.
+        values: `[B, R]`, the value of the state before the token.
+        mask: `[B, R]`, the mask of the completion tokens.
         gamma: The discount per token.
         lam: lambda, the weight of longer estimates.
 
@@ -70,18 +70,18 @@ def gae(rewards: Numbers, values: Numbers, mask: Numbers, gamma: float = 1.0, la
 
 
 def whiten(values: Numbers, mask: Numbers, eps: float = 1e-8, *, reduce: Reduce | None = None) -> Tensor:
-    """Shift and scale the values to mean 0 and variance 1 over the tokens of all responses.
+    """Shift and scale the values to mean 0 and variance 1 over the tokens of all completions.
 
     Args:
         values: `[B, R]`, the values of the tokens.
-        mask: `[B, R]`, the mask of the response tokens.
+        mask: `[B, R]`, the mask of the completion tokens.
         eps: A small constant that prevents a division by zero.
-        reduce: Adds up a tensor over the ranks that hold the other responses; None if there are none.
+        reduce: Adds up a tensor over the ranks that hold the other completions; None if there are none.
     """
     response_mask = _mask(mask)
     numbers = _numbers("values", values, response_mask.shape, response_mask)
     floats, reduce = numbers.double(), reduce or _alone
-    # In float64, so that the result does not depend on how the responses are distributed.
+    # In float64, so that the result does not depend on how the completions are distributed.
     count, total = reduce(torch.stack([response_mask.sum().double(), floats.sum()]))
     centered = torch.where(response_mask, floats - total / count.clamp(min=1), 0.0)
     variance = reduce((centered**2).sum()) / (count - 1).clamp(min=1)
@@ -89,16 +89,16 @@ def whiten(values: Numbers, mask: Numbers, eps: float = 1e-8, *, reduce: Reduce 
 
 
 def grpo(rewards: Numbers, groups: Numbers, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
-    """Return `[B]`: each response's reward relative to the other responses to the same prompt.
+    """Return `[B]`: each completion's reward relative to the other completions to the same prompt.
 
     Args:
-        rewards: `[B]`, the reward of each response.
-        groups: `[B]` int64, the same number for all responses to one prompt.
+        rewards: `[B]`, the reward of each completion.
+        groups: `[B]` int64, the same number for all completions to one prompt.
         scale: Whether to divide by the group's standard deviation; False is Dr. GRPO (arXiv:2503.20783).
         eps: A small constant that prevents a division by zero.
 
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. The standard deviation is the sample's (n - 1), as in common
-    implementations of the paper. A response without others in its group has an advantage of 0.
+    implementations of the paper. A completion without others in its group has an advantage of 0.
     """
     scores, group, counts = _grouped(rewards, groups)
     # In float32 the mean of equal rewards can differ from them by rounding, and scaling would blow that difference up to a
@@ -122,22 +122,22 @@ def turn_grpo(
     scale: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Return `[B, R]`: the return of each turn relative to those of the turns of the same number in the other responses to the same prompt.
+    """Return `[B, R]`: the return of each turn relative to the same turn in the other completions to the same prompt.
 
-    The return of a turn is the sum of its rewards and of those of later turns, each discounted by gamma for every turn in between. With one turn in
-    each response it is `grpo`.
+    The return of a turn is the sum of its rewards and of those of later turns, each discounted by gamma for every turn in between. If each
+    completion has one turn, the result equals `grpo`.
 
     Args:
         rewards: `[B, R]`, the reward of each token.
-        turns: `[B, R]` int64, the number of the turn that each token belongs to, from 0.
-        groups: `[B]` int64, the same number for all responses to one prompt.
-        mask: `[B, R]`, the mask of the response tokens.
+        turns: `[B, R]` int64, the number of the turn that each token belongs to, starting at 0.
+        groups: `[B]` int64, the same number for all completions to one prompt.
+        mask: `[B, R]`, the mask of the completion tokens.
         gamma: The discount per turn.
         scale: Whether to divide by the standard deviation.
         eps: A small constant that prevents a division by zero.
 
-    Source: returns of turns in the place of rewards of responses are those of Ding et al. 2025, arXiv:2511.14846. They are compared at equal numbers of
-    turns, because a later turn has fewer rewards before it. A turn that no other response has an equal of has an advantage of 0.
+    Source: Ding et al. 2025, arXiv:2511.14846, for returns of turns instead of rewards of completions. Turns are compared at equal numbers,
+    because a later turn has fewer rewards before it. A turn without a counterpart in any other completion has an advantage of 0.
     """
     response_mask = _mask(mask)
     scores = _numbers("rewards", rewards, response_mask.shape, response_mask).double()
@@ -154,7 +154,7 @@ def turn_grpo(
         here = response_mask & (numbers == turn)
         has_turn = here.any(1)
         returns = torch.where(here, scores, 0.0).sum(1) + gamma * later
-        # What has ended before has no return yet.
+        # Completions that have ended before this turn have no return for it.
         later = torch.where(has_turn, returns, later)
         relative = returns.new_zeros(len(returns))
         if bool(has_turn.any()):
@@ -164,13 +164,13 @@ def turn_grpo(
 
 
 def rloo(rewards: Numbers, groups: Numbers) -> Tensor:
-    """Return `[B]`: each response's reward minus the mean reward of the other responses to the same prompt.
+    """Return `[B]`: each completion's reward minus the mean reward of the other completions to the same prompt.
 
-    A response without others in its group has an advantage of 0.
+    A completion without others in its group has an advantage of 0.
 
     Args:
-        rewards: `[B]`, the reward of each response.
-        groups: `[B]` int64, the same number for all responses to one prompt.
+        rewards: `[B]`, the reward of each completion.
+        groups: `[B]` int64, the same number for all completions to one prompt.
 
     Source: Ahmadian et al. 2024, arXiv:2402.14740, section 3.2.
     """
@@ -182,11 +182,11 @@ def rloo(rewards: Numbers, groups: Numbers) -> Tensor:
 
 
 def discounted_returns(rewards: Numbers, mask: Numbers, gamma: float = 1.0) -> Tensor:
-    """Return `[B, R]`: at each token the discounted sum of the rewards from there on.
+    """Return `[B, R]`: at each token, the discounted sum of the rewards from that token on.
 
     Args:
         rewards: `[B, R]`, the reward of each token.
-        mask: `[B, R]`, the mask of the response tokens.
+        mask: `[B, R]`, the mask of the completion tokens.
         gamma: The discount per token.
     """
     response_mask = _mask(mask)
@@ -197,8 +197,8 @@ def reinforce_plus_plus(rewards: Numbers, mask: Numbers, gamma: float = 1.0) -> 
     """Compute whitened returns as advantages, without a critic.
 
     Args:
-        rewards: `[B, R]`, the reward of each token, penalties included.
-        mask: `[B, R]`, the mask of the response tokens.
+        rewards: `[B, R]`, the reward of each token, including penalties.
+        mask: `[B, R]`, the mask of the completion tokens.
         gamma: The discount per token.
 
     Returns:
@@ -211,14 +211,14 @@ def reinforce_plus_plus(rewards: Numbers, mask: Numbers, gamma: float = 1.0) -> 
 
 
 def reinforce_plus_plus_baseline(rewards: Numbers, groups: Numbers, mask: Numbers) -> Tensor:
-    """Return `[B, R]`: each response's reward minus the mean of its group, whitened over the tokens of all responses.
+    """Return `[B, R]`: each completion's reward minus the mean of its group, whitened over the tokens of all completions.
 
-    A response without others in its group has an advantage of 0 before it is whitened.
+    A completion without others in its group has an advantage of 0 before it is whitened.
 
     Args:
-        rewards: `[B]`, the reward of each response.
-        groups: `[B]` int64, the same number for all responses to one prompt.
-        mask: `[B, R]`, the mask of the response tokens.
+        rewards: `[B]`, the reward of each completion.
+        groups: `[B]` int64, the same number for all completions to one prompt.
+        mask: `[B, R]`, the mask of the completion tokens.
 
     Source: Hu 2025, arXiv:2501.03262, the variant with a group baseline.
     """
@@ -226,12 +226,12 @@ def reinforce_plus_plus_baseline(rewards: Numbers, groups: Numbers, mask: Number
 
 
 def remax(rewards: Numbers, baselines: Numbers, mask: Numbers, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Compute the returns minus the reward of the greedy response to the same prompt.
+    """Compute the returns minus the reward of the greedy completion to the same prompt.
 
     Args:
-        rewards: `[B, R]`, the reward of each token, penalties included.
-        baselines: `[B]`, the reward of the greedy response to each response's prompt.
-        mask: `[B, R]`, the mask of the response tokens.
+        rewards: `[B, R]`, the reward of each token, including penalties.
+        baselines: `[B]`, the reward of the greedy completion to the prompt of each completion.
+        mask: `[B, R]`, the mask of the completion tokens.
         gamma: The discount per token.
 
     Returns:
@@ -244,14 +244,14 @@ def remax(rewards: Numbers, baselines: Numbers, mask: Numbers, gamma: float = 1.
 
 
 def opo(rewards: Numbers, groups: Numbers, mask: Numbers) -> Tensor:
-    """Return `[B]`: each response's reward minus the mean of its group, in which longer responses weigh more.
+    """Return `[B]`: each completion's reward minus the length-weighted mean of its group.
 
-    A response without others in its group has its reward as advantage, as in verl.
+    A completion without others in its group has its reward as advantage, as in verl.
 
     Args:
-        rewards: `[B]`, the reward of each response.
-        groups: `[B]` int64, the same number for all responses to one prompt.
-        mask: `[B, R]`, the mask of the response tokens.
+        rewards: `[B]`, the reward of each completion.
+        groups: `[B]` int64, the same number for all completions to one prompt.
+        mask: `[B, R]`, the mask of the completion tokens.
 
     Source: Hao et al. 2025, OPO, arXiv:2505.23585.
     """
@@ -264,11 +264,11 @@ def opo(rewards: Numbers, groups: Numbers, mask: Numbers) -> Tensor:
 
 
 def gpg(rewards: Numbers, groups: Numbers, *, reduce: Reduce | None = None) -> Tensor:
-    """Return `[B]`: each response's reward minus the mean of its group, times `gpg_scale`.
+    """Return `[B]`: each completion's reward minus the mean of its group, times `gpg_scale`.
 
     Args:
-        rewards: `[B]`, the reward of each response.
-        groups: `[B]` int64, the same number for all responses to one prompt.
+        rewards: `[B]`, the reward of each completion.
+        groups: `[B]` int64, the same number for all completions to one prompt.
         reduce: See `gpg_scale`.
 
     Source: Chu et al. 2025, GPG, arXiv:2504.02546.
@@ -277,16 +277,16 @@ def gpg(rewards: Numbers, groups: Numbers, *, reduce: Reduce | None = None) -> T
 
 
 def gpg_scale(rewards: Numbers, groups: Numbers, *, reduce: Reduce | None = None) -> Tensor:
-    """Return the number of responses divided by the number of those in groups whose rewards are not all equal.
+    """Return the number of completions divided by the number of those in groups whose rewards are not all equal.
 
-    It makes up for the groups that teach nothing, by which a mean over all tokens would shrink.
+    It compensates for groups without a learning signal, which would shrink a mean over all tokens.
 
     Args:
-        rewards: `[B]`, the reward of each response.
-        groups: `[B]` int64, the same number for all responses to one prompt.
-        reduce: Adds up a tensor over the ranks that hold the other responses; None if there are none.
+        rewards: `[B]`, the reward of each completion.
+        groups: `[B]` int64, the same number for all completions to one prompt.
+        reduce: Adds up a tensor over the ranks that hold the other completions; None if there are none.
 
-    Source: Chu et al. 2025, GPG, arXiv:2504.02546, alpha. verl's count is that of the rewards that are not 0.
+    Source: Chu et al. 2025, GPG, arXiv:2504.02546, alpha. verl counts the rewards that are not 0 instead.
     """
     scores, group, counts = _grouped(rewards, groups)
     largest = scores.new_full((len(counts),), float("-inf")).scatter_reduce(0, group, scores, "amax")
@@ -297,17 +297,17 @@ def gpg_scale(rewards: Numbers, groups: Numbers, *, reduce: Reduce | None = None
 
 
 def pass_at_k(rewards: Numbers, groups: Numbers, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
-    """Return `[B]`: for the best response of each group the distance to the second best, and 0 for all others.
+    """Return `[B]`: for the best completion of each group, its distance to the second best; 0 for all others.
 
-    It is the advantage of a policy that is judged by the best of its responses to a prompt. Equal best responses have 0.
+    This is the advantage if a policy is scored by its best completion to a prompt. Tied best completions have an advantage of 0.
 
     Args:
-        rewards: `[B]`, the reward of each response.
-        groups: `[B]` int64, the same number for all responses to one prompt.
+        rewards: `[B]`, the reward of each completion.
+        groups: `[B]` int64, the same number for all completions to one prompt.
         scale: Whether to divide by the group's standard deviation.
         eps: A small constant that prevents a division by zero.
 
-    Source: Tang et al. 2025, arXiv:2503.19595; a response without others in its group has an advantage of 0.
+    Source: Tang et al. 2025, arXiv:2503.19595; a completion without others in its group has an advantage of 0.
     """
     scores, group, counts = _grouped(rewards, groups)
     scores64 = scores.double()
@@ -334,25 +334,25 @@ def optimal_token_baseline(
     weights: Numbers | None = None,
     eps: float = 1e-8,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the returns minus a baseline for each token position of a group, in which responses with larger gradients weigh more.
+    """Compute returns minus a baseline per token position of a group, which weights completions by the size of their gradients.
 
-    The weight of a response at a token is the sum of 1 - 2 p + sum of p^2 over its tokens so far: the squared norm of the gradient of
-    their log-probabilities with respect to the logits. Beyond the second longest response of a group the baseline is 0.
+    The weight of a completion at a token is the sum of 1 - 2 p + sum of p^2 over its tokens so far: the squared norm of the gradient of
+    their log-probabilities with respect to the logits. Beyond the second longest completion of a group the baseline is 0.
 
     Args:
-        rewards: `[B, R]`, the reward of each token, penalties included.
-        groups: `[B]` int64, the same number for all responses to one prompt.
+        rewards: `[B, R]`, the reward of each token, including penalties.
+        groups: `[B]` int64, the same number for all completions to one prompt.
         old_log_probs: `[B, R]`, log p of each token under the policy that generated it.
         sum_squared_probs: `[B, R]`, the sum over the vocabulary of the squared probabilities.
-        mask: `[B, R]`, the mask of the response tokens.
-        weights: `[B, R]`, importance weights, whose squares multiply the weights; None if there are none.
+        mask: `[B, R]`, the mask of the completion tokens.
+        weights: `[B, R]`, importance weights, whose squares multiply the weights; None for no importance weights.
         eps: A small constant that prevents a division by zero.
 
     Returns:
-        The advantages `[B, R]` and the returns `[B, R]`. A response without others in its group has its return as advantage.
+        The advantages `[B, R]` and the returns `[B, R]`. A completion without others in its group has its return as advantage.
 
-    Source: the estimator `optimal_token_baseline` of verl, whose weights approximate the baseline of least variance of Weaver and
-    Tao 2001, arXiv:1301.2315, for each token.
+    Source: the estimator `optimal_token_baseline` of verl. Its weights approximate, for each token, the minimum-variance baseline of
+    Weaver and Tao 2001, arXiv:1301.2315.
     """
     response_mask = _mask(mask)
     returns = discounted_returns(rewards, mask).double()
@@ -369,7 +369,7 @@ def optimal_token_baseline(
     sums = returns.new_zeros(len(counts), returns.shape[1])
     total, weighed = (sums.index_add(0, group, values) for values in (energy, energy * returns))
     present = sums.index_add(0, group, response_mask.double())
-    # Where one response alone is left there is nothing to compare it with.
+    # If only one completion is left, there is nothing to compare it with.
     baselines = torch.where(present > 1, weighed / (total + eps), torch.zeros_like(total))[group]
     dtype = torch.promote_types(_tensor("rewards", rewards).dtype, torch.float32)
     advantages = torch.where(response_mask, returns - baselines, 0.0)
@@ -377,7 +377,7 @@ def optimal_token_baseline(
 
 
 def broadcast_to_tokens(values: Numbers, mask: Numbers) -> Tensor:
-    """Return `[B, R]`: each response's advantage `[B]` at each of its tokens."""
+    """Return `[B, R]`: each completion's advantage `[B]` at each of its tokens."""
     response_mask = _mask(mask)
     advantages = _numbers("advantages", values, response_mask.shape[:1], response_mask.any(1))
     return torch.where(response_mask, advantages[:, None], 0.0)
@@ -399,12 +399,12 @@ def _tensor(name: str, values: Numbers) -> Tensor:
 def _mask(mask: Numbers) -> Tensor:
     response_mask = _tensor("mask", mask) > 0
     if response_mask.dim() != 2:
-        raise BatchError(f"mask is {list(response_mask.shape)}; it must be [B, R], one row per response")
+        raise BatchError(f"mask is {list(response_mask.shape)}; it must be [B, R], one row per completion")
     return response_mask
 
 
 def _numbers(name: str, values: Numbers, shape: torch.Size, used: Tensor) -> Tensor:
-    """Return the values as floats of at least 32 bits, set to 0 where they are not used."""
+    """Return the values as floats of at least 32 bits, with unused positions set to 0."""
     numbers = _tensor(name, values)
     if numbers.shape != shape:
         raise BatchError(f"{name} is {list(numbers.shape)}; it must be {list(shape)}")
@@ -413,17 +413,17 @@ def _numbers(name: str, values: Numbers, shape: torch.Size, used: Tensor) -> Ten
     if len(wrong):
         index = wrong[0].tolist()
         place = f"at token {index[1]} of" if len(index) > 1 else "for"
-        raise BatchError(f"{name} has {float(numbers[tuple(index)])} {place} response {index[0]}; it must be finite there")
+        raise BatchError(f"{name} has {float(numbers[tuple(index)])} {place} completion {index[0]}; it must be finite there")
     return torch.where(used, numbers, 0.0)
 
 
 def _grouped(rewards: Numbers, groups: Numbers) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rewards, the index of each response's group, and the sizes of the groups."""
+    """Return the rewards, the index of each completion's group, and the sizes of the groups."""
     ids, scores = _tensor("groups", groups), _tensor("rewards", rewards)
     if ids.numel() and not is_integer(ids):
         raise BatchError(f"groups is {str(ids.dtype).removeprefix('torch.')}; it must hold integers, one per prompt")
     if scores.dim() != 1:
-        raise BatchError(f"rewards is {list(scores.shape)}; it must be [B], one number per response")
+        raise BatchError(f"rewards is {list(scores.shape)}; it must be [B], one number per completion")
     if ids.shape != scores.shape:
         raise BatchError(f"groups is {list(ids.shape)}; it must be {list(scores.shape)}, one number per reward [B]")
     scores = _numbers("rewards", scores, scores.shape, torch.ones_like(scores, dtype=torch.bool))

@@ -1,6 +1,6 @@
-"""Published algorithms of RL: each is the settings of one loss and one estimator of advantages. Imports no torch.
+"""Published algorithms of RL: each consists of settings of one loss and one estimator of advantages. Imports no torch.
 
-Those that are named after an objective or an estimator are registered beside it.
+Algorithms that are named after an objective or an estimator are registered next to it.
 """
 
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ class AlgorithmSpec:
     """A registered algorithm.
 
     Args:
-        loss: The settings of `losses.policy.PolicyLoss` that differ from its defaults; None for a loss that compares pairs of answers.
-        advantage: The settings of `AdvantageConfig` that differ from its defaults; None for a loss that compares pairs of answers.
+        loss: The settings of `losses.policy.PolicyLoss` that differ from its defaults; None for a loss that compares pairs of completions.
+        advantage: The settings of `AdvantageConfig` that differ from its defaults; None for a loss that compares pairs of completions.
         dynamic_sampling: Whether groups of equal rewards are replaced.
-        summary: Its loss, for the docs; if empty, what the objective says of itself.
+        summary: The description of its loss, for the docs; if empty, the summary of the objective.
         paper: Author, year and arXiv number.
     """
 
@@ -30,14 +30,14 @@ class AlgorithmSpec:
 
 
 ALGORITHMS: LossRegistry[AlgorithmSpec] = LossRegistry("algorithm")
-"""The algorithms, with the settings of their papers or, where these say nothing, of common implementations."""
+"""The algorithms, with the settings of their papers or, if these do not specify them, of common implementations."""
 
 
 def algorithm(name: str, **spec: Any) -> None:
     """Register an algorithm.
 
     Args:
-        name: Its name, the value of `rl.algorithm`.
+        name: The name, the value of `rl.algorithm`.
         spec: The fields of `AlgorithmSpec`.
     """
     ALGORITHMS.add(name, AlgorithmSpec(**spec))
@@ -49,13 +49,13 @@ algorithm(
     "ppo",
     summary="clipped at 0.2, dual clip 3, mean over tokens",
     paper="Schulman et al. 2017, arXiv:1707.06347",
-    # The dual clip is verl's.
+    # The dual clip is as in verl.
     loss={},
     advantage={"estimator": "gae", "kl_coef": 0.05},
 )
 algorithm(
     "grpo",
-    summary="clipped at 0.2, mean over answers of the mean over tokens, KL (k3) 0.04",
+    summary="clipped at 0.2, mean over completions of the mean over tokens, KL (k3) 0.04",
     # Equation 3 and section 4.2.
     paper="Shao et al. 2024, arXiv:2402.03300",
     loss={"aggregation": "seq-mean-token-mean", "dual_clip": None, "kl_coef": 0.04},
@@ -65,7 +65,7 @@ algorithm(
     "dr_grpo",
     summary="clipped at 0.2, sum over tokens divided by `rollout.max_tokens`, no KL",
     paper="Liu et al. 2025, arXiv:2503.20783",
-    # The constant that sums are divided by depends on the run, which fills it in.
+    # The run fills in the constant that sums are divided by.
     loss={"aggregation": "seq-mean-token-sum-norm", "length_norm": 1, "dual_clip": None},
     advantage={"estimator": "grpo", "scale": False},
 )
@@ -80,7 +80,7 @@ algorithm(
 )
 algorithm(
     "gspo",
-    summary="the ratio of an entire answer, clipped at 3e-4 and 4e-4",
+    summary="the ratio of an entire completion, clipped at 3e-4 and 4e-4",
     # Equation 5 and section 5.1.
     paper="Zheng et al. 2025, arXiv:2507.18071",
     loss={
@@ -94,7 +94,7 @@ algorithm(
 )
 algorithm(
     "online_dpo",
-    summary="a preference loss (`dpo.*`) on the best and the worst answer of a group",
+    summary="a preference loss (`dpo.*`) on the best and the worst completion of a group",
     paper="Guo et al. 2024, arXiv:2402.04792",
     loss=None,
     advantage=None,

@@ -1,6 +1,6 @@
-"""The tokens whose gradient costs a policy the most entropy: those where advantage and log-probability are high together.
+"""Selection of the tokens whose gradient costs a policy the most entropy, where advantage and log-probability are both high.
 
-All functions are over the tokens of all ranks, so that the choice does not depend on how a batch is distributed.
+All functions consider the tokens of all ranks, so the choice does not depend on how a batch is distributed.
 
 Axes: T tokens of this rank.
 """
@@ -17,7 +17,7 @@ from .sequences import sequence_of, sequence_sums
 Reduce: TypeAlias = Callable[[Tensor], Tensor]
 """Adds up a tensor over the ranks."""
 Gather: TypeAlias = Callable[[Tensor], Tensor]
-"""Returns the tensors of all ranks, which are equally long, one after the other."""
+"""Returns the concatenation of the tensors of all ranks, which have equal lengths."""
 # Odd 64-bit constants of splitmix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators"), as signed integers.
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 
@@ -32,7 +32,7 @@ def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor, *, reduce: 
     Args:
         log_probs: `[T]`, log p.
         advantages: `[T]`, A.
-        mask: `[T]` bool mask of the response tokens.
+        mask: `[T]` bool mask of the completion tokens.
         reduce: Adds up a tensor over the ranks.
 
     Source: Cui et al. 2025, arXiv:2505.22617.
@@ -49,12 +49,12 @@ def select_largest(
 ) -> Tensor:
     """Return a mask `[T]` of the tokens with the largest values: KL-Cov's choice, if these are covariances.
 
-    Equal values are selected together, so there may be more.
+    Equal values are selected together, so the selection may be larger.
 
     Args:
         values: `[T]`, finite where the mask is set.
         mask: `[T]` bool mask of the tokens to choose from.
-        fraction: Their share, above 0 and at most 1; at least one token is selected.
+        fraction: The fraction to select, above 0 and at most 1; at least one token is selected.
         reduce: Adds up a tensor over the ranks.
         gather: Returns the tensors of all ranks.
 
@@ -79,9 +79,9 @@ def select_between(
     Args:
         values: `[T]`, the covariances.
         mask: `[T]` bool mask of the tokens to choose from.
-        bounds: The bounds, which are excluded themselves.
-        fraction: The share of all tokens that are drawn, above 0 and at most 1; at least one if there is one.
-        keys: `[T]`, random numbers: those tokens are drawn whose numbers are the largest.
+        bounds: The exclusive bounds.
+        fraction: The fraction of all tokens to draw, above 0 and at most 1. At least one token is drawn if there is any.
+        keys: `[T]`, random numbers; the tokens with the largest numbers are drawn.
         reduce: Adds up a tensor over the ranks.
         gather: Returns the tensors of all ranks.
 
@@ -97,19 +97,19 @@ def _threshold(values: Tensor, mask: Tensor, count: int, gather: Gather) -> Tens
     lowest = float("-inf")
     candidates = torch.where(mask, values, lowest)
     best = candidates.topk(min(count, len(candidates))).values
-    # Ranks have different numbers of tokens, and a collective wants equal ones.
+    # Ranks have different numbers of tokens, but the collective requires equal lengths.
     everyone = gather(torch.cat([best, best.new_full((count - len(best),), lowest)]))
     return everyone.topk(count).values[-1]
 
 
 def random_keys(batch: PackedBatch, seed: int = 0) -> Tensor:
-    """Return `[T]` float64: a number from 0 to 1 per token that depends on its sequence, its position and the seed alone.
+    """Return `[T]` float64: a number from 0 to 1 per token that depends only on its sequence, its position and the seed.
 
-    So a token has the same number on whichever rank it is. Equal sequences have equal numbers.
+    Thus a token has the same number on every rank. Equal sequences have equal numbers.
 
     Args:
         batch: The batch.
-        seed: Another seed gives other numbers.
+        seed: The seed of the numbers.
     """
     positions = torch.arange(batch.num_tokens, device=batch.device) - batch.cu_seqlens[:-1].long()[sequence_of(batch)]
     tokens = _mixed(batch.input_ids.long() * _MULTIPLIERS[0] + positions * _MULTIPLIERS[1] + seed)

@@ -30,7 +30,7 @@ TOKEN_FIELDS = frozenset(
         "turn_rewards",
     }
 )
-"""Token fields that some loss reads or some worker returns. One list serves all roles, because the same batch goes from role
+"""Token fields that some loss reads or some worker returns. All roles share one list, because the same batch goes from role
 to role.
 """
 SEQUENCE_FIELDS = frozenset(
@@ -88,7 +88,7 @@ def sequence_field(batch: PackedBatch, name: str, needed_by: str = "this loss") 
     Args:
         batch: The batch that holds the field.
         name: The name of the field.
-        needed_by: What requires the field, for the error message.
+        needed_by: The subject of the error message: what needs the field.
 
     Raises:
         BatchError: The field is missing, has the wrong shape, or contains a NaN or an infinity.

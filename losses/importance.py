@@ -1,5 +1,7 @@
-"""Corrections of the difference between the probabilities of the generator that sampled responses and those of the trainer:
-weights, and the rejection of tokens and responses.
+"""Corrections of the difference between the probabilities of the generator that sampled completions and those of the trainer.
+
+Provides importance weights, and rejection of tokens and completions.
+
 
 Axes: T tokens.
 """
@@ -24,7 +26,7 @@ _ESTIMATES: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 LEAST = 1e-6
-"""The smallest probability, of a token or of all others, that divergences of two choices are computed with."""
+"""The smallest probability, of a token or of all others, in binary divergences."""
 
 
 def importance_weights(
@@ -38,20 +40,21 @@ def importance_weights(
     low: float = 0.5,
     high: float = 2.0,
 ) -> Tensor:
-    """Compute importance weights `[T]`: p / q, bounded or masked; 0 outside the responses.
+    """Compute importance weights `[T]`: p / q, bounded or masked; 0 outside the completions.
 
     Args:
         old_log_probs: `[T]`, log p, computed by the trainer before the update.
         rollout_log_probs: `[T]`, log q, reported by the generator.
-        mask: `[T]` bool mask of the response tokens.
+        mask: `[T]` bool mask of the completion tokens.
         batch: The batch that maps tokens to sequences.
-        correction: `truncate`: min(p / q, high). `mask`: p / q where it is from `low` to `high`, and 0 elsewhere.
-        level: `token`: p and q are the probabilities of a token. `sequence`: of the entire response.
+        correction: `truncate`: min(p / q, high). `mask`: p / q if it is from `low` to `high`, and 0 otherwise.
+        level: `token`: p and q are the probabilities of a token. `sequence`: they are those of the entire completion.
         low: The lower bound.
         high: The upper bound.
 
     Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training", truncated importance
-    sampling; masked as IcePop does single tokens, arXiv:2510.18855, and Liu et al. 2025, "When speed kills stability", entire responses.
+    sampling. Masking of tokens as in IcePop, arXiv:2510.18855, and of entire completions as in Liu et al. 2025, "When speed kills
+    stability".
     """
     log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, torch.zeros_like(old_log_probs))
     if level == "sequence":
@@ -65,12 +68,12 @@ def importance_weights(
 
 
 def rejection_bounds(kind: str, limit: float | tuple[float, float]) -> tuple[float, float]:
-    """Return the bounds between which the estimate of a token or response is accepted.
+    """Return the bounds of the accepted estimates of a token or completion.
 
     Args:
         kind: One of `Rejection`.
-        limit: The largest estimate; for k1 the bounds of the ratio q / p, whose logarithm is the estimate, or its upper bound alone,
-            of which the lower one is the inverse.
+        limit: The largest estimate. For k1: the bounds of the ratio q / p, whose logarithm is the estimate, or only its upper bound; the
+            lower bound is then the inverse.
 
     Raises:
         ConfigError: The kind is unknown, or the limit does not fit it.
@@ -85,7 +88,7 @@ def rejection_bounds(kind: str, limit: float | tuple[float, float]) -> tuple[flo
         low, high = (1 / numbers[0], numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[-1])
         if kind.endswith("k1") and len(numbers) <= 2 and low < 1 < high:
             return math.log(low), math.log(high)
-    expected = "[LOW, HIGH] around a ratio of 1, or HIGH alone" if kind.endswith("k1") else "one number above 0"
+    expected = "[LOW, HIGH] around a ratio of 1, or only HIGH" if kind.endswith("k1") else "one number above 0"
     raise ConfigError(f"rejection.{kind}={limit}; give it {expected}")
 
 
@@ -96,14 +99,14 @@ def accepted_tokens(
     batch: PackedBatch,
     limits: Mapping[Rejection, float | tuple[float, float]],
 ) -> Tensor:
-    """Return a bool mask `[T]` of the response tokens that no criterion rejects.
+    """Return a bool mask `[T]` of the completion tokens that no criterion rejects.
 
     Args:
         old_log_probs: `[T]`, log p, computed by the trainer before the update.
         rollout_log_probs: `[T]`, log q, reported by the generator.
-        mask: `[T]` bool mask of the response tokens.
+        mask: `[T]` bool mask of the completion tokens.
         batch: The batch that maps tokens to sequences.
-        limits: Criterion -> its limit; see `rejection_bounds`. Criteria of responses reject all their tokens.
+        limits: Criterion -> its limit; see `rejection_bounds`. Criteria of completions reject all their tokens.
 
     Raises:
         ConfigError: A criterion is unknown, or its limit does not fit it.
@@ -132,15 +135,15 @@ def accepted_tokens(
 
 
 def binary_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return the larger one of KL(p || q) and KL(q || p) of the choice between a token and all others, in nats.
+    """Return the larger of KL(p || q) and KL(q || p) for the binary choice between a token and all others, in nats.
 
-    Probabilities are at least `LEAST` away from 0 and 1: closer to 1, log-probabilities in float32 do not tell them apart.
+    Probabilities are kept at least `LEAST` away from 0 and 1, because float32 log-probabilities cannot resolve values closer to 1.
 
     Args:
-        log_p: `[T]`, the log-probability of each token by one policy, in nats.
-        log_q: `[T]`, by the other one.
+        log_p: `[T]`, the log-probability of each token under one policy, in nats.
+        log_q: `[T]`, under the other policy.
     """
     p, q = (x.double().exp().clamp(LEAST, 1 - LEAST) for x in (log_p, log_q))
-    # Both divergences have the same two terms, weighed by the probabilities of one or the other.
+    # Both divergences have the same two terms, weighted by the probabilities of one or the other.
     token, others = (p / q).log(), ((1 - p) / (1 - q)).log()
     return torch.maximum(p * token + (1 - p) * others, -q * token - (1 - q) * others)

@@ -1,4 +1,4 @@
-"""The names of ratios, aggregations, divergences and criteria, for settings and for the functions that they choose. Imports no torch."""
+"""The names of ratios, aggregations, divergences and criteria, for settings and for the functions that implement them. Imports no torch."""
 
 from typing import Literal
 
@@ -22,5 +22,5 @@ Rejection = Literal[
     "seq_max_k3",
     "token_binary_kl",
 ]
-"""What of the difference is bounded: the estimates of single tokens, or their sum, mean or largest one in a response; or the divergences of a token
-against all others."""
+"""The criteria: the estimates of single tokens, or their sum, mean or maximum in a completion; or the divergences of a token against all
+others."""

@@ -1,4 +1,4 @@
-"""Losses of pairs of answers, as pure functions of what a model thinks of the two: DPO and related methods.
+"""Losses of pairs of completions, as pure functions of a model's log-probabilities of both: DPO and related methods.
 
 Axes: P pairs. All numbers are `[P]`. `losses.preference.PreferenceLoss` chooses among them.
 """
@@ -12,24 +12,24 @@ from torch import Tensor
 from .names import Divergence
 
 MAX_EXPONENT = 80.0
-"""Bound on what is exponentiated, as in TRL: a log-ratio of -1000 must not make a loss infinite."""
+"""Bound on exponents, as in TRL: a log-ratio of -1000 must not make a loss infinite."""
 
 
 def divergence_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 1.0) -> Tensor:
-    """Compute f'(r), which takes the place of the log-ratio if the distance to the reference is measured by f.
+    """Compute f'(r), which replaces the log-ratio if the distance to the reference is the f-divergence.
 
-    f is the one with f'(1) = 0. In a difference of two scores a constant would not matter; where each is divided by its number of tokens
-    it would, and a policy that equals its reference would prefer one side of a pair for its length alone.
+    f is normalized to f'(1) = 0. A constant does not matter in a difference of two scores, but it does if each is divided by its number of
+    tokens: a policy that equals its reference would then prefer one side of a pair only because of its length.
 
-    With r = pi / pi_ref: log r for the reverse KL divergence (DPO's), 1 - 1 / r for the forward one, log(2 r / (1 + r)) for
+    With r = pi / pi_ref: log r for the reverse KL divergence (DPO's), 1 - 1 / r for the forward KL divergence, log(2 r / (1 + r)) for
     Jensen-Shannon's, (r^(alpha - 1) - 1) / (alpha - 1) for the alpha-divergence, whose limit at alpha = 1 is log r.
 
     Args:
-        log_ratio: log r, of an answer.
+        log_ratio: log r of a completion.
         divergence: f.
         alpha: alpha.
 
-    Source: Wang et al. 2024, "Beyond reverse KL", arXiv:2309.16240, table 1; the alpha-divergence and the constants as in TRL since its version 1.10.
+    Source: Wang et al. 2024, "Beyond reverse KL", arXiv:2309.16240, table 1; alpha-divergence and constants as in TRL since 1.10.
     """
     if divergence == "reverse_kl" or (divergence == "alpha_divergence" and abs(alpha - 1) < 1e-6):
         return log_ratio
@@ -203,7 +203,7 @@ def sppo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_zero_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Compute APO-zero: 1 - s(beta c) + s(beta r), for chosen answers that are better than the model's own.
+    """Compute APO-zero: 1 - s(beta c) + s(beta r), for chosen completions that are better than the model's own.
 
     Args:
         chosen: `[P]`, c, as in `nca_loss`.
@@ -216,7 +216,7 @@ def apo_zero_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_down_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Compute APO-down: s(beta c) + 1 - s(beta (c - r)), for chosen answers that are worse than the model's own.
+    """Compute APO-down: s(beta c) + 1 - s(beta (c - r)), for chosen completions that are worse than the model's own.
 
     Args:
         chosen: `[P]`, c, as in `nca_loss`.
@@ -239,17 +239,17 @@ def discopop_loss(margin: Tensor, beta: float, tau: float) -> Tensor:
     Source: Lu et al. 2024, arXiv:2406.08414, equation 5.
     """
     x = beta * margin
-    # Of a large negative x the exponential alone overflows, although the product vanishes.
+    # For a large negative x the exponential overflows, although the product vanishes.
     exponential = (F.logsigmoid(x / tau) - x).exp()
     return torch.sigmoid(-x / tau) * -F.logsigmoid(x) + exponential
 
 
 def aot_loss(difference: Tensor, matched: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """Compute the AOT loss of paired data: DPO's loss of d - q, where q has the rank among the reference's that d has among the policy's.
+    """Compute the AOT loss of paired data: DPO's loss of d - q, where q has the same rank for the reference as d for the policy.
 
     Args:
         difference: `[P]`, d, the chosen side's log-probability minus the rejected side's.
-        matched: `[P]`, q, the same of the reference, in the order of `matched_quantiles`; carries no gradient.
+        matched: `[P]`, q, the same difference for the reference, in the order of `matched_quantiles`; carries no gradient.
         beta: The scale of the implicit reward.
         label_smoothing: The assumed fraction of flipped labels, as in `sigmoid_loss`.
 
@@ -259,11 +259,11 @@ def aot_loss(difference: Tensor, matched: Tensor, beta: float, label_smoothing: 
 
 
 def matched_quantiles(difference: Tensor, reference: Tensor) -> Tensor:
-    """Return for each pair the reference's number that has the same rank: the optimal transport between both distributions.
+    """Return, for each pair, the reference's difference of the same rank: the optimal transport between both distributions.
 
     Args:
         difference: `[P]`, of all pairs of the global batch, as in `aot_loss`.
-        reference: `[P]`, the same of the reference.
+        reference: `[P]`, the same difference for the reference.
     """
     matched = torch.empty_like(reference)
     matched[difference.argsort(stable=True)] = reference.sort().values

@@ -1,8 +1,8 @@
-"""Policy-gradient losses over responses sampled from a policy: PPO, GRPO and related methods.
+"""Policy-gradient losses over completions sampled from a policy: PPO, GRPO and related methods.
 
 The inputs of an update are token fields of the batch, stored at the position that predicts the token: `old_log_probs` and
 `advantages`, and optionally `reference_log_probs`, `importance_weights` and `response_mask`. `response_mask` is 0 for tokens
-of a response that the policy did not generate, such as the output of a tool; by default all tokens of a response count.
+of a completion that the policy did not generate, such as the output of a tool; by default all tokens of a completion count.
 
 Axes: T tokens, N sequences.
 """
@@ -61,13 +61,13 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KLEstimator, *,
 
 
 def response_tokens(batch: PackedBatch) -> Tensor:
-    """Return `[T]` bool: the mask of the tokens that a loss over responses uses."""
+    """Return `[T]` bool: the mask of the tokens that a loss over completions uses."""
     mask, response_mask = loss_mask(batch), batch.token_fields.get("response_mask")
     return mask if response_mask is None else mask & (response_mask > 0)
 
 
 def check_response_mask(batch: PackedBatch) -> None:
-    """Check that the response mask, if the batch has one, holds one finite number per token.
+    """Check that `response_mask`, if the batch has it, holds one finite number per token.
 
     Raises:
         BatchError: The mask has the wrong shape or contains a NaN.
@@ -78,13 +78,13 @@ def check_response_mask(batch: PackedBatch) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyTokens:
-    """What objectives read of a micro-batch, `[T]` each; 0 outside the responses.
+    """The inputs of objectives for a micro-batch, `[T]` each; 0 outside the completions.
 
     Args:
         log_probs: log p, the log-probabilities under the current policy.
-        old: log q, those under the policy that sampled the responses.
+        old: log q, the log-probabilities under the policy that sampled the completions.
         advantages: A, the advantages.
-        mask: Float mask of the response tokens.
+        mask: Float mask of the completion tokens.
         batch: The batch.
     """
 
@@ -101,14 +101,14 @@ class PolicyTokens:
 
     @cached_property
     def ratio(self) -> Tensor:
-        """r, the probability under the current policy divided by that under the policy that sampled the response."""
+        """r, the probability under the current policy divided by the one under the policy that sampled the completion."""
         return self.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
     def sequence_ratio(self, *, token_gradients: bool = False) -> Tensor:
-        """Return the ratio of the response that each token belongs to, normalized by its length.
+        """Return the ratio of the completion that each token belongs to, normalized by its length.
 
         Args:
-            token_gradients: Whether its gradient is that of the token's own ratio.
+            token_gradients: Whether the gradient is that of the token's own ratio.
         """
         log_ratio = sequence_log_ratio(self.log_ratio, self.mask, self.batch)
         if token_gradients:
@@ -119,13 +119,13 @@ class PolicyTokens:
         """Return a token field of the batch.
 
         Args:
-            name: Its name; the objective has it in its `token_fields`.
+            name: The name of the field, which must be in the objective's `token_fields`.
         """
         return _masked(self.batch, name, self.mask)
 
 
 def _masked(batch: PackedBatch, name: str, mask: Tensor) -> Tensor:
-    # Positions outside the responses may hold anything; even multiplied by zero, a NaN would corrupt the gradient.
+    # Positions outside the completions may hold anything; even multiplied by zero, a NaN would corrupt the gradient.
     return torch.where(mask > 0, token_field(batch, name).to(mask.dtype), torch.zeros_like(mask))
 
 
@@ -136,20 +136,20 @@ class PolicyLoss(ByName):
     Advantages are an input, so PPO, GRPO, RLOO and REINFORCE++ differ only in how their advantages are computed.
 
     Args:
-        objective: The loss of a token, with its settings: one of `losses.objectives`, or an instance of a subclass of `Objective` of
-            one's own. `PolicyLoss.from_settings(objective="cispo", clip_high=0.28)` takes both in one.
+        objective: The loss of a token, with its settings: one of `losses.objectives`, or an instance of a custom subclass of `Objective`.
+            `PolicyLoss.from_settings(objective="cispo", clip_high=0.28)` takes the name and its settings together.
         aggregation: How the token losses are averaged. `token-mean`: mean over all tokens. `seq-mean-token-sum` and
-            `seq-mean-token-mean`: mean over responses of each response's sum or mean. `seq-mean-token-sum-norm`: like
+            `seq-mean-token-mean`: mean over completions of each completion's sum or mean. `seq-mean-token-sum-norm`: like
             `seq-mean-token-sum`, divided by `length_norm` (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
         length_norm: The number of tokens that each sum is divided by with `seq-mean-token-sum-norm`.
         entropy_coef: The weight of the entropy bonus.
         kl_coef: The weight of the KL penalty toward the reference (token field `reference_log_probs`).
         kl_estimator: See `kl_estimate`.
         kl_clamp: See `kl_estimate`.
-        temperature: The sampling temperature of the responses. Log-probabilities are computed at the same temperature.
-        on_policy: Whether the responses were sampled with the very weights that learn from them: then `old_log_probs` are those of this
-            update, the ratio is 1, and the field is not needed.
-        log_entropy: Whether the entropy is a metric although it has no weight.
+        temperature: The sampling temperature of the completions. Log-probabilities are computed at the same temperature.
+        on_policy: Whether the completions were sampled with the same weights that are trained on them. Then `old_log_probs` are those of
+            this update, the ratio is 1, and the field is not needed.
+        log_entropy: Whether to report the entropy as a metric even if it has no weight.
 
     Raises:
         ConfigError: A setting is out of range.
@@ -178,7 +178,7 @@ class PolicyLoss(ByName):
         check_not_negative(self, "kl_coef")
         if (needed := self.objective.aggregation) not in (None, self.aggregation):
             raise ConfigError(
-                f"objective={self.objective.name} with aggregation={self.aggregation}; it is defined for {needed} alone and needs that"
+                f"objective={self.objective.name} with aggregation={self.aggregation}; it is only defined for {needed}; use that"
             )
         if not math.isfinite(self.entropy_coef):
             raise ConfigError(f"entropy_coef={self.entropy_coef}; it must be a finite number")
@@ -204,11 +204,11 @@ class PolicyLoss(ByName):
         return OutputRequest(log_probs=True, entropy=entropy, temperature=self.temperature)
 
     def tokens(self, batch: PackedBatch) -> Tensor:
-        """Return the mask of the response tokens."""
+        """Return the mask of the completion tokens."""
         return response_tokens(batch)
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
-        """Return the denominator of each term: the number of tokens or of responses, depending on `aggregation`."""
+        """Return the denominator of each term: the number of tokens or of completions, depending on `aggregation`."""
         check_response_mask(batch)
         tokens = self.tokens(batch)
         needed = [
@@ -226,7 +226,7 @@ class PolicyLoss(ByName):
         return dict.fromkeys(terms, weight)
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
-        """Compute the loss sums over the responses of a micro-batch."""
+        """Compute the loss sums over the completions of a micro-batch."""
         assert outputs.log_probs is not None
         mask = outputs.mask.to(outputs.log_probs.dtype)
         log_probs = outputs.log_probs
@@ -274,7 +274,7 @@ class PolicyLoss(ByName):
 
 
 def aggregation_weight(batch: PackedBatch, aggregation: Aggregation) -> float:
-    """Return the denominator of the global sum: the number of response tokens, or of responses with at least one token."""
+    """Return the denominator of the global sum: the number of completion tokens, or of completions with at least one token."""
     mask = response_tokens(batch)
     if aggregation == "token-mean":
         return float(mask.sum())
@@ -286,7 +286,7 @@ def aggregate(values: Tensor, mask: Tensor, batch: PackedBatch, aggregation: Agg
 
     Args:
         values: `[T]`, the term at each token.
-        mask: `[T]` float mask of the response tokens.
+        mask: `[T]` float mask of the completion tokens.
         batch: The batch that maps tokens to sequences.
         aggregation: See `PolicyLoss`.
         length_norm: See `PolicyLoss`.
@@ -300,7 +300,7 @@ def aggregate(values: Tensor, mask: Tensor, batch: PackedBatch, aggregation: Agg
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     name: PolicyLoss.from_settings(**spec.loss) for name, spec in ALGORITHMS.all().items() if spec.loss is not None
 }
-"""The losses of the published algorithms, which are registered in `losses.algorithms` and beside their objectives and estimators.
+"""The losses of the published algorithms, which are registered in `losses.algorithms` and next to their objectives and estimators.
 
 Use `dataclasses.replace` to change individual settings.
 """

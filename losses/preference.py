@@ -1,4 +1,4 @@
-"""Losses for preference learning without a reward model: what makes the formulas of `losses.pairs` available to an engine, and KTO.
+"""Losses for preference learning without a reward model: KTO, and the loss that wraps the formulas of `losses.pairs` for an engine.
 
 Axes: T tokens, N sequences, P pairs.
 """
@@ -29,15 +29,15 @@ BASELINE = "kl_baseline"
 def kto_loss(
     log_ratio: Tensor, chosen: Tensor, baseline: Tensor, beta: float, desirable: float = 1.0, undesirable: float = 1.0
 ) -> Tensor:
-    """Compute the KTO loss: w_d (1 - s(beta (r - z0))) for a desirable response, w_u (1 - s(beta (z0 - r))) for any other.
+    """Compute the KTO loss: w_d (1 - s(beta (r - z0))) for a desirable completion, w_u (1 - s(beta (z0 - r))) for any other.
 
     Args:
-        log_ratio: `[N]`, r, the response's log-probability minus the reference's.
-        chosen: `[N]` bool, whether the response is desirable.
+        log_ratio: `[N]`, r, the completion's log-probability minus the reference's.
+        chosen: `[N]` bool, whether the completion is desirable.
         baseline: `[N]` or a scalar, z0, an estimate of the policy's KL divergence from the reference; carries no gradient.
         beta: The degree of risk aversion.
-        desirable: w_d, the weight of desirable responses.
-        undesirable: w_u, the weight of undesirable responses.
+        desirable: w_d, the weight of desirable completions.
+        undesirable: w_u, the weight of undesirable completions.
 
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, equation 8.
     """
@@ -46,7 +46,7 @@ def kto_loss(
 
 
 def check_supervised(batch: PackedBatch) -> None:
-    """Check that every sequence has a supervised token, without which a loss over sequences is undefined.
+    """Check that every sequence has a supervised token; otherwise a loss over sequences is undefined.
 
     Args:
         batch: The batch that the loss is computed on.
@@ -57,18 +57,18 @@ def check_supervised(batch: PackedBatch) -> None:
     empty = (sequence_sums(loss_mask(batch).long(), batch) == 0).nonzero()
     if len(empty):
         raise BatchError(
-            f"{batch.name_of(int(empty[0]))} has an empty response: none of its tokens is supervised, so it cannot be "
+            f"{batch.name_of(int(empty[0]))} has an empty completion: none of its tokens is supervised, so it cannot be "
             f"compared; remove {'the pair' if batch.group_ids is not None else 'it'}"
         )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PairSides:
-    """What the losses read of the pairs of a micro-batch, `[P]` each.
+    """The inputs of the losses for the pairs of a micro-batch, `[P]` each.
 
     Args:
-        margin: The chosen side's distance to the reference minus the rejected side's; without a reference their log-probabilities take
-            their place.
+        margin: The chosen side's distance to the reference minus the rejected side's. Without a reference, log-probabilities replace the
+            distances.
         chosen: The chosen side's log-ratio to the reference.
         rejected: The rejected side's.
         chosen_policy: The chosen side's log-probability.
@@ -88,9 +88,9 @@ class PairSides:
 class PreferenceLoss:
     """A pairwise preference loss, averaged over the pairs of the global batch.
 
-    The two sequences of a group form a pair. The sequence field `chosen` marks the preferred one, and `reference_log_probs`
-    holds the reference's log-probabilities, for the losses that need them: summed, as a sequence field, or per token. `aot` reads the
-    sequence field `matched_margin` of `losses.pairs.matched_quantiles` as well.
+    The two sequences of a group form a pair. The sequence field `chosen` marks the preferred one. `reference_log_probs`
+    holds the reference's log-probabilities for the losses that need them: summed, as a sequence field, or per token. `aot` also reads the
+    sequence field `matched_margin` of `losses.pairs.matched_quantiles`.
 
     Args:
         kind: The formula to use, one of those of `losses.pair_losses`.
@@ -100,14 +100,14 @@ class PreferenceLoss:
         label_smoothing: The assumed fraction of flipped labels, for the losses that read it.
         gamma: SimPO's target reward margin.
         tau: The width of DiscoPOP's transition.
-        divergence: How the distance to the reference is measured, for the losses that read it; see `divergence_score`.
+        divergence: The measure of the distance to the reference, for the losses that read it; see `divergence_score`.
         alpha: The parameter of the alpha-divergence.
         length_normalize: Whether to divide a sequence's log-probability by its number of supervised tokens; None follows the
             definition of the loss.
         sft_weight: The weight of the chosen side's per-token negative log-likelihood; None follows the definition of the loss.
             With the sigmoid loss this is RPO's term (Pang et al. 2024, arXiv:2404.19733, equation 1), except
-            that it is a mean over all chosen tokens of the batch, while the paper averages each response's mean.
-        temperature: The temperature of the log-probabilities: that at which the responses were sampled.
+            that it is a mean over all chosen tokens of the batch, while the paper averages each completion's mean.
+        temperature: The temperature of the log-probabilities, which is that of sampling the completions.
 
     Raises:
         ConfigError: A setting is out of range, or does not apply to the loss.
@@ -142,7 +142,7 @@ class PreferenceLoss:
                 raise ConfigError(f"{name}={getattr(self, name)}; it must be more than 0")
         if self.tau >= 1:
             raise ConfigError(
-                f"tau={self.tau}; at 1 and more discopop grows without bound for rejected answers, so it must be below 1"
+                f"tau={self.tau}; with 1 or more, discopop grows without bound for rejected completions; it must be below 1"
             )
         if not math.isfinite(self.alpha):
             raise ConfigError(f"alpha={self.alpha}; it must be a finite number")
@@ -200,7 +200,7 @@ class PreferenceLoss:
 
     @property
     def _specs(self) -> dict[str, PairLossSpec]:
-        """The formulas with a registration, which `sft` is without."""
+        """The registered formulas; `sft` is not registered."""
         return {kind: PAIR_LOSSES.get(kind) for kind in self.weighted if kind != SFT}
 
     def _is_per_token(self, kind: str) -> bool:
@@ -236,7 +236,7 @@ class PreferenceLoss:
         """Compute the loss sums over the pairs of a micro-batch."""
         assert outputs.log_probs is not None
         pairs = pairs_of(batch)
-        # Float64, like the reference's sums, so that before the first step the two are equal and the loss has its exact
+        # Float64, like the reference's sums, so that the two are equal before the first step and the loss has its exact
         # initial value.
         sums = sequence_sums(outputs.log_probs.double(), batch)
         counts = sequence_sums(outputs.mask.double(), batch)
@@ -265,7 +265,7 @@ class PreferenceLoss:
         if self._sft_weight:
             terms["sft"] = -self._sft_weight * sums[pairs.chosen].sum()
         with torch.no_grad():
-            # The reward is the log-ratio summed over the response, even where the loss averages it over tokens. Without a
+            # The reward is the log-ratio summed over the completion, even if the loss averages it over tokens. Without a
             # reference it is the quantity that the loss compares.
             rewards = sums - reference
             if not self.needs_reference and self._is_per_token(next(iter(self.weighted))):
@@ -305,15 +305,15 @@ def _reference_sums(batch: PackedBatch, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class KTOLoss:
-    """The KTO loss over single responses, averaged over the responses of the global batch.
+    """The KTO loss over single completions, averaged over the completions of the global batch.
 
-    The sequence field `chosen` marks the desirable responses, `reference_log_probs` holds the reference's summed
+    The sequence field `chosen` marks the desirable completions, `reference_log_probs` holds the reference's summed
     log-probabilities, and `kl_baseline` holds z0.
 
     Args:
         beta: The degree of risk aversion.
-        desirable_weight: The weight of desirable responses.
-        undesirable_weight: The weight of undesirable responses.
+        desirable_weight: The weight of desirable completions.
+        undesirable_weight: The weight of undesirable completions.
 
     Raises:
         ConfigError: A setting is out of range.
@@ -338,14 +338,14 @@ class KTOLoss:
         return loss_mask(batch)
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
-        """Return the number of responses."""
+        """Return the number of completions."""
         for name in (REFERENCE, CHOSEN, BASELINE):
             sequence_field(batch, name, "KTO")
         check_supervised(batch)
         return {"preference": float(batch.num_sequences)}
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
-        """Compute the loss sums over the responses of a micro-batch."""
+        """Compute the loss sums over the completions of a micro-batch."""
         assert outputs.log_probs is not None
         # Float64, like the reference's sums.
         sums = sequence_sums(outputs.log_probs.double(), batch)
@@ -354,7 +354,7 @@ class KTOLoss:
         losses = kto_loss(ratio, chosen, baseline, self.beta, self.desirable_weight, self.undesirable_weight)
         reward = self.beta * ratio.detach()
         metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {
-            # The log-ratio of a desirable response should exceed the policy's average, that of an undesirable one should not.
+            # The log-ratio of a desirable completion should exceed the policy's average, that of an undesirable one should not.
             "reward_accuracy": (((reward > self.beta * baseline) == chosen).sum(), float(len(chosen))),
             "reward_chosen": (reward[chosen].sum(), chosen.sum()),
             "reward_rejected": (reward[~chosen].sum(), (~chosen).sum()),

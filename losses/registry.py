@@ -1,8 +1,8 @@
-"""Registries of what is chosen by its name: objectives, estimators and algorithms of RL. Imports no torch.
+"""Registries of objects that settings choose by name: objectives, estimators and algorithms of RL. Imports no torch.
 
-A registration is one class or one object in one file: its settings with their help lines, what it reads, its paper, and its line in the docs.
-The built-in ones are in `PLACES`, which are imported as a whole. A third party adds its own through the entry-point group
-`drivetrain.losses`: an entry point's object is a module that registers some when it is imported, without importing torch.
+A registration is one class or object in one file: its settings with their help lines, its inputs, its paper, and its line in the docs.
+All modules of built-in registrations in `PLACES` are imported. Third parties add theirs through the entry-point group `drivetrain.losses`:
+an entry point's object is a module that registers objects when it is imported, without importing torch.
 """
 
 import math
@@ -48,10 +48,10 @@ def load() -> None:
 
 
 class LossRegistry(Generic[Chosen]):
-    """What can be chosen by a name.
+    """Objects that settings choose by name.
 
     Args:
-        kind: What the entries are, for messages: the setting that names one of them.
+        kind: The setting that names an entry, for messages.
     """
 
     def __init__(self, kind: str) -> None:
@@ -62,7 +62,7 @@ class LossRegistry(Generic[Chosen]):
         """Add an entry.
 
         Raises:
-            ConfigError: The name is taken, or all entries have been read, so that it would be missing in settings and in other processes.
+            ConfigError: The name is taken, or all entries have been read already, so it would be missing in settings and other processes.
         """
         if name in self._entries:
             raise ConfigError(
@@ -84,7 +84,7 @@ class LossRegistry(Generic[Chosen]):
         """Return an entry.
 
         Raises:
-            ConfigError: There is none of this name.
+            ConfigError: There is no entry of this name.
         """
         entries = self.all()
         if name not in entries:
@@ -93,11 +93,11 @@ class LossRegistry(Generic[Chosen]):
 
 
 class NamedSettings(Settings):
-    """The base of what is chosen by its name together with its settings: a frozen dataclass whose fields are `setting(default, help)`."""
+    """Base class of objects chosen by name with their settings: a frozen dataclass whose fields are `setting(default, help)`."""
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
-    """Its line in the docs."""
+    """The line in the docs."""
     paper: ClassVar[str] = ""
 
 
@@ -107,9 +107,9 @@ def describe(
     """Return a decorator that registers a subclass of `NamedSettings`.
 
     Args:
-        registry: The registry that it is added to.
-        name: Its name, in settings and messages.
-        summary: Its line in the docs.
+        registry: The registry to add the class to.
+        name: The name in settings and messages.
+        summary: The line in the docs.
         paper: Author, year and arXiv number.
     """
 
@@ -122,9 +122,9 @@ def describe(
 
 
 class ByName:
-    """The base of a configuration that has one of the objects of a registry in a field.
+    """Base class of a configuration with a field that holds an object of a registry.
 
-    In settings and messages it is flat: the field holds the object's name, and the object's settings stand beside the configuration's own.
+    In settings and messages it is flat: the field has the object's name, and the object's settings are next to the configuration's.
     """
 
     part: ClassVar[str]
@@ -136,8 +136,8 @@ class ByName:
         """Build a configuration from flat settings.
 
         Args:
-            settings: The fields, with the object's name or the object itself, and the settings of the object. Those of other objects of
-                the registry are left out: messages of older versions have all of them.
+            settings: The fields, with the object's name or the object itself, and the settings of the object. Settings of other objects in
+                the registry are ignored, because messages of older versions contain all of them.
 
         Raises:
             ConfigError: There is no such object or setting, or a value is out of range.
@@ -157,7 +157,7 @@ class ByName:
         return {f.name for kind in (cls, *cls.registry.all().values()) for f in fields(kind)}  # type: ignore[arg-type]
 
     def settings(self) -> dict[str, Any]:
-        """Return the flat settings, the inverse of `from_settings`. An object that is not registered stands for itself."""
+        """Return the flat settings, the inverse of `from_settings`. An unregistered object is kept as an object."""
         own_settings = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         chosen = own_settings[self.part]
         if self.registry.all().get(chosen.name) is not type(chosen):
@@ -165,7 +165,7 @@ class ByName:
         return {**own_settings, self.part: chosen.name, **{f.name: getattr(chosen, f.name) for f in fields(chosen)}}
 
     def with_settings(self, **changes: Any) -> Self:
-        """Return a configuration with changed flat settings. Another object keeps those settings that the one before it has too.
+        """Return a configuration with changed flat settings. If the object changes, settings that both objects have are kept.
 
         Args:
             changes: The settings that differ.
@@ -182,22 +182,22 @@ class ByName:
     def _check_part(self, base: type) -> None:
         if not isinstance(chosen := getattr(self, self.part), base):
             raise ConfigError(
-                f"{self.part}={chosen!r} is not an instance of {base.__name__}; {type(self).__name__}.from_settings takes it by its name, "
+                f"{self.part}={chosen!r} is not an instance of {base.__name__}; {type(self).__name__}.from_settings takes its name "
                 "with its settings"
             )
 
 
 def with_settings_of(registry: LossRegistry[Any], part: str) -> Callable[[type[SettingsClass]], type[SettingsClass]]:
-    """Return a decorator that gives a class of settings, before it becomes a dataclass, those of all entries; each may be null.
+    """Return a decorator that adds the settings of all entries to a class before it becomes a dataclass. Each may be null.
 
-    Their help lines begin with the names of the entries.
+    The help lines begin with the names of the entries.
 
     Args:
         registry: The registry.
-        part: The field that names an entry, whose type becomes the names that there are.
+        part: The field that names an entry; its type becomes a literal of all names.
 
     Raises:
-        ConfigError: A setting of an entry has the name of one that the class has itself, or two entries have one with different types.
+        ConfigError: An entry and the class have a setting of the same name, or two entries have one with different types.
     """
 
     def extend(cls: type[SettingsClass]) -> type[SettingsClass]:
@@ -233,7 +233,7 @@ def check_positive(settings: Any, *names: str) -> None:
     """Check that settings are finite and more than 0.
 
     Raises:
-        ConfigError: One is not; the message names it.
+        ConfigError: A setting is not; the message names it.
     """
     for name in names:
         if not (getattr(settings, name) > 0 and math.isfinite(getattr(settings, name))):
@@ -241,10 +241,10 @@ def check_positive(settings: Any, *names: str) -> None:
 
 
 def check_not_negative(settings: Any, *names: str) -> None:
-    """Check that settings are finite and 0 or more, where they are not None.
+    """Check that settings are finite and 0 or more, unless they are None.
 
     Raises:
-        ConfigError: One is not; the message names it.
+        ConfigError: A setting is not; the message names it.
     """
     for name in names:
         value = getattr(settings, name)
@@ -256,7 +256,7 @@ def check_share(settings: Any, *names: str) -> None:
     """Check that settings are from 0 to 1.
 
     Raises:
-        ConfigError: One is not; the message names it.
+        ConfigError: A setting is not; the message names it.
     """
     for name in names:
         if not 0 <= getattr(settings, name) <= 1:

@@ -25,7 +25,7 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float 
     Args:
         chosen: `[P]`, the rewards of the chosen side.
         rejected: `[P]`, the rewards of the rejected side.
-        margin: `[P]`, m, the margin by which the chosen side is known to be better.
+        margin: `[P]`, m, the known margin of the chosen side.
 
     Source: Bradley & Terry 1952, as in Ouyang et al. 2022, arXiv:2203.02155, equation 1; with a margin Touvron et al. 2023,
     arXiv:2307.09288, equation 2.

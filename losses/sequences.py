@@ -19,7 +19,7 @@ REFERENCE = "reference_log_probs"
 """Sequence field `[N]`: the reference's log-probability, summed over the supervised tokens."""
 
 MATCHED = "matched_margin"
-"""Sequence field `[N]`: the reference's log-ratio between the sides of a pair that the policy's is compared with, by rank (AOT)."""
+"""Sequence field `[N]`: the reference's log-ratio between both sides of a pair, matched to the policy's by rank (AOT)."""
 
 
 def sequence_of(batch: PackedBatch) -> Tensor:
@@ -35,11 +35,11 @@ def sequence_sums(values: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, batch: PackedBatch) -> Tensor:
-    """Return `[T]`: for each token, the mean log-ratio of its response, which is the log of the length-normalized ratio.
+    """Return `[T]`: for each token, the mean log-ratio of its completion, which is the log of the length-normalized ratio.
 
     Args:
         log_ratio: `[T]`, the log-ratio of each token.
-        mask: `[T]` float mask of the response tokens.
+        mask: `[T]` float mask of the completion tokens.
         batch: The batch that maps tokens to sequences.
 
     Source: Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 7.
@@ -81,7 +81,7 @@ def pairs_of(batch: PackedBatch) -> SequencePairs:
     # By group, the chosen one first.
     order = (2 * groups + ~preferred).argsort()
     chosen, rejected = order[::2], order[1::2]
-    # One reading from the device, whatever is checked.
+    # A single transfer from the device for all checks.
     if batch.num_sequences % 2 or not bool(
         (preferred[chosen] & ~preferred[rejected] & (groups[chosen] == groups[rejected])).all()
         & (groups[chosen][1:] != groups[chosen][:-1]).all()

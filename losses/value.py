@@ -43,7 +43,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss:
-    """The clipped value loss, averaged over the response tokens.
+    """The clipped value loss, averaged over the completion tokens.
 
     The batch needs the token field `returns`, and with a clip also `values`.
 
@@ -65,11 +65,11 @@ class ValueLoss:
             raise ConfigError(f"clip={self.clip}; it must be more than 0, or None")
 
     def tokens(self, batch: PackedBatch) -> Tensor:
-        """Return the mask of the response tokens."""
+        """Return the mask of the completion tokens."""
         return response_tokens(batch)
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
-        """Return the number of response tokens."""
+        """Return the number of completion tokens."""
         check_response_mask(batch)
         tokens = self.tokens(batch)
         for name in ("returns", *(["values"] if self.clip is not None else [])):
@@ -77,10 +77,10 @@ class ValueLoss:
         return {"value": float(tokens.sum())}
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
-        """Compute the loss sums over the responses of a micro-batch."""
+        """Compute the loss sums over the completions of a micro-batch."""
         assert outputs.values is not None
         values, zeros = outputs.values, torch.zeros_like(outputs.values)
-        # Positions outside the responses may hold anything; even multiplied by zero, a NaN would corrupt the gradient.
+        # Positions outside the completions may hold anything; even multiplied by zero, a NaN would corrupt the gradient.
         returns = torch.where(outputs.mask, token_field(batch, "returns").to(values.dtype), zeros)
         old_values = values.detach()
         if self.clip is not None:

@@ -1,1 +1,1 @@
-"""Images, video and audio of a row or a request: read, decoded, and processed as a model's encoders take them."""
+"""Images, video and audio of a row or a request: reading, decoding, and processing for a model's encoders."""

@@ -1,4 +1,4 @@
-"""Decoding of images, video and audio, whose sizes are bounded before anything is decoded.
+"""Decoding of images, video and audio. Sizes are checked before anything is decoded.
 
 Axes: T frames, H height, W width, N samples of audio.
 """
@@ -21,28 +21,29 @@ from .sources import MediaSource
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
 MOST_PIXELS = 64 * 2**20
-"""The largest number of pixels of an image or a frame, whatever the settings. A small file may claim to have many more."""
+"""The maximum number of pixels in an image or a frame, regardless of the settings. A small file may claim to have many more."""
 MOST_SECONDS = 24 * 3600
-"""The longest video or audio, whatever the settings."""
+"""The maximum duration of video or audio in seconds, regardless of the settings."""
 
 TooLarge = Literal["resize", "error", "skip"]
 Fit = Callable[[int, int, int], tuple[int, int]]
 
 
 class TooLargeError(MediaError):
-    """An image, a video or audio is beyond the limits, and the settings do not say to resize it."""
+    """An image, a video or audio exceeds the limits, and the settings do not allow resizing it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaLimits:
-    """The limits on what is decoded, and how much of a video is.
+    """The limits of decoding, and the sampling of frames.
 
     Args:
-        max_pixels: The most pixels of an image or a frame; None leaves the size to the model's processor.
-        max_frames: The most frames of a video.
-        fps: The frames per second of a video that are used, up to `max_frames`.
-        max_seconds: The most seconds of audio; None is what the model's encoder takes.
-        too_large: What becomes of larger ones. `resize`: fewer pixels, fewer frames per second, the first seconds; otherwise it is an error.
+        max_pixels: The maximum number of pixels in an image or a frame; None leaves the size to the model's processor.
+        max_frames: The maximum number of frames in a video.
+        fps: The number of frames per second to use from a video, up to `max_frames` in total.
+        max_seconds: The maximum duration of audio in seconds; None for the limit of the model's encoder.
+        too_large: The handling of larger media. `resize`: use fewer pixels, fewer frames per second, or the first seconds. Otherwise raise
+            an error.
     """
 
     max_pixels: int | None = None
@@ -58,10 +59,10 @@ class Video:
 
     Args:
         frames: The images, T of them.
-        seconds: When each is shown, in seconds from the beginning, `[T]`.
-        fps: How many of them make a second.
+        seconds: The time of each frame in seconds from the beginning, `[T]`.
+        fps: The number of these frames per second.
         width: The width of the video, before its frames were resized.
-        height: Its height.
+        height: The height of the video, before its frames were resized.
     """
 
     frames: list[Image.Image]
@@ -72,18 +73,18 @@ class Video:
 
 
 def decode_image(source: MediaSource, limits: MediaLimits) -> Image.Image:
-    """Return an image in RGB, turned as its camera noted.
+    """Return an image in RGB, rotated according to its metadata.
 
     Args:
-        source: Its content.
+        source: The content of the image.
         limits: The limits.
 
     Raises:
-        TooLargeError: It has too many pixels.
-        MediaError: It is damaged, or of a format that is not read.
+        TooLargeError: The image has too many pixels.
+        MediaError: The image is damaged, or its format is not supported.
     """
     with _damage(source), warnings.catch_warnings():
-        # Of images that are larger than usual; there are limits of our own.
+        # PIL warns about unusually large images; we have our own limits.
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         image: Image.Image = Image.open(io.BytesIO(source.content), formats=FORMATS)
         width, height = image.size
@@ -97,7 +98,7 @@ def decode_image(source: MediaSource, limits: MediaLimits) -> Image.Image:
         if image.mode in ("I", "I;16", "I;16B", "F"):
             image = _eight_bits(image)
         image = image.convert("RGB")
-        # The camera's note may have exchanged the sides.
+        # The rotation may have exchanged the sides.
         return (
             image
             if small is None
@@ -106,25 +107,25 @@ def decode_image(source: MediaSource, limits: MediaLimits) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Return an image of 16 bits or of floating point in 8 bits, which PIL would clip instead."""
+    """Scale an image of 16 bits or floating point to 8 bits; PIL would clip it instead."""
     values = np.asarray(image, np.float64)
     if not np.isfinite(values).all():
         raise ValueError("its pixels are not finite")
     if image.mode.startswith("I;16"):
         most = 65535.0
     else:
-        # What 32 bits or floating point are meant to hold is not in the file.
+        # For 32 bits or floating point, the range of values is not given in the file.
         most = 1.0 if image.mode == "F" and values.max() <= 1 else 65535.0 if values.max() > 255 else 255.0
     return Image.fromarray(np.clip(values / most * 255, 0, 255).round().astype(np.uint8))
 
 
 def _smaller(source: MediaSource, width: int, height: int, limits: MediaLimits) -> tuple[int, int] | None:
-    """Return the size to which an image or a frame is to be resized; None if it is small enough."""
+    """Return the size to resize an image or a frame to; None if it is small enough."""
     if limits.max_pixels is None or width * height <= limits.max_pixels:
         return None
     _refuse(source, f"{width} x {height} pixels", f"data.max_pixels={limits.max_pixels}", limits)
     scale = math.sqrt(limits.max_pixels / (width * height))
-    # Not more pixels than allowed, also where one side is very short.
+    # Not more pixels than allowed, even if one side is very short.
     short = max(1, int(min(width, height) * scale))
     long = max(1, min(int(max(width, height) * scale), limits.max_pixels // short))
     return (long, short) if width >= height else (short, long)
@@ -143,12 +144,12 @@ def _damage(source: MediaSource) -> Iterator[None]:
         yield
     except (MediaError, MemoryError, ConfigError):
         raise
-    except Exception as e:  # decoders raise errors of many types
+    except Exception as e:  # decoders raise anything on a damaged file
         raise MediaError(f"the {source.kind} {source.name} cannot be decoded: {type(e).__name__}: {e}") from e
 
 
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,flv,asf,gif,ogg,wav,w64,aiff,mp3,flac,aac,caf,amr,au"
-"""The formats of files with video or audio. Others, such as playlists, make the decoder open what they name."""
+"""The formats of files with video or audio. Other formats, such as playlists, make the decoder open further files."""
 
 
 def _av() -> Any:
@@ -167,13 +168,13 @@ def _open(source: MediaSource) -> Any:
 
 
 def frame_indices(duration: float, count: int, limits: MediaLimits, multiple: int) -> list[int]:
-    """Return which frames of a video are used: evenly spread over it, `fps` of them per second.
+    """Return the indices of the frames to use from a video: evenly spaced, `fps` per second.
 
     Args:
-        duration: The video's seconds.
-        count: The number of its frames.
+        duration: The duration of the video in seconds.
+        count: The number of frames in the video.
         limits: The limits.
-        multiple: What the number of frames is a multiple of, if the video has as many: that of the encoder's frames in a patch.
+        multiple: The number of frames is made a multiple of this if the video has enough: the frames per patch of the encoder.
     """
     most = max(1, min(limits.max_frames, count))
     number = max(1, min(round(duration * limits.fps), most))
@@ -191,24 +192,24 @@ def decode_video(
     fit: Fit | None = None,
     resample: int = Image.Resampling.BICUBIC,
 ) -> Video:
-    """Return the frames of a video that are used, turned as its camera noted; see `frame_indices`.
+    """Return the sampled frames of a video, rotated according to its metadata; see `frame_indices`.
 
     Args:
-        source: Its content.
+        source: The content of the video.
         limits: The limits.
-        multiple: What the number of frames is a multiple of, if the video has as many.
-        fit: Returns the width and height to which frames are resized, given their number, width and height; each is resized when it is
-            decoded, so that no frame is kept in full.
-        resample: How PIL resizes.
+        multiple: The number of frames is made a multiple of this if the video has enough.
+        fit: Returns the width and height to resize frames to, given their number, width and height. Each frame is resized when it is
+            decoded, so no frame is kept at full size.
+        resample: PIL's resampling filter.
 
     Raises:
-        TooLargeError: It has too many pixels or frames.
-        MediaError: It is damaged, or has no frames.
+        TooLargeError: The video has too many pixels or frames.
+        MediaError: The video is damaged, or has no frames.
     """
     with _damage(source), _open(source) as container:
         stream = next(iter(container.streams.video), None)
         if stream is None:
-            raise MediaError(f"the video {source.name} has no pictures in it")
+            raise MediaError(f"the video {source.name} has no video stream")
         width, height = stream.codec_context.width, stream.codec_context.height
         if not 0 < width * height <= MOST_PIXELS:
             raise MediaError(f"the video {source.name} has {width} x {height} pixels; 1 to {MOST_PIXELS} are decoded")
@@ -242,13 +243,13 @@ def decode_video(
                 break
         if last is None:
             raise MediaError(f"the video {source.name} has no frames")
-        # A file may have fewer frames than it claims.
+        # A file may have fewer frames than it claims to have.
         images += [picture(last)] * (len(chosen) - len(images))
     return Video(frames=images, seconds=[i / rate for i in chosen], fps=len(chosen) / seconds, width=width, height=height)
 
 
 def _seconds(source: MediaSource, container: Any, stream: Any) -> float:
-    """Return how long a file says that it is; 0 if it does not."""
+    """Return the duration in seconds from a file's metadata; 0 if it is not given."""
     seconds = (
         float(stream.duration * stream.time_base) if stream.duration else float(Fraction(container.duration or 0, 1_000_000))
     )
@@ -258,7 +259,7 @@ def _seconds(source: MediaSource, container: Any, stream: Any) -> float:
 
 
 def _count(container: Any, source: MediaSource) -> int:
-    """Return the number of frames of a file that does not say it."""
+    """Count the frames of a file whose metadata do not give their number."""
     count = sum(1 for packet in container.demux(video=0) if packet.size)
     if not count:
         raise MediaError(f"the video {source.name} has no frames")
@@ -266,17 +267,17 @@ def _count(container: Any, source: MediaSource) -> int:
 
 
 def decode_audio(source: MediaSource, rate: int, limits: MediaLimits, most: float | None) -> NDArray[np.float32]:
-    """Return the samples of audio `[N]` float32 in one channel.
+    """Return the samples of audio, `[N]` float32, mixed to one channel.
 
     Args:
-        source: Its content.
-        rate: The samples per second that the model takes.
+        source: The content of the audio.
+        rate: The sample rate of the model in Hz.
         limits: The limits.
-        most: The most seconds that the model's encoder takes; None if it has no limit.
+        most: The maximum duration in seconds for the model's encoder; None if it has no limit.
 
     Raises:
-        TooLargeError: It is too long.
-        MediaError: It is damaged, or has no sound.
+        TooLargeError: The audio is too long.
+        MediaError: The audio is damaged, or has no sound.
     """
     bound = min((value for value in (limits.max_seconds, most) if value is not None), default=float(MOST_SECONDS))
     setting = (
@@ -304,7 +305,7 @@ def _decoded(av: Any, source: MediaSource, rate: int, bound: float) -> tuple[NDA
     with _open(source) as container:
         stream = next(iter(container.streams.audio), None)
         if stream is None:
-            raise MediaError(f"the audio {source.name} has no sound in it")
+            raise MediaError(f"the audio {source.name} has no audio stream")
         _seconds(source, container, stream)
         parts: list[NDArray[np.float32]] = []
         resampler, count = av.AudioResampler(format="fltp", layout="mono", rate=rate), 0

@@ -1,7 +1,7 @@
-"""What a model's encoders take of an image, video or audio, and the text that stands in its place.
+"""Processing of images, video and audio into the inputs of a model's encoders, and the text that replaces their placeholders.
 
-Images are processed by the model's image processor in its PIL form, audio by its feature extractor. Video processors of transformers need
-torchvision, so the frames of a video go through the image processor, with the sizes and the order of patches of the family's video processor.
+Images are processed by the PIL version of the model's image processor, audio by its feature extractor. Video processors of transformers
+require torchvision, so video frames go through the image processor, with the sizes and the patch order of the family's video processor.
 
 Axes: M rows of a field, T frames, C channels, N patches of a frame.
 """
@@ -30,22 +30,22 @@ from .decode import MediaLimits, Video, decode_audio, decode_image, decode_video
 from .sources import MediaSource
 
 NOT_OF_MEDIA = ("text_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
-"""The keys of a config that have nothing to do with media."""
+"""The keys of a config that are unrelated to media."""
 FORMAT = 1
-"""The version of the results of this code; incremented when they change."""
+"""The version of the results of this code; increment it when they change."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProcessedMedia:
-    """An image, video or audio as a model takes it.
+    """An image, video or audio, processed for a model.
 
     Args:
         kind: The kind.
-        fields: The fields of a batch, with one row or several each.
-        text: What stands in its place in a prompt, instead of the token that a chat template writes.
-        tokens: The number of tokens in whose place features stand.
-        parts: The number of parts whose patches alone attend to each other in the encoder.
-        size: The size of what was decoded, for people.
+        fields: The fields for a batch, with one or more rows each.
+        text: The text in the prompt that replaces the placeholder from the chat template.
+        tokens: The number of placeholder tokens, one per feature.
+        parts: The number of parts; in the encoder, patches attend only within their part.
+        size: The size before processing, for display.
     """
 
     kind: Kind
@@ -74,33 +74,33 @@ class MediaProcessor:
     # ---- tokens ------------------------------------------------------------------------------------------------------
 
     def token(self, kind: Kind) -> str:
-        """Return the token in whose place features stand."""
+        """Return the placeholder token that features replace."""
         return str(self._tokenizer.convert_ids_to_tokens(self.family.tokens[kind]))
 
     def placeholder(self, kind: Kind) -> str:
-        """Return what a chat template writes for one item."""
+        """Return the text that a chat template writes for one item."""
         return self.token(kind)
 
     def expansion(self, kind: Kind, tokens: int, outputs: Mapping[str, Any]) -> str:
-        """Return what stands in the place of the placeholder.
+        """Return the text that replaces the placeholder of an item.
 
         Args:
             kind: The kind.
             tokens: The number of features.
-            outputs: What the processor of the kind returned.
+            outputs: The output of the processor of the kind.
         """
         return self.token(kind) * tokens
 
     # ---- processing --------------------------------------------------------------------------------------------------
 
     def key(self, kind: Kind) -> str:
-        """Return a digest of everything but the content and the limits that the result of a kind depends on.
+        """Return a digest of everything that the result of a kind depends on, except the content and the limits.
 
         Raises:
-            ModelError: The model's folder has no processor for it.
+            ModelError: The model's folder has no processor for the kind.
         """
         if kind not in self._keys:
-            # What the text of an item and the number of its features depend on: the encoders' config, and the tokens.
+            # The encoders' config and the tokens determine the text of an item and the number of its features.
             config = {k: v for k, v in self.family.config.to_dict().items() if k not in NOT_OF_MEDIA}
             settings = [config, sorted(self._tokenizer.get_added_vocab().items()), self._processor(kind).to_json_string()]
             parts = [
@@ -117,19 +117,19 @@ class MediaProcessor:
         """Check that the model takes a kind of media.
 
         Raises:
-            MediaError: It does not.
-            ModelError: Its folder has no processor for it.
+            MediaError: The model does not take it.
+            ModelError: The model's folder has no processor for it.
         """
         if kind not in self.family.modalities:
-            raise MediaError(f"the model ({self.name}) takes {' and '.join(self.family.modalities)}, and no {kind}")
+            raise MediaError(f"the model ({self.name}) takes {' and '.join(self.family.modalities)}, but no {kind}")
         self._processor(kind)
 
     def process(self, source: MediaSource, limits: MediaLimits) -> ProcessedMedia:
         """Decode and process an image, video or audio.
 
         Args:
-            source: Its content.
-            limits: The limits on what is decoded.
+            source: The content.
+            limits: The limits of decoding.
 
         Raises:
             MediaError: It cannot be decoded, is too large, or cannot be processed.
@@ -146,7 +146,7 @@ class MediaProcessor:
                 outputs = self._audio(source, limits)
         except (MediaError, ModelError):
             raise
-        except ValueError as e:  # of the processor, for a size that it does not take
+        except ValueError as e:  # the processor rejects the size
             raise MediaError(f"the {source.kind} {source.name} cannot be processed: {e}") from e
         modality = self.family.modalities[source.kind]
         fields = {name: _tensor(outputs[name]) for name in (*modality.fields, *modality.optional) if name in outputs}
@@ -183,7 +183,7 @@ class MediaProcessor:
 
     @cached_property
     def _images(self) -> Any:
-        # Without torchvision.
+        # The version that does not need torchvision.
         return self._load(AutoImageProcessor, "image processor", backend="pil")
 
     @cached_property
@@ -191,9 +191,9 @@ class MediaProcessor:
         raise NotImplementedError
 
     def _video_settings(self) -> dict[str, Any]:
-        """Return the settings of the model's video processor; none if its folder has none."""
+        """Return the settings of the model's video processor; empty if its folder has none."""
         folder = resolve_folder(self._model.path)
-        # In the order of transformers: the last one is of folders from before there were video processors.
+        # In the order of transformers: the last name is from before video processors existed.
         files = (
             ("processor_config.json", "video_processor"),
             ("video_preprocessor_config.json", None),
@@ -220,7 +220,7 @@ class MediaProcessor:
         try:
             with quiet_hub():
                 return auto.from_pretrained(path, trust_remote_code=self._model.trust_remote_code, **options)
-        except Exception as e:  # of many types, because files can be damaged in many ways
+        except Exception as e:  # transformers may raise anything on a damaged file
             raise ModelError(
                 f"model.path={path}: {reason(e, path, f'it has no usable {what}')}; copy the model's preprocessor_config.json or "
                 "processor_config.json next to config.json"
@@ -236,9 +236,9 @@ class QwenProcessor(MediaProcessor):
     """Qwen's vision-language families, and the thinker of Qwen2.5-Omni."""
 
     video_size: ClassVar[Mapping[str, int]] = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
-    """The fewest and the most pixels of a frame, where the folder names none."""
+    """The default minimum and maximum number of pixels in a frame."""
     seconds_field: ClassVar[str] = ""
-    """The field with the seconds between two patches of a video in time."""
+    """The field with the time between two patches of a video, in seconds."""
 
     @cached_property
     def _videos(self) -> Any:
@@ -278,7 +278,7 @@ class QwenProcessor(MediaProcessor):
         return smart_size(1, height, width, factor, processor.size["shortest_edge"], processor.size["longest_edge"])
 
     def _times(self, video: Video, merged: int) -> list[float]:
-        """Return the seconds of each patch in time: the middle of those of its frames, the last of which may be repeated."""
+        """Return the time of each patch in seconds: the mean over its frames; the last frame may be repeated."""
         seconds = [*video.seconds, *[video.seconds[-1]] * (-len(video.seconds) % merged)]
         return [(seconds[i] + seconds[i + merged - 1]) / 2 for i in range(0, len(seconds), merged)]
 
@@ -290,7 +290,7 @@ def _shared(processor: Any, names: tuple[str, ...]) -> dict[str, Any]:
 def patches_of_video(values: Tensor, grids: Tensor, merged: int) -> tuple[Tensor, Tensor]:
     """Return the patches of a video, given those of its frames as images.
 
-    The patches of an image have the same pixels `merged` times, as if it stood still.
+    The patches of an image repeat the same pixels `merged` times, like a still video.
 
     Args:
         values: `[T N, C merged P P]`, the patches of the frames.
@@ -309,23 +309,23 @@ def patches_of_video(values: Tensor, grids: Tensor, merged: int) -> tuple[Tensor
 
 
 def smart_size(frames: int, height: int, width: int, factor: int, least: int, most: int, merged: int = 1) -> tuple[int, int]:
-    """Return the height and width to which Qwen's processors resize, as transformers' `smart_resize` of Qwen2-VL and Qwen3-VL compute them.
+    """Return the height and width that Qwen's processors resize to, as in transformers' `smart_resize` of Qwen2-VL and Qwen3-VL.
 
     Args:
-        frames: The number of frames that the bounds are for: 1 if they are for one.
+        frames: The number of frames that the bounds apply to in total; 1 if they apply to each frame.
         height: The height.
         width: The width.
-        factor: What both become multiples of.
-        least: The fewest pixels.
-        most: The most pixels.
-        merged: What the number of frames is rounded to a multiple of.
+        factor: The result's height and width are multiples of this.
+        least: The minimum number of pixels.
+        most: The maximum number of pixels.
+        merged: The number of frames is rounded to a multiple of this.
 
     Raises:
         MediaError: One side is more than 200 times as long as the other.
     """
     if max(height, width) / min(height, width) > 200:
         raise MediaError(
-            f"a size of {width} x {height} pixels, of which one side is more than 200 times the other; the model takes no such one"
+            f"a size of {width} x {height} pixels, with one side more than 200 times the other, which the model does not accept"
         )
     high, wide = round(height / factor) * factor, round(width / factor) * factor
     rounded = round(frames / merged) * merged
@@ -351,7 +351,7 @@ class QwenOmniProcessor(QwenProcessor):
 
     def _audio(self, source: MediaSource, limits: MediaLimits) -> dict[str, Any]:
         outputs = super()._audio(source, limits)
-        # Its frames alone: the rest is padding up to five minutes.
+        # Keep only its frames: the rest is padding up to five minutes.
         frames = int(outputs["feature_attention_mask"].sum())
         return {
             **outputs,
@@ -361,7 +361,7 @@ class QwenOmniProcessor(QwenProcessor):
 
 
 class Qwen3Processor(QwenProcessor):
-    """Qwen3-VL, whose videos have the seconds before each patch in time, and bounds on the pixels of all frames."""
+    """Qwen3-VL, whose videos have a time stamp before each temporal patch, and bounds on the pixels of all frames together."""
 
     video_size = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
 
@@ -372,7 +372,7 @@ class Qwen3Processor(QwenProcessor):
         return start, end
 
     def placeholder(self, kind: Kind) -> str:
-        """See `MediaProcessor.placeholder`. Each patch in time of a video has borders of its own, instead of those of the whole."""
+        """See `MediaProcessor.placeholder`. Each temporal patch of a video has its own border tokens."""
         start, end = self._borders if kind == "video" else ("", "")
         return f"{start}{self.token(kind)}{end}"
 
@@ -415,7 +415,7 @@ class InternVLProcessor(MediaProcessor):
 
 
 class Gemma3Processor(MediaProcessor):
-    """Gemma 3: an image, and crops of it if its settings ask for them."""
+    """Gemma 3: an image, and crops of it if the settings enable them."""
 
     def placeholder(self, kind: Kind) -> str:
         """See `MediaProcessor.placeholder`."""
@@ -434,17 +434,17 @@ class Gemma3Processor(MediaProcessor):
 
 
 class Gemma4Processor(MediaProcessor):
-    """Gemma 4: images and frames of videos as large as a number of patches allows, and audio."""
+    """Gemma 4: images and video frames scaled to a maximum number of patches, and audio."""
 
     video_tokens: ClassVar[int] = 70
-    """The most features of a frame, where the folder names none."""
+    """The default maximum number of features in a frame."""
     budgets: ClassVar[tuple[int, ...]] = (70, 140, 280, 560, 1120)
-    """What its processors may have as the most features of an image."""
+    """The maximum numbers of features per image that its processors accept."""
     audio_samples: ClassVar[int] = 480_000
-    """The samples of audio after which its feature extractor cuts."""
+    """The number of audio samples after which its feature extractor truncates."""
 
     def _budget(self, processor: Any, limits: MediaLimits) -> int:
-        """Return the most features of an image: images are scaled up to it, so that a limit on pixels is one on features."""
+        """Return the maximum number of features of an image. Images are scaled up to it, so a limit on pixels limits features."""
         most = int(processor.max_soft_tokens)
         if limits.max_pixels is None:
             return most
@@ -460,7 +460,7 @@ class Gemma4Processor(MediaProcessor):
         return start, end
 
     def expansion(self, kind: Kind, tokens: int, outputs: Mapping[str, Any]) -> str:
-        """See `MediaProcessor.expansion`. Each frame of a video has borders of its own, and its time before it."""
+        """See `MediaProcessor.expansion`. Each frame of a video has its own border tokens, preceded by its time."""
         start, end = self._borders(kind)
         if kind != "video":
             return f"{start}{super().expansion(kind, tokens, outputs)}{end}"
@@ -500,22 +500,22 @@ class Gemma4Processor(MediaProcessor):
         extractor = self._extractor
         rate = int(extractor.sampling_rate)
         samples = decode_audio(source, rate, limits, self.audio_samples / rate)
-        # As a batch: transformers 5.23 pads another axis of a single one.
+        # Passed as a batch, because transformers 5.23 pads the wrong axis of a single item.
         outputs = extractor([samples], sampling_rate=rate, max_length=self.audio_samples, return_tensors="pt")
-        # Its frames alone: the rest is padding up to a multiple of some samples.
+        # Keep only its frames: the rest is padding up to a multiple of some samples.
         frames = int(outputs["input_features_mask"].sum())
         fields = {name: outputs[name][:, :frames] for name in ("input_features", "input_features_mask")}
         return {**fields, "size": f"{len(samples) / rate:.3g} seconds"}
 
 
 class IdeficsProcessor(MediaProcessor):
-    """Idefics 3 and SmolVLM: an image in tiles, with the row and the column of each, and then as a whole."""
+    """Idefics 3 and SmolVLM: an image in tiles with their row and column, followed by the whole image."""
 
     def _image(self, image: Any, limits: MediaLimits) -> dict[str, Any]:
         outputs = dict(self._images(images=image, return_row_col_info=True, return_tensors="pt"))
         return {
             **outputs,
-            # Of one row of a batch.
+            # Drop the batch axis of size 1.
             "pixel_values": outputs["pixel_values"][0],
             "pixel_attention_mask": outputs["pixel_attention_mask"][0],
         }

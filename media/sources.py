@@ -1,4 +1,4 @@
-"""Where media come from: files, data URIs, bytes and, if allowed, URLs. Nothing is decoded here."""
+"""The sources of media: files, data URIs, bytes and, if allowed, URLs. Nothing is decoded here."""
 
 import base64
 import binascii
@@ -20,17 +20,17 @@ from ..engine.errors import MediaError
 from ..engine.packing.batch import Kind
 
 URL_SECONDS = 30.0
-"""How long a URL may take to be fetched."""
+"""The timeout in seconds for fetching a URL."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """What media may be read from, beside data URIs and bytes.
+    """The permitted sources of media, in addition to data URIs and bytes.
 
     Args:
-        folder: The folder that relative paths start from; None allows no paths at all, as for what comes over a network.
+        folder: The folder that relative paths start from; None allows no paths at all, as for network requests.
         urls: Whether URLs are fetched.
-        max_bytes: The size of the largest file, before it is decoded.
+        max_bytes: The maximum size of a file in bytes, before decoding.
     """
 
     folder: Path | None = None
@@ -39,7 +39,7 @@ class Access:
 
 
 OVER_NETWORK = Access()
-"""For requests, whose sender must not make this machine read its files or call others."""
+"""For network requests, whose sender must not make this machine read its files or contact other machines."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,10 +48,10 @@ class MediaSource:
 
     Args:
         kind: The kind.
-        name: Where it comes from, for messages.
-        content: The content of its file; of an array, its float32 values.
-        path: Its file, if it has one.
-        rate: The samples per second, if it is an array of audio.
+        name: Its origin, for messages.
+        content: The content of the file; for an array, its float32 values.
+        path: The path of the file, if there is one.
+        rate: The sample rate in Hz, if it is an array of audio.
     """
 
     kind: Kind
@@ -73,12 +73,12 @@ def read_source(kind: Kind, value: Any, access: Access) -> MediaSource:
 
     Args:
         kind: The kind.
-        value: A path, a data URI, a URL, bytes, a mapping of `bytes` and `path` as tables have it, an image of PIL, or audio as a mapping of
+        value: A path, a data URI, a URL, bytes, a mapping of `bytes` and `path` as in tables, a PIL image, or audio as a mapping of
             `array` and `sampling_rate`.
-        access: What may be read.
+        access: The permitted sources.
 
     Raises:
-        MediaError: It cannot be read, or may not be.
+        MediaError: The source cannot be read or is not permitted.
     """
     if isinstance(value, Mapping):
         value = _of_mapping(kind, value)
@@ -87,7 +87,7 @@ def read_source(kind: Kind, value: Any, access: Access) -> MediaSource:
     if isinstance(value, bytes | bytearray | memoryview):
         return _checked(MediaSource(kind=kind, name="(bytes)", content=bytes(value)), access)
     if kind == "image" and hasattr(value, "save") and hasattr(value, "convert"):
-        # Lossless, so that equal pixels have equal content.
+        # Use a lossless format, so that equal pixels have equal content.
         buffer = io.BytesIO()
         (value if value.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I") else value.convert("RGB")).save(buffer, format="PNG")
         return _checked(MediaSource(kind=kind, name="(of PIL)", content=buffer.getvalue()), access)
@@ -107,12 +107,12 @@ def _of_mapping(kind: Kind, value: Mapping[str, Any]) -> Any:
         rate = value.get("sampling_rate")
         if kind != "audio" or isinstance(rate, bool) or not isinstance(rate, int) or not 1 <= rate <= 2**20:
             raise MediaError(
-                f"the {kind} is an array with sampling_rate={rate!r}; only audio may be, with its samples per second"
+                f"the {kind} is an array with sampling_rate={rate!r}; only audio may be an array, with its samples per second"
             )
         try:
             array = np.asarray(value["array"], np.float32)
         except (TypeError, ValueError) as e:
-            raise MediaError(f"the audio is no array of numbers: {e}") from None
+            raise MediaError(f"the audio is not an array of numbers: {e}") from None
         if array.ndim != 1 or not array.size:
             raise MediaError(f"the audio is an array of the shape {list(array.shape)}; give one channel, [N]")
         if not np.isfinite(array).all():
@@ -138,14 +138,14 @@ def _of_data_uri(kind: Kind, uri: str, access: Access) -> MediaSource:
 
 def _of_path(kind: Kind, value: str, access: Access) -> MediaSource:
     if access.folder is None:
-        raise MediaError(f"the {kind} is {value[:60]!r}; only data URIs and bytes are taken here, no paths and no URLs")
+        raise MediaError(f"the {kind} is {value[:60]!r}; only data URIs and bytes are accepted here, no paths or URLs")
     path = access.folder / value
     try:
-        # A pipe or a device might never end.
+        # Reading a pipe or a device might never end.
         regular, size = path.is_file(), path.stat().st_size
         content = path.read_bytes() if regular and size <= access.max_bytes else b""
     except (OSError, ValueError) as e:
-        # A path with a null character is a ValueError.
+        # A path with a null character raises a ValueError.
         raise MediaError(f"the {kind} {value[:200]!r} cannot be read ({getattr(e, 'strerror', None) or e}): {path}") from None
     if not regular:
         raise MediaError(f"the {kind} {value[:200]!r} is not a file: {path}")
@@ -156,7 +156,7 @@ def _of_path(kind: Kind, value: str, access: Access) -> MediaSource:
 
 def _fetch(url: str, access: Access) -> bytes:
     if not access.urls:
-        where = "data.allow_url=true fetches it" if access.folder is not None else "only data URIs and bytes are taken here"
+        where = "data.allow_url=true fetches it" if access.folder is not None else "only data URIs and bytes are accepted here"
         raise MediaError(f"{url[:100]} is a URL; {where}")
     content, end = b"", time.monotonic() + URL_SECONDS
     try:

@@ -1,4 +1,4 @@
-"""Processed media on disk, by their content: each is decoded once, whatever rows, sources, runs and processes use it."""
+"""Processed media on disk, keyed by content, so that each item is decoded only once for all rows, sources, runs and processes."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .processors import ProcessedMedia
 
 NAME = "media"
-"""The folder of processed media among those of tokenized data."""
+"""The name of the folder of processed media, next to those of tokenized data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class MediaKey:
 
     Args:
         kind: The kind.
-        digest: 32 hexadecimal digits, of the content and of all that its processing depends on.
+        digest: 32 hexadecimal digits, of the content and of everything that its processing depends on.
     """
 
     kind: Kind
@@ -39,7 +39,7 @@ class MediaKey:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaInfo:
-    """What is known of processed media without reading it; see `ProcessedMedia`."""
+    """The metadata of processed media; see `ProcessedMedia`."""
 
     text: str
     tokens: int
@@ -48,12 +48,12 @@ class MediaInfo:
 
 
 def media_key(source: MediaSource, processor: str, limits: MediaLimits) -> MediaKey:
-    """Return the name of what a content becomes.
+    """Return the key of the processed form of a content.
 
     Args:
         source: The content.
         processor: The digest of the processor's settings; see `MediaProcessor.key`.
-        limits: The limits on what is decoded.
+        limits: The limits of decoding.
     """
     settings = asdict(limits)
     unused = ("max_frames", "fps") if source.kind != "video" else ()
@@ -62,9 +62,9 @@ def media_key(source: MediaSource, processor: str, limits: MediaLimits) -> Media
 
 
 class MediaStore:
-    """A folder with a file for each image, video and audio, which is mapped into memory when it is read.
+    """A folder with one file per image, video and audio, which is memory-mapped when it is read.
 
-    Several processes may use it, also to write.
+    Several processes may read and write it at once.
 
     Args:
         folder: The folder.
@@ -78,12 +78,12 @@ class MediaStore:
         return self.folder / key.digest[:2] / f"{key.digest[2:]}.safetensors"
 
     def summary(self, key: MediaKey) -> MediaInfo | None:
-        """Return what is known of an item; None if it is not in the store."""
+        """Return the metadata of an item; None if it is not in the store."""
         try:
             with safe_open(self.path(key), framework="pt") as file:
                 notes = file.metadata()
         except (OSError, SafetensorError):
-            # Not there, or damaged, for example by a full disk; it is written again.
+            # The file is missing or damaged, for example by a full disk; it is written again.
             return None
         return MediaInfo(text=notes["text"], tokens=int(notes["tokens"]), parts=int(notes["parts"]), size=notes["size"])
 
@@ -91,25 +91,25 @@ class MediaStore:
         """Return the fields of an item.
 
         Raises:
-            DataError: Its file is not there any more, or is damaged.
+            DataError: The file no longer exists or is damaged.
         """
         path = self.path(key)
         try:
             with safe_open(path, framework="pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as e:
-            # So that the next start sees that it is missing.
+            # Delete the file, so that the next start notices that it is missing.
             path.unlink(missing_ok=True)
             raise DataError(
-                f"the processed {key.kind} {path} cannot be read ({e}); start again, and it is made anew. If the machines of a run have no "
+                f"the processed {key.kind} {path} cannot be read ({e}); start again to recreate it. If the machines of a run have no "
                 "folder in common, set data.cache_dir to one"
             ) from e
 
     def add(self, key: MediaKey, media: "ProcessedMedia") -> None:
-        """Write an item. It appears whole or not at all.
+        """Write an item. The write is atomic.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The item cannot be written.
         """
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ class MediaStore:
             notes = {"text": media.text, "tokens": str(media.tokens), "parts": str(media.parts), "size": media.size}
             try:
                 save_file({name: value.contiguous() for name, value in media.fields.items()}, temporary, metadata=notes)
-            except SafetensorError as e:  # of a full disk, too
+            except SafetensorError as e:  # also raised on a full disk
                 raise OSError(errno.EIO, str(e)) from e
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""The adapters of a model by their names, and those of the rows of the pass that is running."""
+"""The adapters of a model by name, and those of the running pass's rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ class AdapterRows:
         start: The first row.
         end: The row after the last one.
         adapter: The name of the adapter; None for the model without any.
-        train: Whether gradients are added up.
-        linear: Whether the loss is linear in its outputs, so that the head's gradient is known in advance.
+        train: Whether gradients are accumulated.
+        linear: Whether the loss is linear in the outputs, so that the head's gradient is known in advance.
     """
 
     start: int
@@ -33,7 +33,7 @@ class AdapterRows:
 
 @dataclass(eq=False)
 class RunningPass:
-    """The rows of the pass that is running, on this rank: what the adapted layers read. One object for all layers of a model."""
+    """The rows of the running pass on this rank, which the adapted layers read. All layers of a model share one object."""
 
     rows: tuple[AdapterRows, ...] = ()
     count: int = 0
@@ -41,10 +41,10 @@ class RunningPass:
     """The name of the head among the layers."""
     slots: Mapping[str, AdapterSlot] = field(default_factory=dict)
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
-    """Through which the backward pass reaches layers whose input requires no gradient."""
+    """The scalar that lets the backward pass reach layers whose input requires no gradient."""
 
     def factors(self, rows: AdapterRows, layer: str, dtype: torch.dtype) -> Factors | None:
-        """Return the factors of the adapter of rows for a layer; None if there is none."""
+        """Return the factors of the rows' adapter for a layer; None if there are none."""
         return None if rows.adapter is None else self.slots[rows.adapter].factors(layer, dtype, train=rows.train)
 
     def spans(self, layer: str, x_ti: Tensor) -> list[FactorSpan]:
@@ -52,25 +52,25 @@ class RunningPass:
 
         Args:
             layer: The name of the layer.
-            x_ti: Its input.
+            x_ti: The input of the layer.
 
         Raises:
-            ModelError: The input has other rows than the pass, so that nobody knows whose they are.
+            ModelError: The input has a different number of rows than the pass, so its rows cannot be assigned to adapters.
         """
         if self.rows and len(x_ti) != self.count:
             raise ModelError(
-                f"{layer} is given {len(x_ti)} rows in a pass of {self.count}, so that adapters cannot tell their own; train adapters that "
-                "leave out its target"
+                f"{layer} received {len(x_ti)} rows in a pass of {self.count}, so its rows cannot be assigned to adapters; train adapters "
+                "without its target"
             )
         with_factors = [(one, self.factors(one, layer, x_ti.dtype)) for one in self.rows]
         return [FactorSpan(one.start, one.end, factors) for one, factors in with_factors if factors is not None]
 
     def expert_spans(self, layer: str, dtype: torch.dtype, experts_s: Tensor, tokens_s: Tensor) -> list[FactorSpan]:
-        """Return the pairs of a token and its expert with that expert's factors. The pairs are in the order of experts, then of tokens.
+        """Return the spans of token-expert pairs with the experts' factors. Pairs are ordered by expert, then by token.
 
         Args:
             layer: The name of the layer.
-            dtype: The dtype of its input.
+            dtype: The dtype of the layer's input.
             experts_s: The expert of each pair.
             tokens_s: The row of each pair's token.
         """
@@ -98,10 +98,10 @@ class AdapterBank:
 
     Args:
         layers: The layers that can be adapted.
-        running: What the layers read.
-        device: Where adapters are held.
-        most: How many there may be at a time.
-        in_turns: Whether a pass has the rows of one adapter alone.
+        running: The running pass, which the layers read.
+        device: The device of the adapters.
+        most: The maximum number of adapters at a time.
+        in_turns: Whether a pass has the rows of only one adapter.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class AdapterBank:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the adapters, in the order in which they were created."""
+        """The names of the adapters, in the order of their creation."""
         return tuple(self._slots)
 
     def __contains__(self, name: object) -> bool:
@@ -133,23 +133,23 @@ class AdapterBank:
         return self._slots[name]
 
     def create(self, name: str, config: AdapterConfig) -> AdapterSlot:
-        """Create an adapter. It must be created on all ranks, which draw the same initial factors.
+        """Create an adapter. Must be called on all ranks, which draw the same initial factors.
 
         Raises:
-            ConfigError: There is one with this name, there are as many as there may be, or its settings do not fit the model.
+            ConfigError: The name is taken, the maximum number is reached, or the settings do not fit the model.
         """
         if name in self._slots:
-            raise ConfigError(f"there is an adapter {name!r} already; drop it first, or choose another name")
+            raise ConfigError(f"there already is an adapter {name!r}; drop it first, or choose another name")
         self._check_room()
         slot = AdapterSlot(config, self.layers, self._device)
         self._slots[name] = slot
         return slot
 
     def put(self, name: str, slot: AdapterSlot) -> None:
-        """Add an adapter, or put it in the place of another one.
+        """Add an adapter, or replace the one with the same name.
 
         Raises:
-            ConfigError: There are as many adapters as there may be.
+            ConfigError: The maximum number of adapters is reached.
         """
         if name not in self._slots:
             self._check_room()
@@ -158,14 +158,14 @@ class AdapterBank:
     def _check_room(self) -> None:
         if len(self._slots) >= self._most:
             raise ConfigError(
-                f"max_adapters={self._most}: there are as many adapters already; drop one first, or raise the number"
+                f"max_adapters={self._most}: the maximum number of adapters is reached; drop one first, or raise the number"
             )
 
     def drop(self, name: str) -> None:
         """Free an adapter.
 
         Raises:
-            ConfigError: There is none with this name.
+            ConfigError: There is no adapter with this name.
         """
         self[name]
         del self._slots[name]
@@ -174,7 +174,7 @@ class AdapterBank:
         """Choose the adapters of the rows of the next pass.
 
         Args:
-            rows: The rows of the complete pass, which do not overlap, in order.
+            rows: The rows of the complete pass, in order and without overlap.
             first: The first row of this rank's slice.
             count: The number of rows of the slice.
         """

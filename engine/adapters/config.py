@@ -8,7 +8,7 @@ from ..errors import ConfigError
 
 Target = Literal["attention", "mlp", "unembedding"]
 TARGETS: tuple[Target, ...] = ("attention", "mlp", "unembedding")
-"""What an adapter may adapt: the linear layers of all token mixers, those of all feed-forward networks, and the head."""
+"""The targets of adapters: the linear layers of all token mixers, those of all feed-forward networks, and the head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +19,8 @@ class AdapterConfig(Settings):
 
     rank: int = setting(32, "rank of the adapter", most=65536)
     alpha: float = setting(32.0, "the output of the adapter is scaled by alpha / rank", most=1e6)
-    targets: tuple[str, ...] = setting(("attention", "mlp"), "what is adapted: attention, mlp, unembedding")
-    seed: int = setting(0, "seed of the initial matrices A; the matrices B begin with zeros", most=MOST_SEED)
+    targets: tuple[str, ...] = setting(("attention", "mlp"), "the layers to adapt: attention, mlp, unembedding")
+    seed: int = setting(0, "seed of the initial matrices A; the matrices B are initialized with zeros", most=MOST_SEED)
 
     def _check_values(self) -> None:
         check_least("adapter.rank", self.rank, 1)

@@ -1,7 +1,7 @@
-"""How the documents of several calls are divided into passes. Imports no torch.
+"""The division of several calls' documents into passes. Imports no torch.
 
-A segment is a run of documents of one call, whose rows are contiguous. With equal numbers in any company (`EngineConfig.invariant`), a call is
-cut into segments by itself alone, and each is padded to a multiple of rows of its own.
+A segment is a run of documents of one call, with contiguous rows. With `EngineConfig.invariant`, a call is divided into segments
+independently of other calls, and each segment is padded to a multiple of rows.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from ..packing.microbatch import invariant_partition
 
 @dataclass(frozen=True, kw_only=True)
 class PassLimits:
-    """What a pass holds at most.
+    """The limits of a pass.
 
     Args:
-        tokens: The number of tokens, `engine.micro_batch.max_tokens`.
+        tokens: The maximum number of tokens, `engine.micro_batch.max_tokens`.
         setting: The name of the setting that determines it, for messages.
-        invariant_size: The number of rows up to which documents share a pass, if numbers are equal in any company; 0 if none do. None if
-            they need not be.
-        multiple: The number of which that of a segment's rows is a multiple.
+        invariant_size: With `EngineConfig.invariant`, the maximum number of rows in a segment that documents share; 0 if none share one.
+            None without it.
+        multiple: The number that divides the row count of every segment.
     """
 
     tokens: int
@@ -31,13 +31,13 @@ class PassLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Documents of one call that are computed side by side.
+    """Documents of one call that are computed in one pass.
 
     Args:
         call: The index of the call.
         documents: Their indices in the call's batch, in order.
         tokens: The number of their tokens.
-        padding: The number of rows that follow them.
+        padding: The number of padding rows after the tokens.
     """
 
     call: int
@@ -47,24 +47,24 @@ class Segment:
 
     @property
     def rows(self) -> int:
-        """The number of rows that it takes."""
+        """The number of rows, including padding."""
         return self.tokens + self.padding
 
 
 def plan_passes(lengths: Sequence[Sequence[int]], adapters: Sequence[str | None], limits: PassLimits) -> list[list[Segment]]:
-    """Return the segments of each pass. Those of one adapter are in the order of its calls, over all passes.
+    """Return the segments of each pass. The segments of one adapter are in the order of its calls, over all passes.
 
     Args:
         lengths: The number of tokens in each document of each call.
         adapters: The adapter of each call.
-        limits: What a pass holds.
+        limits: The limits of a pass.
 
     Raises:
         BudgetError: A document exceeds the budget of tokens.
     """
     passes: list[list[Segment]] = []
     used: list[int] = []
-    # The first pass that may have an adapter's next segment.
+    # The first pass that may contain an adapter's next segment.
     first: dict[str | None, int] = {}
     size = limits.tokens if limits.invariant_size is None else min(limits.tokens, limits.invariant_size)
     for call, (of_call, adapter) in enumerate(zip(lengths, adapters, strict=True)):
@@ -83,7 +83,7 @@ def plan_passes(lengths: Sequence[Sequence[int]], adapters: Sequence[str | None]
 def _segments(call: int, lengths: Sequence[int], limits: PassLimits) -> list[Segment]:
     if limits.invariant_size is None:
         return _by_budget(call, lengths, limits)
-    # A segment's rows have to fit with its padding.
+    # A segment must fit together with its padding.
     size = min(limits.invariant_size, limits.tokens) // limits.multiple * limits.multiple
     parts = invariant_partition(lengths, limits.tokens, size, setting=limits.setting)
     return [_segment(call, part, lengths, limits.multiple) for part in parts]
@@ -106,7 +106,7 @@ def _segment(call: int, documents: Sequence[int], lengths: Sequence[int], multip
 
 
 def _joined(segments: Sequence[Segment]) -> list[Segment]:
-    """Return the segments of a pass with those of one call as one; none has padding."""
+    """Merge the segments of each call in a pass; none has padding."""
     result: list[Segment] = []
     for segment in segments:
         last = result[-1] if result else None

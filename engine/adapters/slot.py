@@ -16,7 +16,7 @@ from ..ops.adapter_products import Factors
 from .config import AdapterConfig, Target
 
 ALIGNMENT = 16
-"""Factors begin at multiples of 64 bytes, since products on a CPU may add up in another order where memory is not aligned."""
+"""Factors are aligned to 64 bytes, because products of unaligned memory may add in a different order on a CPU."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -25,11 +25,11 @@ class AdaptedLayer:
     """A layer that adapters can adapt.
 
     Args:
-        name: The name of its module in the transformers model.
-        target: What it belongs to.
-        inputs: The size of its input.
-        outputs: The size of its output.
-        experts: The number of experts, of one matrix of all experts of a layer, each of which has factors of its own; else None.
+        name: The name of the module in the transformers model.
+        target: The adapter target that it belongs to.
+        inputs: The size of the layer's input.
+        outputs: The size of the layer's output.
+        experts: The number of experts if this is a matrix of all experts of a layer, each with its own factors; else None.
     """
 
     name: str
@@ -41,7 +41,7 @@ class AdaptedLayer:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the factors of a layer are in the flat tensors."""
+    """The place of a layer's factors in the flat tensors."""
 
     layer: AdaptedLayer
     down: int
@@ -53,8 +53,8 @@ class AdapterStep:
     """The result of an optimizer step of one adapter.
 
     Args:
-        grad_norm: The 2-norm of its gradient before clipping.
-        step: The number of its steps so far.
+        grad_norm: The 2-norm of the gradient before clipping.
+        step: The number of the adapter's steps so far.
     """
 
     grad_norm: float
@@ -62,15 +62,15 @@ class AdapterStep:
 
 
 class AdapterSlot:
-    """An adapter of a frozen model. Every rank holds it whole, and adds up the gradients of its own tokens until the optimizer step.
+    """An adapter of a frozen model. Every rank holds it in full, and accumulates the gradients of its own tokens until the optimizer step.
 
     Args:
-        config: Its settings.
+        config: The settings of the adapter.
         layers: All layers of the model that can be adapted.
-        device: Where it is held.
+        device: The device of the adapter.
 
     Raises:
-        ConfigError: The model has none of the layers that the settings name, or the rank is larger than one of them.
+        ConfigError: The model has no layers of a target, or the rank exceeds the size of a layer.
     """
 
     def __init__(self, config: AdapterConfig, layers: Sequence[AdaptedLayer], device: torch.device) -> None:
@@ -86,7 +86,7 @@ class AdapterSlot:
         present = {layer.target for layer in layers}
         if missing := [target for target in config.targets if target not in present]:
             raise ConfigError(
-                f"adapter.targets={list(config.targets)}: the model has no layers of {missing[0]} that can be adapted; it has those of "
+                f"adapter.targets={list(config.targets)}: the model has no adaptable layers of {missing[0]}; it has layers of "
                 f"{', '.join(sorted(present)) or 'none'}"
             )
         widest = min(min(place.layer.inputs, place.layer.outputs) for place in self._places.values())
@@ -96,18 +96,18 @@ class AdapterSlot:
                 "targets"
             )
         self.values = torch.zeros(end, dtype=torch.float32, device=device)
-        """All factors; what lies between them stays zero."""
+        """All factors; the gaps between them stay zero."""
         self.grads: Tensor | None = None
-        """The gradients of this rank's tokens since the last step, divided like `values`; None if there are none."""
+        """The gradients of this rank's tokens since the last step, laid out like `values`; None if there are none."""
         self._optimizer: torch.optim.AdamW | None = None
         self._cast: Tensor | None = None
         self._initialize()
 
     def _initialize(self) -> None:
-        """Draw A like a linear layer's weight; B is zero (section 4.1 of the paper)."""
+        """Draw A like the weight of a linear layer; B stays zero (section 4.1 of the paper)."""
         generator = torch.Generator().manual_seed(self.config.seed)
         for place in self._places.values():
-            # As torch's kaiming_uniform_ with a = sqrt(5), which has no generator in older versions.
+            # Same as torch's kaiming_uniform_ with a = sqrt(5), which does not accept a generator in older versions.
             bound = 1 / math.sqrt(place.layer.inputs)
             down = self._down(self.values, place)
             down.copy_(torch.empty(down.shape).uniform_(-bound, bound, generator=generator))
@@ -122,13 +122,13 @@ class AdapterSlot:
 
     @property
     def layers(self) -> list[AdaptedLayer]:
-        """The layers that it adapts."""
+        """The layers that the adapter adapts."""
         return [place.layer for place in self._places.values()]
 
     # ---- passes --------------------------------------------------------------------------------------------------
 
     def require_gradients(self) -> None:
-        """Allocate the gradients, if there are none since the last step."""
+        """Allocate the gradients if there are none since the last step."""
         if self.grads is None:
             self.grads = torch.zeros_like(self.values)
 
@@ -138,8 +138,8 @@ class AdapterSlot:
         Args:
             layer: The name of the layer.
             dtype: The dtype of the layer's input.
-            train: Whether gradients are added up.
-            expert: The expert, where each has factors of its own.
+            train: Whether gradients are accumulated.
+            expert: The expert, if each has its own factors.
         """
         place = self._places.get(layer)
         if place is None:
@@ -162,12 +162,12 @@ class AdapterSlot:
     # ---- the optimizer -------------------------------------------------------------------------------------------
 
     def optim_step(self, optim: OptimConfig, group: ProcessGroup) -> AdapterStep:
-        """Add up the gradients over the ranks, clip them, and make a step of AdamW. Collective. The gradients are dropped either way.
+        """Sum the gradients over the ranks, clip them, and make an AdamW step. Collective. The gradients are always dropped.
 
-        Without gradients since the last step, they are zeros.
+        If there are no gradients since the last step, they count as zeros.
 
         Args:
-            optim: The settings of this step. There is no schedule: `lr` is that of the step.
+            optim: The settings of this step. There is no schedule: `lr` is the learning rate of this step.
             group: The ranks of the engine.
 
         Raises:
@@ -184,7 +184,7 @@ class AdapterSlot:
                 "weights and the learning rate"
             )
         if optim.clip_grad_norm is not None and norm > optim.clip_grad_norm:
-            # The formula of torch.nn.utils.clip_grad_norm_, so that a plain loop clips identically.
+            # This is the formula of torch.nn.utils.clip_grad_norm_, so that a plain loop clips identically.
             grads *= optim.clip_grad_norm / (norm + 1e-6)
         optimizer = self._require_optimizer()
         settings = optimizer.param_groups[0]
@@ -199,7 +199,7 @@ class AdapterSlot:
     def _require_optimizer(self) -> torch.optim.AdamW:
         if self._optimizer is None:
             parameter = nn.Parameter(self.values, requires_grad=True)
-            # What a step changes is given with each step.
+            # The settings that may change are passed with each step.
             self._optimizer = torch.optim.AdamW([parameter], lr=0.0, fused=True)
             self._optimizer.state[parameter] = {
                 "step": torch.tensor(float(self.step_count), device=self.device),
@@ -220,7 +220,7 @@ class AdapterSlot:
                 yield layer.name, factor, kind, view
 
     def views(self, flat: Tensor) -> Iterator[tuple[AdaptedLayer, Literal["down", "up"], Tensor]]:
-        """Yield the layer, the factor and a view of its part of a tensor that is divided like `values`."""
+        """Yield the layer, the factor and a view of its part of a tensor with the layout of `values`."""
         for place in self._places.values():
             yield place.layer, "down", self._down(flat, place)
             yield place.layer, "up", self._up(flat, place)
@@ -228,13 +228,13 @@ class AdapterSlot:
     def state_dict(self, *, optimizer: bool = True) -> dict[str, Any]:
         """Return a copy of the state, on the host: `step`, `value` and, with the optimizer, its moments, each `[P]` float32.
 
-        Gradients that no step has used are not part of it.
+        Accumulated gradients that no step has used are not included.
         """
         kinds = {"value": self.values, **(self._moments() if optimizer else {})}
         return {"step": self.step_count if optimizer else 0, **{k: v.detach().to("cpu", copy=True) for k, v in kinds.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` of an adapter with the same settings returned; gradients are dropped. Without moments, they are zero.
+        """Restore the state of an adapter with the same settings. Gradients are dropped. Moments become zero if `state` has none.
 
         Raises:
             ConfigError: A tensor has another size.
@@ -253,11 +253,11 @@ class AdapterSlot:
         self.loaded(int(state["step"]) if has_moments else 0, moments=has_moments)
 
     def loaded(self, step: int, *, moments: bool) -> None:
-        """Bring what follows from the factors and moments up to date, after these have been loaded.
+        """Update the derived state after the factors and moments have been loaded.
 
         Args:
-            step: The number of steps that the moments are of.
-            moments: Whether they have been loaded; otherwise they become zero.
+            step: The number of steps that the state has been trained for.
+            moments: Whether moments have been loaded; otherwise they become zero.
         """
         self.grads, self._cast, self.step_count = None, None, step
         if not moments:

@@ -1,1 +1,1 @@
-"""How Hugging Face models map to Megatron-core: sizes, names and slices, as data. One small file per family."""
+"""The mapping of Hugging Face models to Megatron-core: sizes, names and slices, as data. One small file per family."""

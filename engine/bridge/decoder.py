@@ -1,4 +1,4 @@
-"""A decoder's sizes and options under common names, whatever its family calls them. Imports no torch."""
+"""A decoder's sizes and options under names that are common to all families. Imports no torch."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ class ExpertSettings:
         layers: For each layer, whether it is a mixture.
         sigmoid: Whether the scores are sigmoids, with a bias that affects the choice of experts but not their weights;
             otherwise they are a softmax.
-        groups: The number of groups of experts, of which a token may be routed to some; None if there are no groups.
+        groups: The number of groups of experts; a token may be routed to some of them. None without groups.
         chosen_groups: The number of groups that a token may be routed to.
         factor: The factor on the experts' weights.
         shared_ffn: The inner size of the shared experts, which process every token; None if there are none.
-        shared_gate: Whether the shared experts' output is multiplied by a sigmoid of its own.
+        shared_gate: Whether the shared experts' output is multiplied by a separate sigmoid gate.
         clamped: Whether the router and the experts have biases, with a clamped activation: its factor and limit; see
             `engine.mcore.experts.ClampedExperts`.
     """
@@ -75,8 +75,8 @@ class DeltaNet:
         value_heads: The number of heads of values, a multiple of the former.
         key_dim: The size of a key head.
         value_dim: The size of a value head.
-        taps: The number of tokens that the convolution in front reads.
-        layers: For each layer, whether it is such a layer; the others attend.
+        taps: The number of tokens that the preceding convolution reads.
+        layers: For each layer, whether it is such a layer; the others use attention.
     """
 
     key_heads: int
@@ -123,14 +123,14 @@ class Decoder:
         sinks: Whether each head has a learned logit that takes part in the softmax of attention.
         windows: For each layer, the number of tokens that a token attends to; None for all.
         rotary: For each layer, the kind of its rotary embedding, a key of the config's rope_parameters; "" if there is only
-            one kind; None for a layer without.
-        rotary_axes: For each rotary frequency, the axis of the positions that it turns by; None for positions with one axis.
+            one kind; None for a layer without rotary embeddings.
+        rotary_axes: For each rotary frequency, the axis of the positions that it applies to; None for positions with one axis.
         embedding_scale: The factor on the embeddings.
         tied: Whether the head shares the matrix of the embeddings.
         experts: The settings of the mixture; None for a dense model.
         latent: The settings of multi-head latent attention; None for regular attention.
-        output_gate: Whether the output of attention is multiplied by the sigmoid of a gate, which each query head has.
-        delta: The settings of gated DeltaNet layers; None if all layers attend.
+        output_gate: Whether the output of attention is multiplied by the sigmoid of a gate per query head.
+        delta: The settings of gated DeltaNet layers; None if all layers use attention.
     """
 
     hidden: int
@@ -186,7 +186,7 @@ UNSUPPORTED: dict[str, Any] = {
     "clip_qkv": None,
     "router_jitter_noise": 0.0,
 }
-"""Config settings of some families that no bridge supports, each with the value that has no effect."""
+"""Config settings of some families that no bridge supports, each with the value that disables it."""
 
 
 def read_decoder(config: Any, *, supported: Collection[str] = (), **different: Any) -> Decoder:
@@ -195,8 +195,8 @@ def read_decoder(config: Any, *, supported: Collection[str] = (), **different: A
     Args:
         config: The model's config.
         supported: The settings of `UNSUPPORTED` and `partial_rotary_factor` of rope_parameters that the family's bridge reads itself,
-            or that have an effect in this family which our layers have too.
-        different: The fields that differ in the family.
+            or that our layers implement for this family.
+        different: The fields that differ from Llama's in the family.
 
     Raises:
         ModelError: The activation is unknown, or no bridge supports a setting.
@@ -241,7 +241,7 @@ def read_decoder(config: Any, *, supported: Collection[str] = (), **different: A
         "proj_bias": bool(getattr(config, "attention_bias", False)),
         "windows": tuple(window if kind == "sliding_attention" else None for kind in kinds),
         "rotary": ("",) * layers if "" in rope else tuple(kinds),
-        # A decoder that is a part of a model may leave this to the config of the whole.
+        # The config of a decoder within a larger model may leave this to the config of the whole model.
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
     }
     return Decoder(**{**fields, **different})

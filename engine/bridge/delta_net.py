@@ -1,4 +1,4 @@
-"""Decoders with gated DeltaNet layers, and the rules of these, split by heads over tensor-parallel ranks. Imports no torch.
+"""Decoders with gated DeltaNet layers, and the rules for splitting these by heads over tensor-parallel ranks. Imports no torch.
 
 A rank's projection has the rows of queries, keys, values, gates, rates and decays of its heads, in this order.
 """
@@ -37,7 +37,7 @@ def read_delta_decoder(config: Any, **different: Any) -> Decoder:
 
 
 def _row_counts(net: DeltaNet) -> tuple[int, int, int, int, int, int]:
-    """Return how many rows of each kind the whole model has."""
+    """Return the number of rows of each kind in the unsharded model."""
     return net.key_size, net.key_size, net.value_size, net.value_size, net.value_heads, net.value_heads
 
 
@@ -46,14 +46,14 @@ class HeadRows:
     """Rows that belong to heads, in sections of one kind, as Qwen3.5 stores them.
 
     Args:
-        stored: The module of each kind of rows; None for kinds that the parameter does not have. Kinds of one module follow each other in it.
+        stored: The module of each kind of rows; None for kinds that the parameter does not have. Kinds of one module are adjacent in it.
     """
 
     stored: tuple[str | None, ...]
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules, each once."""
+        """The modules, without duplicates."""
         return tuple(dict.fromkeys(module for module in self.stored if module is not None))
 
     def of(self, module: str) -> "HeadRows":
@@ -85,7 +85,7 @@ class HeadRows:
 
 @dataclass(frozen=True)
 class GroupedHeadRows:
-    """Rows that belong to heads, all those of a key head together, as Qwen3-Next stores them.
+    """Rows that belong to heads, grouped by key head, as Qwen3-Next stores them.
 
     Args:
         qkvz: The module with queries, keys, values and gates; None if the parameter does not have them.
@@ -109,7 +109,7 @@ class GroupedHeadRows:
         return True
 
     def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
-        """Return a stored slice for each kind of rows of each of the rank's key heads, in the order of the disk."""
+        """Return a stored slice for each kind of rows of each of the rank's key heads, in their order on disk."""
         assert decoder.delta is not None
         net = decoder.delta
         heads, counts = net.key_heads // part.size, list(_row_counts(net))

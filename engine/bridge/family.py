@@ -1,4 +1,4 @@
-"""A family of models: how its config is read, and which tensors its modules consist of. Imports no torch."""
+"""A family of models: the reader of its config, and the tensors that its modules consist of. Imports no torch."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ FAMILIES = (
     "seed_oss",
     "smollm3",
 )
-"""Each has a module with its name in this package."""
+"""Each family has a module with its name in this package."""
 
 PARTS = {
     "qwen2_5_omni_text": "qwen2_vl_text",
@@ -60,7 +60,7 @@ class Family:
             name of a tensor -> rule.
         outer: The rules outside the layers: Megatron-core module -> rule.
         prefix: The prefix of the layers' names.
-        path: The decoder's name in the model, where it is a part of one; it stands in the place of the first `model` of the names.
+        path: The decoder's name in the model, if it is a part of one; it replaces the first `model` in the names.
         stored: A function that returns the name on disk of a tensor, given its name in the model.
     """
 
@@ -74,7 +74,7 @@ class Family:
     def rule(self, parameter: str) -> tuple[Rule, tuple[str, ...]]:
         """Return the rule of a Megatron-core parameter and its names in the model.
 
-        In a model that is nothing but a decoder, these are the names on disk.
+        If the model is just a decoder, these are the names on disk.
 
         Args:
             parameter: The name of the parameter in an unsharded model, with layers counted over all ranks.
@@ -83,7 +83,7 @@ class Family:
             ModelError: The family has no rule for the parameter.
         """
         if parameter.startswith(HEAD_PREFIX):
-            # Whatever modules a head of another type consists of.
+            # The modules of a head of another type.
             return Replicated(parameter.rpartition(".")[0]), (parameter,)
         numbered = _LAYER.match(parameter)
         rules, stem = (self.outer, "") if numbered is None else (self.layer, f"{self.prefix}.{numbered[1]}.")

@@ -1,4 +1,4 @@
-"""OLMo 3: norms after attention and the feed-forward layer alone, and on all query and key heads together."""
+"""OLMo 3: norms only after attention and the feed-forward layer, and norms on all query and key heads together."""
 
 from .decoder import read_decoder
 from .family import Family

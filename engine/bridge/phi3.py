@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama with fused matrices, and possibly with heads that are rotated in part."""
+"""Phi-3 and Phi-4: Llama with fused matrices, and possibly with partially rotated heads."""
 
 from .decoder import read_decoder
 from .family import Family

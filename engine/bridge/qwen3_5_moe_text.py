@@ -20,7 +20,7 @@ def _decoder(config: Any) -> Decoder:
         shared_ffn=config.shared_expert_intermediate_size,
         shared_gate=True,
     )
-    # No layer is dense, so the config has no size of one.
+    # No layer is dense, so the config has no size for dense layers.
     return read_delta_decoder_with_axes(config, ffn=config.moe_intermediate_size, experts=experts)
 
 

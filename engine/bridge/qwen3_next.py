@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated DeltaNet layers beside attention whose output has a gate, with a mixture of experts."""
+"""Qwen3-Next: gated DeltaNet layers and attention layers with an output gate, with a mixture of experts."""
 
 from typing import Any
 

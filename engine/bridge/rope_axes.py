@@ -1,17 +1,17 @@
 """The axes of rotary embeddings on several position axes (M-RoPE, arXiv:2409.12191). Imports no torch.
 
-A section is the number of frequencies that turn by an axis: time, height, width.
+A section is the number of frequencies that belong to an axis: time, height, width.
 """
 
 from collections.abc import Sequence
 
 
 def in_sections(sections: Sequence[int]) -> tuple[int, ...]:
-    """Return the axis of each frequency where those of an axis are next to each other."""
+    """Return the axis of each frequency if the frequencies of an axis are adjacent."""
     return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
 
 
 def interleaved(sections: Sequence[int]) -> tuple[int, ...]:
-    """Return the axis of each frequency where the axes alternate, until the sections of height and width are used up (Qwen 3 VL)."""
+    """Return the axis of each frequency if axes alternate until the sections of height and width are used up (Qwen 3 VL)."""
     axes, count = len(sections), sum(sections)
     return tuple(i % axes if i < axes * sections[i % axes] else 0 for i in range(count))

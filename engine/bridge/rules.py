@@ -18,9 +18,9 @@ class TensorPart:
 
     Args:
         size: The number of tensor-parallel ranks over which the module is split.
-        rank: This rank's number among them.
-        experts: The number of experts that the rank holds, in a layer of experts.
-        first_expert: The number of the first expert that the rank holds.
+        rank: This rank's index among them.
+        experts: In a layer of experts, the number of experts that the rank holds.
+        first_expert: The index of the first expert that the rank holds.
     """
 
     size: int = 1
@@ -210,10 +210,10 @@ class ExpertColumns(_SingleModule):
 
 @dataclass(frozen=True)
 class StackedExperts(_SingleModule):
-    """The matrices of a rank's experts, which are one tensor `[experts, in, out]` on disk, read from the left: `x @ weight`.
+    """The matrices of a rank's experts, which are one tensor `[experts, in, out]` on disk, applied as `x @ weight`.
 
     Args:
-        split: The axis of an expert's matrix that tensor-parallel ranks share: 0 its inputs, 1 its outputs.
+        split: The axis of an expert's matrix that tensor-parallel ranks share: 0 for its inputs, 1 for its outputs.
     """
 
     split: int
@@ -244,11 +244,11 @@ class StackedExperts(_SingleModule):
 class TransposedExperts(_SingleModule):
     """A layer of a rank's experts, stacked by expert, whose matrices are one tensor `[experts, in, out]` on disk.
 
-    transformers tells by the shape whether they are transposed, so that square ones are not.
+    transformers decides by the shape whether to transpose them, so square matrices are not transposed.
 
     Args:
-        joined: The number of matrices that are joined along their outputs, which tensor-parallel ranks share: 2 for gate and up. Of
-            1, down, they share the inputs.
+        joined: The number of matrices that are joined along their outputs, which tensor-parallel ranks share: 2 for gate and up. With 1,
+            for down, ranks share the inputs instead.
     """
 
     joined: int
@@ -307,11 +307,11 @@ class ExpertBiases(_SingleModule):
 
 @dataclass(frozen=True)
 class ExpertFactor(_SingleModule):
-    """A factor of the adapters of a rank's experts, `[experts, ...]`, in a checkpoint one tensor for all experts of a layer.
+    """A factor of the adapters of a rank's experts, `[experts, ...]`, which is one tensor for all experts of a layer in a checkpoint.
 
     Args:
-        split: The axis that tensor-parallel ranks share; None if each has all of it.
-        joined: The number of parts along that axis, of each of which a rank has its own: 2 for gate and up.
+        split: The axis that tensor-parallel ranks share; None if each rank has the whole factor.
+        joined: The number of parts along that axis that are split separately: 2 for gate and up.
     """
 
     split: int | None
@@ -402,7 +402,7 @@ class QKVParallel:
 
 @dataclass(frozen=True)
 class FusedQKVParallel(_SingleModule):
-    """Query, key and value that are one matrix on disk too: all query heads, all key heads, all value heads."""
+    """Query, key and value that are also one matrix on disk: all query heads, all key heads, all value heads."""
 
     def is_split(self, dimensions: int) -> bool:
         """Return True: the module is always split."""
@@ -418,7 +418,7 @@ class FusedQKVParallel(_SingleModule):
 
 @dataclass(frozen=True)
 class FusedColumnParallel(_SingleModule):
-    """Gate and up of a feed-forward layer that are one matrix on disk too: all rows of gate, all rows of up."""
+    """Gate and up of a feed-forward layer that are also one matrix on disk: all rows of gate, all rows of up."""
 
     def is_split(self, dimensions: int) -> bool:
         """Return True: the module is always split."""

@@ -33,9 +33,13 @@ def load_full_weights(
             shards.setdefault(shard.name, []).append(shard)
     for name, tensor in weights:
         if name not in left:
-            raise ModelError(f"the weights have {name}, which the model does not have or has already; it is another model")
+            raise ModelError(
+                f"the weights have {name}, which the model does not have, or which came twice; they belong to another model"
+            )
         if tuple(tensor.shape) != left[name]:
-            raise ModelError(f"{name} is {list(tensor.shape)}, but {list(left[name])} in the model; it is another model")
+            raise ModelError(
+                f"{name} is {list(tensor.shape)}, but {list(left[name])} in the model; the weights belong to another model"
+            )
         del left[name]
         for shard in shards.get(name, ()):
             _mix(shard, tensor, eta)
@@ -49,6 +53,6 @@ def _mix(shard: LocalShard, tensor: Tensor, eta: float) -> None:
     if eta == 1 or not shard.data.is_floating_point():
         shard.data.copy_(new)
     else:
-        # The sum in 32 bits; what is kept of it has the precision of the parameters.
+        # The sum is computed in 32 bits and then rounded to the precision of the parameters.
         wide = torch.promote_types(shard.data.dtype, torch.float32)
         shard.data.copy_(torch.lerp(shard.data.to(wide), new.to(wide), eta))

@@ -36,7 +36,7 @@ class FolderPlan:
 
     Args:
         stem: The stem of the file names: `model`, or `adapter_model` for an adapter-only export.
-        files: The files: name -> key -> (dtype, shape), in the order in which the tensors are stored.
+        files: The files: name -> key -> (dtype, shape), in the order of the tensors in the file.
     """
 
     stem: str
@@ -113,7 +113,7 @@ class FolderWriter:
         self._put(name, first + start, data)
 
     def _put(self, name: str, start: int, data: memoryview) -> None:
-        # Reopened for every block: a model may have more files than a process may have open.
+        # Reopened for every block: a model may have more files than a process may keep open.
         handle = os.open(self._folder / name, os.O_WRONLY)
         try:
             while len(data):

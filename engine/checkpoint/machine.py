@@ -1,4 +1,4 @@
-"""What the order of sums depends on, and with it the last bits of every number: the processor, its threads and torch's kernels."""
+"""The processor, its threads and torch's kernels, which determine the order of sums and with it the last bits of results."""
 
 import logging
 import platform
@@ -28,10 +28,10 @@ def _cpu() -> str:
 
 
 def warn_of_another_machine(source: object, stored: Any) -> None:
-    """Log that bits are not promised, if what was stored on another machine goes on here.
+    """Warn that results may differ in the last bits, if a stored run continues on another machine.
 
     Args:
-        source: What was stored.
+        source: The name of the stored state, for the message.
         stored: What `describe_machine` returned there; None if an older version stored it.
     """
     if not isinstance(stored, dict):
@@ -40,7 +40,7 @@ def warn_of_another_machine(source: object, stored: Any) -> None:
     others = [f"{name} {stored[name]} instead of {value}" for name, value in here.items() if stored.get(name, value) != value]
     if others:
         log.warning(
-            "%s was computed with %s: results agree within rounding, but not to the bit; the run goes on",
+            "%s was computed with %s: results agree within rounding, but not to the bit; the run continues",
             source,
             ", ".join(others),
         )

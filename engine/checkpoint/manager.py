@@ -90,7 +90,7 @@ class CheckpointManager:
         if error is None:
             self.wait()
         elif self._thread is not None:
-            # The run has failed; the checkpoint that is still being written is nevertheless worth waiting for.
+            # The run has failed, but the checkpoint that is still being written is worth waiting for.
             self._thread.join()
 
     # ---- saving --------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class CheckpointManager:
                 return read()
             except CheckpointError:
                 raise
-            except Exception as e:  # of many types: disk errors, or errors of a store's own library
+            except Exception as e:  # disk errors, or any error of the library behind a store
                 raise CheckpointError(f"{self.root} cannot be read: {type(e).__name__} {e}") from e
 
         return call_on_first(read_store, self._engine.topology.host)
@@ -253,7 +253,7 @@ class CheckpointManager:
             if isinstance(manifest, CheckpointManifest):
                 return name, skipped
             if not isinstance(manifest, DamagedError):
-                # It is intact but, for example, of a newer version: resuming from an older one would rotate it out.
+                # It is intact but, for example, of a newer format version. Resuming from an older checkpoint would rotate it out.
                 raise manifest
             skipped.append(str(manifest))
         return None, skipped

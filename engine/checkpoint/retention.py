@@ -109,7 +109,7 @@ def _configured_root(store: Store) -> Iterator[Store]:
 
 
 def _describe_other(path: Path) -> str:
-    """Describe what is at a path that is not a checkpoint, and how to use it."""
+    """Describe a path that is not a checkpoint, and how to use it."""
     if not path.exists():
         return f"{path} does not exist"
     if not path.is_dir():

@@ -106,11 +106,11 @@ def digests_of(data: bytes) -> list[str]:
 
 
 class TensorWriter:
-    """Writes a file, whose header is known before its data, as a stream, without copying the data.
+    """Writes a file whose header is known in advance as a stream, without copying the data.
 
     Args:
         file: The file to write, from its beginning.
-        entries: The tensors: key -> (dtype, shape), in the order in which `write` will be called.
+        entries: The tensors: key -> (dtype, shape), in the order of the calls to `write`.
     """
 
     def __init__(self, file: BinaryIO, entries: Mapping[str, tuple[str, Sequence[int]]]) -> None:

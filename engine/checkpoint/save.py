@@ -55,7 +55,7 @@ class HostCopies:
             buffer.zero_()
 
     def _buffers_of(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a buffer for each tensor, those of the last save where they fit."""
+        """Return a buffer for each tensor, reusing those of the last save if they fit."""
         buffers = {
             key: buffer
             for key, tensor in data.items()
@@ -91,7 +91,7 @@ def take_snapshot(
 
     Args:
         step: The checkpoint's step.
-        local_shards: This rank's local shards, of which it writes those that it owns.
+        local_shards: This rank's local shards; it writes those that it owns.
         state: The other fields of the manifest.
         model_files: A function that returns the config and tokenizer files by name.
         copies: The buffers to copy the tensors into, so that training can continue while they are written; None does not copy

@@ -90,7 +90,7 @@ class Store(ABC):
         """Remove what crashed deletions and, if no save is running, crashed saves left behind.
 
         Args:
-            deleted_only: Whether to leave unfinished folders alone, because another save may be writing one.
+            deleted_only: Whether to keep unfinished folders, because another save may be writing one.
         """
 
 

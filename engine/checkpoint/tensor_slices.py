@@ -100,8 +100,8 @@ def intersect(a: TensorSlice, b: TensorSlice) -> TensorSlice | None:
 def covers(shape: Sequence[int], boxes: Sequence[TensorSlice]) -> bool:
     """Return whether the slices cover the tensor exactly once.
 
-    Volumes alone would let an overlap and a gap cancel out, so overlaps are searched for too: with the slices sorted by their
-    start along one axis, only those that are still open can overlap.
+    Comparing volumes is not enough, because an overlap and a gap may cancel out, so overlaps are searched for too. With the slices
+    sorted by their start along one axis, only those that are still open can overlap.
     """
     bounds = whole(shape)
     if sum(b.volume for b in boxes) != bounds.volume or any(intersect(b, bounds) != b for b in boxes):

@@ -64,7 +64,7 @@ def main() -> int:
     device = init_distributed()
     main_rank, failed = dist.get_rank() == 0, 0
     with engine_factory(args.backend, layout, args.family) as factory:
-        # A layout that the engine refuses is one error, and not that of every check.
+        # A layout that the engine rejects is reported once, not by every check.
         with collective_errors():
             factory.check()
         for name in args.only or CHECKS:

@@ -31,7 +31,7 @@ from .reference import PlainReference
 from .tiny import tiny_documents
 
 MEDIA_FAMILY, MEDIA_EXPERTS = "qwen2_5_vl", "qwen3_vl_moe"
-"""The family of the tiny model of the check with media, and where experts are divided among ranks."""
+"""The families of the tiny model for the check with media: the default, and with experts split over ranks."""
 LOSS_BOUND, NORM_BOUND = 1e-6, 1e-5
 """Maximum relative errors of loss and gradient norm, in float32, against plain Hugging Face."""
 WEIGHT_BOUND = 1e-5
@@ -43,7 +43,7 @@ even if a gradient is as small as eps and consists of rounding errors only; the 
 
 @dataclass(frozen=True)
 class MeanNLL:
-    """Mean negative log-likelihood, multiplied by `factor`, with which a check can make it NaN."""
+    """Mean negative log-likelihood, multiplied by `factor`, which a check can use to make it NaN."""
 
     factor: float = 1.0
     request: OutputRequest = OutputRequest(log_probs=True)
@@ -71,9 +71,9 @@ def check_reference(engine_factory: EngineFactory) -> None:
 
 
 def check_shared_prefixes(engine_factory: EngineFactory) -> None:
-    """Check the same with documents that begin alike, which an engine that can computes once, and their outputs.
+    """Check the same, and outputs, for documents with common prefixes, which an engine with the capability computes once.
 
-    Nine of the documents are three beginnings with three ends each, one is the beginning of another, two are equal.
+    Nine of the documents are three prefixes with three endings each, one is a prefix of another, and two are equal.
     """
 
     def families(step: int) -> list[list[int]]:
@@ -91,9 +91,9 @@ def check_shared_prefixes(engine_factory: EngineFactory) -> None:
 
 
 def check_media(engine_factory: EngineFactory) -> None:
-    """Check steps with images in some documents, in one alone, and in none, against plain Hugging Face.
+    """Check steps with images in some documents, in only one, and in none, against plain Hugging Face.
 
-    An engine without `Capabilities.media` must refuse such a batch instead.
+    An engine without `Capabilities.media` must reject such a batch instead.
     """
     if not engine_class(engine_factory.backend).capabilities.media:
         with engine_factory.engine() as engine:
@@ -144,9 +144,9 @@ class MeanSquares:
 
 
 def check_model_types(engine_factory: EngineFactory) -> None:
-    """Check a step of models with other heads, and their outputs, against the same head behind plain Hugging Face's decoder.
+    """Check a step of models with other heads, and their outputs, against the same head on top of plain Hugging Face's decoder.
 
-    An engine must refuse those that `Capabilities.heads` lacks.
+    An engine must reject heads that `Capabilities.heads` lacks.
     """
     supported = engine_class(engine_factory.backend).capabilities.heads
     settings: dict[str, tuple[int, ...]] = {"value": (), "actions": (2, 3)}
@@ -300,7 +300,7 @@ def check_non_finite(engine_factory: EngineFactory) -> None:
 
 
 def check_infer(engine_factory: EngineFactory) -> None:
-    """Check that outputs are in the caller's order and equal to those of each document computed alone."""
+    """Check that outputs are in the caller's order and equal to those of each document computed separately."""
     with engine_factory.engine(max_tokens=32, optim=None) as engine:
         documents = tiny_documents(7, seed=6)
         _check_outputs(engine_factory, engine, documents, engine_factory.indices(engine, documents)[::-1])
@@ -333,7 +333,7 @@ def _check_outputs(
         error = float((outputs["sum_squared_probs"][start : end - 1] - squares).abs().max()) if len(squares) else 0.0
         assert_that(error <= 1e-5, f"the sum of squared probabilities of document {i} differs by {error:.1e}")
         top = distribution.detach().gather(1, outputs["top_tokens"][start : end - 1])
-        # Of tokens that are as likely as each other, either may be named.
+        # If several tokens are equally likely, any of them may be returned.
         for expected in (distribution.detach().topk(3, -1).values, outputs["top_log_probs"][start : end - 1]):
             error = float((top - expected).abs().max()) if len(top) else 0.0
             assert_that(
@@ -429,7 +429,7 @@ def check_aborted(engine_factory: EngineFactory) -> None:
     with engine_factory.engine(max_tokens=64) as engine:
         batch = engine_factory.share(engine, documents)
         fails = engine.topology.dp_rank == 0
-        # Only the last pipeline stage has outputs on which the loss is evaluated.
+        # Only the last pipeline stage has outputs, so only it evaluates the loss.
         error_type = KeyError if fails and engine.topology.is_last_stage else RemoteError
         assert_raises(error_type, lambda: engine.train_batch(batch, FailsOnce() if fails else MeanNLL()), "a loss that raises")
         engine.forward_backward(batch, MeanNLL(factor=math.nan))
@@ -486,4 +486,4 @@ CHECKS: dict[str, Callable[[EngineFactory], None]] = {
     "aborted": check_aborted,
     "checkpoint": check_checkpoint,
 }
-"""Name -> check, in the order in which they run."""
+"""Name -> check, in the order that they run in."""

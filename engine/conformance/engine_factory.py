@@ -34,7 +34,7 @@ class EngineFactory:
         backend: The name of the backend.
         parallel: The parallel layout to check, which must match the number of processes.
         family: The family of the tiny model.
-        options: The backend's own settings, `engine.options`.
+        options: The settings specific to the backend, `engine.options`.
         folder: The folder of the tiny model, shared by all ranks.
     """
 
@@ -55,13 +55,13 @@ class EngineFactory:
     ) -> Iterator[BaseEngine]:
         """Yield an initialized engine, which is closed at the end of the `with` block.
 
-        It computes in float32, also on a GPU, since the checks' bounds are for float32, and compiles nothing.
+        It computes in float32, also on a GPU, because the checks' bounds are for float32. Nothing is compiled.
 
         Args:
             max_tokens: The token budget of a micro-batch.
             optim: The optimizer settings; None for an engine that only runs inference.
-            model: More fields of `ModelConfig`.
-            **settings: More fields of `EngineConfig`.
+            model: Additional fields of `ModelConfig`.
+            **settings: Additional fields of `EngineConfig`.
         """
         config = EngineConfig(
             backend=self.backend,
@@ -93,7 +93,7 @@ class EngineFactory:
         """Check that the engine accepts the layout, without building it. Not collective.
 
         Raises:
-            DrivetrainError: It does not.
+            DrivetrainError: The engine does not accept the layout.
         """
         config = EngineConfig(backend=self.backend, parallel=self.parallel, options=self.options)
         engine_class(self.backend)(model=ModelConfig(path=str(self.folder)), engine=config).check()
@@ -180,7 +180,7 @@ def engine_factory(
         backend: The name of the backend.
         parallel: The parallel layout to check; the default layout if None.
         family: The family of the tiny model.
-        options: The backend's own settings, `engine.options`.
+        options: The settings specific to the backend, `engine.options`.
     """
     with tempfile.TemporaryDirectory() as temporary:
         shared = [temporary]

@@ -36,14 +36,14 @@ class ReferenceStep:
 
 
 class PlainReference:
-    """A slow trainer that is as simple as possible.
+    """A slow trainer, as simple as possible.
 
     Args:
         folder: The folder of the model.
         optim: The settings of AdamW with a constant learning rate; weight decay is not applied to norms and biases.
         dtype: The dtype of parameters and optimizer state.
         compute: The dtype of the computation; `dtype` if None. If it differs, every step converts a copy of the model to it.
-        device: The device on which the model runs.
+        device: The device of the model.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class PlainReference:
         with without_kernels(config):
             model: Any = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
         if self._takes_media:
-            # What a family freezes when it is built, such as positions of an audio encoder, transformers trains once it is loaded.
+            # Parameters that a family freezes when built, such as positions of an audio encoder, are trainable once loaded by transformers.
             for built, loaded in zip(auto.from_config(config).parameters(), model.parameters(), strict=True):
                 loaded.requires_grad_(built.requires_grad)
-        # Asked before a test puts adapters around it.
+        # Read before a test wraps the model with adapters.
         self._takes_kinds = "mm_token_type_ids" in inspect.signature(type(model).forward).parameters
         self.model = model.to(device).train()
         self._copy: Any = None
@@ -88,7 +88,7 @@ class PlainReference:
 
         Args:
             documents: The token ids of each document.
-            masks: Whether each token of each document is a target; all are if None.
+            masks: Whether each token of each document is a target; all tokens are if None.
             media: The fields of each document's images, videos and audios.
         """
         supervised = (
@@ -135,12 +135,12 @@ class PlainReference:
         return result
 
     def _media_arguments(self, ids: Tensor, media: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the arguments with which a family's own processor would have its model called."""
+        """Return the arguments that a family's own processor would pass to its model."""
         config = self.model.config
         arguments: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}
         for name, value in media.items():
             moved = value.to(ids.device)
-            # The processors of these have an axis of rows in front.
+            # The processors of these families add a leading axis of rows.
             arguments[name] = moved[None] if config.model_type in ("idefics3", "smolvlm") else moved
         if config.model_type == "gemma3":
             arguments["token_type_ids"] = (ids == config.image_token_id).long()

@@ -13,14 +13,14 @@ from ..tiny_configs import SPECIAL, VOCABULARY, tiny_model_config
 from ..tiny_media import MEDIA_FAMILIES, tiny_media_config
 
 STEP_SIZES = ("dt_bias", "dt_proj.bias")
-"""The names of biases of which the softplus is the step size of a layer with state."""
+"""The names of biases whose softplus is the step size of a layer with state."""
 
 
 def tiny_model(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a plain transformers model whose weights are all perturbed, so that none keeps an initial value of 0 or 1.
+    """Return a plain transformers model whose weights are all perturbed, so that no weight keeps an initial value of 0 or 1.
 
-    The steps of layers with state are drawn between 0.001 and 0.01, the lower half of Mamba's range (arXiv:2312.00752, section 3.6), where
-    states last for a document. Larger ones also give gradients of decays that transformers' own code, in float32, computes less exactly.
+    The step sizes of layers with state are drawn between 0.001 and 0.01, the lower half of Mamba's range (arXiv:2312.00752, section 3.6),
+    so that states last for a document. With larger ones, transformers' own float32 code also computes gradients of decays less exactly.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -49,7 +49,7 @@ def save_tiny_model(folder: Path, family: str, *, seed: int = 0, shard_size: str
 def tiny_documents(count: int, seed: int, longest: int = 60) -> list[list[int]]:
     """Return random documents of 1 to `longest` tokens. The first has one token, the second has `longest` tokens.
 
-    They may hold any token of the vocabulary, and the second holds those for padding, beginning and end inside.
+    They may hold any token of the vocabulary, and the second contains the padding, beginning and end tokens inside.
     """
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, longest, (count,), generator=g).tolist()

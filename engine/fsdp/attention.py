@@ -17,7 +17,7 @@ from ..ops.packed_context import PackedContext
 IMPLEMENTATION = "drivetrain_packed"
 
 _HARMLESS = frozenset({"position_ids"})
-"""Tensors that families pass down with the rest, and that attention does not need: queries and keys are rotated already."""
+"""Tensors that families pass to attention but that it does not need, because queries and keys are already rotated."""
 
 
 def attention_forward(
@@ -55,20 +55,20 @@ def attention_forward(
     if dropout:
         raise ModelError(f"attention dropout {dropout} is not supported on packed sequences; set it to 0 in config.json")
     if is_causal is False:
-        raise ModelError(f"{type(module).__name__} asks for attention in both directions; packed attention is causal")
+        raise ModelError(f"{type(module).__name__} requires attention in both directions, but packed attention is causal")
     if key.shape[2] != query.shape[2]:
         raise ModelError(
             f"{type(module).__name__} attends from {query.shape[2]} tokens to {key.shape[2]} keys: it adds keys that belong to "
             "no single token, such as compressed blocks, which may cross document boundaries; it cannot run on packed sequences"
         )
-    # What would be dropped here in silence, such as a choice of keys or a bias on the logits, is part of the model.
+    # Arguments such as a choice of keys or a bias on the logits are part of the model and must not be dropped silently.
     for name, other in others.items():
         if isinstance(other, Tensor) and name not in _HARMLESS:
             raise ModelError(
                 f"{type(module).__name__} passes {name} to its attention, which packed attention does not compute; it cannot "
                 "run on packed sequences"
             )
-    # Qwen2-MoE's layers have a window and do not pass it, because transformers' mask applies it, which is not built here.
+    # Qwen2-MoE's layers have a window but do not pass it, because transformers applies it in its mask, which is not built here.
     window = others.get("sliding_window", getattr(module, "sliding_window", None))
     out_the = packed_attention(
         query[0].transpose(0, 1),
@@ -81,7 +81,7 @@ def attention_forward(
         sinks_h=s_aux,
         chunk=chunk,
     )
-    # Some families view the output, as they may with transformers' own implementations; the others' reshape is free then.
+    # Some families call `view` on the output, which transformers' own implementations allow. For all others, reshape is then free.
     return out_the.contiguous().unsqueeze(0), None
 
 

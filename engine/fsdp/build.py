@@ -51,8 +51,8 @@ class Described:
         meta_model: The full model on the meta device.
         layout: The layout of the model's tensors on disk.
         adapters: The settings of peft, or None.
-        adapted: The layers to whose output several adapters add (`model.max_adapters`).
-        shape: The model's sizes, from which the cost of a token follows.
+        adapted: The layers with several adapters (`model.max_adapters`).
+        shape: The model's sizes, which determine the cost of a token.
     """
 
     meta_model: PackedModel
@@ -70,9 +70,9 @@ class FSDPBuild:
         root: The module that FSDP wraps.
         layout: The layout of the model's tensors on disk.
         adapters: The settings of peft, or None.
-        shape: The model's sizes, from which the cost of a token follows.
+        shape: The model's sizes, which determine the cost of a token.
         experts: The experts that this rank holds; None without expert parallelism.
-        bank: The adapters that are trained side by side; None without any.
+        bank: The adapters that share the frozen model; None if there are none.
     """
 
     root: PackedModel
@@ -90,17 +90,17 @@ def check_config(
     options: FSDPOptions,
     media: PreTrainedConfig | None = None,
 ) -> None:
-    """Check, from the configs alone, that the model can run with these settings.
+    """Check that the model can run with these settings. Reads only configs.
 
     Args:
         config: The decoder's config.
         model: The model settings.
         parallel: The parallel layout.
-        options: The backend's own settings.
+        options: The settings specific to the backend.
         media: The config of the whole model, if it takes media.
 
     Raises:
-        ModelError, TopologyError: It cannot; the message names the setting and the way out.
+        ModelError, TopologyError: The model cannot run; the message names the setting and the way out.
     """
     check_model(config, model)
     check_rope(config, model.path)
@@ -124,7 +124,7 @@ def check_rope(config: PreTrainedConfig, path: str) -> None:
     A model's own module sees only one length per batch.
 
     Raises:
-        ModelError: They do, so a packed document would be rotated by the length of its neighbor.
+        ModelError: The frequencies depend on the length, so documents would be rotated by the length of their neighbors.
     """
     if length_dependent_rope(config) is None:
         return
@@ -229,10 +229,10 @@ def build(
 
 
 def _require_input_gradients(root: PackedModel, running: RunningPass) -> None:
-    """Let the backward pass reach every layer, whichever of them the adapters of a pass adapt.
+    """Let the backward pass reach every layer, regardless of the layers that the adapters of a pass adapt.
 
-    FSDP gathers a layer's parameters when its backward pass begins. A rank without documents, or whose adapters adapt other layers, would
-    otherwise not take part in that; and of a rank without documents nothing would have a gradient.
+    FSDP gathers a layer's parameters when its backward pass begins. Otherwise, a rank whose adapters adapt other layers would not take part
+    in that collective, and on a rank without documents no layer would have a gradient.
     """
 
     def anchored(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -243,9 +243,9 @@ def _require_input_gradients(root: PackedModel, running: RunningPass) -> None:
 
 def materialize(root: nn.Module, device: torch.device, *, on_host: bool) -> None:
     """Allocate memory for this rank's shards; buffers keep their values."""
-    # With offload, FSDP expects the shards on the host and moves them itself.
+    # With offloading, FSDP expects the shards on the host and moves them itself.
     allocate(root, torch.device("cpu") if on_host else device, buffers=device)
-    # to_empty gave tied parameters separate memory.
+    # `to_empty` has given tied parameters separate memory.
     lm = root.lm
     assert isinstance(lm, PreTrainedModel)
     lm.tie_weights()
@@ -262,7 +262,7 @@ def fill(
 ) -> None:
     """Load or initialize the weights. Collective.
 
-    They come from the folder or from the seed; new heads and adapters always come from the seed.
+    Weights come from the folder or from the seed. New heads and adapters always come from the seed.
     """
     if model.init == "random":
         draw(root, meta_model, experts, engine.seed, lambda name: True)
@@ -282,7 +282,7 @@ def fill(
             optional=lambda name: name.startswith(HEAD_PREFIX),
             grown=vocabulary_names(meta_model.lm, layout) if model.added_tokens else frozenset(),
         )
-    # Only the ranks that hold a part of a tensor notice that it is missing, but a new head must be drawn alike on all ranks.
+    # Only ranks that hold a part of a tensor notice that it is missing, but all ranks must draw the same new head.
     new_names = set().union(*topology.all_gather_object(fresh))
     draw(root, meta_model, experts, engine.seed, lambda name: hf_name(name).adapter or hf_name(name).name in new_names)
 

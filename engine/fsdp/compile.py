@@ -11,18 +11,18 @@ from .packed_model import PackedModel
 from .shard import decoder_layers
 
 GRAPHS = 64
-"""Graphs for all layers of all models of a process: two or three for each model and mode."""
+"""The maximum number of graphs for all layers of all models in a process: two or three per model and mode."""
 
 RECOMPUTES_INSIDE = "__call__" not in vars(GradientCheckpointingLayer)
-"""Whether layers recompute their activations inside of the compiled code. Those of transformers 5.17 do outside of it, where the products
-of a compiled layer cannot be told from its other operations, so that selective recomputation runs them all again."""
+"""Whether layers recompute their activations inside the compiled code. In transformers 5.17 they do so outside. The products of a compiled
+layer then cannot be told from its other operations, so selective recomputation reruns all of them."""
 
 
 def compile_model(root: PackedModel, backend: Any = "inductor") -> None:
     """Compile each layer of the decoder, and the head's work on its logits, for micro-batches of all lengths.
 
     Args:
-        root: The model, whose layers recompute their activations already if they are to; one graph then covers both passes.
+        root: The model. Activation checkpointing must already be enabled, so that one graph covers both passes.
         backend: The backend of torch.compile.
     """
     for layer in decoder_layers(decoder_of(root.lm)):

@@ -57,7 +57,7 @@ from .torch_private import clear_unsharded_gradients, take_unsharded_gradients, 
 
 
 class FSDPEngine(BaseEngine):
-    """FSDP2 and Ulysses as an engine.
+    """Engine with FSDP2 and Ulysses.
 
     Parameters are sharded over dp_shard x cp and replicated over dp_replicate, and sequences are split over cp.
     """
@@ -105,7 +105,7 @@ class FSDPEngine(BaseEngine):
 
     @property
     def model_shape(self) -> ModelShape:
-        """The model's sizes, from which the cost of a token follows."""
+        """The model's sizes, which determine the cost of a token."""
         return self._described.shape if self._model is None else self._model.shape
 
     @property
@@ -220,7 +220,7 @@ class FSDPEngine(BaseEngine):
 
     @property
     def _selective_is_full(self) -> bool:
-        """Whether selective recomputation takes the time of full recomputation."""
+        """Whether selective recomputation takes as long as full recomputation."""
         return self.config.compile is True and not compile_module.RECOMPUTES_INSIDE
 
     def describe_settings(self) -> list[str]:
@@ -228,7 +228,7 @@ class FSDPEngine(BaseEngine):
         lines = super().describe_settings()
         if self.config.recompute == "selective" and self._selective_is_full:
             lines.append(
-                f"engine.recompute=selective with compiled layers takes the time of full recomputation with transformers "
+                f"engine.recompute=selective with compiled layers takes as long as full recomputation with transformers "
                 f"{transformers.__version__}; use auto, none or full, engine.compile=false, or transformers 5.23"
             )
         return lines
@@ -243,7 +243,7 @@ class FSDPEngine(BaseEngine):
         self._optimizer = ShardOptimizer(self._root, optim, on_host=on_host)
 
     def finish_build(self) -> None:
-        # The norm and AdamW's step then run on the host, where launchers give each process one thread.
+        # The norm and AdamW's step then run on the host, where launchers set one thread per process.
         if self.config.offload.params == "host" and self.topology.device.type == "cuda":
             machine = socket.gethostname()
             self._cores = host_cores(self.topology.all_gather_object(machine).count(machine))
@@ -287,7 +287,8 @@ class FSDPEngine(BaseEngine):
         return output, scalar_of
 
     def run_backward(self, scalar: Tensor, micro_batch: MicroBatch) -> None:
-        # Gradients of earlier micro-batches stay unsharded and are reduced once, with the last one; those of one rank are not reduced.
+        # Gradients of earlier micro-batches stay unsharded and are reduced once, with the last one. With a single rank they are not reduced
+        # at all.
         sync = micro_batch.is_last or self.options.reduce_each_micro_batch is True
         if isinstance(self._root, FSDPModule):
             self._root.set_requires_gradient_sync(sync and not self._holds_all)
@@ -297,7 +298,7 @@ class FSDPEngine(BaseEngine):
 
     @property
     def _holds_all(self) -> bool:
-        """Whether this rank alone holds all parameters on the device, so that its unsharded gradients are those of the parameters."""
+        """Whether this rank holds all parameters on the device by itself, so its unsharded gradients are the parameters' gradients."""
         return self.topology.size == 1 and isinstance(self._root, FSDPModule) and self.config.offload.params == "none"
 
     def reduce_and_clip(self, max_norm: float | None) -> float:
@@ -332,14 +333,14 @@ class FSDPEngine(BaseEngine):
     def set_training(self, training: bool) -> None:
         self._root.train(training)
         if self._built.bank is not None:
-            # The random numbers of an adapter's rows would depend on the others in its pass.
+            # With dropout, the random numbers of an adapter's rows would depend on the other rows in its pass.
             for module in self._root.modules():
                 if isinstance(module, nn.Dropout):
                     module.eval()
         self._reshard()
 
     def _reshard(self) -> None:
-        """Free gathered parameters. Without a backward pass modules may stay gathered, and would be read where shards are expected."""
+        """Free gathered parameters. Without a backward pass modules may stay gathered, and would be read instead of shards."""
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -357,7 +358,7 @@ class FSDPEngine(BaseEngine):
             yield from unsharded_gradients(self._root)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Return a context in which the base model runs without its adapters."""
+        """Return a context that disables the adapters of the base model."""
         return adapters_disabled(self._root) if self._built.adapters is not None else nullcontext()
 
     # ---- state ---------------------------------------------------------------------------------------------------

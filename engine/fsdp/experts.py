@@ -89,7 +89,7 @@ class ExpertShards:
 
 
 def cut_experts(root: nn.Module, config: PreTrainedConfig, topology: Topology) -> ExpertShards | None:
-    """Reduce a model on the meta device to this rank's experts, and have it send tokens to those of other ranks.
+    """Reduce a model on the meta device to this rank's experts, and make it send tokens to the experts of other ranks.
 
     Raises:
         TopologyError: The family does not dispatch its experts through transformers' interface.
@@ -158,10 +158,10 @@ def expert_parallel_forward(module: Any, hidden_states: Tensor, top_k_index: Ten
     counts_e = count_tokens(chosen_s, local * group.size())
     arriving_e = torch.empty_like(counts_e)
     dist.all_to_all_single(arriving_e, counts_e, group=group)
-    # The only transfer from the device; the host needs the sizes of what is sent and received.
+    # The only transfer from the device: the host needs the sizes of the exchange.
     sent, received = torch.stack([counts_e, arriving_e]).view(2, group.size(), local).sum(2).tolist()
     rows_rh = _Exchange.apply(hidden_states[order_s // top_k_index.shape[1]], sent, received, group)
-    # Rows arrive by sender, and those of a sender in the order of the experts.
+    # Rows arrive ordered by sender, then by expert.
     every = torch.arange(local, device=chosen_s.device).repeat(group.size())
     experts_r = every.repeat_interleave(arriving_e, output_size=sum(received))
     empty = not len(rows_rh)

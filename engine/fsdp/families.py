@@ -1,8 +1,8 @@
 """Model families for which packed attention is exact, and those for which it is not; all others are tried.
 
 `EXACT` lists the families that the tests compare with plain Hugging Face, document by document. A family in neither list
-is tried before its weights are loaded: a model of its config at small widths, packed against one document at a time. So is a
-family of `EXACT` whose config has a switch that no test has seen, such as windows in a family that is usually without.
+is tried before its weights are loaded: on a model of its config at small widths, packed documents are compared with single ones. So is a
+family of `EXACT` whose config has a switch that no test covers, such as windows in a family that usually has none.
 """
 
 import re
@@ -82,7 +82,7 @@ UNSUPPORTED = {
 }
 
 
-# What has no effect on attention, or none in a trial, which compares logits without dropout.
+# Settings without an effect on attention, or without one in a trial, which compares logits without dropout.
 _NO_SWITCH = re.compile(rf"{TOKEN_ID.pattern}|drop|^(use_cache|tie_word_embeddings|{'|'.join(DESCRIPTION)})$")
 
 
@@ -90,10 +90,10 @@ _FACTOR = re.compile(r"(multiplier|scaling|scale|alpha_factor|beta_factor)$")
 
 
 def unseen_switches(config: PreTrainedConfig) -> list[str]:
-    """Return the switches of a config that no config of its family in the tests has, each as `name=value`.
+    """Return the switches of a config that no tested config of its family has, each as `name=value`.
 
-    A switch is a setting that is true, false, a word or null. Of a number, it is whether the number is positive, and of a factor whether
-    it is one; of a list, which words it contains, or whether it is empty.
+    A switch is a setting that is true, false, a word or null. For a number, the switch is whether it is positive; for a factor, whether it
+    is one; for a list, which words it contains, or whether it is empty.
     """
     return _unseen(config, tested_configs(config.model_type))
 
@@ -105,7 +105,7 @@ def _unseen(config: PreTrainedConfig, tested: Sequence[PreTrainedConfig]) -> lis
 
 def _switches(fields: dict[Any, Any]) -> Iterator[str]:
     for key, value in fields.items():
-        # Some keys are the numbers of layers.
+        # Some keys are layer numbers.
         name = re.sub(r"^\d+$", "N", str(key))
         if _NO_SWITCH.search(name):
             continue
@@ -114,7 +114,7 @@ def _switches(fields: dict[Any, Any]) -> Iterator[str]:
         elif isinstance(value, list | tuple):
             yield f"{name}={'+'.join(sorted({v for v in value if isinstance(v, str)})) or ('a list' if value else [])}"
         elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
-            # A factor of one would hide that nothing applies it.
+            # A factor of one would hide that it is not applied.
             yield f"{name}={'1' if _FACTOR.search(name) and value == 1 else 'a number'}"
         else:
             yield f"{name}={value}"
@@ -123,14 +123,14 @@ def _switches(fields: dict[Any, Any]) -> Iterator[str]:
 def check_media_family(media: PreTrainedConfig, *, allow_unverified: bool) -> None:
     """Check that packed attention is correct for the decoder of a model that takes media, with the switches of its config.
 
-    Encoders are run as transformers runs them, so only the decoder's switches count.
+    Encoders run unchanged, so only the decoder's switches matter.
 
     Args:
         media: The config of the whole model, of a family that takes media.
         allow_unverified: Whether a decoder with switches that no test has seen is accepted.
 
     Raises:
-        ModelError: It is not, or is not known to be.
+        ModelError: Attention is not correct, or not known to be.
     """
     decoder = media.get_text_config()
     if decoder.model_type in CAUSAL_LMS:
@@ -148,7 +148,7 @@ def check_family(config: PreTrainedConfig, *, allow_unverified: bool) -> None:
     """Check that packed attention is correct for a model family, with the switches of its config.
 
     Raises:
-        ModelError: It is known to be wrong, is wrong at small widths, or cannot be tried.
+        ModelError: Attention is known to be wrong, turns out wrong at small widths, or cannot be tried.
     """
     family = config.model_type
     if family in UNSUPPORTED:
@@ -165,7 +165,7 @@ def check_family(config: PreTrainedConfig, *, allow_unverified: bool) -> None:
         trial = trial_config(config)
         comparison = compare_packed(trial)
         if not comparison.is_exact():
-            # Where a token's experts are chosen by a hair, rounding decides; what is wrong is wrong at other weights too.
+            # If the scores of experts are nearly tied, rounding decides the choice. A real error also shows at other weights.
             comparison = compare_packed(trial, seed=1)
     except Exception as e:
         raise ModelError(
@@ -176,5 +176,5 @@ def check_family(config: PreTrainedConfig, *, allow_unverified: bool) -> None:
         raise ModelError(
             f"model family {family!r} {status}, and gives different logits for packed documents than for each document alone: off by "
             f"{comparison.difference:.1e} of the largest logit at small widths, and by {comparison.leak:.1e} when other documents "
-            f"are replaced, where rounding explains {comparison.noise:.1e}; it cannot run on packed sequences; use another model"
+            f"are replaced, while rounding explains only {comparison.noise:.1e}; it cannot run on packed sequences; use another model"
         )

@@ -1,7 +1,7 @@
-"""AdamW's moments on the host, brought to the device a part at a time for the update.
+"""AdamW's moments on the host, streamed to the device part by part for the update.
 
-While one part is updated, the next one is on its way to the device and the previous one on its way back, so the step takes about as
-long as the slower direction of the bus. Memory on the host is pinned, and kept; the device has room for two parts during an update.
+While one part is updated, the next one is being copied to the device and the previous one back, so the step takes about as long as the
+slower direction of the bus. Memory on the host is pinned and kept. The device has room for two parts during an update.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from ..pinned import empty_together
 PART_BYTES = 2**29
 """The moments of a part."""
 ALIGNMENT = 16
-"""The bytes at a multiple of which kernels expect a tensor."""
+"""The alignment in bytes that kernels expect of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class MomentSlice:
 
 
 def parts_of(lengths: Sequence[int], limit: int) -> list[list[MomentSlice]]:
-    """Cut tensors into parts of at most `limit` elements, in order. An empty tensor is a piece too.
+    """Cut tensors into parts of at most `limit` elements, in order. An empty tensor is also one slice.
 
     Args:
         lengths: The number of elements of each tensor.
@@ -60,13 +60,13 @@ def parts_of(lengths: Sequence[int], limit: int) -> list[list[MomentSlice]]:
 
 
 class HostMoments:
-    """Moments of several tensors, in parts.
+    """Moments of several tensors, divided into parts.
 
     Args:
-        tensors: What has moments.
+        tensors: The tensors that have moments.
         kinds: The names of the moments.
         part_bytes: The size of a part.
-        staged: Whether the moments are copied for an update; by default if the tensors are not on the host.
+        staged: Whether the moments are copied to the device for an update; by default if the tensors are not on the host.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class HostMoments:
         return {kind: whole.view(-1)[piece.start : piece.end] for kind, whole in self.host[piece.index].items()}
 
     def update(self, step: Callable[[int, list[dict[str, Tensor]]], None]) -> None:
-        """Call a function with the moments of each part in turn, on the device, and keep what it makes of them.
+        """Call a function with the moments of each part in turn, on the device, and store the updated moments.
 
         Args:
-            step: Takes a part's number and the moments of its pieces, and changes them in place.
+            step: Takes a part's number and the moments of its slices, and updates them in place.
         """
         if not self._staged:
             for number, part in enumerate(self.parts):
@@ -101,13 +101,13 @@ class HostMoments:
         size = max((sum(self._bytes(piece) for piece in part) for part in self.parts), default=0)
         slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(min(2, len(self.parts)))]
         if self._to_device is not None:
-            # The slots' memory may be what other work on this stream has just freed.
+            # The memory of the slots may just have been freed by other work on this stream.
             self._to_device.wait_stream(torch.cuda.current_stream(self._device))
         try:
             arrived = [self._fetch(0, slots)] if self.parts else []
             for number in range(len(self.parts)):
                 if number + 1 < len(self.parts):
-                    # Its slot is that of the part before this one, which has to be back on the host.
+                    # The next part uses the slot of the previous part, which must be back on the host first.
                     if self._to_device is not None:
                         self._to_device.wait_stream(self._to_host)
                     arrived.append(self._fetch(number + 1, slots))
@@ -118,12 +118,12 @@ class HostMoments:
                 self._store(number, moments)
         finally:
             if self._to_host is not None:
-                # A checkpoint reads the moments on the host, which waits for no stream; and the slots are freed here.
+                # Checkpoints read the moments on the host without waiting for a stream, and the slots are freed here.
                 self._to_device.synchronize()
                 self._to_host.synchronize()
 
     def _fetch(self, number: int, slots: list[Tensor]) -> tuple[list[dict[str, Tensor]], Any]:
-        """Start copying a part to its slot; return its moments there, and what tells that they have arrived."""
+        """Start copying a part to its slot; return its moments there, and the event of their arrival."""
         slot, at = slots[number % len(slots)], 0
         moments: list[dict[str, Tensor]] = []
         with self._on(self._to_device):

@@ -1,4 +1,4 @@
-"""The size up to which documents share a micro-batch without a change in the numbers of any: `EngineConfig.invariant`."""
+"""The size up to which documents can share a micro-batch without changing each other's numbers: `EngineConfig.invariant`."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -26,18 +26,18 @@ from .packed_model import PackedModel
 MOST_ROWS = 512
 """The largest micro-batch that is tried."""
 ALONE = PassSizes(ROWS, 0)
-"""Each document has a micro-batch of its own."""
+"""Each document gets its own micro-batch."""
 
 
 def pass_sizes(root: PackedModel, topology: Topology | None = None) -> PassSizes:
-    """Return the sizes of micro-batches with which documents share one; `ALONE` if they do not. Collective over the topology.
+    """Return the micro-batch sizes for sharing by documents; `ALONE` if they cannot share. Collective over the topology.
 
-    Tries products and attention. Layers with state, encoders of media, adapters of experts and experts that are not transformers' compute
-    several tokens in ways of their own, so that documents of models with these do not share micro-batches.
+    Tries products and attention. Layers with state, encoders of media, adapters of experts and third-party experts combine several tokens
+    in other ways, so documents of models with these do not share micro-batches.
 
     Args:
         root: The model.
-        topology: The ranks that compute it, which may be of several kinds; None for this process alone.
+        topology: The ranks that must agree, which may have different processors; None for only this process.
     """
     foreign_experts = experts_of(root.lm.config) is not None and not expert_modules(root)
     if root.media is not None or has_state(root.lm) or expert_adapters(root) or foreign_experts:
@@ -50,14 +50,14 @@ def pass_sizes(root: PackedModel, topology: Topology | None = None) -> PassSizes
     factors = _adapter_factors(root)
 
     def run(tokens: Tensor) -> Tensor:
-        # The multiple is that of these numbers of tokens, which are not padded.
+        # No padding, because the tested size is exactly this number of tokens.
         part = whole_documents([1] * len(tokens), tokens, tokens, request)
         if root.running is not None:
-            # Passes have documents of several calls, so that gradients may not depend on the other rows either.
+            # A pass may have documents of several calls, so gradients must not depend on the other rows either.
             return _with_input_gradients(root, part)
         outputs = root(part)
         numbers = [outputs[name].double().reshape(len(tokens), -1) for name in names]
-        # An adapter that has not learned anything adds nothing, whatever its first product is.
+        # An untrained adapter adds nothing, whatever its first product is, so use random factors.
         return torch.cat([*numbers, *(F.linear(_states(tokens, factor), factor).double() for factor in factors)], 1)
 
     def everywhere(holds: bool) -> bool:
@@ -89,14 +89,17 @@ def _with_input_gradients(root: PackedModel, part: RankSlice) -> Tensor:
 def whole_documents(
     lengths: Sequence[int], tokens: Tensor, targets: Tensor, request: OutputRequest, multiple: int = 1
 ) -> RankSlice:
-    """Return documents that one rank computes whole, all outputs of all tokens; `RankSlice.from_micro_batch` makes the same of a micro-batch.
+    """Return documents that one rank computes in full, with all outputs of all tokens.
+
+    Equivalent to `RankSlice.from_micro_batch` for a micro-batch.
+
 
     Args:
         lengths: The number of tokens in each document.
         tokens: `[T]`, the token ids.
-        targets: `[T]`, the tokens of which log-probabilities are computed.
+        targets: `[T]`, the tokens whose log-probabilities are computed.
         request: The outputs to compute.
-        multiple: The number of which that of all tokens is made a multiple.
+        multiple: The number of tokens is padded to a multiple of this.
     """
     padding = padded_rows(len(tokens), multiple) - len(tokens)
     lengths = [*lengths, *([padding] if padding else [])]
@@ -123,22 +126,22 @@ def _adapter_factors(root: PackedModel) -> list[Tensor]:
 
 
 def _states(tokens: Tensor, factor: Tensor) -> Tensor:
-    """Return inputs of a factor, which follow from the tokens."""
+    """Return inputs of a factor that are determined by the tokens."""
     columns = torch.arange(factor.shape[1])
     return torch.sin(tokens[:, None] * 0.37 + columns * 1.7).to(factor.dtype)
 
 
 class WholeModel:
-    """A model of transformers that this process holds whole, with the forward pass of an engine with `EngineConfig.invariant`.
+    """An unsharded transformers model with the forward pass of an engine with `EngineConfig.invariant`.
 
     Args:
-        lm: The model, which cannot be used in another way afterward.
+        lm: The model, which must not be used otherwise afterward.
         config: Its config.
         path: Its folder, for messages.
 
     Raises:
         ModelError: Packed attention is not correct for the family.
-        ConfigError: What a token is given depends on the tokens after it.
+        ConfigError: The outputs of a token depend on the tokens after it.
     """
 
     def __init__(self, lm: Any, config: PreTrainedConfig, path: str) -> None:
@@ -150,11 +153,11 @@ class WholeModel:
         self._root = PackedModel(lm, head=None, transform=logit_transform(config), router=None)
         self._root.eval()
         self._multiple, self.size = pass_sizes(self._root)
-        """The largest number of tokens of a document of which each beginning has the same numbers, to the bit."""
+        """The maximum document length up to which every prefix has bitwise the same numbers."""
         if not self.size:
             raise ConfigError(
-                f"{path} cannot be computed exactly on this processor with {torch.get_num_threads()} threads: a token's numbers depend on the "
-                "number of tokens (as in layers with state), or on the row that it is in; try OMP_NUM_THREADS=1, or another generator"
+                f"{path} cannot be computed exactly on this processor with {torch.get_num_threads()} threads: a token's outputs depend on "
+                "the number of tokens (as in layers with state), or on its row; try OMP_NUM_THREADS=1, or another generator"
             )
 
     def next_token(self, tokens: Sequence[int], temperature: float, choose: Callable[[Tensor], int]) -> tuple[int, float]:
@@ -162,7 +165,7 @@ class WholeModel:
 
         Args:
             tokens: The document, of at most `size` tokens.
-            temperature: The number by which logits are divided first, in the log-probability.
+            temperature: The temperature of the log-probability: logits are divided by it first.
             choose: Returns a token, given the logits `[V]`.
         """
         ids = torch.tensor(tokens)

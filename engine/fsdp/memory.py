@@ -1,4 +1,4 @@
-"""An estimate of a rank's memory under FSDP2, from shapes alone."""
+"""An estimate of a rank's memory under FSDP2, from shapes only."""
 
 from ..config import EngineConfig, OptimConfig, ParallelConfig
 from ..flops import ModelShape
@@ -19,12 +19,12 @@ def memory_needs(
     device: str,
     wrapped: bool,
 ) -> MemoryNeeds:
-    """Return an estimate of what a rank needs.
+    """Return an estimate of the memory that a rank needs.
 
     Args:
         shape: The model's shapes.
         config: The settings, with `compile` and the number formats resolved.
-        options: The settings that only this engine has.
+        options: The settings specific to this backend.
         optim: The optimizer; None for inference.
         p: The resolved layout.
         ranks: The number of ranks.
@@ -38,14 +38,14 @@ def memory_needs(
     kept = 0 if config.offload.params == "host" else params
     on_host, moments = moments * (config.offload.optimizer == "host"), moments * (config.offload.optimizer != "host")
     state = (shape.parameters * kept + shape.parameters_trained * (kept * training + moments)) / shards
-    # Those on the host come in two parts at a time.
+    # Of moments on the host, two parts are on the device at a time.
     state += min(2 * PART_BYTES, shape.parameters_trained * on_host / shards)
     if wrapped:
-        # The root's parameters stay gathered during a step; of the layers, two at a time, or all on one rank.
+        # The root's parameters stay gathered during a step. Layers are gathered two at a time, or all on a single rank.
         vocabulary = shape.vocabulary * shape.hidden
         layers = 2 / len(shape.attention) if ranks > 1 or options.reshard_after_forward is True else 1
         state += compute * (vocabulary + layers * (shape.parameters - vocabulary))
-    # One rank's unsharded gradients are those of the parameters, which are counted above.
+    # With a single rank, unsharded gradients are the gradients of the parameters, which are counted above.
     waits = wrapped and training and (ranks > 1 or config.offload.params == "host")
     return MemoryNeeds(
         state=state,

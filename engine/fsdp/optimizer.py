@@ -25,7 +25,7 @@ class ShardOptimizer:
     Args:
         root: The sharded model.
         optim: The optimizer's settings; the learning rate is passed with every step.
-        on_host: Whether the moments stay on the host and are on the device only for the update.
+        on_host: Whether the moments are kept on the host and copied to the device only for the update.
     """
 
     def __init__(self, root: nn.Module, optim: OptimConfig, *, on_host: bool) -> None:
@@ -40,7 +40,7 @@ class ShardOptimizer:
         names = list(self._views)
         self._host = HostMoments(list(self._views.values()), self._moments) if on_host and self._moments else None
         self._parts = [list(self._views.items())]
-        """Name and what is updated, of each part of the moments that is on the device at a time: shards, or flat pieces of them."""
+        """For each part of the moments, the names and the updated tensors: shards, or flat slices of them."""
         if self._host is not None:
             self._parts = [[(names[p.index], self._piece(names[p.index], p)) for p in part] for part in self._host.parts]
         self._optimizers = [_optimizer(part, decayed, optim) for part in self._parts]
@@ -57,7 +57,7 @@ class ShardOptimizer:
         return nn.Parameter(self._views[name].detach().view(-1)[piece.start : piece.end], requires_grad=True)
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's parts of all gradients, which share their memory, and collect them for the next `step`."""
+        """Return this rank's parts of all gradients as views, and collect them for the next `step`."""
         for name, parameter in self._root.named_parameters():
             if parameter.requires_grad:
                 self._views[name].grad = None if parameter.grad is None else _local(parameter.grad)
@@ -90,7 +90,7 @@ class ShardOptimizer:
                 optimizer.state[target].update(there)
             optimizer.step()
         finally:
-            # The moments are in memory that the part after the next one takes.
+            # Drop the moments, because the part after the next one reuses their memory.
             for _, target in part:
                 target.grad = None
                 for kind in self._moments:
@@ -104,13 +104,13 @@ class ShardOptimizer:
         return {kind: state[kind] for kind in self._moments}
 
     def _steps(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the step counts; those of the pieces of a shard are equal."""
+        """Yield the step counts; the slices of a shard have equal counts."""
         for part, optimizer in zip(self._parts, self._optimizers, strict=True):
             yield from ((name, optimizer.state[target]["step"]) for name, target in part)
 
     @property
     def counts(self) -> dict[str, float]:
-        """The number of steps of each parameter; a step without a gradient for it does not count, and SGD has no counts."""
+        """The step count of each parameter. Steps without a gradient for it do not count, and SGD has no counts."""
         if not self._moments or not self._views:
             return {}
         names, steps = zip(*self._steps(), strict=True)

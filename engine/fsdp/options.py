@@ -1,4 +1,4 @@
-"""Settings that only the FSDP backend has. Imports no torch."""
+"""Settings specific to the FSDP backend. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +12,8 @@ class FSDPOptions:
 
     reshard_after_forward: bool | Literal["auto"] = setting(
         "auto",
-        "free a layer's gathered parameters after its forward pass; false uses more memory to save one all-gather; auto: except on one GPU, which keeps them for all micro-batches of a step",
+        "free a layer's gathered parameters after its forward pass; false saves one all-gather but uses more memory; auto: true, except on "
+        "a single GPU, which keeps them for all micro-batches of a step",
     )
     reduce_each_micro_batch: bool | Literal["auto"] = setting(
         "auto",

@@ -34,12 +34,12 @@ class PackedModel(HFModel):
 
     Args:
         lm: The causal language model on the meta device, with its adapters, if any, already inside.
-        head: The type of the head that replaces the language-model head; None keeps that.
+        head: The type of the head that replaces the language-model head; None keeps the latter.
         transform: The transform of the logits.
         router: The settings of the router's balancing loss; None if the loss is off.
-        media: How the model takes media; None if it takes none.
+        media: The model's handling of media; None if it supports none.
         routers: The routers, if their choices can be recorded and replayed.
-        running: The rows of several adapters that are trained side by side; None without these.
+        running: The running pass of several adapters that share the model; None without these.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class PackedModel(HFModel):
         self.running = running
         self._follows = False
         self.compute: torch.dtype | None = None
-        """The dtype that encoders compute in; None for that of their input."""
+        """The dtype that encoders compute in; None for the dtype of their input."""
         self.head_regions: HeadRegions | None = None
-        """The compiled work of the head on its logits; None if the model is not compiled."""
+        """The compiled computation of the head on its logits; None if the model is not compiled."""
 
     def forward(
         self,
@@ -78,12 +78,12 @@ class PackedModel(HFModel):
         outputs = self._head(result.last_hidden_state[0].index_select(0, part.selected), part)
         if self.router is not None:
             if not result.router_logits:
-                raise ModelError("a router loss is requested, but this family's model returns no router logits")
+                raise ModelError("a router loss is requested, but the models of this family return no router logits")
             outputs["router_aux"] = balancing_loss(result.router_logits, self.router, part.real_tokens, part.context.cp_group)
         return outputs
 
     def next_token(self, part: RankSlice, last: int, choose: Callable[[Tensor], int]) -> tuple[int, float]:
-        """Choose the token that follows a row of the slice, all of whose rows are selected.
+        """Choose the token that follows a row of the slice. All rows of the slice must be selected.
 
         Args:
             part: The slice.
@@ -102,7 +102,7 @@ class PackedModel(HFModel):
         return token, float(log_probs[last])
 
     def _decode(self, part: RankSlice) -> Any:
-        """Run the model without its head; return what it returns."""
+        """Run the model without its head and return its output."""
         self._follow(part.context)
         router = {} if self.router is None else {"output_router_logits": True}
         backbone: Any = decoder_of(self.lm)
@@ -129,13 +129,13 @@ class PackedModel(HFModel):
         return result
 
     def _follow(self, context: PackedContext) -> None:
-        """Have the routers record or replay in this forward pass, and when its layers are recomputed; or leave them alone."""
+        """Make the routers record or replay in this forward pass and in its recomputation, if requested."""
         if self._follows or context.routes is not None:
             self._follows = context.routes is not None
             follow(self.lm, context.handle if self._follows else None)
 
     def _embed(self, part: RankSlice, ids: Tensor, features: Mapping[Kind, Tensor]) -> Tensor:
-        """Return the embeddings `[T, H]` of ids with features in the place of their tokens."""
+        """Return the embeddings `[T, H]` of ids, with placeholder tokens replaced by features."""
         assert self.media is not None
         embeddings: Tensor = self.lm.get_input_embeddings()(ids)
         for kind, one in features.items():
@@ -144,12 +144,12 @@ class PackedModel(HFModel):
         return embeddings
 
     def _encode(self, kind: Kind, media: EncoderInput, part: RankSlice) -> Tensor:
-        """Return the features in the place of this slice's tokens."""
+        """Return the features of this slice's placeholder tokens."""
         assert self.media is not None
         values = self.media.modalities[kind].values
         fields = media.fields
         if self.compute is not None:
-            # Not all families convert what their encoder is given.
+            # Not all families convert the dtype of their encoder's input.
             fields = {**fields, values: fields[values].to(self.compute)}
         return media.features_of_slice(self.media.encode(self.base, kind, fields), part.context.cp_group)
 
@@ -162,8 +162,8 @@ class PackedModel(HFModel):
         return self._outputs(hidden_sh, part, slice(None), head_adapter(head, hidden_sh), expected=True)
 
     def _head_of_adapters(self, hidden_sh: Tensor, part: RankSlice, running: RunningPass) -> dict[str, Tensor]:
-        """Compute the outputs adapter by adapter, each with its own addition to the weight of the head."""
-        # Between the rows of adapters, and after them, is padding.
+        """Compute the outputs adapter by adapter, each with its own update of the head's weight."""
+        # There is padding between the rows of adapters and after them.
         edges = sorted({0, len(part.input_ids), *(edge for one in running.rows for edge in (one.start, one.end))})
         ends = torch.searchsorted(part.selected, torch.tensor(edges, device=part.selected.device)).tolist()
         of_start = {one.start: one for one in running.rows}

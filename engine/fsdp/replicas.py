@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 BUCKET_BYTES = 2**26
-"""Gradients that are summed together: enough for the full speed of the network, few enough not to be held twice."""
+"""The bucket size: large enough for the full speed of the network, small enough not to double the memory of gradients."""
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""FSDP2 applied to the root module, and the tensor slices that a rank then holds."""
+"""Application of FSDP2 to the root module, and the tensor slices that a rank then holds."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the repeated layers of a transformers decoder.
 
     Raises:
-        ModelError: The model has no layers that transformers marks as such.
+        ModelError: The model has no layers that transformers marks as repeated layers.
     """
     layers: list[nn.Module] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
@@ -76,13 +76,13 @@ def shard(root: Any, mesh: DeviceMesh, experts: ExpertShards | None, config: Eng
     offload = OffloadPolicy()
     if config.offload.params == "host":
         offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    # A single rank gathers nothing: its gathered parameters are copies in the format of computation, made once per step.
+    # A single rank gathers nothing. Its gathered parameters are copies in the compute dtype, made once per step.
     reshard = mesh.size() > 1 if options.reshard_after_forward == "auto" else options.reshard_after_forward
     inner: list[tuple[Any, DeviceMesh]] = [] if experts is None else [(m, experts.mesh) for _, m in expert_modules(root)]
-    # FSDP has a parameter in one group, which then serves all modules that use it.
+    # FSDP puts a parameter into a single group, which then serves all modules that use the parameter.
     inner += [(block, mesh) for block in shared_blocks(decoder_layers(root))]
     encoders = {id(layer) for layer in decoder_layers(root)} - {id(layer) for layer in decoder_layers(decoder_of(root.lm))}
-    # The angles of an encoder's positions are inputs of its layers, in float32 whatever the layers compute in.
+    # The rotation angles of an encoder are inputs of its layers, in float32 regardless of the layers' compute dtype.
     encoder_policy = replace(policy, cast_forward_inputs=False)
     for module, module_mesh in [*inner, *((layer, mesh) for layer in decoder_layers(root))]:
         fully_shard(
@@ -92,11 +92,11 @@ def shard(root: Any, mesh: DeviceMesh, experts: ExpertShards | None, config: Eng
             offload_policy=offload,
             reshard_after_forward=reshard,
         )
-    # The root's input has ids and the gradient that the head expects, which must not be rounded.
+    # The root's input contains ids and the expected gradient of the head, which must not be rounded.
     root_policy = replace(policy, cast_forward_inputs=False)
     fully_shard(root, mesh=mesh, mp_policy=root_policy, offload_policy=offload, reshard_after_forward=False)
     for module in root.modules():
-        # One rank has no mean to avoid, and FSDP would divide its gradients by 1 in memory of its own.
+        # A single rank has no mean to avoid, and FSDP would allocate extra memory to divide its gradients by 1.
         if isinstance(module, FSDPModule) and mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -104,7 +104,7 @@ def shard(root: Any, mesh: DeviceMesh, experts: ExpertShards | None, config: Eng
 
 def _policy(root: nn.Module, config: EngineConfig) -> MixedPrecisionPolicy:
     precision = config.precision
-    # The compute dtype is also set where it is the stored one, if adapters are stored in float32 beside the base weights.
+    # The compute dtype is also set if it equals the stored one, because adapters may be stored in float32 next to base weights.
     mixed = precision.compute != precision.params or len({p.dtype for p in root.parameters()}) > 1
     return MixedPrecisionPolicy(
         param_dtype=getattr(torch, precision.compute) if mixed else None,
@@ -113,7 +113,7 @@ def _policy(root: nn.Module, config: EngineConfig) -> MixedPrecisionPolicy:
 
 
 def needs_fsdp(root: nn.Module, config: EngineConfig) -> bool:
-    """Return whether a model that is not split over ranks needs FSDP all the same: for its number formats, or to be offloaded."""
+    """Return whether a model that is not split over ranks needs FSDP anyway, for its number formats or for offloading."""
     policy = _policy(root, config)
     return policy.param_dtype is not None or policy.reduce_dtype is not None or config.offload.params != "none"
 

@@ -59,7 +59,7 @@ def tensor_shards(
         local: This rank's part of the tensor.
         layout: The layout of the model's tensors on disk.
         experts: The experts that this rank holds; None without expert parallelism.
-        topology: The engine's topology, whose replicas divide the writing among themselves.
+        topology: The engine's topology, whose replicas divide the writing.
     """
     tensor_slice, _ = local_slice(like)
     if not local.numel():
@@ -81,7 +81,7 @@ def _owned(like: Tensor, number: int, topology: Topology) -> bool:
     replicas = topology.parallel.dp_replicate
     if replicas == 1:
         return True
-    # Replicas hold the same slices and take turns, so that no replica writes everything.
+    # Replicas hold the same slices and divide them, so that no replica writes everything.
     return number % replicas == topology.rank // (topology.size // replicas)
 
 
@@ -100,8 +100,8 @@ def stream_weights(
         root: The sharded model.
         layout: The layout of the model's tensors on disk.
         experts: The experts that this rank holds; None without expert parallelism.
-        only_adapters: Whether to yield only the adapters, with the modules that are trained beside them; otherwise they are merged
-            into the weights they adapt.
+        only_adapters: Whether to yield only the adapters and the modules that are trained with them; otherwise they are merged
+            into the weights that they adapt.
     """
     adapted = adapted_weights(root)
     if only_adapters and not adapted:
@@ -127,7 +127,7 @@ def stream_weights(
 
 
 def _is_exported(name: str, tensor: Tensor, *, only_adapters: bool) -> bool:
-    """Return whether a tensor is in an export of the adapters alone, which has the modules trained beside them, or of the rest."""
+    """Return whether an export includes a tensor: the adapters and the modules trained with them, or else everything but adapters."""
     exported_name = hf_name(name)
     if not only_adapters:
         return not exported_name.adapter

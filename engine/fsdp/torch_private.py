@@ -17,7 +17,7 @@ from ..torch_private import require
 require(
     (
         ("FSDPModule._get_fsdp_state", hasattr(FSDPModule, "_get_fsdp_state")),
-        # A property in torch 2.13; before, an attribute that the constructor sets.
+        # A property since torch 2.13; before, an attribute that the constructor sets.
         (
             "FSDPState._fsdp_param_group",
             hasattr(FSDPState, "_fsdp_param_group") or "_fsdp_param_group" in FSDPState.__init__.__code__.co_names,
@@ -29,7 +29,7 @@ require(
 )
 
 _HAS_SUM = "unsharded_accumulated_grad" in FSDPParam.__annotations__
-"""Whether FSDP2 adds the gradients of micro-batches in a tensor of its own, as before torch 2.15, and not in those of the parameters."""
+"""Whether FSDP2 accumulates the gradients of micro-batches in a separate tensor, as before torch 2.15, not in `.grad`."""
 
 
 def clear_unsharded_gradients(root: nn.Module) -> None:
@@ -60,10 +60,10 @@ def unsharded_gradients(root: nn.Module) -> Iterator[Tensor]:
 
 
 def take_unsharded_gradients(root: nn.Module) -> None:
-    """Make the unsharded gradients those of the parameters, without the copies of a reduction, on a rank that shares no parameter.
+    """Make the unsharded gradients the parameters' gradients without the copies of a reduction. For a rank that holds all parameters.
 
     Args:
-        root: A module that FSDP2 has sharded over one rank, and whose gradients it was not to reduce.
+        root: A module that FSDP2 has sharded over one rank, with gradient reduction turned off.
     """
     for parameter in _fsdp_parameters(root):
         unsharded = getattr(parameter, "_unsharded_param", None)

@@ -1,6 +1,6 @@
-"""The trial of a model family: a model of the same config at small widths, its packed logits against each document's alone.
+"""The trial of a model family. On a small model of the same config, packed logits are compared with those of single documents.
 
-The trial has every kind of layer that the model has, and every pair of neighbors among them. Kinds are read from what
+The trial has every kind of layer that the model has, and every pair of neighbors among them. Kinds are read from the modules that
 transformers builds, on the meta device, because configs name their layers in many ways.
 """
 
@@ -29,7 +29,8 @@ from .attention import IMPLEMENTATION
 VOCABULARY = 128
 WINDOW = 8
 MAX_PARAMETERS = 50_000_000
-# More than 256 tokens in one document: states that are kept per chunk, and keys that are compressed in blocks, begin there.
+# More than 256 tokens in one document, because states that are kept per chunk, and keys that are compressed in blocks, take effect from
+# there on.
 INDEXER = "an indexer chooses the keys of each token (DeepSeek Sparse Attention) by scores over a mask of the whole sequence, which a packed one does not have"
 LENGTHS = (5, 37, 1, 290, 13)
 
@@ -39,7 +40,7 @@ _HEADS = re.compile(r"heads$|^n_head$|^(mamba_)?n_?groups$")
 _HEAD_DIM = re.compile(r"head_?dim$|^d_head$|_d_head$|^dim_head$|head_size$|^rotary_dim$")
 _WIDTH = re.compile(r"(size|width|rank|dim)$|^(d_model|n_embd|n_inner|d_ff|dff|dim_ff|d_inner|mamba_d_ssm)$")
 _NOT_A_WIDTH = re.compile(r"vocab|state|conv|kernel|chunk|window|patch|group|block|batch|step|cache|position")
-# Numbers of tokens, or of blocks of tokens, that attention is limited to: below a document's length they have an effect.
+# Limits of attention in tokens or blocks of tokens, which have an effect if they are below a document's length.
 _WINDOW = re.compile(r"window(_size|_len|_length)?$|^attention_chunk_size$|^index_topk(_blocks)?$|^index_block_size$")
 TOKEN_ID = re.compile(r"(token_ids?|_token_index)$")
 DESCRIPTION = (
@@ -57,12 +58,12 @@ LayerKind = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Scale:
-    """The numbers by which sizes of a config are divided.
+    """The divisors of the sizes in a config.
 
     Args:
-        by_heads: Numbers of heads.
-        by_dim: Sizes of heads.
-        by_width: Widths of the model.
+        by_heads: The divisor of numbers of heads.
+        by_dim: The divisor of sizes of heads.
+        by_width: The divisor of widths.
     """
 
     by_heads: int
@@ -73,8 +74,8 @@ class Scale:
 def layer_kinds(model: nn.Module) -> list[list[LayerKind]]:
     """Return the kind of each layer of a model, for each of its lists of layers, in order.
 
-    Two layers are of one kind if they consist of the same classes under the same names, and have the same switches and a
-    window or none; widths, and the sizes of windows, do not count.
+    Two layers are of the same kind if they consist of the same classes under the same names, have the same switches, and both have a
+    window or both have none. Widths and the sizes of windows do not matter.
     """
     return [[_kind(layer) for layer in layers] for layers in _layer_lists(model)]
 
@@ -104,7 +105,7 @@ def _kind(module: nn.Module) -> LayerKind:
 
 
 def describe_kind(kind: LayerKind) -> str:
-    """Return the class of a layer, those of its parts and their windows or types, for an error message."""
+    """Describe a layer for an error message: its class, the classes of its parts, and their windows or types."""
     name, settings, children = kind
     parts = [describe_kind(child) for _, child in children if "Norm" not in child[0]] if isinstance(children, tuple) else []
     differences = [f"{k}={v}" if isinstance(v, str) else k for k, v in settings if re.search("window|_type$", k) and v]
@@ -118,7 +119,7 @@ def _inventory(lists: Sequence[Sequence[LayerKind]]) -> tuple[set[LayerKind], se
 
 
 def _shortest_prefix(kinds: Sequence[LayerKind]) -> int:
-    """Return how many of the first layers have every kind and every pair of neighbors."""
+    """Return the number of first layers that contain every kind and every pair of neighbors."""
     inventory = _inventory([kinds])
     return next(n for n in range(min(2, len(kinds)), len(kinds) + 1) if _inventory([kinds[:n]]) == inventory)
 
@@ -133,7 +134,7 @@ def trial_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a config of the same family with the same kinds of layers, at small widths.
 
     Raises:
-        ModelError: None could be found; the message names the kinds that could not be built, or the error of transformers.
+        ModelError: No such config was found; the message names the kinds that could not be built, or the error of transformers.
     """
     lists = layer_kinds(_on_meta(config))
     if not lists:
@@ -147,7 +148,7 @@ def trial_config(config: PreTrainedConfig) -> PreTrainedConfig:
                 candidate = _cut(config, len(longest), depth, scale)
                 model = _on_meta(candidate)
             except Exception as e:
-                # Validators and asserts of a family raise what they like; another scale may satisfy them.
+                # A family's validators and asserts may raise anything; another scale may satisfy them.
                 problem = problem or f"{type(e).__name__}: {e}"
                 continue
             present = _inventory(layer_kinds(model))
@@ -164,7 +165,7 @@ def trial_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _scales(config: PreTrainedConfig) -> list[Scale]:
-    """Return by what numbers of heads, head sizes and widths may be divided together, the best first.
+    """Return the joint divisors of numbers of heads, head sizes and widths, the best first.
 
     Widths are divided by a multiple of the product of the other two, which keeps the ratios of the family's own config.
     """
@@ -179,7 +180,7 @@ def _scales(config: PreTrainedConfig) -> list[Scale]:
     most, smallest = max(heads, default=1), min(dims, default=1)
     by_heads = max(n for n in _divisors(math.gcd(*heads) or 1) if most // n >= 4 or n == 1)
     by_dim = [n for n in _divisors(math.gcd(*dims) or 1) if smallest // n >= 16 or n == 1]
-    # Without heads nothing ties the width to another number, so the smallest is the best.
+    # Without heads, the width does not depend on another size, so the smallest width is the best.
     further = (1, 2, 4, 8, 16) if heads or dims else (64, 32, 16, 8, 4, 2, 1)
     scales = [
         Scale(by_heads, n, by_heads * n * more)
@@ -207,7 +208,7 @@ def _scaled(fields: dict[str, Any], layers: int, depth: int, scale: Scale) -> di
         if _HEAD_DIM.search(name):
             return max(1, value // scale.by_dim)
         if "intermediate" in name or value % scale.by_width:
-            # Grouped products of experts take rows of a multiple of 16 bytes.
+            # Grouped products of experts require row sizes that are multiples of 16 bytes.
             return min(value, max(8, round(value / scale.by_width / 8) * 8))
         return value // scale.by_width
 
@@ -251,12 +252,12 @@ def _is_size(name: str) -> bool:
 
 @dataclass(frozen=True)
 class TrialComparison:
-    """How packed documents compare with each alone; all numbers are relative to the largest logit.
+    """The comparison of packed documents with single ones; all numbers are relative to the largest logit.
 
     Args:
-        difference: The largest difference between the logits of packed documents and of each alone.
+        difference: The largest difference between the logits of packed documents and of the same documents by themselves.
         leak: The largest change of a document's logits when other documents of the batch are replaced.
-        noise: The largest change of a lone document's logits when weights change by about the rounding of float32.
+        noise: The largest change of a single document's logits when weights change by about the rounding of float32.
     """
 
     difference: float
@@ -266,28 +267,28 @@ class TrialComparison:
     def is_exact(self) -> bool:
         """Return whether rounding explains the difference, and no document depends on another one.
 
-        Rounding of a family that amplifies it (gemma3n's sparse activations, over 35 layers) reaches one hundredth; what
-        another document changes is zero, or the rounding of an expert's product with other rows: at most 6e-7 in all
-        families of transformers 5.23, where those that leak change by 5e-3 and more.
+        Rounding of a family that amplifies it (gemma3n's sparse activations, over 35 layers) reaches one hundredth. The influence of
+        another document is zero, or the rounding of an expert's product with other rows: at most 6e-7 in all families of
+        transformers 5.23, whereas the logits of families that leak change by at least 5e-3.
         """
         return self.leak <= 1e-5 and self.difference <= min(max(2e-5, 10 * self.noise), 0.05)
 
 
 def compare_packed(config: PreTrainedConfig, seed: int = 0) -> TrialComparison:
-    """Compare packed documents with each alone, at weights drawn from a seed.
+    """Compare packed documents with the same documents by themselves, at weights drawn from a seed.
 
     The packed side computes logits as our head does (backbone, output weight, `logit_transform`), so that a family with its
     own transform is detected too. Weights are drawn such that each layer changes its input by about its own size: at
-    transformers' usual standard deviation of 0.02, what leaks between documents can be smaller than rounding.
+    transformers' usual standard deviation of 0.02, a leak between documents can be smaller than rounding.
 
     Raises:
         ModelError: The logits are not finite.
-        Exception: Whatever the family's own code raises on packed documents.
+        Exception: Any error that the family's own code raises on packed documents.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         documents, others = ([torch.randint(3, VOCABULARY - 8, (n,)).tolist() for n in LENGTHS] for _ in range(2))
-        # A copy for each: transformers keeps the attention's name in the config, and reads it in every call.
+        # A copy for each model, because transformers stores the attention's name in the config and reads it in every call.
         ours, model = (_built(copy.deepcopy(config), name) for name in (IMPLEMENTATION, "eager"))
         _check_interface(ours)
         for parameter in model.parameters():
@@ -323,7 +324,7 @@ def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
         use_grouped_experts(model)
         carry_states_in_documents(model)
     else:
-        # By the family's own code, so that ours is compared with it.
+        # Use the family's own code, so that ours is compared with it.
         for _, module in expert_modules(model):
             module.config._experts_implementation = "eager"
     return model.eval()
@@ -333,14 +334,14 @@ def _check_interface(model: PreTrainedModel) -> None:
     """Check that the family computes attention through transformers' interface.
 
     Raises:
-        ModelError: It does not: without our context, our attention would have refused to run.
+        ModelError: It does not: our attention, which raises without our context, was not called.
     """
     try:
         decoder_of(model)(input_ids=torch.tensor([[3, 4]]), position_ids=torch.tensor([[0, 1]]), use_cache=False)
     except ModelError:
         return
     except (AttributeError, TypeError) as e:
-        # An indexer looks for the mask before attention is called.
+        # An indexer reads the mask before attention is called.
         if any(name.rpartition(".")[2] == "indexer" for name, _ in model.named_modules()):
             raise ModelError(INDEXER) from e
         raise
@@ -365,7 +366,7 @@ def _packed(model: PreTrainedModel, documents: list[list[int]]) -> list[Tensor]:
 
 
 def _draw(parameter: Tensor) -> None:
-    """Fill matrices with numbers of standard deviation one over the square root of the inputs; move vectors from 0 and 1."""
+    """Fill matrices with a standard deviation of one over the square root of the inputs; move vectors away from 0 and 1."""
     if parameter.dim() < 2:
         parameter.add_(torch.randn_like(parameter) * 0.05)
         return

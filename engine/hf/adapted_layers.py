@@ -1,4 +1,4 @@
-"""Linear layers of a transformers model to whose output several adapters add, each for its own rows."""
+"""Linear layers of a transformers model with several adapters, each of which adds to the output of its own rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,19 +17,19 @@ from .lora import KERNEL_WEIGHTS
 from .model import decoder_of
 
 FEED_FORWARD = {"mlp", "feed_forward", "ffn", "shared_mlp", "shared_expert", "shared_experts", "moe"}
-"""What a feed-forward network, or a part of one, is called in the models of transformers."""
+"""The names of feed-forward networks and their parts in the models of transformers."""
 TOKEN_MIXERS = ("attn", "attention", "mixer", "mamba", "conv")
-"""Parts of the names of what mixes tokens."""
+"""Substrings in the names of token mixers."""
 ROUTERS = {"router", "gate", "shared_expert_gate"}
 
 
 class MultiAdapterLinear(nn.Module):
-    """A linear layer with the adapters of the rows that are running.
+    """A linear layer with the adapters of the running pass.
 
     Args:
         base_layer: The layer, which is frozen.
         layer: Its description.
-        running: The rows.
+        running: The running pass.
     """
 
     def __init__(self, base_layer: nn.Module, layer: AdaptedLayer, running: RunningPass) -> None:
@@ -39,7 +39,7 @@ class MultiAdapterLinear(nn.Module):
         self.running = running
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the layer, `[..., T, O]`, of an input `[..., T, I]` whose other axes are of size 1."""
+        """Return the output of the layer, `[..., T, O]`, for an input `[..., T, I]` whose leading axes have size 1."""
         out: Tensor = self.base_layer(x)
         x_ti = x.reshape(-1, x.shape[-1])
         spans = self.running.spans(self.layer.name, x_ti)
@@ -50,7 +50,10 @@ class MultiAdapterLinear(nn.Module):
 
 
 def adapted_layers(lm: PreTrainedModel) -> tuple[AdaptedLayer, ...]:
-    """Return the layers of a model on the meta device that adapters can adapt, in order: linear layers of its decoder, experts, and its head."""
+    """Return the layers of a model on the meta device that adapters can adapt, in order.
+
+    These are the linear layers of the decoder, the experts, and the head.
+    """
     decoder, head = decoder_of(lm), lm.get_output_embeddings()
     names = {id(module): name for name, module in lm.named_modules()}
     without_effect = KERNEL_WEIGHTS.get(lm.config.get_text_config().model_type, set())
@@ -73,7 +76,7 @@ def adapted_layers(lm: PreTrainedModel) -> tuple[AdaptedLayer, ...]:
 
 
 def _matrices_of_experts(name: str, module: Any) -> list[AdaptedLayer]:
-    """Return both matrices of a layer's experts; none if grouped products do not take their rows."""
+    """Return both matrices of a layer's experts; none if grouped products do not support their row size."""
     shapes: list[tuple[str, int, int, int]] = []
     for matrix in matrices_of(module):
         experts, *sizes = getattr(module, matrix).shape
@@ -86,8 +89,8 @@ def _matrices_of_experts(name: str, module: Any) -> list[AdaptedLayer]:
 
 def _target(name: str) -> Target | None:
     *path, leaf = name.split(".")
-    # What is outside of the repeated layers, such as the projection of embeddings, belongs to neither; experts that are modules of their own
-    # are given rows in an order of their own.
+    # Layers outside of the repeated layers, such as a projection of the embeddings, have no target. Nor do experts that are separate
+    # modules, because they receive rows in a different order.
     if leaf in ROUTERS or "experts" in path or not any(part.isdigit() for part in path):
         return None
     if FEED_FORWARD & set(path):
@@ -96,7 +99,7 @@ def _target(name: str) -> Target | None:
 
 
 def install_adapters(lm: PreTrainedModel, layers: Sequence[AdaptedLayer], running: RunningPass) -> None:
-    """Let the layers of a model add the adapters of the rows that are running. The head does so where its outputs are computed."""
+    """Make the layers of a model apply the adapters of the running pass. The head does so where its outputs are computed."""
     for layer in layers:
         if layer.target == "unembedding":
             running.head = layer.name

@@ -1,4 +1,4 @@
-"""One of several adapters under the names, and with the settings, of peft's files."""
+"""One of several adapters in peft's terms: the names of its tensors and its settings."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def stored_tensors(slot: AdapterSlot) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def named_factors(slot: AdapterSlot, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each factor in peft's files and a view of its part of a tensor that is divided like the adapter's values."""
+    """Yield each factor's name in peft's files, and a view of its part of a flat tensor with the layout of the adapter's values."""
     for layer, factor, view in slot.views(flat):
         yield _stored_name(layer, factor), view
 
@@ -39,7 +39,7 @@ def peft_settings(slot: AdapterSlot, base: str, *, transposed: bool) -> bytes:
     Args:
         slot: The adapter.
         base: The path or name of the model.
-        transposed: Whether the model keeps the weights of its linear layers transposed.
+        transposed: Whether the model stores the weights of its linear layers transposed.
     """
     settings: dict[str, Any] = PeftLoraConfig(
         r=slot.config.rank,

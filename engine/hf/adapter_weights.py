@@ -1,4 +1,4 @@
-"""Adapters that come without the weights that they adapt, such as an engine's `named_weights(adapters="only")`, and a model's folder together."""
+"""Merging of adapters that arrive without the base weights (an engine's `named_weights(adapters="only")`) with a model's folder."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,15 +21,15 @@ from .weights import WeightFolder
 
 
 class AdapterWeights:
-    """The weights of a model whose adapters change, while those that they adapt stay as they are in its folder.
+    """The weights of a model whose adapters change while the base weights stay as they are in its folder.
 
     Args:
         model: The settings of the model, with those of its adapters (`lora`).
-        dtype: The data type in which the engine that trains the adapters keeps the weights that they adapt: sums are rounded to it.
-        device: Where sums are computed.
+        dtype: The dtype of the base weights in the engine that trains the adapters; merged weights are rounded to it.
+        device: The device that merges the weights.
 
     Raises:
-        ModelError: The model has no adapters, or settings do not fit it.
+        ModelError: The model has no adapters, or the settings do not fit it.
     """
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -37,34 +37,34 @@ class AdapterWeights:
         self._model, self._dtype, self._device = model, dtype, device
         self._lm, self._layout, adapters = empty_lm(text, model, dtype, media=media_config(model, text))
         if adapters is None:
-            raise ModelError(f"model.lora.rank={model.lora.rank}, so {model.path} has no adapters that could come alone")
+            raise ModelError(f"model.lora.rank={model.lora.rank}, so {model.path} has no adapters to receive separately")
         self._adapted = adapted_weights(self._lm)
         self._names = {id(parameter): name for name, parameter in self._lm.named_parameters()}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """The shapes of what comes, under the names in files of peft."""
+        """The shapes of the received tensors, under peft's names."""
         for name, parameter in self._lm.named_parameters():
             if hf_name(name).adapter:
                 self.shapes[hf_name(name).name] = peft_shape(hf_name(name).name, parameter.shape)
             elif parameter.requires_grad:
-                # peft's files cannot have a trained module that is stored in another way than it is in memory.
+                # peft's files cannot hold a trained module whose layout on disk differs from the one in memory.
                 self.shapes[PEFT_PREFIX + self._layout.renamed(hf_name(name).name)] = tuple(parameter.shape)
 
     @property
     def nbytes(self) -> int:
-        """The size of what comes, in bytes."""
+        """The size of the received tensors in bytes."""
         return sum(p.numel() * p.element_size() for p in self._lm.parameters() if p.requires_grad)
 
     def merged(self, stream: Iterable[tuple[str, Tensor]], *, complete: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors under their Hugging Face names on disk, as the engine's `named_weights()` would.
 
         Args:
-            stream: The adapters and the modules that are trained beside them, under peft's names.
-            complete: Whether to yield all weights; otherwise those that are not as they are in the folder.
+            stream: The adapters and the modules that are trained with them, under peft's names.
+            complete: Whether to yield all weights; otherwise only those that differ from the folder.
 
         Raises:
-            ModelError: These are not the adapters of the model, or the folder lacks a tensor.
+            ModelError: The adapters do not belong to the model, or the folder lacks a tensor.
         """
-        # The last tensor of a stream from another process may be in memory that is used again.
+        # Copy the tensors, because a stream from another process may reuse the memory of its last tensor.
         received = {name: tensor.detach().to(self._device, copy=True) for name, tensor in stream}
         self._check(received)
         folder = WeightFolder(resolve_folder(self._model.path), self._layout.canonical)
@@ -93,7 +93,9 @@ class AdapterWeights:
             )
         for name, tensor in received.items():
             if tuple(tensor.shape) != self.shapes[name]:
-                raise ModelError(f"{name} is {list(tensor.shape)}, but by model.lora it is {list(self.shapes[name])}")
+                raise ModelError(
+                    f"{name} is {list(tensor.shape)}, but according to model.lora it is {list(self.shapes[name])}"
+                )
 
     def _sum(self, name: str, parameter: Tensor, folder: WeightFolder, received: dict[str, Tensor]) -> Tensor:
         layer: Any = self._adapted[name]
@@ -105,11 +107,11 @@ class AdapterWeights:
         return from_peft_shape(name, received[name], factor.shape)
 
     def _stored(self, name: str, parameter: Tensor, folder: WeightFolder) -> Tensor:
-        """Return a parameter or buffer as the folder has it, rounded as the engine rounds it."""
+        """Return a parameter or buffer from the folder, rounded to the engine's dtype."""
         dtype = self._dtype if parameter.is_floating_point() else parameter.dtype
         value = torch.empty(parameter.shape, dtype=dtype)
         slices = self._layout.stored_slices(name, tuple(parameter.shape))
         pieces = cut_local_shards("value", slices, whole(tuple(parameter.shape)), value)
         if missing := folder.fill_all(pieces, self._lm.base_model_prefix):
-            raise ModelError(f"model.path={self._model.path} lacks {missing[0]}, to which adapters are added")
+            raise ModelError(f"model.path={self._model.path} lacks {missing[0]}, which the adapters are merged into")
         return value.to(self._device)

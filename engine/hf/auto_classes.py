@@ -1,4 +1,7 @@
-"""Causal language models that transformers registers only among those with images, made known to `AutoModelForCausalLM` as well."""
+"""Registration of causal language models with `AutoModelForCausalLM`.
+
+Covers those that transformers registers only as decoders of models with images.
+"""
 
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -9,12 +12,12 @@ UNREGISTERED: dict[str, str] = {
     for model_type, name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items()
     if isinstance(name, str) and name.endswith("ForCausalLM") and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 }
-"""The class of each, by its type: in transformers 5.23, Mistral 4, which is the decoder of a model with images."""
+"""Model type -> class. In transformers 5.23 this is Mistral 4, the decoder of a model with images."""
 CAUSAL_LMS = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *UNREGISTERED)
-"""All types of which a causal language model can be built."""
+"""All model types that a causal language model can be built from."""
 
 
 def register_causal_lm(config: PreTrainedConfig) -> None:
-    """Register the class of a config, where transformers has one and does not register it, by its own extension point for that."""
+    """Register the class of a config if transformers has one but does not register it. Uses transformers' extension point."""
     if config.model_type in UNREGISTERED:
         AutoModelForCausalLM.register(type(config), getattr(transformers, UNREGISTERED[config.model_type]), exist_ok=True)

@@ -17,11 +17,11 @@ from .overrides import override
 from .tokenizer import load_tokenizer
 
 MOST_SCALE = 1e3
-"""The largest factor on the output of adapters that can be meant."""
+"""The largest plausible scale of the adapters' output."""
 
 
 def whole_config(model: ModelConfig) -> PreTrainedConfig:
-    """Return the config of the whole model, with those of its encoders if it has any.
+    """Return the config of the whole model, including its encoders if it has any.
 
     Raises:
         ModelError: The folder or its config.json is missing or unreadable.
@@ -30,7 +30,7 @@ def whole_config(model: ModelConfig) -> PreTrainedConfig:
     try:
         with quiet_hub():
             config: PreTrainedConfig = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except Exception as e:  # of many types: a damaged file, a word in place of a number, the folder's own code
+    except Exception as e:  # a damaged file, a value of a wrong type or the folder's own code may raise anything
         raise ModelError(f"model.path={model.path}: {reason(e, model.path, 'the config cannot be read')}") from e
     # This object must not be shared: transformers writes the attention implementation into it.
     return copy.deepcopy(config)
@@ -77,13 +77,13 @@ def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
             f"{list(model.head_shape)}; set them to what it was trained with"
         )
     bidirectional = getattr(config, "use_bidirectional_attention", None)
-    # Gemma 4's "vision" concerns the tokens of images alone: a text model has none, and packed attention has blocks for them.
+    # Gemma 4's "vision" concerns only image tokens: a text model has none, and packed attention supports blocks for them.
     if bidirectional not in (None, False, "vision"):
         raise ModelError(
             f"use_bidirectional_attention={bidirectional} in the config of {model.path}: packed attention is causal; set it to false, or "
             "use a causal model"
         )
-    # Imports peft and accelerate, which who only reads a config or a tokenizer, such as processes that tokenize, does not need.
+    # Imports peft and accelerate, which processes that only read a config or a tokenizer do not need.
     from .weights import check_stored_head
 
     check_stored_head(model)
@@ -97,8 +97,8 @@ def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
                 )
         if model.lora.rank > config.hidden_size:
             raise ModelError(
-                f"model.lora.rank={model.lora.rank} is more than hidden_size={config.hidden_size} of {model.path}, so adapters would have more "
-                "parameters than what they adapt; lower it, or train the model itself with model.lora.rank=0"
+                f"model.lora.rank={model.lora.rank} is more than hidden_size={config.hidden_size} of {model.path}, so adapters would have "
+                "more parameters than the layers that they adapt; lower it, or train the model itself with model.lora.rank=0"
             )
         return
     unused, defaults = model.lora, LoraConfig()

@@ -1,11 +1,11 @@
 """The experts of transformers' mixtures, whose matrices are one tensor for all experts of a layer, and their adapters.
 
-transformers' own function for grouped products copies tokens by advanced indexing, whose gradients are slow; here a token's way to its
-experts and back is one permutation, whose gradient is the way of the other direction.
+transformers' own function for grouped products copies tokens by advanced indexing, whose backward pass is slow. Here tokens are moved to
+their experts and back by one permutation, and the gradients by its inverse.
 
-peft adapts such a tensor by adding the product of the factors to it in each forward pass (`target_parameters`): a second copy of all
-experts, in which 16 bits round small changes away. Here tokens are multiplied by the factors, as in other layers; the factors and the
-files are those of peft.
+peft adapts such a tensor by adding the product of the factors to it in each forward pass (`target_parameters`). That takes a second copy
+of all experts, and in 16 bits it rounds small changes away. Here tokens are multiplied by the factors, as in other layers. The factors
+and the files are those of peft.
 
 Axes: T tokens, K experts of a token, E experts, R rank, I inputs, O outputs, H hidden size, S = T K pairs of a token and its expert.
 """
@@ -46,17 +46,17 @@ class ExpertAdapter(nn.Module):
         self.lora_B = nn.Parameter(torch.empty(experts, outputs, rank, dtype=dtype, device=weight.device))
 
     def enable_adapters(self, enabled: bool) -> None:  # as in peft's layers
-        """Switch the adapter on or off, as in peft's layers."""
+        """Enable or disable the adapter, as in peft's layers."""
         self.enabled = enabled
 
     def forward(self, x_si: Tensor, ends_e: Tensor) -> Tensor:
-        """Return what the adapter adds to the output, `[S, O]`, of inputs in the order of their experts."""
+        """Return the adapter's contribution to the output, `[S, O]`, for inputs in the order of their experts."""
         return expert_adapter_output(
             x_si, self.lora_A, self.lora_B, self.scale, lambda x, matrices: _grouped_mm(x, matrices, offs=ends_e)
         )
 
     def merged(self, weight: Tensor, down_eri: Tensor, up_eor: Tensor) -> Tensor:
-        """Return the matrix with whole factors merged into it."""
+        """Return the matrix with the full (unsharded) factors merged into it."""
         return merge_experts(weight, down_eri, up_eor, self.scale, transposed=self.transposed)
 
 
@@ -66,7 +66,7 @@ def expert_modules(root: nn.Module) -> list[tuple[str, Any]]:
 
 
 def matrices_of(module: Any) -> tuple[str, str]:
-    """Return the names of the two matrices of a layer's experts, in the order in which peft wraps them."""
+    """Return the names of the two matrices of a layer's experts, in the order that peft wraps them in."""
     return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
 
 
@@ -81,9 +81,9 @@ def adapt_experts(module: Any, rank: int, scale: float, dtype: torch.dtype) -> N
 
 
 def use_grouped_experts(root: nn.Module) -> None:
-    """Have transformers call this module's function for the experts of a model where it would call its own for grouped products.
+    """Make transformers call this module's function instead of its own function for grouped products of experts.
 
-    Experts whose rows grouped products do not take go on one after the other, as transformers' own "eager" function has them.
+    Experts whose row size grouped products do not support run one by one, through transformers' own "eager" function.
     """
     for _, module in expert_modules(root):
         if hasattr(module, "adapters") or hasattr(module, "running"):
@@ -94,7 +94,7 @@ def use_grouped_experts(root: nn.Module) -> None:
 
 
 def use_invariant_experts(root: nn.Module) -> None:
-    """Have a mixture compute each expert in a number of rows that is a multiple of `ops.invariance.ROWS`; not where experts have adapters."""
+    """Run each expert of a mixture on a number of rows that is a multiple of `ops.invariance.ROWS`, unless experts have adapters."""
     for _, module in expert_modules(root):
         if not hasattr(module, "adapters"):
             module.config._experts_implementation = INVARIANT
@@ -169,13 +169,13 @@ def grouped_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Ten
 def _with_several_adapters(
     module: Any, matrix: str, x_si: Tensor, out_so: Tensor, experts_s: Tensor, tokens_s: Tensor
 ) -> Tensor:
-    """Return the output of a matrix of experts with what the adapters of the running pass add to it (`model.max_adapters`).
+    """Return the output of a matrix of experts plus that of the running pass's adapters (`model.max_adapters`).
 
     Args:
         module: The experts of a layer.
         matrix: The name of the matrix.
-        x_si: Its input, in the order of experts, then of tokens.
-        out_so: Its output.
+        x_si: The input, ordered by expert, then by token.
+        out_so: The output of the matrix.
         experts_s: The expert of each row.
         tokens_s: The token of each row.
     """
@@ -192,11 +192,11 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, grouped_experts_forward)
 def invariant_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Apply the experts of a layer, in transformers' signature: `[T, H]`, and `[T, K]` experts and weights.
 
-    No token's result depends on the others, if that of no row of a product does.
+    The result of a token does not depend on other tokens, provided that a row of a product does not depend on other rows.
     """
     up, down = matrices_of(module)
     experts_s = top_k_index.reshape(-1)
-    # Taken apart once: the gradient of one expert's matrix would be of the size of all.
+    # Unbind once: indexing would make the gradient of each expert's matrix as large as all of them.
     names = [name for matrix in (up, down) for name in (matrix, f"{matrix}_bias")[: 1 + module.has_bias]]
     parameters = {name: getattr(module, name).unbind() for name in names}
     out_sh: Tensor | None = None

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 TEMPLATE = "chat_template.json"
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", TEMPLATE)
-"""The files of what turns images, videos and audio into numbers. Training does not change them."""
+"""The files of the processors of images, videos and audio. Training does not change them."""
 
 
 def save_model_files(root: HFModel, model: ModelConfig, adapters: Any, folder: Path) -> None:
@@ -55,7 +55,7 @@ def save_model_files(root: HFModel, model: ModelConfig, adapters: Any, folder: P
         if settings is None:
             lm.generation_config.save_pretrained(folder)
         else:
-            # As it is: transformers refuses to save settings that contradict each other, which models on the Hub have.
+            # Copied unchanged: transformers refuses to save contradictory settings, which some models on the Hub have.
             (folder / FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if adapters is not None:
         adapters.save_pretrained(folder)
@@ -64,20 +64,20 @@ def save_model_files(root: HFModel, model: ModelConfig, adapters: Any, folder: P
     if config.model_type in FAMILIES:
         stored = resolve_folder(model.path)
         for name in PROCESSOR_FILES:
-            # A template of the settings is the tokenizer's.
+            # A chat template from the settings belongs to the tokenizer.
             if (stored / name).is_file() and not (name == TEMPLATE and model.chat_template is not None):
                 shutil.copyfile(stored / name, folder / name)
 
 
 def _set_padding(config: Any, tokenizer: Any | None, model: ModelConfig) -> None:
-    """Give a classifier and its tokenizer a padding token that ends no sequence."""
+    """Give a classifier and its tokenizer a padding token that never ends a sequence."""
     decoder = config.get_text_config()
     decoder.pad_token_id = padding_token(tokenizer, decoder, end_tokens(model) | token_ids(decoder.eos_token_id))
     if decoder.pad_token_id is None:
-        # Without one, transformers refuses batches; with one that ends sequences, it would score another token.
+        # Without a padding token, transformers refuses batches; with one that ends sequences, it would score the wrong token.
         log.warning(
-            "model.path=%s: its vocabulary has no special token that could pad a batch without being one that ends a sequence, so the exported "
-            "classifier has no pad_token_id, and transformers scores with it one sequence at a time; for batches, add a token "
+            "model.path=%s: its vocabulary has no special token that could pad a batch without also ending a sequence. The exported "
+            "classifier therefore has no pad_token_id, and transformers can only score one sequence at a time; for batches, add a token "
             "(model.added_tokens=[<pad>])",
             model.path,
         )

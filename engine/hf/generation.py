@@ -1,4 +1,4 @@
-"""What a model's folder says about generation: the tokens at which it stops, and other settings that a trained model keeps."""
+"""The generation settings in a model's folder: the stop tokens, and other settings that a trained model keeps."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from .config import read_config
 
 FILE = "generation_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""The settings of a model's config that its generation settings repeat."""
+"""The settings that occur both in a model's config and in its generation settings."""
 
 
 def read_generation_settings(model: ModelConfig) -> dict[str, Any] | None:
@@ -40,7 +40,7 @@ def read_generation_settings(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def end_tokens(model: ModelConfig) -> frozenset[int]:
-    """Return the ids of the tokens at which generation with a model stops.
+    """Return the ids of the tokens that end generation with a model.
 
     Raises:
         ModelError: The model's config or its generation settings cannot be read.

@@ -33,7 +33,7 @@ class DiskLayout:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        # Prefix changes cannot be derived from a bare model; what transformers saves does not have them either.
+        # Changes of prefixes cannot be derived from a bare model; files that transformers saves do not have them either.
         transforms = [t for t in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(t, PrefixChange)]
         self._converters = [t for t in transforms if isinstance(t, WeightConverter)]
         self._back = [t.reverse_transform() for t in reversed(transforms) if isinstance(t, WeightRenaming)]
@@ -50,7 +50,7 @@ class DiskLayout:
             shape: The global shape of the parameter.
 
         Raises:
-            ModelError: There is no rule for the way in which the family stores the parameter.
+            ModelError: There is no rule for the family's layout of the parameter on disk.
         """
         for converter in self._converters:
             target = _literal(converter.target_patterns[0])
@@ -77,7 +77,7 @@ class DiskLayout:
             raise ModelError(
                 f"{name} is stored with its axes {op.dim0} and {op.dim1} exchanged; drivetrain has no rule for this family yet"
             )
-        # transformers tells by the shape whether a tensor has to be transposed, so it does not transpose one that is square.
+        # transformers decides by the shape whether to transpose a tensor, so it never transposes a square one.
         stored = shape if op.check_dims and shape[-1] == shape[-2] else (*shape[:-2], shape[-1], shape[-2])
         return [StoredSlice(self.renamed(name), stored, whole(shape), transposed=stored != shape or not op.check_dims)]
 
@@ -86,7 +86,7 @@ class DiskLayout:
         stem = name[: -len(target)]
         rows = [self._rows.get(stem + source.replace("_conv1d.", "_proj."), 0) for source in sources]
         if sum(rows) != shape[0]:
-            raise ModelError(f"{name} has {shape[0]} rows, and the projections that it convolves have {rows}")
+            raise ModelError(f"{name} has {shape[0]} rows, but the projections that it convolves have {rows}")
         return [
             StoredSlice(
                 self.renamed(stem + source), (n, *shape[1:]), TensorSlice((end - n, *(0,) * len(shape[1:])), (n, *shape[1:]))

@@ -29,7 +29,7 @@ from .names import peft_shape
 EXPERT_NAMES = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 KERNEL_WEIGHTS = {"falcon_h1": {"out_proj"}, "jamba": {"dt_proj"}, "nemotron_h": {"out_proj"}}
-"""Linear layers, by model type, whose weights transformers hands to a kernel, so that an adapter would have no effect there."""
+"""Model type -> linear layers whose weights transformers passes directly to a kernel, so an adapter would have no effect."""
 
 
 def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLoraConfig:
@@ -47,7 +47,7 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
     fused = EXPERT_NAMES & names if expert_modules(model) else set()
     without_effect = KERNEL_WEIGHTS.get(model.config.model_type, set()) & names
     usual = sorted(names - fused - without_effect)
-    # What is adapted only where its own name says so.
+    # Layers that are adapted only if they are named explicitly.
     vocabulary = [n for n, m in model.named_modules() if (m is head or m is embeddings) and id(m) not in whole]
     special = [*vocabulary, *(n for n, _ in expert_modules(model))]
     targets: list[str] = []
@@ -58,17 +58,17 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
         if not matches:
             raise ModelError(
                 f"model.lora.targets names {target}, which is not an adaptable layer of {type(model).__name__}; the adaptable layers are "
-                f"{choices}, and of full names a pattern such as *.layers.*.q_proj"
+                f"{choices}, or patterns for full names, such as *.layers.*.q_proj"
             )
         if leaves & fused:
             raise ModelError(
                 f"model.lora.targets names {target}: in {type(model).__name__}, peft treats it as part of the fused experts, which are "
-                f"adapted together under the name experts; use some of {choices}"
+                f"adapted together under the name experts; choose from {choices}"
             )
         if leaves & without_effect:
             raise ModelError(
-                f"model.lora.targets names {target}: transformers hands its weights to a kernel, so in other programs the adapter "
-                f"would have no effect in {type(model).__name__}; use some of {choices}"
+                f"model.lora.targets names {target}: transformers passes its weights to a kernel, so in other programs the adapter "
+                f"would have no effect in {type(model).__name__}; choose from {choices}"
             )
         targets += [n for n in matches if n not in targets]
     experts = [n for n, _ in expert_modules(model) if n in targets]
@@ -82,7 +82,7 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
             f"model.lora.targets names {both[0]}, whose weights are both the embeddings and the head (tie_word_embeddings), so that "
             "an adapter would belong to one of them only; train them in full with model.lora.modules_to_save"
         )
-    # peft finds targets by the end of their names, and would adapt what is no linear layer, such as the convolution of an encoder.
+    # peft matches targets by the end of names, so it would also adapt other modules, such as the convolution of an encoder.
     others = {n.rpartition(".")[2] for n, m in model.named_modules() if n not in every and m is not head}
     modules = [t for t in targets if t not in experts]
     modules = [full for t in modules for full in ([n for n in linears if n.rpartition(".")[2] == t] if t in others else [t])]
@@ -96,7 +96,7 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
         target_parameters=[f"{n}.{matrix}" for n in experts for matrix in matrices_of(model.get_submodule(n))] or None,
         modules_to_save=_saved_names(lora, model) or None,
         exclude_modules=_saved_names(lora, model) if excluded else None,
-        # peft would otherwise load trained embeddings and leave the head that is tied to them as it was.
+        # Otherwise peft would load trained embeddings without updating the head that is tied to them.
         ensure_weight_tying=_tied(model) and id(embeddings) in whole,
         bias="none",
         task_type="CAUSAL_LM",
@@ -105,7 +105,7 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
 
 
 def _matches(target: str, linears: Sequence[str], special: Sequence[str]) -> list[str]:
-    """Return what a target names: of linear layers the ends of names, or full names for a pattern; of others the full names."""
+    """Return the layers that a target names: linear layers by the end of their name or by a pattern, others by their full name."""
     leaf = target.rpartition(".")[2]
     matches = [n for n in special if n.rpartition(".")[2] == leaf and (leaf == target or fnmatch.fnmatchcase(n, target))]
     if leaf != target:
@@ -114,9 +114,9 @@ def _matches(target: str, linears: Sequence[str], special: Sequence[str]) -> lis
 
 
 def _saved_names(lora: LoraConfig, model: PreTrainedModel) -> list[str]:
-    """Return the full names of `modules_to_save`, and after embeddings the head that is tied to them, which peft loads by itself.
+    """Return the full names of `modules_to_save`. Embeddings are followed by their tied head, which peft loads separately.
 
-    peft takes a name for the end of other names too: `norm` would be `q_norm`.
+    Full names are needed because peft also matches the end of names: `norm` would match `q_norm`.
     """
     head = next((n for n, m in model.named_modules() if m is model.get_output_embeddings()), None)
     saved = {id(module) for module in modules_to_save(lora, model)}
@@ -134,7 +134,7 @@ def _tied(model: PreTrainedModel) -> bool:
 
 
 def modules_to_save(lora: LoraConfig, model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules that are trained in full beside the adapters.
+    """Return the modules that are trained in full alongside the adapters.
 
     Raises:
         ModelError: There is no such module, or its weights belong to another module.
@@ -148,15 +148,15 @@ def modules_to_save(lora: LoraConfig, model: PreTrainedModel) -> list[nn.Module]
             close_matches = difflib.get_close_matches(pattern, {n.rpartition(".")[2] for n in named}, n=1, cutoff=0.4)
             hint = f"; did you mean {close_matches[0]!r}?" if close_matches else ""
             raise ModelError(
-                f"model.lora.modules_to_save names {pattern!r}, which is no module of {type(model).__name__} with weights{hint}"
+                f"model.lora.modules_to_save names {pattern!r}, which is not a module of {type(model).__name__} with weights{hint}"
             )
         if any(p.dim() > 2 for name in names for p in named[name].parameters()):
             raise ModelError(
-                f"model.lora.modules_to_save names {pattern!r}, which has experts fused into one tensor, for which peft has no place in its "
+                f"model.lora.modules_to_save names {pattern!r}, which has experts fused into one tensor, which cannot be stored in peft's "
                 "files; name other modules, or train the whole model"
             )
         for name in names:
-            # A tied parameter is listed under the first of its names.
+            # A tied parameter is listed under its first name.
             if other := next((n for n, _ in named[name].named_parameters() if f"{name}.{n}" not in parameters), None):
                 raise ModelError(
                     f"model.lora.modules_to_save names {pattern!r}, whose {other} is that of the input embeddings "
@@ -172,7 +172,7 @@ def add_adapters(model: PreTrainedModel, config: PeftLoraConfig, lora: LoraConfi
     wide = torch.promote_types(model.dtype, torch.float32)
     adapted = {target.rpartition(".")[0] for target in config.target_parameters or ()}
     if config.target_modules:
-        # peft would train copies of modules to save; here they are the model's own, so that no wrapper changes their names.
+        # peft would train copies of the modules to save. Here the model's own modules are trained, so no wrapper changes their names.
         changes = {"modules_to_save": None, "ensure_weight_tying": False, "target_parameters": None}
         inject_adapter_in_model(replaced(config, **changes), model, low_cpu_mem_usage=True)
     for name in sorted(adapted):
@@ -192,7 +192,7 @@ def add_adapters(model: PreTrainedModel, config: PeftLoraConfig, lora: LoraConfi
             )
         module.to(wide).requires_grad_(True)
     if tied:
-        # In another number format the embeddings may be another tensor.
+        # Tie again, because a change of the number format may have replaced the embeddings' tensor.
         model.tie_weights()
 
 
@@ -207,10 +207,10 @@ def replaced(config: PeftLoraConfig, **changes: Any) -> PeftLoraConfig:
 def init_adapter(name: str, value: Tensor) -> None:
     """Initialize one adapter matrix: A like a linear layer, B with zeros (arXiv:2106.09685, section 4.1).
 
-    Of embeddings, as in peft, A is zero and B is normal.
+    For embeddings, as in peft, A is zero and B is normal.
     """
     if ".lora_A" in name:
-        # The matrices of experts, [experts, rank, in], are those of separate layers.
+        # The matrices of experts, [experts, rank, in], are initialized like those of separate layers.
         nn.init.kaiming_uniform_(value.flatten(0, -2), a=math.sqrt(5))
     elif ".lora_embedding_B" in name:
         nn.init.normal_(value)
@@ -222,8 +222,8 @@ def init_adapter(name: str, value: Tensor) -> None:
 def adapters_disabled(root: nn.Module) -> Iterator[None]:
     """Disable the adapters inside the context, and enable them again afterward."""
     layers = [m for m in root.modules() if isinstance(m, LoraLayer | ExpertAdapter)]
-    # peft's own switch also freezes the adapters, but what was trainable must stay trainable, and from the start: in the very
-    # first forward pass, FSDP determines which parameters will have gradients, and converts the gradients of no others.
+    # peft's own switch also freezes the adapters. They must stay trainable, from the start: in the very first forward pass, FSDP determines
+    # which parameters will have gradients, and converts only those gradients.
     trainable = [p for p in root.parameters() if p.requires_grad]
     for layer in layers:
         layer.enable_adapters(False)
@@ -253,8 +253,8 @@ def merged(layer: Any, base: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
     Args:
         layer: The `LoraLayer`, or the `ExpertAdapter`.
         base: The weight of the layer, in its stored shape.
-        lora_a: The matrix A, `[rank, in]`; of experts `[experts, rank, in]`.
-        lora_b: The matrix B, `[out, rank]`; of experts `[experts, out, rank]`.
+        lora_a: The matrix A, `[rank, in]`; for experts `[experts, rank, in]`.
+        lora_b: The matrix B, `[out, rank]`; for experts `[experts, out, rank]`.
     """
     if isinstance(layer, ExpertAdapter):
         return layer.merged(base, lora_a, lora_b)
@@ -265,7 +265,7 @@ def merged(layer: Any, base: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
 
 
 def head_adapter(head: Any, hidden_th: Tensor) -> HeadAdapter | None:
-    """Return what the adapter of a head adds to its logits; None if it has none, or a disabled one.
+    """Return the adapter's contribution to a head's logits; None if the head has no adapter or a disabled one.
 
     Args:
         head: The head.
@@ -278,7 +278,7 @@ def head_adapter(head: Any, hidden_th: Tensor) -> HeadAdapter | None:
 
 
 def as_peft_stores(name: str, factor: Tensor) -> Tensor:
-    """Return a factor as it is in peft's files; see `peft_shape`."""
+    """Return a factor in the shape of peft's files; see `peft_shape`."""
     if factor.dim() != 3 or ".lora_" not in name:
         return factor
     ordered = factor if ".lora_A." in name else factor.permute(1, 2, 0)
@@ -286,7 +286,7 @@ def as_peft_stores(name: str, factor: Tensor) -> Tensor:
 
 
 def from_peft_shape(name: str, factor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a factor from peft's files in the shape that it has in a model; see `peft_shape`."""
+    """Return a factor from peft's files in its shape in a model; see `peft_shape`."""
     if len(shape) != 3:
         return factor
     experts, first, second = shape
@@ -294,6 +294,6 @@ def from_peft_shape(name: str, factor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def adapted_weights(root: nn.Module) -> dict[str, Any]:
-    """Return what has an adapter: the name of the weight or of the matrices of experts -> `LoraLayer` or `ExpertAdapter`."""
+    """Return the adapted weights: the name of a weight or of a matrix of experts -> `LoraLayer` or `ExpertAdapter`."""
     layers = {f"{name}.base_layer.weight": m for name, m in root.named_modules() if isinstance(m, LoraLayer)}
     return {**layers, **expert_adapters(root)}

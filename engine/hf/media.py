@@ -1,4 +1,4 @@
-"""The families of transformers that take images, video or audio in, and the configs of models with encoders."""
+"""The transformers families that take images, video or audio, and the configs of models with encoders."""
 
 import copy
 import inspect
@@ -29,15 +29,15 @@ FAMILIES: Mapping[str, type[MediaFamily]] = {
     "qwen3_vl_moe": QwenVL,
     "smolvlm": MaskedTiles,
 }
-"""The families that take media in, by the model type of their config. The tests compare each with plain transformers."""
+"""The families that take media, by the model type of their config. The tests compare each with plain transformers."""
 
 
 def media_config(model: ModelConfig, text: PreTrainedConfig) -> PreTrainedConfig | None:
-    """Return the config of the whole model, with its encoders; None if its family takes no media here.
+    """Return the config of the whole model, with its encoders; None if media are not supported for its family.
 
     Args:
         model: The model settings.
-        text: The config of the decoder, with the changes that the settings make to it, which becomes a part of it.
+        text: The config of the decoder with the changes from the settings; it becomes a part of the returned config.
     """
     config = whole_config(model)
     if config.model_type not in FAMILIES:
@@ -47,16 +47,16 @@ def media_config(model: ModelConfig, text: PreTrainedConfig) -> PreTrainedConfig
 
 
 def decoder_key(config: PreTrainedConfig) -> str:
-    """Return the name under which a config has that of its decoder."""
+    """Return the name of the decoder's config within a config."""
     decoder = config.get_text_config()
     return next(key for key in config.sub_configs if getattr(config, key) is decoder)
 
 
 def check_media_support(lm: PreTrainedModel) -> None:
-    """Check that a model takes the output of its encoders, and its encoders what they are given.
+    """Check that a model accepts the output of its encoders, and that the encoders accept their arguments.
 
     Raises:
-        ModelError: They do not, in an older release of transformers.
+        ModelError: They do not, because the release of transformers is too old.
     """
     base: Any = getattr(lm, lm.base_model_prefix)
     family = FAMILIES[base.config.model_type](base.config)

@@ -1,4 +1,4 @@
-"""The families that take media in, by what their encoders read.
+"""The families that take media, grouped by the inputs of their encoders.
 
 Axes: M rows of a media field, P patches of an image.
 """
@@ -16,9 +16,9 @@ from ..packing.batch import Kind
 from .media_family import MediaFamily, Modality, wrong_shape
 
 MASK = "feature_attention_mask"
-"""The field of Qwen's audio that says which frames are not padding."""
+"""The field of Qwen's audio that marks the frames that are not padding."""
 STEPS = 2
-"""The steps of Qwen's audio encoders for each feature."""
+"""The number of encoder steps per feature in Qwen's audio encoders."""
 
 
 class QwenVL(MediaFamily):
@@ -51,12 +51,12 @@ class QwenVL(MediaFamily):
         if wrong := wrong_shape(modality.values, values, self._patch) or wrong_shape(modality.items[0], grids, 3):
             return None, wrong
         if grids.is_floating_point():
-            return None, f"{modality.items[0]} is {grids.dtype}; it must be of integers"
+            return None, f"{modality.items[0]} is {grids.dtype}; it must have an integer dtype"
         for item, grid in enumerate(grids.tolist()):
             if min(grid) < 1 or grid[1] % merge or grid[2] % merge:
                 return (
                     item,
-                    f"{modality.items[0]} {grid}; time, height and width are at least 1, and the latter two multiples of {merge}",
+                    f"{modality.items[0]} {grid}; time, height and width must be at least 1, and height and width multiples of {merge}",
                 )
         return None
 
@@ -120,7 +120,7 @@ class Qwen25VL(QwenVL):
 
 
 class QwenOmni(QwenVL):
-    """The thinker of Qwen2.5-Omni, which takes audio too. The sound of a video is not taken from it."""
+    """The thinker of Qwen2.5-Omni, which also takes audio. The audio track of a video is not used."""
 
     modalities = {
         "image": QwenVL.modalities["image"],
@@ -136,7 +136,7 @@ class QwenOmni(QwenVL):
 
     @property
     def reserved_tokens(self) -> tuple[int, ...]:
-        # Positions are computed from what stands before an item.
+        # Positions are computed from the tokens before an item.
         return (*super().reserved_tokens, self.config.vision_start_token_id, self.config.audio_start_token_id)
 
     def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
@@ -162,7 +162,7 @@ class QwenOmni(QwenVL):
         if kind != "audio":
             return super().attention(kind)
         audio = self.config.audio_config
-        # Steps attend to each other within chunks of frames, two frames to a step.
+        # Steps attend to each other within chunks of frames; a step has two frames.
         return ((2 * audio.d_model, audio.n_window),) * audio.encoder_layers
 
     def arguments(self, kind: Kind, media: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -191,12 +191,12 @@ class QwenOmni(QwenVL):
 
 
 class QwenAudio(MediaFamily):
-    """Qwen2-Audio, whose model has no method that encodes by itself."""
+    """Qwen2-Audio, whose model has no separate method to encode."""
 
     modalities = {"audio": Modality(values="input_features", items=(MASK,), token="audio_token_id", method="")}
     takes_outputs = False
     steps: ClassVar[int] = STEPS
-    """The steps of the encoder for each feature."""
+    """The number of encoder steps per feature."""
 
     def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
         return _audio_problem(media, self._mask, self.config.audio_config.num_mel_bins, self._frames, self.steps)
@@ -207,7 +207,7 @@ class QwenAudio(MediaFamily):
 
     @property
     def _frames(self) -> int:
-        # The encoder takes one length alone.
+        # The encoder supports only one length.
         audio = self.config.audio_config
         return 2 * int(getattr(audio, "max_source_positions", None) or audio.max_position_embeddings)
 
@@ -248,7 +248,7 @@ class QwenAudio(MediaFamily):
 
 
 class GlmAsr(QwenAudio):
-    """GLM-ASR, whose model has a method that encodes, and joins four steps to a feature. Padding takes part in its encoder's attention."""
+    """GLM-ASR, whose model has a method to encode, and joins four steps into a feature. Its encoder attends to padding."""
 
     modalities = {
         "audio": Modality(
@@ -260,7 +260,7 @@ class GlmAsr(QwenAudio):
 
 
 def _audio_features(mask: Tensor, joined: int) -> tuple[Tensor, Tensor]:
-    """Return for each audio the number of steps behind the convolutions, and that of its features, of `joined` steps each."""
+    """Return two counts for each audio: its steps after the convolutions, and its features, of `joined` steps each."""
     steps = (mask.sum(-1) - 1) // 2 + 1
     return steps, (steps - joined) // joined + 1
 
@@ -268,14 +268,14 @@ def _audio_features(mask: Tensor, joined: int) -> tuple[Tensor, Tensor]:
 def _audio_problem(
     media: Mapping[str, Tensor], name: str, bins: int, most: int | None, joined: int
 ) -> tuple[int | None, str] | None:
-    """See `MediaFamily.problem`; `most` is the number of frames that the encoder takes, if it takes one alone."""
+    """See `MediaFamily.problem`; `most` is the encoder's number of frames, if it supports only one."""
     values, mask = media["input_features"], media[name]
     frames = values.shape[-1] if most is None else most
     if wrong := wrong_shape("input_features", values, bins, frames) or wrong_shape(name, mask, frames):
         return None, wrong
     for item, count in enumerate(mask.sum(-1).tolist()):
         if count < 2 * joined:
-            return item, f"{name} with {count} frames; an audio has at least {2 * joined}"
+            return item, f"{name} with {count} frames; an audio needs at least {2 * joined}"
     return None
 
 
@@ -296,7 +296,7 @@ class Tiles(MediaFamily):
     @property
     def _tile(self) -> tuple[int, ...]:
         vision = self.config.vision_config
-        # One side of a square, or both sides.
+        # The config gives one side of a square, or both sides.
         sides = (vision.image_size,) * 2 if isinstance(vision.image_size, int) else vision.image_size
         return (vision.num_channels, *sides)
 
@@ -346,7 +346,7 @@ class MaskedTiles(Tiles):
             return None, shape
         blank = [item for item, tile in enumerate(values) if not tile.any()]
         return (
-            (blank[0], "pixel_values that are all zero, which the model takes for padding; leave the tile out")
+            (blank[0], "pixel_values that are all zero, which the model treats as padding; leave the tile out")
             if blank
             else None
         )
@@ -357,18 +357,18 @@ class MaskedTiles(Tiles):
         return int((vision.image_size // vision.patch_size) ** 2 / self.config.scale_factor**2)
 
     def blank(self, kind: Kind) -> dict[str, Tensor]:
-        # Not zeros, which the family takes for padding and leaves out.
+        # Not zeros, because the family treats all-zero tiles as padding and drops them.
         return {"pixel_values": torch.ones(1, *self._tile), "pixel_attention_mask": torch.ones(1, *self._tile[1:]).long()}
 
     def arguments(self, kind: Kind, media: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # As one row of a batch, whose images these are.
+        # As the images of a single row of a batch.
         return {name: value[None] for name, value in super().arguments(kind, media).items()}
 
 
 class Gemma4(MediaFamily):
     """Gemma 4: images and frames of videos as patches with their positions, and audio. Some sizes have no audio encoder.
 
-    Patches of padding follow those of an image; their position is -1. An item of a video is one of its frames.
+    The patches of an image are followed by padding patches with position -1. Each frame of a video is an item.
     """
 
     modalities = {
@@ -383,7 +383,7 @@ class Gemma4(MediaFamily):
             values="input_features", items=("input_features_mask",), token="audio_token_id", method="get_audio_features"
         ),
     }
-    # Not those of audio.
+    # Not the tokens of audio.
     takes_outputs = False
     blocks_in_windows = True
 
@@ -402,7 +402,7 @@ class Gemma4(MediaFamily):
         return self._audio_problem(media) if kind == "audio" else self._image_problem(kind, media)
 
     def _names(self, kind: Kind) -> tuple[str, str]:
-        """Return the names of the encoder's input, and of the positions or the mask beside it."""
+        """Return the names of the encoder's input, and of the positions or the mask that come with it."""
         modality = self.modalities[kind]
         return modality.values, modality.items[0]
 
@@ -410,7 +410,7 @@ class Gemma4(MediaFamily):
         name, mask_name = self._names("audio")
         values, mask = media[name], media[mask_name]
         frames = values.shape[1] if values.dim() > 1 else 0
-        # The convolutions reduce as many bins as the first of them has channels.
+        # The convolutions expect as many bins as the first one has channels.
         bins = self.config.audio_config.subsampling_conv_channels[0]
         if wrong := wrong_shape(name, values, frames, bins) or wrong_shape(mask_name, mask, frames):
             return None, wrong
@@ -429,7 +429,7 @@ class Gemma4(MediaFamily):
         if wrong := wrong_shape(name, values, *sizes) or wrong_shape(positions_name, positions, patches, 2):
             return None, wrong
         if positions.is_floating_point() or not positions.dtype.is_signed:
-            return None, f"{positions_name} is {positions.dtype}; it must be of integers with a sign"
+            return None, f"{positions_name} is {positions.dtype}; it must have a signed integer dtype"
         if not patches or patches % side**2:
             return None, f"{name} has {patches} patches for each image; they must be a multiple of {side**2}"
         counts = _patches(positions)
@@ -441,7 +441,7 @@ class Gemma4(MediaFamily):
         if bad.any():
             return (
                 int(bad.nonzero()[0]),
-                f"{positions_name} that are not those of a grid row by row, with sides that are multiples of {side}, and then -1",
+                f"{positions_name} that are not a grid in row-major order with sides that are multiples of {side}, followed by -1",
             )
         most = vision.position_embedding_size
         beyond = (torch.maximum(wide, high) > most).nonzero()
@@ -453,7 +453,7 @@ class Gemma4(MediaFamily):
     def features_of(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
         beside = media[self.modalities[kind].items[0]]
         if kind == "audio":
-            # Two convolutions, each of which takes every other frame.
+            # Two convolutions with stride 2.
             counts = beside[:, ::2][:, ::2].long().sum(-1)
         else:
             counts = _patches(beside) // self.config.vision_config.pooling_kernel_size**2
@@ -473,7 +473,7 @@ class Gemma4(MediaFamily):
             vision = self.config.vision_config
             return ((2 * vision.num_attention_heads * vision.head_dim, None),) * vision.num_hidden_layers
         audio = self.config.audio_config
-        # Each chunk attends to itself and to its surroundings.
+        # Each chunk attends to itself and to its context on both sides.
         window = audio.attention_chunk_size + audio.attention_context_left - 1 + audio.attention_context_right
         return ((2 * audio.hidden_size, window),) * audio.num_hidden_layers
 
@@ -492,7 +492,7 @@ class Gemma4(MediaFamily):
         if kind != "audio":
             arguments[self._names(kind)[1]] = arguments[self._names(kind)[1]].long()
         if kind == "video":
-            # As one video: the result is divided by it, and joined again.
+            # Pass everything as one video: the model splits the result by video, and it is joined again here.
             arguments["num_frames_per_video"] = torch.tensor([len(media["pixel_values_videos"])])
         return arguments
 
@@ -505,7 +505,7 @@ class Gemma4(MediaFamily):
         return features[output.attention_mask]
 
     def text_ids(self, ids: Tensor) -> Tensor:
-        # The model takes these for padding, whatever encoders it has.
+        # The model treats these ids as padding, regardless of its encoders.
         special = (self.config.image_token_id, self.config.video_token_id, self.config.audio_token_id)
         is_media = torch.stack([ids == token for token in special if token is not None]).any(0)
         return ids.masked_fill(is_media, self.config.get_text_config().pad_token_id)

@@ -1,8 +1,8 @@
-"""A family of transformers that takes images, video or audio in: what its encoders read, and how many tokens an item takes.
+"""A transformers family that takes images, video or audio: the inputs of its encoders, and the number of tokens per item.
 
-An item is what an encoder takes by itself: an image, a video, or a tile of an image. Its features stand in the place of as many tokens,
-all of one id. The encoders run by the model's own methods, and what they return goes back to the model as `mm_encoder_outputs`, or among the
-embeddings of its decoder.
+An item is the unit of an encoder's input: an image, a video, or a tile of an image. Its features replace the embeddings of equally many
+placeholder tokens, all with one id. The encoders run through the model's own methods. Their outputs are passed back to the model as
+`mm_encoder_outputs`, or put among the embeddings of its decoder.
 
 Axes: T tokens of a document, M rows of a media field, F features, H hidden size, A position axes.
 """
@@ -22,14 +22,14 @@ from ..packing.batch import Kind
 
 @dataclass(frozen=True, kw_only=True)
 class Modality:
-    """A kind of media as a family takes it. The fields of a batch have the names of the encoder's arguments.
+    """A kind of media in a family. The fields of a batch have the names of the encoder's arguments.
 
     Args:
-        values: The field of the encoder's input, with one row or several for each item.
+        values: The field of the encoder's input, with one or more rows for each item.
         items: The fields with one row for each item; without any, each row of `values` is an item.
-        token: The name of the id, in the config, of the tokens in whose place features stand.
-        method: The name of the method that encodes.
-        optional: The fields with one row for each item that may be missing, and that positions alone depend on.
+        token: The name of the placeholder token's id in the config.
+        method: The name of the method that runs the encoder.
+        optional: The fields with one row for each item that may be missing; only positions depend on them.
     """
 
     values: str
@@ -45,36 +45,36 @@ class Modality:
 
 
 class MediaFamily(ABC):
-    """A family that takes media in.
+    """A family that takes media.
 
     Args:
         config: The model's config, with those of its encoders.
     """
 
     modalities: Mapping[Kind, Modality]
-    """The kinds that it takes."""
+    """The kinds of media that the family takes."""
     axes: ClassVar[int] = 1
     """The number of position axes, A."""
     block_kinds: tuple[Kind, ...] = ()
-    """The kinds whose tokens attend to each other in both directions, those of each item."""
+    """The kinds whose tokens attend to each other in both directions within each item."""
     blocks_in_windows: ClassVar[bool] = False
-    """Whether they do so in layers with a window alone."""
+    """Whether they do so only in layers with a window."""
     takes_outputs: ClassVar[bool] = True
-    """Whether the model takes `mm_encoder_outputs`; otherwise features are put among the embeddings that its decoder takes."""
+    """Whether the model takes `mm_encoder_outputs`; otherwise features are put among the decoder's input embeddings."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config: Any = config
         self.tokens: dict[Kind, int] = {kind: getattr(config, m.token) for kind, m in self.modalities.items()}
-        """The id of the tokens in whose place the features of each kind stand."""
+        """The id of the placeholder token of each kind."""
 
     @property
     def reserved_tokens(self) -> tuple[int, ...]:
-        """The ids of the tokens that a completion must not have, because media would be expected there."""
+        """The ids of the tokens that a completion must not contain, because the model would expect media there."""
         return tuple(self.tokens.values())
 
     @property
     def deepstack_layers(self) -> int:
-        """The number of the decoder's first layers to whose outputs features are added, L."""
+        """The number of the decoder's first layers that have features added to their outputs, L."""
         return 0
 
     @abstractmethod
@@ -87,11 +87,11 @@ class MediaFamily(ABC):
 
     @abstractmethod
     def blank(self, kind: Kind) -> dict[str, Tensor]:
-        """Return the fields of the smallest item, for a rank that has none while others have."""
+        """Return the fields of the smallest item, for a rank without items while other ranks have some."""
 
     @abstractmethod
     def problem(self, kind: Kind, media: Mapping[str, Tensor]) -> tuple[int | None, str] | None:
-        """Return what is wrong with the fields of a kind, and with which item, or with all of them; None if nothing is."""
+        """Return the problem with the fields of a kind, and the index of the item (None for all items); None without a problem."""
 
     def arguments(self, kind: Kind, media: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the arguments of the encoder."""
@@ -110,14 +110,14 @@ class MediaFamily(ABC):
             media: The fields of the kind.
 
         Returns:
-            `[F, (1 + L) H]`: the features, and beside each those that go to L further layers.
+            `[F, (1 + L) H]`: the features, each followed by those for L further layers.
         """
         output = getattr(base, self.modalities[kind].method)(**self.arguments(kind, media), return_dict=True)
         layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         return torch.cat([_flat(layer) for layer in layers], -1)
 
     def encoded(self, features: Tensor) -> Any:
-        """Return what the model takes as the output of an encoder, given rows of what `encode` returned."""
+        """Convert rows of the output of `encode` to the form that the model accepts as an encoder's output."""
         first, *deeper = features.split(self.config.get_text_config().hidden_size, -1)
         output: Any = BaseModelOutputWithPooling(pooler_output=first)
         if deeper:
@@ -125,15 +125,15 @@ class MediaFamily(ABC):
         return output
 
     def text_ids(self, ids: Tensor) -> Tensor:
-        """Return the ids `[T]` whose embeddings the decoder reads where no features stand, given the ids of all tokens."""
+        """Return the ids `[T]` to embed for tokens without features, given the ids of all tokens."""
         return ids
 
     def decoder_arguments(self, base: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
-        """Return what a decoder that takes embeddings needs beside them.
+        """Return the further arguments that a decoder needs besides its input embeddings.
 
         Args:
             base: The model without its head.
-            ids: `[T]` int64, what `text_ids` returned.
+            ids: `[T]` int64, the return value of `text_ids`.
         """
         return {}
 
@@ -142,11 +142,11 @@ class MediaFamily(ABC):
         """Return the number of patches, or of steps of audio, that an encoder's layers have for each feature."""
 
     def parts(self, kind: Kind, media: Mapping[str, Tensor]) -> list[int]:
-        """Return the number of parts of each item whose patches alone attend to each other, such as the frames of a video."""
+        """Return the number of parts of each item, such as the frames of a video. Patches attend only within their part."""
         return [1] * len(self.features_of(kind, media))
 
     def padded(self, kind: Kind) -> int | None:
-        """Return the number of features to which every item is padded for its encoder; None if none is."""
+        """Return the number of features to which every item is padded for its encoder; None without padding."""
         return None
 
     def attention(self, kind: Kind) -> tuple[tuple[int, int | None], ...]:
@@ -162,7 +162,7 @@ class MediaFamily(ABC):
         Args:
             base: The model without its head.
             ids: `[T]` int64 on the host, the token ids.
-            media: The fields of each kind with one row for each item, of this document alone.
+            media: The fields of each kind with one row for each item, of this document only.
 
         Returns:
             `[A, T]`.
@@ -171,13 +171,13 @@ class MediaFamily(ABC):
 
 
 def wrong_shape(name: str, value: Tensor, *sizes: int) -> str | None:
-    """Return what is wrong with the shape `[M, *sizes]` of a field; None if nothing is."""
+    """Return the error if a field does not have the shape `[M, *sizes]`; None if it does."""
     if tuple(value.shape[1:]) == sizes and value.dim():
         return None
     return f"{name} has the shape {list(value.shape)}; it must be {['M', *sizes]}".replace("'", "")
 
 
 def _flat(features: Any) -> Tensor:
-    """Return features `[F, H]`, which a family may have in a list with one tensor for each item, or `[M, F / M, H]`."""
+    """Return features as `[F, H]`; a family may return a list with one tensor per item, or `[M, F / M, H]`."""
     joined = features if isinstance(features, Tensor) else torch.cat(list(features))
     return joined.flatten(0, -2)

@@ -28,15 +28,15 @@ from .names import hf_name
 from .overrides import named
 
 ENCODERS = "encoders"
-"""What stands in `model.freeze` for everything that encodes media."""
+"""The name in `model.freeze` that stands for all encoders of media."""
 ENCODER_ATTENTION = "sdpa"
-"""The attention of encoders of media, by transformers' name."""
+"""The attention implementation of media encoders, by transformers' name."""
 
 
 def decoder_of(lm: PreTrainedModel) -> Any:
     """Return the decoder of a causal language model, without its head."""
     decoder: Any = lm.get_decoder()
-    # Llama 4's text model names a prefix that it does not have, so that transformers does not find its decoder.
+    # Llama 4's text model declares a prefix that it does not have, so transformers does not find its decoder.
     return decoder.model if decoder is lm else decoder
 
 
@@ -45,7 +45,7 @@ class HFModel(nn.Module):
 
     Args:
         lm: The language model on the meta device, already with its adapters, if any.
-        head: The type of the head that replaces the language-model head; None keeps that.
+        head: The type of the head that replaces the language-model head; None keeps the latter.
     """
 
     def __init__(self, lm: PreTrainedModel, *, head: HeadType | None) -> None:
@@ -55,14 +55,14 @@ class HFModel(nn.Module):
         self.score: nn.Module | None = None
         if head is not None:
             lm.set_output_embeddings(nn.Identity())
-            # Its buffers are real, as those of the decoder. Its initial values are drawn later.
+            # Its buffers are real, like those of the decoder. Its initial values are drawn later.
             with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
                 self.score = head.module(lm.config.get_text_config().hidden_size, lm.dtype)
             check_module(head, self.score)
 
     @property
     def base(self) -> Any:
-        """The model without its head: of a model that takes media, its encoders and its decoder."""
+        """The model without its head; for a model that takes media, the encoders and the decoder."""
         return getattr(self.lm, self.lm.base_model_prefix, None) or decoder_of(self.lm)
 
 
@@ -87,7 +87,7 @@ def empty_lm(
         ModelError: No model can be built with `model.overrides`, or settings contradict each other.
     """
     lm = _built(config, model, dtype, attention, media)
-    # Created on meta one by one, tied parameters were separated; FSDP must see one parameter, or it would train two.
+    # Creating parameters on meta one by one separates tied ones. FSDP must see a single parameter, or it would train two.
     lm.tie_weights()
     layout = DiskLayout(lm)
     adapters = None
@@ -115,17 +115,17 @@ def empty_lm(
 
 
 def _check_saved_names(model: ModelConfig, lm: PreTrainedModel, layout: DiskLayout) -> None:
-    """Check that modules trained beside adapters have the same names on disk as in the model, by which peft loads them.
+    """Check that modules trained with adapters have the same names on disk as in the model, because peft loads them by name.
 
     Raises:
-        ModelError: One has another name.
+        ModelError: A module has another name.
     """
     saved = {id(p) for module in modules_to_save(model.lora, lm) for p in module.parameters()}
     for name, parameter in lm.named_parameters():
         if id(parameter) in saved and layout.stored_slices(name, parameter.shape)[0].name != name:
             raise ModelError(
-                f"model.lora.modules_to_save={list(model.lora.modules_to_save)}: {type(lm).__name__} stores {name} under another name, under "
-                "which peft would not find it; leave it out, or train the model itself with model.lora.rank=0"
+                f"model.lora.modules_to_save={list(model.lora.modules_to_save)}: {type(lm).__name__} stores {name} under another name, "
+                "where peft would not find it; leave it out, or train the model itself with model.lora.rank=0"
             )
 
 
@@ -138,7 +138,7 @@ def _built(
         # Encoders attend in both directions, and separate images themselves.
         kind, implementation = AutoModelForMultimodalLM, {"": ENCODER_ATTENTION, decoder_key(media): attention}
     try:
-        # Where there is a GPU, transformers' own generation, in the same process, wants the kernels of other packages.
+        # With a GPU, transformers' own generation in the same process requires kernels of other packages.
         hidden = nullcontext() if torch.cuda.is_available() else without_kernels(config)
         # Parameters are on the meta device but buffers are real: rotary frequencies are computed, not loaded.
         with init_empty_weights(include_buffers=False), hidden:
@@ -148,28 +148,29 @@ def _built(
                 dtype=dtype,
                 trust_remote_code=model.trust_remote_code,
             )
-    except Exception as e:  # of many types, by what a family does with the value
+    except Exception as e:  # a family's code may raise anything on a value that it does not expect
         if isinstance(e, ValueError) and str(e).startswith("Unrecognized configuration class"):
             raise ModelError(
-                f"model.path={model.path}: transformers {transformers.__version__} has no causal language model of type {config.model_type!r} alone, "
-                "without the encoders of the whole model; use the path of a model of text, or of a family that docs/families.md names"
+                f"model.path={model.path}: transformers {transformers.__version__} has no causal language model of type "
+                f"{config.model_type!r} without the encoders of the whole model; use the path of a text model, or of a family that "
+                "docs/families.md lists"
             ) from e
         if not model.overrides:
             raise
         raise ModelError(
-            f"{named(model.overrides)}: no model can be built of the config of {model.path} with that: "
+            f"{named(model.overrides)}: no model can be built from the config of {model.path} with that: "
             f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
         ) from e
     return lm
 
 
 def allocate(module: nn.Module, device: torch.device, *, buffers: torch.device | None = None) -> None:
-    """Allocate memory for the parameters of a module on the meta device; its buffers, which are not there, keep their values.
+    """Allocate memory for the parameters of a module on the meta device. Its buffers are real and keep their values.
 
     Args:
         module: The module.
         device: The device of the parameters.
-        buffers: The device of the buffers, if it is another one.
+        buffers: The device of the buffers, if it is different.
     """
     kept = {name: b for name, b in module.named_buffers() if not b.is_meta}
     module.to_empty(device=device)
@@ -179,7 +180,7 @@ def allocate(module: nn.Module, device: torch.device, *, buffers: torch.device |
 
 
 def choose_trainable(root: HFModel, model: ModelConfig) -> None:
-    """Make a new head next to adapters trainable, and freeze what adapters are trained on, or what matches `model.freeze`."""
+    """Make a new head with adapters trainable, and freeze the base model under adapters or everything that `model.freeze` matches."""
     if model.max_adapters:
         root.requires_grad_(False)
         return
@@ -219,7 +220,7 @@ def freeze(root: HFModel, patterns: Sequence[str]) -> None:
 
 
 def encoder_parameters(root: HFModel) -> set[str]:
-    """Return the names of the parameters of what encodes media, with what projects the features."""
+    """Return the names of the parameters of media encoders, including the projections of features."""
     lm: Any = root.lm
     others = [decoder_of(lm), lm.get_input_embeddings(), lm.get_output_embeddings(), root.score]
     known = {id(parameter) for module in others if module is not None for parameter in module.parameters()}

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 SAMPLES, SAMPLE_BYTES = 16, 4096
 HUB_SECONDS = 10.0
-"""How long the Hub may take to answer before it counts as out of reach."""
+"""The timeout in seconds after which the Hub counts as unreachable."""
 
 
 def check_model_path(path: str) -> None:
@@ -49,7 +49,7 @@ def _is_hub_name(path: str) -> bool:
         validate_repo_id(path)
     except HFValidationError:
         return False
-    # The library takes a name without an organization too, which is more often a mistyped folder.
+    # The library also accepts names without an organization, but such a name is more often a mistyped folder.
     return "/" in path
 
 
@@ -60,9 +60,9 @@ def _is_cached(path: str) -> bool:
 
 
 def hub_problem() -> str | None:
-    """Return why the Hugging Face Hub cannot be reached; None if it answers.
+    """Return why the Hugging Face Hub cannot be reached; None if it responds.
 
-    One request tells, where huggingface_hub would try again for half a minute.
+    A single request is enough; huggingface_hub would retry for half a minute.
     """
     from huggingface_hub import constants, get_session
 
@@ -70,14 +70,14 @@ def hub_problem() -> str | None:
         return "HF_HUB_OFFLINE is set"
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
-    except Exception as e:  # of the HTTP library, which differs between versions
+    except Exception as e:  # raised by the HTTP library, which differs between versions of huggingface_hub
         return (str(e).strip() or type(e).__name__).splitlines()[0].rstrip(".")
     return None
 
 
 @contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Keep huggingface_hub from logging each attempt to reach the Hub: what fails in the end is an error that says so."""
+    """Keep huggingface_hub from logging each attempt to reach the Hub, because the final failure raises an error anyway."""
     hub = logging.getLogger("huggingface_hub")
     level = hub.level
     hub.setLevel(logging.ERROR)
@@ -88,16 +88,16 @@ def quiet_hub() -> Iterator[None]:
 
 
 def reason(error: Exception, path: str, what: str) -> str:
-    """Return what is wrong with a model, in one line and in the words of our settings.
+    """Describe the problem with a model in one line, in terms of our settings.
 
     Args:
         error: The error of transformers.
         path: The value of `model.path`.
-        what: What was tried, for an error that is neither of a damaged file, of a missing folder, nor of code that is not trusted.
+        what: The description of the problem for errors other than a damaged file, a missing folder or untrusted code.
     """
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     if "trust_remote_code" in str(error):
-        return "it has Python code of its own, which runs only with model.trust_remote_code=true; read the code first"
+        return "it contains Python code, which runs only with model.trust_remote_code=true; read the code first"
     if not Path(path).is_dir():
         return (
             "there is no such folder, and the Hugging Face Hub has no such model or cannot be reached from here; check the path, "
@@ -112,7 +112,7 @@ def reason(error: Exception, path: str, what: str) -> str:
 
 
 def fingerprint(path: str) -> str:
-    """Return a fingerprint that identifies a model wherever its folder is, from file sizes and samples of the weights.
+    """Return a fingerprint that identifies a model regardless of its location, from file sizes and samples of the weights.
 
     Args:
         path: The value of `model.path`; a Hub name is its own fingerprint.

@@ -42,10 +42,10 @@ def expert_factor(experts: str, matrix: str, factor: str) -> str:
 
 
 def peft_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape in peft's files of a factor, given its shape in a checkpoint.
+    """Return the shape of a factor in peft's files, given its shape in a checkpoint.
 
-    For experts, it is three-dimensional in a checkpoint, A `[experts, rank, in]` and B `[experts, out, rank]`, and in peft's files
-    A `[experts * rank, in]` and B `[out, rank * experts]`.
+    For experts, factors are three-dimensional in a checkpoint: A `[experts, rank, in]` and B `[experts, out, rank]`. In peft's files
+    they are A `[experts * rank, in]` and B `[out, rank * experts]`.
     """
     if len(shape) != 3 or ".lora_" not in name:
         return tuple(shape)
@@ -54,14 +54,14 @@ def peft_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def tied_copies(names: Collection[str], settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return which tensor of adapters has to be written under a second name: embeddings, for the head that is tied to them.
+    """Return the tensors of adapters that must be written under a second name: embeddings, for the head that is tied to them.
 
     Args:
         names: The tensors of the adapters, under peft's names.
         settings: The content of `adapter_config.json`.
 
     Returns:
-        The name of the head's weight -> that of the embeddings; empty if they are not both to be saved.
+        The name of the head's weight -> that of the embeddings; empty unless both are to be saved.
     """
     saved = settings.get("modules_to_save") or []
     if not settings.get("ensure_weight_tying"):

@@ -1,4 +1,4 @@
-"""`model.overrides`: settings of a model's config.json that a run changes."""
+"""`model.overrides`: changes to the settings in a model's config.json."""
 
 import difflib
 from collections.abc import Mapping
@@ -18,19 +18,19 @@ SIZES = (
     "num_key_value_heads",
     "vocab_size",
 )
-"""Numbers of a config without which there is no model."""
+"""Config settings that must be positive numbers."""
 
 
 def override(config: PreTrainedConfig, overrides: Mapping[str, Any], path: str) -> None:
-    """Change settings of a config, and check that it remains one of a model.
+    """Change settings of a config, and check that it remains valid.
 
     Args:
-        config: The config, which is changed.
+        config: The config, which is changed in place.
         overrides: `model.overrides`.
         path: The model's folder, for messages.
 
     Raises:
-        ModelError: The config has no such setting, its shapes would no longer be those of the weights, or it refuses a value.
+        ModelError: The config has no such setting, its shapes would no longer match the weights, or it rejects a value.
     """
     defaults = config.to_dict()
     for name, value in overrides.items():
@@ -40,7 +40,7 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any], path: str) 
             raise ModelError(f"model.overrides.{name}={value}: the config of {path} has no such setting{hint}")
         if name in ("model_type", "architectures", "auto_map"):
             raise ModelError(
-                f"model.overrides.{name}={value}: another family has other weights; give the folder of such a model"
+                f"model.overrides.{name}={value}: another family has other weights; give the folder of a model of that family"
             )
         old = getattr(config, name)
         if isinstance(old, int | float) and not isinstance(old, bool) and not isinstance(value, int | float | None):
@@ -49,19 +49,19 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any], path: str) 
             raise ModelError(f"model.overrides.{name}={value}; it must be at least 1")
         try:
             setattr(config, name, {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value)
-        except Exception as e:  # a config may check its values, and raise anything
-            raise ModelError(f"model.overrides.{name}={value}: the config of {path} refuses it: {_cause(e)}") from e
+        except Exception as e:  # a config may validate its values, and raise anything
+            raise ModelError(f"model.overrides.{name}={value}: the config of {path} rejects it: {_cause(e)}") from e
     if overrides:
         _check_layers(config, defaults, overrides, path)
         try:
-            # Values that fit their fields may contradict each other.
+            # Values that are valid by themselves may contradict each other.
             config.validate()
         except Exception as e:
-            raise ModelError(f"{named(overrides)}: the config of {path} refuses that: {_cause(e)}") from e
+            raise ModelError(f"{named(overrides)}: the config of {path} rejects that: {_cause(e)}") from e
 
 
 def _check_layers(config: PreTrainedConfig, before: Mapping[str, Any], overrides: Mapping[str, Any], path: str) -> None:
-    """Check that lists with an entry for each layer still have as many entries as there are layers.
+    """Check that lists with one entry per layer still have as many entries as there are layers.
 
     Args:
         config: The changed config.
@@ -70,14 +70,14 @@ def _check_layers(config: PreTrainedConfig, before: Mapping[str, Any], overrides
         path: The model's folder, for the message.
 
     Raises:
-        ModelError: A list has another length; a model would be built of it, trained, and fail when it is saved.
+        ModelError: A list has another length. Such a model could be built and trained, but not saved.
     """
     layers = getattr(config, "num_hidden_layers", None)
     for name, old in before.items():
         entries = getattr(config, name, None)
         if not (isinstance(old, list) and isinstance(entries, list) and "layer" in name):
             continue
-        # Names of kinds of layers; a list of numbers may be one of positions.
+        # Only lists of layer kinds are checked; a list of numbers may hold positions.
         if not old or not all(isinstance(kind, str) for kind in old) or len(old) != before.get("num_hidden_layers"):
             continue
         if len(entries) == layers:
@@ -95,11 +95,11 @@ def _check_layers(config: PreTrainedConfig, before: Mapping[str, Any], overrides
 
 
 def named(overrides: Mapping[str, Any]) -> str:
-    """Return the given `model.overrides` in the form in which they are set, for messages."""
+    """Format `model.overrides` as they are written in settings, for messages."""
     return " ".join(f"model.overrides.{name}={value}" for name, value in overrides.items())
 
 
 def _cause(error: Exception) -> str:
-    """Return what is wrong with a config in one line; a validator's error wraps the one that says it."""
+    """Describe the problem with a config in one line. A validator's error wraps the error with the cause."""
     lines = str(error.__cause__ or error).strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__

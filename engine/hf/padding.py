@@ -1,7 +1,8 @@
 """The padding token of an exported sequence classifier.
 
-Transformers' classifiers score a sequence at its last token that is not `pad_token_id`, and training scores it at its last token. Both are
-the same token only if no sequence ends with the padding token, which many models do not observe: theirs is the end-of-sequence token.
+Transformers' classifiers score a sequence at its last token that is not `pad_token_id`, and training scores it at its last token. Both
+are the same token only if no sequence ends with the padding token. Many models violate this: their padding token is the end-of-sequence
+token.
 """
 
 from collections.abc import Collection
@@ -13,13 +14,13 @@ from transformers import PreTrainedConfig
 def padding_token(tokenizer: Any | None, config: PreTrainedConfig, ends: Collection[int]) -> int | None:
     """Return a token that pads a batch and never ends a sequence; None if the vocabulary has none.
 
-    The model's own padding token is kept where it can be. Otherwise it is a special token that the chat template does not use; tokens that
-    begin a text or stand for unknown text come last.
+    The model's own padding token is kept if possible. Otherwise it is a special token that the chat template does not use, preferably not
+    one that begins a text or stands for unknown text.
 
     Args:
         tokenizer: The model's tokenizer; None if it has none.
         config: The model's config.
-        ends: The ids of the tokens at which generation stops.
+        ends: The ids of the tokens that end generation.
     """
     if tokenizer is None:
         return config.pad_token_id if _fits(config.pad_token_id, config, ends) else None
@@ -28,7 +29,7 @@ def padding_token(tokenizer: Any | None, config: PreTrainedConfig, ends: Collect
     template = str(tokenizer.chat_template or "")
     late = (tokenizer.bos_token_id, tokenizer.unk_token_id)
     unused = [i for i, content in special.items() if content not in template and i not in late]
-    # Some vocabularies have a token for this purpose that their tokenizer does not name.
+    # Some vocabularies contain a token for this purpose that their tokenizer does not declare.
     unused.sort(key=lambda i: ("pad" not in special[i].lower(), i))
     candidates = (tokenizer.pad_token_id, config.pad_token_id, *unused, *late)
     return next((i for i in candidates if _fits(i, config, ends)), None)

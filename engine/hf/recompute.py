@@ -9,7 +9,7 @@ from ..torch_private import saved_operators
 
 
 def recompute(model: PreTrainedModel, mode: str) -> None:
-    """Turn on activation checkpointing with transformers' own switch.
+    """Enable activation checkpointing with transformers' own switch.
 
     `full` keeps only a layer's input; `selective` also keeps the outputs of its matrix products and attention, so that only
     cheap operations run twice.
@@ -24,7 +24,7 @@ def recompute(model: PreTrainedModel, mode: str) -> None:
         switch.activation_checkpointing_enable(settings)
     else:  # the name in transformers 5.17
         switch.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-    # It makes all embeddings require a gradient, for reentrant checkpoints. Here frozen encoders would then run their backward pass.
+    # The switch makes all embeddings require a gradient, for reentrant checkpoints. Frozen encoders would then run a backward pass.
     switch.disable_input_require_grads()
 
 

@@ -1,8 +1,8 @@
-"""Routers of transformers' mixtures whose choice of experts is recorded or replaced: subclasses of theirs, as in `state_layers.py`.
+"""Subclasses of transformers' routers whose choice of experts is recorded or replaced; see also `state_layers.py`.
 
-They choose by `torch.topk` over the scores of all experts, and compute weights from the values that it returns or from scores at its
-indices. While such a router runs, `torch.topk` asks `ExpertRoutes` for the indices, and returns the values there; everything else is the
-family's own code.
+Routers choose by `torch.topk` over the scores of all experts. They compute weights from the values that it returns, or from scores at its
+indices. While such a router runs, `torch.topk` takes the indices from `ExpertRoutes` and returns the values there. Everything else is
+the family's own code.
 
 Axes: t tokens of a rank, E experts, K experts of a token.
 """
@@ -22,10 +22,10 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class ChosenExperts(TorchFunctionMode):
-    """Has `torch.topk` over experts return those that a micro-batch says.
+    """Makes `torch.topk` over experts return the experts that the micro-batch specifies.
 
     Args:
-        router: The router that runs.
+        router: The running router.
     """
 
     def __init__(self, router: "RecordedRouter") -> None:
@@ -41,7 +41,7 @@ class ChosenExperts(TorchFunctionMode):
         if func not in _TOPK or router.handle is None:
             return result
         scores = args[0] if args else (kwargs or {})["input"]
-        # Groups of experts are chosen by the same function, of scores with other axes.
+        # Groups of experts are chosen by the same function, but over scores with other axes.
         if scores.dim() != 2 or scores.shape[1] != router.expert_count or result[1].shape[1] != router.experts_per_token:
             return result
         chosen = choose_experts(result[1], router.handle)
@@ -52,14 +52,14 @@ class RecordedRouter(nn.Module):
     """A router of the tokens `[t, H]` of packed documents."""
 
     handle: Tensor | None = None
-    """See `choose_experts`; None to leave the router alone."""
+    """See `choose_experts`; None to leave the router unchanged."""
     router_number = 0
-    """The index of the layer among those with experts."""
+    """The index of the layer among the layers with experts."""
     experts_per_token = 0
     expert_count = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the router in its own signature."""
+        """Run the router with its own signature."""
         if self.handle is None:
             return super().forward(*args, **kwargs)
         with ChosenExperts(self):
@@ -67,14 +67,14 @@ class RecordedRouter(nn.Module):
 
 
 def record_routers(model: nn.Module, config: PreTrainedConfig) -> RouterShape | None:
-    """Replace the class of each router by a subclass that can record and replay; return what they are.
+    """Replace the class of each router with a subclass that can record and replay; return the shape of the routers.
 
     Args:
         model: The model, whose layers call their experts through transformers' experts interface.
         config: The decoder's config.
 
     Returns:
-        None if the model has no experts, or experts of another kind.
+        The shape of the routers; None if the model has no experts, or experts of another kind.
     """
     experts = experts_of(config)
     if experts is None:
@@ -84,7 +84,7 @@ def record_routers(model: nn.Module, config: PreTrainedConfig) -> RouterShape | 
     for module in model.modules():
         children: list[Any] = list(module.children())
         if any(hasattr(child, "_is_expert_parallel") for child in children):
-            # In transformers 5.17 some families choose in the layer that has experts and router.
+            # In transformers 5.17, some families choose experts in the layer that holds the experts and the router.
             routers.append(next((child for child in children if "router" in type(child).__name__.lower()), module))
     for number, router in enumerate(routers):
         theirs = type(router)
@@ -92,7 +92,7 @@ def record_routers(model: nn.Module, config: PreTrainedConfig) -> RouterShape | 
             if theirs not in subclasses:
                 subclasses[theirs] = type(f"Recorded{theirs.__name__}", (RecordedRouter, theirs), {})
             router.__class__ = subclasses[theirs]
-        # Names that no module of a family has: a layer that chooses itself has children of its own.
+        # Attribute names that no module of a family uses, because a layer that chooses experts itself has child modules.
         router.router_number, router.experts_per_token, router.expert_count = number, experts_per_token(config), experts
     if not routers:
         return None
@@ -101,9 +101,9 @@ def record_routers(model: nn.Module, config: PreTrainedConfig) -> RouterShape | 
 
 
 def router_biases(model: nn.Module) -> dict[int, Tensor]:
-    """Return the bias `[E]` of each router that affects the choice of experts alone, by its number; none of those that gradients train.
+    """Return router number -> bias `[E]` for biases that only affect the choice of experts. Excludes biases trained by gradients.
 
-    It is a buffer of the router, or of the layer that has the router (MiniMax-M2, LFM2).
+    The bias is a buffer of the router, or of the layer that holds the router (MiniMax-M2, LFM2).
     """
     biases: dict[int, Tensor] = {}
     for layer in model.modules():
@@ -117,7 +117,7 @@ def router_biases(model: nn.Module) -> dict[int, Tensor]:
 
 
 def follow(model: nn.Module, handle: Tensor | None) -> None:
-    """Have the routers record and replay for the micro-batch of a handle, until another call; None to leave them alone."""
+    """Make the routers record and replay for the micro-batch of a handle until the next call; None leaves them unchanged."""
     for module in model.modules():
         if isinstance(module, RecordedRouter):
             module.handle = None if handle is None else torch.cat([handle, torch.tensor([module.router_number])])

@@ -29,7 +29,7 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
     for parameter in decoder_of(lm).parameters():
         if parameter.dim() < 2 or id(parameter) in embeddings or any(parameter is other for other in of_head):
             continue
-        # A mixture's experts are one parameter `[E, ...]`, of which each token uses only some.
+        # A mixture's experts are one parameter `[E, ...]`; each token uses only some of them.
         is_expert = parameter.dim() == 3 and len(parameter) == experts
         active = parameter.numel() * (routed / experts if is_expert else 1.0)
         of_experts += parameter.numel() * is_expert
@@ -54,11 +54,11 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
 
 
 CONNECTORS = ("merger", "projector", "connector", "embed_vision", "embed_audio")
-"""What the names of modules have that multiply features instead of patches."""
+"""Substrings in the names of modules that multiply features instead of patches."""
 
 
 def encoder_shapes(lm: Any) -> dict[str, EncoderShape]:
-    """Return the shapes of a model's encoders by the kind of media that they take, of which one encoder may take several."""
+    """Return the shapes of a model's encoders by kind of media; one encoder may serve several kinds."""
     base = getattr(lm, lm.base_model_prefix, lm)
     if base.config.model_type not in FAMILIES:
         return {}
@@ -69,14 +69,14 @@ def encoder_shapes(lm: Any) -> dict[str, EncoderShape]:
     for kind in family.modalities:
         counts = {"weights": 0.0, "trained": 0.0, "connector": 0.0, "connector_trained": 0.0}
         for name, parameter in base.named_parameters():
-            # Learned positions are added; where they are not an embedding, they have an axis of one in front, or are called so.
+            # Learned positions are added, not multiplied. If they are not an embedding, their first axis is 1, or their name says so.
             added = id(parameter) in embeddings or len(parameter) == 1 or "position_embedding" in name
             matrix = parameter.dim() >= 2 and not added and id(parameter) not in decoder
             of_audio = "audio" in name or not hasattr(base.config, "vision_config")
             if not matrix or of_audio != (kind == "audio"):
                 continue
             part = "connector" if any(word in name for word in CONNECTORS) else "weights"
-            # The first convolution of audio comes before the one that halves the steps.
+            # The first convolution of audio precedes the one that halves the number of steps.
             active = parameter.numel() * (2 if of_audio and "conv1" in name else 1)
             counts[part] += active
             counts["trained" if part == "weights" else "connector_trained"] += active * parameter.requires_grad
@@ -119,23 +119,23 @@ def context_of(config: PreTrainedConfig) -> int | None:
 
 
 def experts_of(config: PreTrainedConfig) -> int | None:
-    """Return the number of experts of a mixture, under whichever name the family uses; None for a dense model."""
+    """Return the number of experts of a mixture, under any of the names that families use; None for a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return next((getattr(config, n) for n in names if getattr(config, n, None)), None)
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:
-    """Return the number of experts that a router chooses for each token, under whichever name the family uses.
+    """Return the number of experts that a router chooses for each token, under any of the names that families use.
 
     Raises:
         ModelError: The config has none of the names.
     """
     names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
-    # HunYuan may have one number for each layer; the largest bounds the cost.
+    # HunYuan may have one number per layer; the largest is an upper bound of the cost.
     count = next((getattr(config, n) for n in names if getattr(config, n, None)), None)
     if count is None:
         raise ModelError(
-            f"the config of {config.model_type} does not say how many experts a token takes; none of {', '.join(names)} is set"
+            f"the config of {config.model_type} does not give the number of experts per token; none of {', '.join(names)} is set"
         )
     return max(count) if isinstance(count, list) else int(count)
 
@@ -165,11 +165,11 @@ def router_settings(config: PreTrainedConfig, coefficient: float) -> RouterSetti
 
 
 SCAN_WINDOW = 192
-"""A layer with state costs about as much as attention to as many tokens: a chunk of 64, and to read and write the state."""
+"""A layer with state costs about as much as attention to this many tokens: a chunk of 64, plus reading and writing the state."""
 
 
 def _attention(config: PreTrainedConfig, decoder: nn.Module) -> tuple[tuple[int, int | None], ...]:
-    # What the layers consist of, where it can be told: some neither attend nor carry a state, and some do both.
+    # The components of each layer, if known: some layers neither attend nor carry a state, and some do both.
     modules = [list(layer.modules()) for layer in getattr(decoder, "layers", ())]
     attends = [any(hasattr(m, "is_causal") for m in inside) for inside in modules]
     carries = [any(type(m).__name__.removeprefix("Packed") in STATE_LAYERS for m in inside) for inside in modules]
@@ -177,7 +177,7 @@ def _attention(config: PreTrainedConfig, decoder: nn.Module) -> tuple[tuple[int,
     layers, kinds = getattr(config, "per_layer_config", None), getattr(config, "layer_types", None)
     costs = []
     for i in range(config.num_hidden_layers):
-        # The layers of a model may differ (Gemma 4); transformers then has a config for each one.
+        # The layers of a model may differ (Gemma 4); transformers then provides a config per layer.
         layer = config if layers is None else layers[i]
         heads = layer.num_attention_heads
         size = getattr(layer, "head_dim", None) or layer.hidden_size // heads

@@ -1,7 +1,7 @@
 """Layers that carry a state along the sequence: subclasses of transformers' own that stop at the boundaries of packed documents.
 
-Nothing is patched: as FSDP does with what it wraps, the class of each such module of a model is replaced by a subclass of it, which has
-its parameters and a forward of our own.
+Nothing is patched: as FSDP does with the modules that it wraps, the class of each such module is replaced with a subclass, which has the
+same parameters but our own `forward`.
 
 Axes: t tokens of a rank, H hidden size; those of `mixers`.
 """
@@ -21,20 +21,20 @@ from ..ops.scan.mixers import gated_delta_net, lightning_attention, mamba, short
 
 
 class StateLayer(nn.Module):
-    """A layer with state of one row of packed documents, or of the tokens of a step of generation.
+    """A layer with state over one row of packed documents, or over the tokens of a generation step.
 
-    What the model passes down says where the states come from: `packed`, a `PackedContext`, or `states`, of which `of_layer` returns
-    a `StateCarrier` for the number of a layer.
+    The arguments that the model passes down determine where the states come from: `packed`, a `PackedContext`, or `states`, whose
+    `of_layer` returns a `StateCarrier` for the number of a layer.
     """
 
     stands_for: ClassVar[str]
     """The name of transformers' class."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **others: Any) -> Any:
-        """Return the output `[1, t, H]` of one row of hidden states, in the form of the layer that this one stands for.
+        """Return the output `[1, t, H]` of one row of hidden states, in the form that the original layer returns.
 
         Raises:
-            ModelError: The model passes no documents, or a cache or a mask.
+            ModelError: The model does not pass the documents, or it passes a cache or a mask.
         """
         context: StateCarrier | None = others.get("packed")
         name = self.stands_for
@@ -58,7 +58,7 @@ class StateLayer(nn.Module):
         raise NotImplementedError
 
     def heads(self) -> int | None:
-        """Return how many heads there are to split over ranks; None if all ranks would need all of them."""
+        """Return the number of heads that can be split over ranks; None if every rank needs all of them."""
         layer: Any = self
         count: int = layer.num_heads
         return count
@@ -99,7 +99,7 @@ class GatedDeltaLayer(StateLayer):
 
 
 class Qwen3NextLayer(GatedDeltaLayer):
-    """That of Qwen3-Next, whose projections are interleaved by key head."""
+    """The gated DeltaNet of Qwen3-Next, whose projections are interleaved by key head."""
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return queries, keys, values, gates, decays and rates; see `GatedDeltaLayer.project`."""
@@ -111,7 +111,7 @@ class Qwen3NextLayer(GatedDeltaLayer):
 
 
 class Qwen35Layer(GatedDeltaLayer):
-    """That of Qwen3.5."""
+    """The gated DeltaNet of Qwen3.5."""
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return queries, keys, values, gates, decays and rates; see `GatedDeltaLayer.project`."""
@@ -121,7 +121,7 @@ class Qwen35Layer(GatedDeltaLayer):
 
 
 class OlmoHybridLayer(GatedDeltaLayer):
-    """That of OLMo-Hybrid."""
+    """The gated DeltaNet of OLMo-Hybrid."""
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return queries, keys, values, gates, decays and rates; see `GatedDeltaLayer.project`."""
@@ -136,7 +136,7 @@ def _heads(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
 
 
 class KimiDeltaLayer(StateLayer):
-    """Kimi's delta attention, whose channels decay one by one."""
+    """Kimi's delta attention, with a separate decay for each channel."""
 
     def mix(self, x: Tensor, context: StateCarrier) -> Tensor:
         """Return the output `[t, H]` of hidden states `[t, H]`."""
@@ -162,14 +162,14 @@ class KimiDeltaLayer(StateLayer):
 
 
 class Mamba2Layer(StateLayer):
-    """Mamba 2, with the multipliers of Falcon-H1 where it has them."""
+    """Mamba 2, with the multipliers of Falcon-H1 if present."""
 
     def mix(self, x: Tensor, context: StateCarrier) -> Tensor:
         """Return the output `[t, H]` of hidden states `[t, H]`."""
         layer: Any = self
         inner, states = layer.intermediate_size, layer.n_groups * layer.ssm_state_size
         if hasattr(layer, "mup_vector"):
-            # The multipliers are a buffer, which stays in float32 where the layer computes in 16 bits.
+            # The multipliers are a buffer, which stays in float32 even if the layer computes in 16 bits.
             projected = layer.in_proj(x * layer.ssm_in_multiplier) * layer.mup_vector[0].to(x.dtype)
         else:
             projected = layer.in_proj(x)
@@ -189,7 +189,7 @@ class Mamba2Layer(StateLayer):
             activation=ACT2FN[layer.activation],
             context=context,
         ).flatten(1)
-        # A group's norm spans several heads, so it comes after these have met again.
+        # A group's norm spans several heads, so it is applied after the heads have been gathered.
         normed = out * F.silu(gate) if isinstance(layer.norm, nn.Identity) else layer.norm(out[None], gate[None])[0]
         return layer.out_proj(normed.to(x.dtype))
 
@@ -242,7 +242,7 @@ class ShortConvLayer(StateLayer):
     """The short convolution of LFM2 between two gates."""
 
     def heads(self) -> int:
-        """Return the number of channels, which do not meet."""
+        """Return the number of channels, which are independent of each other."""
         layer: Any = self
         return len(layer.conv.weight)
 
@@ -289,7 +289,7 @@ class Llama4Attention(nn.Module):
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Return the output `[1, t, H]` of hidden states `[1, t, H]`, and no weights."""
-        # Every process would import the family, which takes a seventh of a second.
+        # Imported here, because otherwise every process would import the family, which takes a seventh of a second.
         from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
         layer: Any = self
@@ -333,16 +333,16 @@ LAYERS: dict[str, type[nn.Module]] = {
     "MiniMaxLightningAttention": LightningLayer,
     "Llama4TextAttention": Llama4Attention,
 }
-"""Transformers' layers with state by the name of their class, and what computes them here."""
+"""Class name of transformers' layers with state -> the subclass that replaces it."""
 
 
 def carry_states_in_documents(model: nn.Module) -> bool:
-    """Replace the class of each layer with state by a subclass that takes packed documents; return whether there is one."""
+    """Replace the class of each layer with state with a subclass that supports packed documents; return whether there is any."""
     subclasses: dict[type, type] = {}
     for module in model.modules():
         ours = LAYERS.get(type(module).__name__)
         if ours is not None:
-            # One for all layers, which then share their compiled code.
+            # One subclass for all layers, which then share their compiled code.
             theirs, name = type(module), type(module).__name__
             if theirs not in subclasses:
                 subclasses[theirs] = type(f"Packed{name}", (ours, theirs), {"stands_for": name})
@@ -356,7 +356,7 @@ def has_state(model: nn.Module) -> bool:
 
 
 def has_biased_state(model: nn.Module) -> bool:
-    """Return whether a layer with state, still of transformers' own class, has a bias in front of what carries the state."""
+    """Return whether a layer with state, still of transformers' own class, has a bias before the recurrence."""
     layers = [module for module in model.modules() if type(module).__name__ in LAYERS]
     return any(getattr(getattr(layer, "in_proj", None), "bias", None) is not None for layer in layers)
 
@@ -365,7 +365,7 @@ def check_context_parallelism(model: nn.Module, family: str, cp: int) -> None:
     """Check that layers with state can be split over the ranks that share a sequence.
 
     Raises:
-        TopologyError: They cannot.
+        TopologyError: They cannot be split.
     """
     if cp == 1:
         return

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: that of the model folder, with the tokens and the chat template that the settings add."""
+"""The tokenizer of a run: the tokenizer of the model folder, with the tokens and the chat template from the settings."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
     """Load the tokenizer of a model and apply the settings to it.
 
     Raises:
-        ModelError: There is none, or the chat template cannot be read.
+        ModelError: There is no usable tokenizer, or the chat template cannot be read.
     """
     path = model.path
     check_model_path(path)
@@ -27,7 +27,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
     try:
         with quiet_hub():
             tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except Exception as e:  # of many types, because files can be damaged in many ways
+    except Exception as e:  # transformers may raise anything on a damaged file
         raise ModelError(f"model.path={path}: {reason(e, path, 'it has no usable tokenizer')}") from e
     if not tokenizer.is_fast:
         raise ModelError(

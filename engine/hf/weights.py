@@ -105,11 +105,11 @@ class WeightFolder:
         return list(self._where.values())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors, by their canonical names."""
+        """Return the shapes of all tensors, by canonical name."""
         return {name: self._files.array(file, key).shape for name, (file, key) in self._where.items()}
 
     def find(self, name: str, prefix: str) -> tuple[str, str] | None:
-        """Return the file and key of a tensor, or None; a folder saved from a bare backbone lacks the backbone's prefix."""
+        """Return the file and key of a tensor, or None. In a folder saved from a bare backbone, names lack the backbone's prefix."""
         return self._where.get(name) or self._where.get(name.removeprefix(f"{prefix}."))
 
     def fill(self, piece: LocalShard, at: tuple[str, str], *, grown: bool = False) -> None:
@@ -129,7 +129,7 @@ class WeightFolder:
         except CheckpointError as e:
             raise ModelError(str(e)) from e
         if piece.transposed and shape != piece.shape and shape == piece.as_in_memory().shape:
-            # As transformers saves it, which reads both orders.
+            # The order in which transformers saves the tensor; it reads both orders.
             piece = piece.as_in_memory()
         tensor_slice = TensorSlice(piece.offset, tuple(piece.data.shape))
         rows = total = len(piece.data) if piece.data.dim() else 1
@@ -159,10 +159,10 @@ class WeightFolder:
                 ]
 
     def _equal_parts(self, key: str, shape: tuple[int, ...]) -> list[tuple[str, str, int]]:
-        """Return file, key and rows of the convolutions of queries, keys and values, if these are parts of equal size.
+        """Return file, key and rows of the convolutions of queries, keys and values, if they are stored in parts of equal size.
 
-        transformers 5.23 stores one convolution of all three so (OLMo-Hybrid), whatever the sizes of the three are, and joins them again when
-        it loads them.
+        transformers 5.23 stores one convolution of all three this way (OLMo-Hybrid), regardless of the sizes of the three, and joins the
+        parts when it loads them.
         """
         match = _CONVOLUTION.search(key)
         if match is None:
@@ -217,7 +217,7 @@ class WeightFolder:
         return missing
 
     def _mean_row(self, file: str, key: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the mean of a tensor's rows, where a new token starts (Hewitt 2021, "Initializing new word embeddings")."""
+        """Return the mean of a tensor's rows, the initial value of new tokens (Hewitt 2021, "Initializing new word embeddings")."""
         total = torch.zeros(shape[1:], dtype=torch.float64)
         for start in range(0, shape[0], MEAN_ROWS):
             rows = min(MEAN_ROWS, shape[0] - start)
@@ -263,7 +263,7 @@ def check_head(names: Collection[str], model: ModelConfig) -> None:
         model: The model settings.
 
     Raises:
-        ModelError: It is a reward model or another classifier, and the settings ask for a language model.
+        ModelError: It is a reward model or another classifier, but the settings request a language model.
     """
     if model.head == LM and (lost := sorted(name for name in names if name.startswith(OTHER_HEADS))):
         raise ModelError(
@@ -285,7 +285,7 @@ def check_stored_head(model: ModelConfig) -> None:
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Return whether all values are finite. A single number may be infinite: bounds of layers that clip are.
+    """Return whether all values are finite. A scalar may be infinite, as the bounds of clipping layers are.
 
     The sum is enough, because NaN and infinity propagate to it; testing each value would temporarily double the memory.
     """
@@ -330,7 +330,7 @@ def load_weights(
     heads = sorted(name for name in weights.names if name.startswith(HEAD_PREFIX))
     if heads and (new := sorted(name for name in fresh if name.startswith(HEAD_PREFIX))):
         raise ModelError(
-            f"model.path={weights.folder} has another head than model.head says: it has {', '.join(heads[:3])}, and not {new[0]}; set "
+            f"model.path={weights.folder} has a different head than model.head: it has {', '.join(heads[:3])} instead of {new[0]}; set "
             "model.head and model.head_shape to what it was trained with"
         )
     if missing:
@@ -343,7 +343,7 @@ def load_weights(
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Keep transformers from drawing a bar while it loads the weights of a folder, which each process of a group would draw."""
+    """Keep transformers from drawing a progress bar while it loads weights, because every process of a group would draw one."""
     was_enabled = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
@@ -392,7 +392,7 @@ def init_random(meta_model: HFModel, seed: int, is_needed: Callable[[str], bool]
 
 
 def _initial_head(meta_model: HFModel, seed: int) -> dict[str, Tensor]:
-    """Return the values that a head of another type gives its parameters, by their names in the model."""
+    """Return the initial parameters of a head of another type, by name in the model."""
     if meta_model.head is None:
         return {}
     with torch.random.fork_rng(devices=[]):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name == "MCoreEngine":
-        # On import, megatron warns about TransformerEngine and apex, which are missing and not needed.
+        # On import, megatron warns that TransformerEngine and apex are missing; neither is needed.
         with ignored_warnings():
             from .engine import MCoreEngine
 

@@ -89,11 +89,11 @@ def build_model(
     Raises:
         ModelError: The model does not fit its bridge, or the settings do not fit its parallel layers.
     """
-    # Making groups is a collective that no message ends: a rank that has failed before is to be known here.
+    # Creating groups is a collective that exchanges no errors, so find out first whether another rank has failed.
     topology.all_gather_object(None)
-    # Only after the layout is known to be possible, because its sizes determine the groups of experts.
+    # Only after the check of the layout, because its sizes determine the groups of experts.
     state = MegatronState(topology)
-    # Each block ends on all ranks before the next begins: an error on one rank must not leave the others in a collective.
+    # Each block ends on all ranks before the next one begins, so an error on one rank does not leave the others in a collective.
     with topology.collective_errors(), state.active():
         chunks = _chunks(meta_model, architecture, model, engine, options, topology, state)
     with topology.collective_errors():
@@ -171,7 +171,7 @@ def wrap_chunks(
     Args:
         built: The model.
         engine: The engine's settings.
-        options: Megatron's own settings.
+        options: The settings specific to this backend.
         finish_gradients: The function that reduces the remaining gradients after the last micro-batch.
     """
     config = built.chunks[0].config
@@ -195,13 +195,13 @@ def wrap_chunks(
 def load(built: MCoreBuild, optimizer: ShardedOptimizer | None, engine: EngineConfig, topology: Topology) -> Loaded:
     """Load or initialize the weights. Collective.
 
-    Weights come after the optimizer: they are loaded into its shards, in their precision, and copied from there to all ranks.
+    The optimizer must exist first: weights are loaded into its shards, in their precision, and copied from there to all ranks.
     """
     stored = getattr(torch, engine.precision.params)
     model_state = ModelState(
         built.param_shards, optimizer, topology, built.state.groups, stored, adapted=built.meta_model.adapters is not None
     )
-    # The synchronization is a collective that no message ends, and random weights are filled in without an exchange.
+    # The synchronization is a collective that exchanges no errors, and random weights are filled in without an exchange.
     with topology.collective_errors():
         built.meta_model.fill(list(model_state.values()), topology, engine.seed)
     model_state.sync_params()

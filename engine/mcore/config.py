@@ -38,7 +38,7 @@ def check_layout(decoder: Decoder, p: ParallelConfig, family: str) -> None:
     """Check that the model's sizes allow the layout.
 
     Raises:
-        TopologyError: They do not; the message names the axis, both numbers and the possible values.
+        TopologyError: The layout is impossible; the message names the axis, both numbers and the possible values.
     """
     if p.tp_sequence and p.tp == 1:
         raise TopologyError("engine.parallel.tp_sequence=true with tp=1: it requires tensor parallelism; unset it")
@@ -93,17 +93,17 @@ def _check_delta_net(net: DeltaNet, p: ParallelConfig, family: str) -> None:
 
 
 def check_media(media: MediaFamily, decoder: Decoder, p: ParallelConfig) -> None:
-    """Check that the first pipeline stage has the layers to whose outputs features of media are added.
+    """Check that the first pipeline stage has all layers that add features of media to their outputs.
 
     Raises:
-        TopologyError: It does not.
+        TopologyError: It does not have all of them.
     """
     first, chunks = media.deepstack_layers, p.pp * p.vpp
     if decoder.layers // chunks < first:
         layout = f"pp={p.pp}" if p.vpp == 1 else f"pp={p.pp} x vpp={p.vpp}"
         raise TopologyError(
             f"engine.parallel.{layout} leaves {decoder.layers // chunks} of the {decoder.layers} layers on the first stage of "
-            f"{media.config.model_type}, whose first {first} layers take features of its encoder (deepstack_visual_indexes) and have to be "
+            f"{media.config.model_type}, whose first {first} layers add features of its encoder (deepstack_visual_indexes) and must be "
             f"there; the largest possible pp x vpp is {_largest(decoder.layers // first, decoder.layers)}"
         )
 
@@ -165,7 +165,7 @@ def transformer_config(decoder: Decoder, engine: EngineConfig, options: MCoreOpt
     Args:
         decoder: The decoder's sizes.
         engine: The engine's settings: its precision and recomputation.
-        options: Megatron's own settings: the dtype of the router.
+        options: The settings specific to this backend: the dtype of the router.
         p: The resolved layout.
     """
     dtype = getattr(torch, engine.precision.compute)
@@ -184,8 +184,8 @@ def transformer_config(decoder: Decoder, engine: EngineConfig, options: MCoreOpt
         "add_bias_linear": False,
         "add_qkv_bias": decoder.qkv_bias,
         "attention_output_gate": decoder.output_gate,
-        # Megatron sums the gradients of these norms over tensor-parallel ranks, which is right for one norm per head, whose weight all
-        # ranks have, and wrong for a norm on all heads, of whose weight each rank has its own part.
+        # Megatron sums the gradients of these norms over tensor-parallel ranks. That is right for one norm per head, whose weight all ranks
+        # have, but wrong for a norm over all heads, because each rank has a different part of its weight.
         "qk_layernorm": decoder.qk_norm == "head",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -198,7 +198,7 @@ def transformer_config(decoder: Decoder, engine: EngineConfig, options: MCoreOpt
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Weights are loaded or initialized later, and our own rules mark which of them are split.
+        # Weights are loaded or initialized later, and our own rules mark the split ones.
         "perform_initialization": False,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "tensor_model_parallel_size": p.tp,
@@ -208,8 +208,8 @@ def transformer_config(decoder: Decoder, engine: EngineConfig, options: MCoreOpt
         "expert_model_parallel_size": p.ep,
         "expert_tensor_parallel_size": p.etp,
         "sequence_parallel": p.tp_sequence,
-        # Stages know the size of what they receive, because all micro-batches of a step are padded alike. Otherwise they would
-        # exchange it first, and wait for the device each time.
+        # Stages know the size of the tensors that they receive, because all micro-batches of a step are padded alike. Otherwise they would
+        # exchange the size first, and wait for the device each time.
         "variable_seq_lengths": False,
         "moe_token_dispatcher_type": "alltoall",
         "batch_p2p_comm": False,
@@ -228,8 +228,8 @@ def _recompute(mode: str) -> dict[str, Any]:
     if mode == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if mode == "selective":
-        # None of megatron's own: its attention kernels keep a number per token and head and are expensive, and its way to
-        # recompute norms needs TransformerEngine. Our layers look at this setting to recompute activation functions (`mlp.py`).
+        # Megatron's own modes are not used: its attention kernels keep a number per token and head and are expensive, and its way to
+        # recompute norms needs TransformerEngine. Our layers read this setting to recompute activation functions (`mlp.py`).
         return {"recompute_granularity": "selective", "recompute_modules": []}
     return {}
 
@@ -265,7 +265,7 @@ def _experts(decoder: Decoder, options: MCoreOptions) -> dict[str, Any]:
             "moe_router_num_groups": experts.groups,
             "moe_router_group_topk": experts.chosen_groups,
             "moe_router_enable_expert_bias": True,
-            # The bias keeps the values that the model came with, as in transformers.
+            # The bias keeps its pretrained values, as in transformers.
             "moe_router_bias_update_rate": 0.0,
         }
     return settings

@@ -1,7 +1,7 @@
 """Megatron-core without a GPU: inside the context, "cuda" means the CPU.
 
-Megatron names the CUDA device in many places and calls torch.cuda for streams and synchronization. Without CUDA those calls
-fail, so this module, and no other one in this program, replaces them. If CUDA is available, the context does nothing.
+Megatron names the CUDA device in many places and calls torch.cuda for streams and synchronization. Without CUDA, those calls
+fail, so this module replaces them; no other module of this program does. If CUDA is available, the context does nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _NoStream:
-    """A stream that does nothing, because work on the CPU is done when its call returns."""
+    """A stream that does nothing, because work on the CPU is complete when the call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

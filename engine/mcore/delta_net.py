@@ -20,7 +20,7 @@ from .modules import slice_of
 
 
 class GatedDeltaNet(MegatronModule):
-    """A layer with state in the place of self-attention, in megatron's signature.
+    """A layer with state that replaces self-attention, with megatron's signature.
 
     Args:
         config: The model's configuration.
@@ -61,7 +61,7 @@ class GatedDeltaNet(MegatronModule):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: Any = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Map the hidden states of this rank's tokens to hidden states, and no bias."""
+        """Map the hidden states of this rank's tokens to hidden states; return no bias."""
         projected, _ = self.in_proj(hidden_states)
         keys, values = self.key_heads * self.net.key_dim, self.value_heads * self.net.value_dim
         sizes = [keys, keys, values, values, self.value_heads, self.value_heads]
@@ -86,7 +86,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of each head, multiplied by the SiLU of a gate. All heads have one weight.
+    """RMSNorm of each head, multiplied by the SiLU of a gate. All heads share one weight.
 
     Args:
         config: The model's configuration.

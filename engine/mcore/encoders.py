@@ -1,7 +1,7 @@
-"""Encoders of media in front of a decoder: transformers' own modules, whose features stand in the place of tokens.
+"""Encoders of media in front of a decoder: transformers' own modules, whose features replace placeholder tokens.
 
-Every tensor-parallel rank of the first pipeline stage holds them whole. Under context parallelism each item is encoded by one rank; the
-optimizer spreads their state over the data-parallel ranks like that of other parameters.
+Every tensor-parallel rank of the first pipeline stage holds all encoders in full. Under context parallelism each item is encoded by one
+rank. The optimizer shards their state over the data-parallel ranks like that of other parameters.
 
 Axes: t tokens of this rank's slice, r tokens of this rank's part of it under sequence parallelism, F features in the slice, H hidden size.
 """
@@ -26,11 +26,11 @@ from .moe import RoutedLayer
 
 
 class Encoders(nn.Module):
-    """The encoders of a model, and the exchange of their features for the embeddings of tokens.
+    """The encoders of a model, and the replacement of token embeddings with their features.
 
     Args:
         base: The model without its head and its decoder.
-        family: How the model takes media.
+        family: The model's handling of media.
         config: Megatron's configuration.
         groups: The process groups.
     """
@@ -41,12 +41,13 @@ class Encoders(nn.Module):
         super().__init__()
         self.base, self.family, self._config, self._groups = base, family, config, groups
         for parameter in self.parameters():
-            # Every rank of a tensor-parallel group has all features, of which its part of the sequence uses some; megatron sums
-            # gradients with this mark over the ranks. Without sequence parallelism they are equal there, and averaged; see `average_over_tp`.
+            # Every rank of a tensor-parallel group has all features, but its part of the sequence uses only some, so megatron sums
+            # gradients with this mark over the ranks. Without sequence parallelism, gradients are equal and averaged; see
+            # `average_over_tp`.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, embeddings: Tensor, packed: PackedParams) -> Tensor:
-        """Put features among the embeddings `[r, 1, H]`, and those of deeper layers into `packed.deepstack`."""
+        """Put features into the embeddings `[r, 1, H]`, and those for deeper layers into `packed.deepstack`."""
         part = packed.part
         assert part is not None
         encoded = {kind: self._encode(kind, media, part) for kind, media in part.media.items()}
@@ -68,7 +69,7 @@ class Encoders(nn.Module):
         return placed
 
     def _encode(self, kind: Kind, media: EncoderInput, part: RankSlice) -> Tensor | None:
-        """Return the features `[F, (1 + L) H]` in the place of this slice's tokens; None if there are none on any rank that shares it."""
+        """Return the features `[F, (1 + L) H]` of this slice's placeholder tokens; None if no rank that shares the slice has any."""
         if media.is_blank and media.share is None:
             return None
         values = self.family.modalities[kind].values
@@ -76,7 +77,7 @@ class Encoders(nn.Module):
         return media.features_of_slice(self.family.encode(self.base, kind, fields), part.context.cp_group)
 
     def _place(self, features: Mapping[Kind, Tensor], part: RankSlice, dtype: torch.dtype) -> Tensor:
-        """Return features `[F, W]` in the place of this rank's tokens, `[r, 1, W]`, and zeros for other tokens."""
+        """Scatter features `[F, W]` to the positions of this rank's placeholder tokens, `[r, 1, W]`, with zeros for other tokens."""
         width = next(iter(features.values())).shape[1]
         slots = torch.zeros(len(part.input_ids), width, dtype=dtype, device=part.input_ids.device)
         for kind, of_kind in features.items():
@@ -85,27 +86,27 @@ class Encoders(nn.Module):
         return self._of_this_rank(slots)
 
     def _is_media(self, part: RankSlice, kinds: Mapping[Kind, Any]) -> Tensor:
-        """Return which of this rank's tokens `[r, 1, 1]` features stand for."""
+        """Return a mask `[r, 1, 1]` of this rank's placeholder tokens."""
         masks = [part.input_ids == self.family.tokens[kind] for kind in kinds]
         return self._of_this_rank(torch.stack(masks).any(0).unsqueeze(-1))
 
     def _of_this_rank(self, rows: Tensor) -> Tensor:
         if self._config.sequence_parallel:
-            # A copy, since a view would keep the rows of all ranks.
+            # A copy, because a view would keep the rows of all ranks alive.
             rows = rows.chunk(self._groups.tp.size())[self._groups.tp.rank()].clone()
         return rows.unsqueeze(1)
 
 
 class _Deferred(torch.autograd.Function):
-    """Passes embeddings on; the backward pass returns to the features what later layers have collected as the gradient of a leaf.
+    """Passes embeddings on; the backward pass returns the gradient that later layers have accumulated in a leaf to the features.
 
-    A recomputed layer runs its own backward pass, in which it would go through the encoders if it saw their features. It sees a leaf
-    instead. All layers come after the embeddings, so that the gradient of the leaf is complete when that of the embeddings is there.
+    A recomputed layer runs its own backward pass, which would go through the encoders if the layer saw their features. It sees a leaf
+    instead. All layers come after the embeddings, so the gradient of the leaf is complete once the gradient of the embeddings is.
     """
 
     @staticmethod
     def forward(ctx: Any, embeddings: Tensor, features: Tensor, leaf: list[Tensor]) -> Tensor:
-        # Not an argument of its own: the gradient of the leaf would then wait for this backward pass, which returns it.
+        # The leaf is not a tensor argument: its gradient would then wait for this backward pass, which returns it.
         (ctx.leaf,) = leaf
         return embeddings.view_as(embeddings)
 
@@ -116,10 +117,10 @@ class _Deferred(torch.autograd.Function):
 
 
 class DeepstackLayer(RoutedLayer):
-    """A layer to whose output features of media are added (DeepStack, arXiv:2406.04334)."""
+    """A layer that adds features of media to its output (DeepStack, arXiv:2406.04334)."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        """Run the layer in megatron's signature."""
+        """Run the layer with megatron's signature."""
         output, context = super().forward(*args, **kwargs)
         deepstack: Sequence[Tensor] = kwargs["packed_seq_params"].deepstack
         return (output + deepstack[self.layer_number - 1] if deepstack else output), context
@@ -127,7 +128,7 @@ class DeepstackLayer(RoutedLayer):
 
 @dataclass(frozen=True)
 class AdaptedByPeft:
-    """A linear layer of an encoder with an adapter, as `ParamShard.layer`.
+    """A linear layer of an encoder with an adapter, for `ParamShard.layer`.
 
     Args:
         layer: peft's layer.
@@ -137,7 +138,7 @@ class AdaptedByPeft:
 
     @property
     def factors(self) -> list[tuple[Any, Any]]:
-        """The parameters A and B of the one adapter."""
+        """The parameters A and B of the adapter, as a list of one pair."""
         return [factors_of(self.layer)]
 
     def merged(self, base: Tensor, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

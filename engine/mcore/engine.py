@@ -55,7 +55,7 @@ from .state import shapes_of
 
 
 class MCoreEngine(BaseEngine):
-    """Megatron-core as an engine.
+    """Engine with Megatron-core.
 
     Matrices are split over tp, layers over pp, experts over ep, sequences over cp, and optimizer state over dp_shard x cp.
     """
@@ -112,7 +112,7 @@ class MCoreEngine(BaseEngine):
         if self._media_config is None and self.hf_config.model_type in PARTS:
             raise ModelError(
                 f"model.path={self.model_config.path} is a model whose decoder is {self.hf_config.model_type}, but not of a family that takes media "
-                "here (docs/families.md); save the part that is, such as the thinker of an omni model, as a model of its own"
+                "here (docs/families.md); save the supported part, such as the thinker of an omni model, as a separate model"
             )
         decoder = family.decoder(self.hf_config)
         if self._media_config is not None:
@@ -126,7 +126,7 @@ class MCoreEngine(BaseEngine):
 
     @property
     def model_shape(self) -> ModelShape:
-        """The model's sizes, from which the cost of a token follows."""
+        """The model's sizes, which determine the cost of a token."""
         return self._meta_model.shape
 
     @property
@@ -139,8 +139,8 @@ class MCoreEngine(BaseEngine):
                 if not self.model_config.max_adapters:
                     raise
                 raise CapabilityError(
-                    f"model.max_adapters={self.model_config.max_adapters} with engine.backend=mcore: not all layers of "
-                    f"{self.hf_config.model_type} that adapters adapt have a place for one ({e}); use engine.backend=fsdp"
+                    f"model.max_adapters={self.model_config.max_adapters} with engine.backend=mcore: some adaptable layers of "
+                    f"{self.hf_config.model_type} have no place for an adapter ({e}); use engine.backend=fsdp"
                 ) from e
         return self._meta
 
@@ -151,7 +151,7 @@ class MCoreEngine(BaseEngine):
 
     @property
     def _model_with_places(self) -> ModelConfig:
-        """The settings of the model, with adapters in the places where several take turns."""
+        """The model settings, with a single adapter as the place that several adapters share in turn."""
         model = self.model_config
         return with_places(model, self._adaptable) if model.max_adapters else model
 
@@ -201,7 +201,7 @@ class MCoreEngine(BaseEngine):
             if self.options.overlap_grad_reduce and self.optim_config is not None and self._meta_model.trains_encoders:
                 raise ConfigError(
                     f"engine.options.overlap_grad_reduce=true with {self._media_config.model_type}, whose encoders have no gradients in "
-                    "steps without media, for which megatron's buckets would wait; set it to false, or model.freeze=[encoders]"
+                    "steps without media, while megatron's buckets would wait for them; set it to false, or model.freeze=[encoders]"
                 )
         if router is not None and decoder.experts is not None and decoder.experts.sigmoid:
             raise CapabilityError(
@@ -212,7 +212,7 @@ class MCoreEngine(BaseEngine):
             raise CapabilityError(
                 f"a router's balancing loss (model.router_aux_loss_coef={self.router_aux_coef}) with "
                 f"engine.parallel.pp={parallel.pp} and engine.recompute={self.config.recompute}: it is one number over all "
-                "layers, which is not available in time to a pipeline stage or a recomputed layer; set the coefficient to 0, "
+                "layers, which a pipeline stage or a recomputed layer does not have in time; set the coefficient to 0, "
                 "or pp to 1 and recompute to none or selective"
             )
 
@@ -221,7 +221,7 @@ class MCoreEngine(BaseEngine):
         bytes_each = float(ITEMSIZE[self.config.precision.compute])
         sharded = 0.0
         if self.optim_config is not None:
-            # A buffer for all gradients of this rank's part; moments, and the parameters in float32 if they are not, are sharded.
+            # A buffer holds all gradients of this rank's part. Moments are sharded, and so are float32 copies of 16-bit parameters.
             trained = shape.parameters_trained / max(1, shape.parameters)
             bytes_each += trained * ITEMSIZE[self.config.precision.reduce]
             sharded = trained * 4 * (2 if self.config.precision.compute == "float32" else 3)
@@ -230,15 +230,15 @@ class MCoreEngine(BaseEngine):
         # The first pipeline stage has the encoders.
         part = encoders + dense / (p.tp * p.pp) + shape.experts / (p.ep * p.etp * p.pp)
         needs = super().memory_needs()
-        # Of what a layer keeps, only the results of activation functions are computed again: a fifth of it.
+        # Only the results of activation functions are recomputed, a fifth of the activations that a layer keeps.
         kept = {**needs.activations, "selective": 0.8 * needs.activations["none"]}
-        # The moments of encoders are spread over the ranks of the first stage that share no matrices.
+        # The moments of encoders are sharded over the ranks of the first stage that do not split matrices.
         moments = (shape.parameters - encoders) / self.topology.size + encoders * p.tp * p.pp / self.topology.size
         return replace(needs, state=part * bytes_each + moments * sharded, activations=kept)
 
     def resolve_auto(self, memory: float) -> None:
         if self.config.recompute == "auto" and self._architecture.router is not None:
-            # The balancing loss is one number over all layers, which a recomputed layer does not have.
+            # The balancing loss is one number over all layers, which is not available to a recomputed layer.
             self.config = replace(self.config, recompute="selective")
         super().resolve_auto(memory)
 
@@ -276,7 +276,7 @@ class MCoreEngine(BaseEngine):
 
     def run_micro_batches(self, micro_batches: Sequence[MicroBatch], consumer: MicroBatchConsumer, *, backward: bool) -> None:
         if backward and self._reduced:
-            # These come from an earlier call in the same step: they are summed over ranks and must not be summed again.
+            # The gradients of an earlier call in the same step are already summed over ranks and must not be summed again.
             self._earlier_gradients.append([buffer.grad_data.clone() for buffer in self._buffers()])
             for chunk in self._chunks:
                 chunk.zero_grad_buffer()
@@ -288,7 +288,7 @@ class MCoreEngine(BaseEngine):
                 self._run_schedule(micro_batches, consumer, backward=backward)
         finally:
             leave_routers_alone(self._chunks)
-        # Adapters that take turns have gradients of their own.
+        # Adapters that take turns have separate gradients.
         self._reduced = self._reduced or (backward and self._turns is None)
 
     @in_megatron
@@ -296,10 +296,10 @@ class MCoreEngine(BaseEngine):
         def forward_step(data: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Any, Any]:
             output, scalar_of = self.forward_step(next(data), consumer, chunk)
             progress.advance()
-            # The token count serves megatron's own normalization, which ours replaces.
+            # The token count is for megatron's own normalization, which ours replaces.
             return output, lambda last: (scalar_of(last), torch.zeros((), dtype=torch.int), {})
 
-        # A pipeline's stages receive hidden states whose size they have to know.
+        # Pipeline stages must know the size of the hidden states that they receive.
         sizes = [padded_size(computed_tokens(micro_batch), self.topology) for micro_batch in micro_batches]
         self._padded_tokens = max(sizes) if self.topology.pp is not None else None
         iterators = [iter(micro_batches) for _ in self._chunks]
@@ -352,7 +352,7 @@ class MCoreEngine(BaseEngine):
             return None
         p, tp = self.topology.parallel, self.topology.tp_rank
         scores = [s.flatten(0, -2) for s in take_scores(self._chunks)]
-        # Under tp_sequence, this rank's routers see only its part of the slice.
+        # With tp_sequence, this rank's routers see only its part of the slice.
         size = len(scores[0])
         real_tokens = max(0, min(size, part.real_tokens - (tp * size if p.tp_sequence else 0)))
         return balancing_loss(scores, router, real_tokens, self._state.groups.tp_cp if p.tp_sequence else self.topology.cp)
@@ -414,7 +414,7 @@ class MCoreEngine(BaseEngine):
                 yield from (shard.state[kind] for kind in MOMENTS)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Return a context in which the base model runs without its adapters."""
+        """Return a context that disables the adapters of the base model."""
         return adapters_disabled(self._chunks)
 
     # ---- state ---------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class GroupedExperts(AdaptedExperts, MegatronModule):
         super().__init__(config=config)
         self.count, self.group = num_local_experts, pg_collection.expt_tp
         inner = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
-        # Where there is a GPU, all experts on the host first would need as much of its memory.
+        # With a GPU, creating all experts on the host first would take as much host memory.
         device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
         factory_kwargs: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
         self.linear_fc1 = nn.Linear(config.hidden_size, self.count * 2 * inner, bias=False, **factory_kwargs)
@@ -73,7 +73,7 @@ class _Stacked(nn.Module):
     def forward(self, x: Tensor, ends: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the products `[T, out]` of tokens in expert order, and the bias of each token's expert."""
         weight = self.weight.view(len(self.bias), -1, self.weight.shape[1])
-        # The size is known, so the host need not wait for the counts.
+        # The size is known, so the host does not wait for the counts.
         bias = self.bias.repeat_interleave(counts, 0, output_size=len(x))
         return F.grouped_mm(x, weight, offs=ends), bias
 

@@ -88,7 +88,7 @@ class MegatronState:
 
 
 class HasState(Protocol):
-    """An engine of this backend, which has its own megatron state."""
+    """An engine with its own megatron state."""
 
     @property
     def _state(self) -> MegatronState: ...

@@ -1,4 +1,4 @@
-"""LoRA on megatron's parallel layers, one adapter for each Hugging Face module that peft would adapt.
+"""LoRA on megatron's parallel layers, with one adapter for each Hugging Face module that peft would adapt.
 
 Axes: T tokens, R rank of the adapters, I input and O output features of this rank's part, E experts of this rank, V rows of the
 vocabulary of this rank.
@@ -46,7 +46,7 @@ class Adapter(nn.Module):
 
 
 class EmbeddingAdapter(nn.Module):
-    """The factors of an adapter of embeddings, of which A has this rank's rows of the vocabulary and is transposed.
+    """The factors of an adapter of embeddings. A is transposed and has this rank's rows of the vocabulary.
 
     Args:
         rows: The number of these rows, V.
@@ -74,7 +74,7 @@ class Adapted:
         self.adapters: Any = nn.ModuleDict()
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Run the layer with its adapters, in megatron's signature.
+        """Run the layer with its adapters, with megatron's signature.
 
         Returns:
             The layer's output, and the bias that the caller has to add.
@@ -88,7 +88,7 @@ class Adapted:
         return out, bias
 
     def _delta(self, x: Tensor, adapter: Any) -> Tensor:
-        """Compute one adapter's addition to the output from the layer's input."""
+        """Compute one adapter's contribution to the output from the layer's input."""
         raise NotImplementedError
 
     @property
@@ -179,17 +179,17 @@ class AdaptedExperts:
         self.adapters: Any = nn.ModuleDict()
 
     def adapted(self, matrix: str, x_ti: Tensor, out_to: Tensor, ends_e: Tensor) -> Tensor:
-        """Add what the adapter of a matrix adds to its output.
+        """Add the contribution of a matrix's adapter to the output.
 
         Args:
             matrix: The matrix, linear_fc1 or linear_fc2.
-            x_ti: Its input, in the order of the experts.
-            out_to: Its output.
+            x_ti: The input, in the order of the experts.
+            out_to: The output of the matrix.
             ends_e: The end of each expert's tokens.
         """
         if matrix not in self.adapters or not self.enabled:
             return out_to
-        # Each rank has a part of the sum over inner features, and so of the gradient of the factor that all have in common.
+        # Each rank has a part of the sum over inner features, and thus of the gradient of the factor that all ranks share.
         down, up = self.adapters[matrix].lora_A, self.adapters[matrix].lora_B
         if matrix == "linear_fc1":
             down = copy_to_tensor_model_parallel_region(down, group=self.group)
@@ -208,7 +208,7 @@ class AdaptedExperts:
             shapes = (self.count, lora.rank, inputs), (self.count, outputs, lora.rank)
             layer.adapters[matrix] = Adapter(*shapes, weight.dtype, weight.device)
             shared = layer.adapters[matrix].lora_A if matrix == "linear_fc1" else layer.adapters[matrix].lora_B
-            # Ranks with the same part of the experts' features count it in the norm, and write it, once.
+            # Of the ranks with the same factor, only the first counts it in the norm and writes it.
             shared.shared = self.group.rank() > 0
 
 
@@ -249,13 +249,13 @@ def adapt_vocabulary(layer: Any, key: str, rank: int, *, embeddings: bool) -> No
     adapter = EmbeddingAdapter(rows, width, rank, *kind) if embeddings else Adapter((rank, width), (rows, rank), *kind)
     layer.adapters = nn.ModuleDict({key: adapter})
     for name, parameter in adapter.named_parameters():
-        # A of embeddings and B of a head have a row for each of the vocabulary's.
+        # A of embeddings and B of a head have one row per row of the vocabulary.
         parameter.tensor_model_parallel = name in ("lora_embedding_A", "lora_B")  # type: ignore[attr-defined]
     layer.adapters_enabled = True
 
 
 def vocabulary_adapter(layer: Any) -> Any:
-    """Return the adapter of the embeddings or the head; None if it has none, or a disabled one."""
+    """Return the adapter of the embeddings or the head; None if it has no adapter or a disabled one."""
     adapters = getattr(layer, "adapters", None)
     return next(iter(adapters.values())) if adapters and layer.adapters_enabled else None
 
@@ -263,13 +263,13 @@ def vocabulary_adapter(layer: Any) -> Any:
 def embedding_addition(
     layer: Any, ids_s: Tensor, scale: float, padding_id: int | None, *, sequence_parallel: bool
 ) -> Tensor | None:
-    """Return what the adapter of embeddings adds, `[S, 1, O]` (under sequence parallelism this rank's part of S), or None.
+    """Return the contribution of the embeddings' adapter, `[S, 1, O]` (with sequence parallelism this rank's part of S), or None.
 
     Args:
         layer: Megatron's embeddings.
         ids_s: The tokens, `[S]`.
         scale: The scale of the adapter.
-        padding_id: The token whose row of A gets no gradient, as in peft; None if all do.
+        padding_id: The token whose row of A gets no gradient, as in peft; None if all rows do.
         sequence_parallel: Whether ranks share the tokens of the output.
     """
     adapter = vocabulary_adapter(layer)
@@ -292,7 +292,7 @@ def embedding_addition(
 def head_adapter(
     layer: Any, hidden_sh: Tensor, lora: LoraConfig, rows: int, group: ProcessGroup, *, training: bool
 ) -> HeadAdapter | None:
-    """Return what the adapter of the head adds to this rank's logits, or None.
+    """Return the contribution of the head's adapter to this rank's logits, or None.
 
     Args:
         layer: Megatron's head.
@@ -306,13 +306,13 @@ def head_adapter(
     if adapter is None:
         return None
     dropped = F.dropout(hidden_sh, lora.dropout, training)
-    # Each rank's logits give a part of the gradient of the factor that all ranks have.
+    # Each rank's logits contribute a part of the gradient of the factor that all ranks share.
     low = F.linear(dropped, copy_to_tensor_model_parallel_region(adapter.lora_A, group=group))
     return HeadAdapter(low, adapter.lora_B[:rows] * lora.scale)
 
 
 def mark_factors(layer: nn.Module) -> None:
-    """Mark for megatron which factors are split, and which have a gradient that covers only the rank's own tokens."""
+    """Mark for megatron the factors that are split, and those whose gradient covers only the rank's own tokens."""
     assert isinstance(layer, Adapted)
     column = isinstance(layer, ColumnParallelLinear)
     adapters: Any = layer.adapters
@@ -324,7 +324,7 @@ def mark_factors(layer: nn.Module) -> None:
 
 
 def adapted_weights(chunk: nn.Module, scale: float) -> Iterator[tuple[str, Any]]:
-    """Yield the names in a chunk of the weights that have adapters, and how they are merged.
+    """Yield the names of a chunk's adapted weights, each with the object that merges it.
 
     Args:
         chunk: The chunk.
@@ -370,7 +370,7 @@ def adapters_disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def set_adapters_enabled(layer: Any, enabled: bool) -> None:
-    """Let a layer run with its adapters, or without."""
+    """Enable or disable the adapters of a layer."""
     if hasattr(layer, "adapters_enabled"):
         layer.adapters_enabled = enabled
     else:

@@ -29,7 +29,7 @@ _LATER_GROUPS = {
     "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "expt_dp",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "expt_dp",
 }
-"""Groups that 0.19 has with and without ranks over which it splits weights to gather them again, which is not used here."""
+"""Groups that 0.19 has in two versions, with and without the ranks that shard and regather weights, which is unused here."""
 
 _GROUPS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tp",

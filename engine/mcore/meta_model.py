@@ -1,4 +1,4 @@
-"""The Hugging Face model behind a rank's megatron layers: its tensors, which of them are trained, and their weights."""
+"""The Hugging Face model behind a rank's megatron layers: its tensors, their trainability, and their weights."""
 
 import copy
 import re
@@ -49,7 +49,7 @@ class MetaModel:
         self._config, self._model = config, model
         lm, self._layout, self.adapters = empty_lm(config, model, dtype, media=media)
         self.media: MediaFamily | None = None
-        """How the model takes media; None if it takes none."""
+        """The model's handling of media; None if it supports none."""
         if media is not None:
             check_media_support(lm)
             self.media = FAMILIES[media.model_type](media)
@@ -60,12 +60,12 @@ class MetaModel:
 
     @property
     def encoder_parameters(self) -> int:
-        """The number of the parameters of encoders."""
+        """The number of parameters in the encoders."""
         return sum(self.root.get_parameter(name).numel() for name in encoder_parameters(self.root))
 
     @property
     def trains_encoders(self) -> bool:
-        """Whether any parameter of encoders is trained."""
+        """Whether any parameter of the encoders is trained."""
         return any(self.root.get_parameter(name).requires_grad for name in encoder_parameters(self.root))
 
     @property
@@ -96,10 +96,10 @@ class MetaModel:
         Args:
             dtype: The dtype of the parameters, not of the buffers.
             device: The device.
-            recomputation: What is recomputed; see `EngineConfig.recompute`.
+            recomputation: The mode of recomputation; see `EngineConfig.recompute`.
         """
         base: PreTrainedModel = copy.deepcopy(self.root.base)
-        # Before the decoder goes, in whose embeddings the switch looks for the input.
+        # Before the decoder is removed, because the switch looks up the decoder's embeddings.
         recompute(base, recomputation)
         setattr(base, next(name for name, module in base.named_children() if module is base.get_decoder()), None)
         for parameter in base.parameters():
@@ -108,7 +108,7 @@ class MetaModel:
         return base
 
     def encoder_slices(self, name: str, parameter: Tensor) -> list[StoredSlice]:
-        """Return the stored slices behind a tensor of an encoder, given its name in what `encoders` returned."""
+        """Return the stored slices behind a tensor of an encoder, given its name in the module that `encoders` returned."""
         return self.stored_slices(f"lm.{self.root.lm.base_model_prefix}.{name}", parameter)
 
     def stored_slices(self, name: str, tensor: Tensor) -> list[StoredSlice]:
@@ -144,7 +144,7 @@ class MetaModel:
             )
 
     def choose_trainable(self, param_shards: Sequence[ParamShard]) -> None:
-        """Mark the parameters that the settings leave trainable.
+        """Mark the parameters that are trainable according to the settings.
 
         Raises:
             ModelError: A matrix consists of several tensors of the Hugging Face model, and only some of them are frozen.
@@ -164,7 +164,7 @@ class MetaModel:
     def fill(self, local_shards: Sequence[LocalShard], topology: Topology, seed: int) -> None:
         """Load or initialize the weights. Collective.
 
-        They come from the folder or from the seed; new heads and adapters always come from the seed.
+        Weights come from the folder or from the seed. New heads and adapters always come from the seed.
 
         Raises:
             ModelError, RemoteError: The folder is incomplete or damaged, on this rank or another one.

@@ -44,7 +44,7 @@ class MLASettings:
 
 
 class MLASelfAttention(MegatronModule):
-    """Self-attention with latents, in megatron's signature.
+    """Self-attention with latents, with megatron's signature.
 
     Args:
         config: The model's configuration.
@@ -88,7 +88,7 @@ class MLASelfAttention(MegatronModule):
 
     def _replicated_linear(self, inputs: int, outputs: int) -> nn.Linear:
         linear = nn.Linear(inputs, outputs, bias=False, dtype=self.config.params_dtype)
-        # Under sequence parallelism each rank has the gradient of only its own tokens; megatron sums gradients with this mark.
+        # With sequence parallelism, each rank has only the gradient of its own tokens; megatron sums gradients with this mark.
         linear.weight.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
         return linear
 
@@ -101,7 +101,7 @@ class MLASelfAttention(MegatronModule):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Map the hidden states of this rank's tokens and angles `[kinds, T, 1, 1, R]` to hidden states, and no bias."""
+        """Map the hidden states of this rank's tokens and angles `[kinds, T, 1, 1, R]` to hidden states; return no bias."""
         sizes = self.settings.latent
         q_low = hidden_states if self.q_down is None else self.q_norm(self.q_down(hidden_states))
         q, _ = self.q_up(q_low)

@@ -1,4 +1,4 @@
-"""The feed-forward layer with activation functions that selective recomputation computes again."""
+"""The feed-forward layer, whose activation functions selective recomputation recomputes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +19,9 @@ def gated(both: Tensor, config: DecoderConfig) -> Tensor:
 
 
 class _Repeatable(torch.autograd.Function):
-    """A function that keeps its inputs alone, and that the backward pass has to run again before it reaches it.
+    """A function that keeps only its inputs. Before the backward pass reaches it, it must be run again.
 
-    This is `CheckpointWithoutOutput` of megatron-core, which from 0.19 on compiles C++ code in the first backward pass.
+    This is megatron-core's `CheckpointWithoutOutput`, which compiles C++ code in the first backward pass since 0.19.
     """
 
     @staticmethod
@@ -44,9 +44,9 @@ def recomputed(
 
     Args:
         function: A cheap function without randomness.
-        inputs: Its inputs, which are kept.
-        consumer: What uses the result, and needs it in the backward pass.
-        module: The module to which this belongs.
+        inputs: The inputs of the function, which are kept.
+        consumer: The function that uses the result and needs it in the backward pass.
+        module: The module that this belongs to.
     """
     selective = module.config.recompute_granularity == "selective"
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
@@ -54,7 +54,7 @@ def recomputed(
         return consumer(function(*inputs))
     result = _Repeatable.apply(function, *inputs)
     out = consumer(result)
-    # The consumer has saved the result, whose numbers are dropped here and are back before the consumer's backward pass.
+    # The consumer has saved the result. Free its storage here and refill it before the consumer's backward pass.
     node = result.grad_fn
     node.storage = result.untyped_storage()
     node.storage.resize_(0)
@@ -63,7 +63,7 @@ def recomputed(
         again = [x.detach().requires_grad_(x.requires_grad) for x in node.saved_tensors]
         with torch.enable_grad():
             repeated = function(*again)
-        # The hook lives as long as the graph, and must not keep the numbers.
+        # The hook lives as long as the graph, and must not keep the storage alive.
         storage, node.storage, node.again = node.storage, None, (repeated, again)
         storage.resize_(repeated.untyped_storage().nbytes())
         storage.copy_(repeated.untyped_storage())
@@ -76,11 +76,11 @@ class GatedMLP(MLP):
     """A dense feed-forward layer without biases.
 
     Args:
-        args: Megatron's own arguments.
+        args: Arguments of megatron's class.
         groups: The process groups.
         pg_collection: The process groups from megatron-core 0.19, which passes them to every class; 0.16 passes none to a subclass.
         is_mtp_layer: Always False; megatron-core 0.19 passes it.
-        kwargs: Megatron's own arguments.
+        kwargs: Keyword arguments of megatron's class.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class PackedGPTModel(GPTModel):
         first: Whether the chunk has the embeddings.
         last: Whether the chunk has the head.
         stage: The chunk's virtual stage in an interleaved pipeline, or None.
-        head: The type of the head that replaces the language-model head; None keeps that.
+        head: The type of the head that replaces the language-model head; None keeps the latter.
         transform: The transform of the logits.
         encoders: The encoders of media; None if the chunk has none.
     """
@@ -103,7 +103,7 @@ class PackedGPTModel(GPTModel):
         self.head = head
         self.score: nn.Module | None = None
         self.lora: LoraConfig | None = None
-        """The settings of adapters, once the model has some."""
+        """The LoRA settings, once the model has adapters."""
         if head is not None and last:
             self.output_layer = None
             self.score = head.module(decoder.hidden, config.params_dtype)
@@ -115,8 +115,8 @@ class PackedGPTModel(GPTModel):
             if self.config.sequence_parallel:
                 tp = self.pg_collection.tp
                 padding_s = padding_s.chunk(tp.size())[tp.rank()]
-            # A lookup of the padding token gives its row no gradient, as `padding_idx` of transformers' embeddings; the
-            # head that is tied to them does.
+            # As with `padding_idx` in transformers' embeddings, lookups of the padding token give its row no gradient. A tied head
+            # still does.
             inputs[0].register_hook(lambda grad: grad.masked_fill(padding_s[:, None, None], 0.0))
         if self.pre_process and self.lora is not None:
             addition = embedding_addition(
@@ -128,7 +128,7 @@ class PackedGPTModel(GPTModel):
             )
             inputs = inputs if addition is None else (inputs[0] + addition, *inputs[1:])
         if self.pre_process and self.training and not inputs[0].requires_grad:
-            # With adapters the embeddings are frozen, and a recomputed layer whose input does not require a gradient passes
+            # With adapters, the embeddings are frozen, and a recomputed layer whose input does not require a gradient passes
             # none to its adapters.
             inputs = (inputs[0].detach().requires_grad_(), *inputs[1:])
         if self.pre_process and self.decoder_sizes.embedding_scale != 1.0:
@@ -183,9 +183,9 @@ class PackedGPTModel(GPTModel):
 
 
 def padding_id(config: PreTrainedConfig) -> int | None:
-    """Return the token whose row in transformers' embeddings gets no gradient from lookups, or None.
+    """Return the token whose row in transformers' embeddings receives no gradient from lookups, or None.
 
-    As torch.nn.Embedding has it, a negative `pad_token_id` counts from the end of the vocabulary.
+    As in torch.nn.Embedding, a negative `pad_token_id` counts from the end of the vocabulary.
     """
     token: int | None = config.pad_token_id
     return token + config.vocab_size if token is not None and token < 0 else token
@@ -206,7 +206,7 @@ def layer_spec(
     Args:
         decoder: The decoder's sizes.
         hf_config: The Hugging Face config, for the rotary embeddings.
-        number: The layer's index in the model, from 0.
+        number: The layer's index in the model, starting at 0.
         groups: The process groups.
         deepstack: Whether features of media are added to the layer's output.
     """
@@ -289,16 +289,16 @@ def build_chunks(
     media: MediaFamily | None,
     encoders: Callable[[], PreTrainedModel],
 ) -> list[PackedGPTModel]:
-    """Build this rank's chunks of the model with zeros as weights: one, or as many as an interleaved pipeline has.
+    """Build this rank's chunks of the model with weights of zero: one chunk, or several in an interleaved pipeline.
 
     Args:
         config: Megatron's configuration.
         decoder: The decoder's sizes.
         hf_config: The Hugging Face config of the decoder.
         groups: The process groups.
-        head: The type of the head that replaces the language-model head; None keeps that.
+        head: The type of the head that replaces the language-model head; None keeps the latter.
         transform: The transform of the logits.
-        media: How the model takes media; None if it takes none.
+        media: The model's handling of media; None if it supports none.
         encoders: A function that returns the model's encoders, for the first chunk.
     """
     stages, rank = groups.pp.size(), groups.pp.rank()

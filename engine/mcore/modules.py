@@ -39,7 +39,7 @@ class PackedParams(PackedSeqParams):
 
     Args:
         part: This rank's slice of the micro-batch.
-        deepstack: What is added to the outputs of the first layers, `[r, 1, H]` for each; see `encoders.py`.
+        deepstack: The features that are added to the outputs of the first layers, `[r, 1, H]` each; see `encoders.py`.
     """
 
     part: RankSlice | None = None
@@ -54,16 +54,16 @@ def slice_of(params: PackedSeqParams | None) -> RankSlice:
 
 
 class PackedAttention(nn.Module):
-    """Core attention over packed documents in megatron's signature, context-parallel with Ulysses.
+    """Core attention over packed documents with megatron's signature, context-parallel with Ulysses.
 
     Args:
         config: The model's configuration.
         scale: The scale of the logits.
         window: The layer's attention window; None for full attention.
         softcap: The soft cap of the logits, or None.
-        partial: The size of the rotated part of a head, and the factor of its rotation, if that is not 1; None if heads are rotated
-            entirely, where the factor is a part of the scale.
-        sinks: The number of this rank's heads that have a sink, a learned logit without a value; 0 for none.
+        partial: The size of the rotated part of a head, and the factor of its rotation if it is not 1. None if heads are rotated entirely;
+            the factor is then a part of the scale.
+        sinks: The number of this rank's heads that have a sink (a learned logit without a value); 0 for none.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class PackedAttention(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), also under sequence parallelism.
+    """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), also with sequence parallelism.
 
     Args:
         config: The model's configuration.
@@ -152,7 +152,7 @@ class SplitHeadNorm(nn.Module):
         """Normalize `[T, 1, H, D]` over its last two axes and over all ranks."""
         wide = x.flatten(-2).to(torch.promote_types(x.dtype, torch.float32))
         total = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True), group=self.group)
-        # Every rank uses the sum, so its gradient is the sum over ranks as well.
+        # Every rank uses the sum, so its gradient is also summed over ranks.
         total = copy_to_tensor_model_parallel_region(total, group=self.group)
         normalized = wide * torch.rsqrt(total / (wide.shape[-1] * self.group.size()) + self.eps)
         return (self.weight * normalized).to(x.dtype).view_as(x)
@@ -183,17 +183,17 @@ class PackedSelfAttention(SelfAttention):
     """Self-attention that uses the angles of its layer's kind of rotary embeddings.
 
     Args:
-        args: Megatron's own arguments.
-        rotary_kind: The index of the layer's kind among the model's kinds of rotary embeddings; None for a layer without.
+        args: Arguments of megatron's class.
+        rotary_kind: The index of the layer's kind among the model's kinds of rotary embeddings; None for a layer without rotary embeddings.
         joint_norm: Whether queries, and likewise keys, are normalized over all heads together.
-        kwargs: Megatron's own arguments.
+        kwargs: Keyword arguments of megatron's class.
     """
 
     def __init__(self, *args: Any, rotary_kind: int | None, joint_norm: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rotary_kind = rotary_kind
         if joint_norm:
-            # Not in the layer's spec, where megatron-core 0.19 takes norms only with `qk_layernorm`, which is wrong for these (`config.py`).
+            # Not in the layer's spec: there, megatron-core 0.19 accepts norms only with `qk_layernorm`, which is wrong here (`config.py`).
             self.q_layernorm, self.k_layernorm = (
                 SplitHeadNorm(
                     self.config,
@@ -212,10 +212,10 @@ class PackedSelfAttention(SelfAttention):
 
 
 class Rotary(nn.Module):
-    """Angles of rotary embeddings (Su et al. 2021, arXiv:2104.09864), from each token's position or positions in its document.
+    """Angles of rotary embeddings (Su et al. 2021, arXiv:2104.09864), from each token's positions in its document.
 
-    The frequencies are those of transformers. Where they depend on the length of the input, the length of each document is
-    used, so that a document is rotated identically whether it is packed or alone.
+    The frequencies are those of transformers. If they depend on the length of the input, the length of each document is
+    used, so that a document is rotated identically whether or not it is packed with others.
 
     Args:
         config: The Hugging Face config.
@@ -231,7 +231,7 @@ class Rotary(nn.Module):
         super().__init__()
         self.config, self.kinds = config, decoder.rotary_kinds
         axes = decoder.rotary_axes
-        # Not a buffer of integers, which megatron would convert with the model.
+        # Not an integer buffer, because megatron would convert its dtype with the model.
         self.axes_f = None if axes is None else torch.tensor(axes)
         self.by_length = any(rotary_settings(config, kind).get("rope_type") in BY_LENGTH for kind in self.kinds)
         self.register_buffer("inv_freq_kf", self._frequencies(None), persistent=False)
@@ -244,7 +244,7 @@ class Rotary(nn.Module):
     ) -> RankSlice:
         """Return this rank's slice, which has positions and document boundaries.
 
-        Megatron expects a length here, and only passes it on to `forward`.
+        Megatron expects a length here, but only passes it to `forward`.
         """
         return slice_of(packed_seq_params)
 
@@ -261,7 +261,7 @@ class Rotary(nn.Module):
         return torch.cat((angles_ktf, angles_ktf), -1)[:, :, None, None, :]
 
     def _of_documents(self, part: RankSlice) -> Tensor:
-        """Return the frequencies `[kinds, T, F]`: for each token those of its document."""
+        """Return the frequencies `[kinds, T, F]`: for each token, the frequencies of its document."""
         context, tokens = part.context, len(part.input_ids)
         lengths = [end - start for start, end in pairwise(context.bounds)]
         by_length = {length: self._frequencies(length) for length in set(lengths)}
@@ -272,7 +272,7 @@ class Rotary(nn.Module):
 
 
 def rotary_settings(config: PreTrainedConfig, layer_kind: str) -> dict[str, Any]:
-    """Return the `rope_parameters` of one kind of layers; the kind is "" where all layers share them."""
+    """Return the `rope_parameters` of one kind of layer; the kind is "" if all layers share them."""
     settings: dict[str, Any] = config.rope_parameters[layer_kind] if layer_kind else config.rope_parameters
     return settings
 
@@ -282,7 +282,7 @@ def rotary_frequencies(config: PreTrainedConfig, layer_kind: str, length: int | 
 
     Args:
         config: The Hugging Face config.
-        layer_kind: A key of `rope_parameters`, or "" where all layers share them.
+        layer_kind: A key of `rope_parameters`, or "" if all layers share them.
         length: The document's number of tokens; None for a document no longer than those the model was trained on.
 
     Raises:

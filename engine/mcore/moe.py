@@ -20,13 +20,13 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class ExpertChoice:
-    """Has a router record the experts that it chooses, or go to those of an earlier pass, where megatron has its own `RouterReplay`."""
+    """Makes a router record its chosen experts, or reuse those of an earlier pass. Takes the place of megatron's `RouterReplay`."""
 
     def __init__(self) -> None:
         self.routes: ExpertRoutes | None = None
-        """The routes of the micro-batch that runs; None to leave the router alone."""
+        """The routes of the running micro-batch; None to leave the router unchanged."""
         self.number = 0
-        """The index of the layer among those with experts."""
+        """The index of the layer among the layers with experts."""
 
     def get_replay_topk(
         self,
@@ -36,7 +36,7 @@ class ExpertChoice:
         group_topk: int | None,
         default_compute_topk: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores of the chosen experts and their indices, `[t, K]`, in megatron's signature."""
+        """Return the scores of the chosen experts and their indices, `[t, K]`, with megatron's signature."""
         values, choice = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.routes is None:
             return values, choice
@@ -45,7 +45,7 @@ class ExpertChoice:
 
 
 class Router(TopKRouter):
-    """A router that computes its scores in plain torch, because megatron 0.16 needs TransformerEngine for them."""
+    """A router that computes its scores in plain torch, because megatron 0.16 requires TransformerEngine for them."""
 
     def __init__(self, config: DecoderConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -68,7 +68,7 @@ class Router(TopKRouter):
 
 
 def keep_scores(chunks: Sequence[nn.Module], keep: bool) -> None:
-    """Set whether the routers keep their scores, and drop the scores kept so far."""
+    """Set whether the routers keep their scores, and drop the scores that they have kept so far."""
     for router in _routers(chunks):
         router.keep, router.kept = keep, None
 
@@ -103,10 +103,10 @@ class PackedMoELayer(MoELayer):
     """A mixture-of-experts layer that also runs without CUDA.
 
     Args:
-        args: Megatron's own arguments.
+        args: Arguments of megatron's class.
         groups: The process groups.
-        number: The index of the layer among those with experts.
-        kwargs: Megatron's own arguments.
+        number: The index of the layer among the layers with experts.
+        kwargs: Keyword arguments of megatron's class.
     """
 
     def __init__(self, *args: Any, groups: ProcessGroupCollection, number: int = 0, **kwargs: Any) -> None:
@@ -119,10 +119,10 @@ class PackedMoELayer(MoELayer):
 
 
 class RoutedLayer(TransformerLayer):
-    """A layer whose router, if it has one, follows the routes of the micro-batch that runs, also when the layer is recomputed."""
+    """A layer whose router, if any, follows the routes of the running micro-batch, also when the layer is recomputed."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        """Run the layer in megatron's signature."""
+        """Run the layer with megatron's signature."""
         if isinstance(self.mlp, PackedMoELayer):
             self.mlp.router.router_replay.routes = slice_of(kwargs["packed_seq_params"]).context.routes
         output: tuple[Tensor, Any] = super().forward(*args, **kwargs)
@@ -130,16 +130,16 @@ class RoutedLayer(TransformerLayer):
 
 
 def numbers_of_routers(chunk: nn.Module) -> list[int]:
-    """Return the indices, among the layers with experts, of those that a chunk has."""
+    """Return the indices of a chunk's layers among the layers with experts."""
     return [router.router_replay.number for router in _routers([chunk])]
 
 
 def expert_biases(chunks: Sequence[nn.Module]) -> dict[int, Tensor]:
-    """Return the bias `[E]` of each router that has one, by the index of its layer among those with experts."""
+    """Return the bias `[E]` of each router that has one, by the layer's index among the layers with experts."""
     return {r.router_replay.number: r.expert_bias for r in _routers(chunks) if r.expert_bias is not None}
 
 
 def leave_routers_alone(chunks: Sequence[nn.Module]) -> None:
-    """Forget the routes of the last micro-batch, which would stay on the device."""
+    """Drop the routes of the last micro-batch, which would otherwise stay on the device."""
     for router in _routers(chunks):
         router.router_replay.routes = None

@@ -25,11 +25,11 @@ class OptimizerShard:
     """The part of a parameter that this rank's optimizer updates.
 
     Args:
-        main: The numbers that are updated, `[end - start]`: the parameter's own memory, or a float32 copy of 16-bit numbers.
+        main: The updated numbers, `[end - start]`: the parameter's own memory, or a float32 copy of 16-bit numbers.
         start: The index of the first element in the flattened parameter.
         end: The index after the last element in the flattened parameter.
         state: The state of torch's optimizer, by name.
-        updated: The parameter that torch's optimizer updates, of which `main` is a view; None for numbers that are not trained.
+        updated: The parameter that torch's optimizer updates; `main` is a view of it. None if the numbers are not trained.
     """
 
     main: Tensor
@@ -40,15 +40,15 @@ class OptimizerShard:
 
 
 class ShardedOptimizer:
-    """AdamW with its state spread over the data- and context-parallel ranks.
+    """AdamW with its state sharded over the data- and context-parallel ranks.
 
     Args:
         chunks: The model's wrapped chunks.
         optim: The optimizer's settings; the learning rate is passed with every step.
         groups: The process groups.
         compute: The dtype of the model's parameters.
-        sometimes: The parameters that have gradients in some steps alone, such as those of encoders in steps with media. Others, like torch's
-            optimizers, are updated in each step.
+        sometimes: The parameters that have gradients only in some steps, such as those of encoders in steps with media. As in torch's
+            optimizers, a step without gradients leaves them unchanged. All others are updated in every step.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ShardedOptimizer:
         self._sometimes = [parameter for parameter in sometimes if parameter.requires_grad]
         self._reached: set[int] = set()
         for number, parameter in enumerate(self._sometimes):
-            # Without a reference to this object or to the parameter, which the hook would keep alive.
+            # Keep no reference to this object or to the parameter, because the hook would keep it alive.
             parameter.register_hook(partial(_note, self._reached, number))
         config = OptimizerConfig(
             optimizer="adam",
@@ -83,7 +83,7 @@ class ShardedOptimizer:
         self.shards: dict[Tensor, OptimizerShard] = {
             parameter: shard for part in self._parts for parameter, shard in _shards(part) if shard.end > shard.start
         }
-        """Model parameter -> the shard that this rank updates; parameters of which it updates nothing are left out."""
+        """Model parameter -> the shard that this rank updates; parameters without such a shard are left out."""
 
     def _make(self, config: OptimizerConfig, optim: OptimConfig, *, experts: bool) -> DistributedOptimizer | None:
         decayed: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -100,7 +100,7 @@ class ShardedOptimizer:
         ]
         data_group = self._groups.expt_dp if experts else self._groups.dp_cp
         optimizer = DistributedOptimizer(
-            # One kernel for all shards; others read each shard's step count on the host.
+            # One kernel for all shards; other implementations read each shard's step count on the host.
             torch.optim.AdamW(settings, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True),
             config,
             None,
@@ -119,13 +119,13 @@ class ShardedOptimizer:
         return optimizer
 
     def _leave_out(self, device: torch.device) -> None:
-        """Drop the gradients of parameters that no micro-batch of any rank has reached: they are zeros, and no gradients."""
+        """Drop the gradients of parameters that no micro-batch of any rank has reached, because their zeros are not real gradients."""
         if not self._sometimes:
             return
         reached = torch.tensor([float(number in self._reached) for number in range(len(self._sometimes))]).to(
             device, non_blocking=True
         )
-        # The ranks of a tensor-parallel group have run the same documents.
+        # No reduction over tensor-parallel ranks is needed, because they have run the same documents.
         torch.distributed.all_reduce(reached, group=self._groups.dp_cp)
         for parameter, is_reached in zip(self._sometimes, reached.tolist(), strict=True):
             shard = self.shards.get(parameter)
@@ -176,9 +176,9 @@ def _note(reached: set[int], number: int, gradient: Tensor) -> None:
 
 
 def average_over_tp(parameters: Iterable[nn.Parameter], group: torch.distributed.ProcessGroup) -> None:
-    """Average gradients that the ranks of a tensor-parallel group have computed alike, up to the order of sums in kernels on a GPU.
+    """Average gradients that should be equal on the ranks of a tensor-parallel group, up to the order of sums in GPU kernels.
 
-    Their copies would otherwise drift apart. Megatron's own way takes an operation that gloo does not have.
+    Otherwise their copies would drift apart. Megatron's own implementation uses an operation that gloo does not have.
     """
     grads = [parameter.main_grad for parameter in parameters if parameter.requires_grad]  # type: ignore[attr-defined]
     if not grads:

@@ -1,4 +1,4 @@
-"""Settings that only the Megatron-core backend has. Imports no torch."""
+"""Settings specific to the Megatron-core backend. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ class MCoreOptions:
     """`engine.options` of `engine.backend=mcore`."""
 
     overlap_grad_reduce: bool = setting(
-        False, "reduce gradients bucket by bucket while the backward pass of the last micro-batch still runs"
+        False, "reduce gradients bucket by bucket while the backward pass of the last micro-batch is still running"
     )
     router_dtype: Literal["float32", "float64"] = setting("float32", "dtype of the router scores in a mixture of experts")
     bucket_size: int | None = setting(

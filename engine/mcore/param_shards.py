@@ -49,7 +49,7 @@ class ParamShard:
         stored_slices: The stored slices that the part consists of.
         expert: Whether the parameter belongs to an expert.
         unique: Whether this rank is responsible for these numbers, rather than a tensor-parallel peer or another pipeline
-            stage that has them too.
+            stage that also has them.
         adapter: Whether the parameter belongs to an adapter.
         layer: The layer whose weight this is, if it has adapters; None otherwise.
     """
@@ -81,7 +81,7 @@ def param_shards_of(
         family: The bridge of the decoder's family.
         decoder: The decoder's sizes.
         groups: The process groups.
-        encoder_slices: A function that returns the stored slices behind a tensor of an encoder, given its name there.
+        encoder_slices: A function that returns the stored slices behind a tensor of an encoder, given its name in the encoder.
         experts: The names of the modules of experts in transformers' model, by the numbers of their layers.
         lora: The LoRA settings.
     """
@@ -110,12 +110,12 @@ def param_shards_of(
                 names = tuple(family.stored(stored_name) for stored_name in names)
             split = rule.is_split(parameter.dim())
             if not hasattr(parameter, "tensor_model_parallel"):
-                # Megatron counts a parameter without this mark on the first rank only. A split parameter would be missing
-                # from the norm, and nothing else would reveal it. So would a bias of experts, which the ranks of a tensor-parallel
-                # group share like data-parallel ranks.
+                # Megatron counts a parameter without this mark on the first rank only, so a split parameter would be missing
+                # from the norm, and nothing else would reveal it. The same holds for a bias of experts, which the ranks of a
+                # tensor-parallel group share like data-parallel ranks.
                 parameter.tensor_model_parallel = split or expert  # type: ignore[attr-defined]
             if expert:
-                # Megatron does this under expert parallelism only. But wherever tensor-parallel ranks hold complete experts,
+                # Megatron does this only under expert parallelism. But wherever tensor-parallel ranks hold complete experts,
                 # the ranks that hold the same expert are not the ranks that hold the same dense layer.
                 parameter.allreduce = False  # type: ignore[attr-defined]
             param_shards.append(
@@ -135,7 +135,7 @@ def param_shards_of(
 def _of_encoders(
     encoders: Encoders, encoder_slices: Callable[[str, Tensor], Sequence[StoredSlice]], groups: ProcessGroupCollection
 ) -> Iterator[ParamShard]:
-    """Yield the tensors of the encoders, of which every rank of a tensor-parallel group has a copy."""
+    """Yield the tensors of the encoders; every rank of a tensor-parallel group has a copy."""
     layers = {name: AdaptedByPeft(layer) for name, layer in adapted_by_peft(encoders.base).items()}
     stored_names = encoders.base.state_dict(keep_vars=True).keys()
     tensors = [*encoders.base.named_parameters(), *((n, b) for n, b in encoders.base.named_buffers() if n in stored_names)]
@@ -155,12 +155,12 @@ def _of_encoders(
 def adapter_rule(
     family: Family, parameter: tuple[str | Any, ...], experts: Mapping[int, str], decoder: Decoder
 ) -> tuple[Rule, tuple[str, ...]]:
-    """Return the rule by which an adapter's factor is split, and the factor's name in peft's files.
+    """Return the rule for splitting an adapter's factor, and the factor's name in peft's files.
 
     Args:
         family: The model's family.
-        parameter: The adapted layer's name in an unsharded model; the last part of the Hugging Face module's name, or of experts
-            megatron's name of the matrix; and the factor, lora_A or lora_B, of embeddings lora_embedding_A or lora_embedding_B.
+        parameter: The adapted layer's name in an unsharded model; the last part of the Hugging Face module's name, or for experts
+            megatron's name of the matrix; and the factor: lora_A or lora_B, or for embeddings lora_embedding_A or lora_embedding_B.
         experts: The names of the modules of experts in transformers' model, by the numbers of their layers.
         decoder: The decoder's sizes.
     """
@@ -169,7 +169,7 @@ def adapter_rule(
         assert decoder.experts is not None
         first = key == "linear_fc1"
         name = expert_factor(experts[int(match[1])], "gate_up_proj" if first else "down_proj", factor)
-        # Gate and up alternate in the columns of clamped experts, of which a rank has consecutive ones.
+        # In clamped experts, gate and up columns alternate, and a rank has consecutive columns.
         joined = 2 if first and decoder.experts.clamped is None else 1
         axis = {("linear_fc1", "lora_B"): 1, ("linear_fc2", "lora_A"): 2}.get((key, factor))
         return ExpertFactor(name, axis, joined if axis else 1), (name,)
@@ -177,7 +177,7 @@ def adapter_rule(
     target = next(name for name in names if name.split(".")[-2] == key).removesuffix(".weight")
     split: Rule = RowParallel(target) if isinstance(base, RowParallel) else ColumnParallel(target)
     if isinstance(base, (FusedQKVParallel, FusedColumnParallel)):
-        # The rows of the factor are those of the layer, in its order.
+        # The factor has the rows of the layer, in the layer's order.
         split = replace(base, module=target)
     elif isinstance(base, HeadRows):
         split = base.of(next(module for module in base.modules if target.endswith(f".{module}")))
@@ -199,7 +199,7 @@ def add_adapters(
     lora: LoraConfig,
     experts: Mapping[int, str],
 ) -> set[str]:
-    """Add adapters to every layer behind a target.
+    """Add adapters to every layer that belongs to a target.
 
     Args:
         chunks: This rank's chunks.

@@ -1,4 +1,4 @@
-"""Filters for Megatron-core's own output, which an engine's user cannot act on. Imports no torch."""
+"""Filters for Megatron-core's own output, which the user of an engine cannot act on. Imports no torch."""
 
 import logging
 import warnings
@@ -15,9 +15,9 @@ def ignored_warnings() -> Iterator[None]:
 
 
 def ignore_warnings() -> None:
-    """Ignore from now on the warnings that Megatron-core's modules cause, and its log messages below the error level."""
+    """From now on, ignore the warnings that Megatron-core's modules cause, and its log messages below the error level."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
-    # Its schedule reads the gradients of the tensors that one stage sends to the next.
+    # The pipeline schedule reads the gradients of the tensors that one stage sends to the next.
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
     logging.getLogger("megatron").setLevel(logging.ERROR)

@@ -29,7 +29,7 @@ def _order(name: str) -> tuple[int, int]:
 
 
 def _of_adapters(param_shard: ParamShard) -> list[StoredSlice]:
-    """Return what a parameter is in peft's files: an adapter's factor, or a module that is trained beside the adapters."""
+    """Return a parameter's slices in peft's files: an adapter's factor, or a module that is trained with the adapters."""
     if param_shard.adapter:
         return list(param_shard.stored_slices)
     if not param_shard.parameter.requires_grad or param_shard.name.startswith(HEAD_PREFIX):
@@ -46,7 +46,7 @@ class ModelState:
         topology: The engine's topology.
         groups: The process groups.
         stored: The dtype that parameters are stored in. A parameter that computes in a narrower dtype and is not trained has
-            a copy in this one, spread over the data-parallel ranks, because neither an export nor a checkpoint may contain
+            a copy in this dtype, sharded over the data-parallel ranks, because neither an export nor a checkpoint may contain
             numbers that were rounded for a matrix product.
         adapted: Whether the model has adapters, on this rank or another one.
     """
@@ -92,7 +92,7 @@ class ModelState:
     def local_shards(self) -> Iterator[LocalShard]:
         """Yield the local shards of values and moments that a checkpoint contains.
 
-        The base weights under adapters are not among them: they are frozen, and are restored from model.path or the seed.
+        The base weights under adapters are not included: they are frozen, and are restored from model.path or the seed.
         """
         yield from self.values(saved=True)
         shards = {} if self._optimizer is None else self._optimizer.shards
@@ -145,7 +145,7 @@ class ModelState:
         return counts
 
     def restore_step_counts(self, counts: Mapping[str, float]) -> None:
-        """Restore the counts from `step_counts`; a parameter made of several tensors gets the largest of their counts."""
+        """Restore the counts from `step_counts`; a parameter that consists of several tensors gets the largest of their counts."""
         assert self._optimizer is not None
         for param_shard in self._param_shards:
             shard = self._optimizer.shards.get(param_shard.parameter)
@@ -156,11 +156,11 @@ class ModelState:
     # ---- export --------------------------------------------------------------------------------------------------
 
     def plan(self, *, adapters: bool) -> "list[BroadcastItem]":
-        """Return which rank broadcasts which part of which parameter, in order. Collective.
+        """Return the broadcasts of an export in order: each with its part of a parameter and the rank that sends it. Collective.
 
         Args:
-            adapters: Whether to export the adapters' parameters with those of the modules that are trained beside them; otherwise
-                all but the adapters' own.
+            adapters: Whether to export the adapters and the modules that are trained with them; otherwise
+                everything but the adapters.
         """
         needed = [
             (p, _of_adapters(p) if adapters else p.stored_slices) for p in self._param_shards if self._adapted or not adapters
@@ -220,7 +220,7 @@ class ModelState:
             start = end
 
     def _whole_part(self, param_shard: ParamShard) -> Tensor:
-        """Return this rank's part of a parameter as it is exported, with its layer's adapters merged.
+        """Return this rank's part of a parameter for the export, with its layer's adapters merged.
 
         Collective over the ranks that hold the same part.
         """
@@ -281,7 +281,10 @@ def _flat_local_shards(kind: str, param_shard: ParamShard, flat: Tensor, start: 
 
 
 def boxes(start: int, end: int, shape: tuple[int, ...]) -> list[TensorSlice]:
-    """Split the range [start, end) of a row-major tensor into boxes, in order: of a matrix at most three, parts of rows and full rows."""
+    """Split the range [start, end) of a row-major tensor into boxes, in order.
+
+    A matrix gives at most three boxes: full rows, and parts of the first and last rows.
+    """
     if start >= end:
         return []
     if not shape:

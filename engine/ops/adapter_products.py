@@ -1,8 +1,8 @@
 """The products of several adapters in one pass: each row of a layer's input is multiplied by the factors of its own adapter.
 
-The rows of an adapter are contiguous spans. Every span is multiplied by itself, and the gradients of a factor are added to its float32
-buffer span by span, in the order of the rows: what an adapter is given depends neither on the other spans of a pass nor on how spans
-are divided into passes. Autograd would add the spans of a pass in reverse order.
+The rows of an adapter are contiguous spans. Every span is multiplied separately. The gradients of a factor are added to its float32
+buffer span by span, in the order of the rows; autograd would add them in reverse order. The results of an adapter therefore depend
+neither on the other spans of a pass nor on the division of spans into passes.
 
 Axes: T rows, R rank, I inputs, O outputs.
 """
@@ -26,8 +26,8 @@ class Factors:
         down_ri: The matrix A.
         up_or: The matrix B.
         scale: The factor on the product.
-        down_grad: Where the gradient of A is added, at least float32; None if there is none.
-        up_grad: Where the gradient of B is added; None if there is none.
+        down_grad: The buffer that accumulates the gradient of A, at least float32; None for no gradient.
+        up_grad: The buffer that accumulates the gradient of B; None for no gradient.
     """
 
     down_ri: Tensor
@@ -38,7 +38,7 @@ class Factors:
 
 
 class FactorSpan(NamedTuple):
-    """Rows with the factors that they are multiplied by."""
+    """A span of rows and the factors that multiply them."""
 
     start: int
     end: int
@@ -46,13 +46,13 @@ class FactorSpan(NamedTuple):
 
 
 def adapter_outputs(x_ti: Tensor, spans: Sequence[FactorSpan], outputs: int, anchor: Tensor) -> Tensor:
-    """Return what adapters add to the output of a layer, `[T, O]`; zeros for rows outside of all spans.
+    """Return the adapters' contribution to the output of a layer, `[T, O]`; zeros for rows outside of all spans.
 
     Args:
         x_ti: The input of the layer.
         spans: The spans, in the order of their rows.
         outputs: The number O.
-        anchor: A scalar that requires a gradient, through which the backward pass reaches the layer if its input requires none.
+        anchor: A scalar that requires a gradient, so that the backward pass reaches the layer even if its input requires none.
     """
     return _AdapterOutputs.apply(x_ti, anchor, tuple(spans), outputs)
 
@@ -74,7 +74,7 @@ class _AdapterOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         x_ti, *lows = ctx.saved_tensors
-        # In memory order, so that products of spans are the same whatever the layer after this one has returned.
+        # Make gradients contiguous, so that products of spans do not depend on the memory layout from the next layer.
         grad_to = grads[0].contiguous()
         dx_ti = torch.zeros_like(x_ti) if ctx.needs_input_grad[0] else None
         for (start, end, factors), low_tr in zip(ctx.spans, lows, strict=True):
@@ -102,7 +102,7 @@ def head_adapters(hidden_th: Tensor, spans: Sequence[FactorSpan], anchor: Tensor
 
 
 class _HeadFactors(torch.autograd.Function):
-    """For each span, its hidden states times the transposed matrix A, and the matrix B times the scale: one node, which adds up in order."""
+    """For each span: hidden states times transposed A, and B times the scale. A single node, so that gradients add up in order."""
 
     @staticmethod
     def forward(ctx: Any, hidden_th: Tensor, anchor: Tensor, spans: tuple[FactorSpan, ...]) -> tuple[Tensor, ...]:

@@ -1,8 +1,8 @@
-"""Causal attention within each document of a packed sequence, for CPU and CUDA, alone and inside compiled layers.
+"""Causal attention within each document of a packed sequence, for CPU and CUDA, in eager mode and inside compiled layers.
 
 Compiled code calls an operator that is opaque to the compiler. Its arguments are tensors and numbers that are the same for all
-micro-batches; the operator looks up the document boundaries by a handle. So there is no break in a compiled graph, which would send
-a checkpointed layer back to eager mode, and no recompilation for other boundaries.
+micro-batches; the operator looks up the document boundaries by a handle. This avoids breaks in a compiled graph, which would send
+a checkpointed layer back to eager mode, and recompilation for other boundaries.
 
 Axes: T packed tokens, N documents, H query heads, K key/value heads, D head size, E value head size.
 """
@@ -43,7 +43,8 @@ def packed_attention(
         window: The number of tokens that a token attends to: itself and the `window - 1` tokens before it; None for all.
         softcap: The soft cap of the logits, which become `softcap * tanh(logits / softcap)` (Gemma 2, arXiv:2408.00118).
         sinks_h: The logits of an additional key without a value, `[H]` (gpt-oss).
-        chunk: The number of tokens of the chunks into which a document is cut; a token attends to its own chunk (Llama 4). None for none.
+        chunk: The number of tokens in each of the chunks that a document is cut into; a token attends only to its own chunk (Llama 4).
+            None for no chunks.
 
     Returns:
         The outputs, `[T, H, E]`, split like the queries.
@@ -69,7 +70,7 @@ def _local(
     sinks: Tensor | None,
     chunk: int | None,
 ) -> Tensor:
-    # Outside of compiled code the operator would add its dispatch to every call, about a millisecond on a CPU.
+    # Outside of compiled code, the dispatch of the operator would cost about a millisecond per call on a CPU.
     if torch.compiler.is_compiling():
         operator = torch.ops.drivetrain.packed_attention
         out: Tensor = operator(q, k, v, sinks, context.handle, scale, window, softcap, chunk)[0]
@@ -93,14 +94,14 @@ def _forward(
     softcap: float | None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, and what the backward pass of `varlen` needs; nothing for other kernels."""
+    """Return the output, and the log-sum-exp for the backward pass of `varlen`; empty for other kernels."""
     context = _in_chunks(context_of(handle), chunk)
     if kernel_of(q, v, window, softcap, sinks) != "varlen":
         out, lse = attend(q, k, v, context, scale, window, softcap, sinks), q.new_empty(0, 0, dtype=torch.float32)
     elif context.blocks(window) is None:
         out, lse = varlen_forward(q, k, v, context, scale, window)
     else:
-        # The graph, which does not know of blocks, expects what the backward pass of `varlen` would need.
+        # The compiled graph does not know of blocks and expects the shape that the backward pass of `varlen` needs.
         out = attend(q, k, v, context, scale, window, softcap, sinks)
         lse = q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     return out.contiguous(), lse
@@ -123,7 +124,7 @@ def _forward_shapes(
     return q.new_empty(tokens, heads, v.shape[-1]), q.new_empty(saved, dtype=torch.float32)
 
 
-# A kernel without its own backward function runs again, under autograd, which `custom_op` turns off inside an operator.
+# A kernel without a backward function runs again under autograd, which `custom_op` disables inside an operator.
 torch.library.define(
     _BACKWARD,
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, Tensor handle, float scale, int? window, "

@@ -1,4 +1,4 @@
-"""The loads of experts in a step, and biases of routers that even them out (Wang et al. 2024, arXiv:2408.15664).
+"""The loads of experts in a step, and router biases that balance them (Wang et al. 2024, arXiv:2408.15664).
 
 Axes: L layers with experts, E experts.
 """
@@ -25,26 +25,26 @@ class ExpertLoads:
         self._counts_le = counts_le if self._counts_le is None else self._counts_le + counts_le
 
     def clear(self) -> None:
-        """Begin a step."""
+        """Reset the counts for a new step."""
         self._counts_le = None
 
     def update(
         self, biases: Mapping[int, Tensor], rate: float, routers: RouterShape, group: ProcessGroup, device: torch.device
     ) -> float:
-        """Raise the biases of experts with fewer tokens than the mean by `rate`, and lower those of the others. Collective.
+        """Raise the biases of experts with fewer tokens than the mean by `rate`, and lower those of all others. Collective.
 
-        As the paper's algorithm 1: b_i + rate * sign(mean - c_i). Ranks that count the same tokens, such as those of tensor parallelism, do so
-        alike, which does not change the sign.
+        Algorithm 1 of the paper: b_i + rate * sign(mean - c_i). Ranks that count the same tokens, such as tensor-parallel ranks, all add
+        the same counts, which does not change the sign.
 
         Args:
-            biases: The biases `[E]` of the layers that this rank has, by their index among those with experts; changed in place.
+            biases: The biases `[E]` of this rank's layers, by their index among the layers with experts; updated in place.
             rate: The size of a step.
             routers: The model's routers.
             group: All ranks of the engine.
-            device: Where collectives run.
+            device: The device for collectives.
 
         Returns:
-            By which part the most loaded expert exceeds the mean load, averaged over layers ("MaxVio" in the paper).
+            The relative excess of the most loaded expert over the mean load, averaged over layers ("MaxVio" in the paper).
         """
         counts_le = torch.zeros(routers.layers, routers.experts, dtype=torch.int64, device=device)
         if self._counts_le is not None:
@@ -62,16 +62,16 @@ def check_bias_rate(rate: float, routers: RouterShape | None, *, model_type: str
     """Check that a model's routers have biases that `model.router_bias_update_rate` can change.
 
     Raises:
-        ConfigError: They have none, or are not a part of what is saved.
+        ConfigError: The routers have no biases, or the biases would not be saved.
     """
     if not rate:
         return
     if routers is None or not routers.biased:
         raise ConfigError(
-            f"model.router_bias_update_rate={rate}: the routers of {model_type} have no bias of experts; set it to 0, and use "
+            f"model.router_bias_update_rate={rate}: the routers of {model_type} have no bias per expert; set it to 0, and use "
             "model.router_aux_loss_coef"
         )
     if adapters:
         raise ConfigError(
-            f"model.router_bias_update_rate={rate} with adapters (model.lora), whose export does not hold the routers' biases; set it to 0"
+            f"model.router_bias_update_rate={rate} with adapters (model.lora), whose export lacks the routers' biases; set it to 0"
         )

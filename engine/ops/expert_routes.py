@@ -1,7 +1,7 @@
-"""The experts that the tokens of a micro-batch go to: recorded in one forward pass, and replayed in another ("routing replay").
+"""The experts of a micro-batch's tokens, recorded in one forward pass and replayed in another ("routing replay").
 
-With the experts of an earlier pass, such as the generator's, a router still computes the weights of these experts from its own scores;
-only its choice is replaced (R3, arXiv:2510.11370). Balancing losses use its own choice.
+When the experts of an earlier pass are replayed, such as the generator's, a router still computes their weights from its own scores. Only
+its choice is replaced (R3, arXiv:2510.11370). Balancing losses use the router's own choice.
 
 Axes: T tokens of a batch, t tokens of a rank, L layers with experts, K experts of a token, E experts.
 """
@@ -17,7 +17,7 @@ from ..packing.batch import PackedBatch, is_integer
 from .packed_context import context_of
 
 ROUTED_EXPERTS = "routed_experts"
-"""The name of the batch field and of the output of an engine: `[T, L, K]` integers, -1 for tokens whose router chooses itself."""
+"""The name of the batch field and of the output of an engine: `[T, L, K]` integers, -1 for tokens that the router chooses experts for."""
 FREE = -1
 
 
@@ -29,7 +29,7 @@ class RouterShape:
         layers: The number of layers with experts, L.
         per_token: The number of experts of a token, K.
         experts: The number of experts of a layer, E.
-        biased: Whether each router adds a bias to its scores for the choice of experts alone, which is not trained by gradients.
+        biased: Whether each router adds a bias to its scores only to choose experts; gradients do not train it.
     """
 
     layers: int
@@ -40,7 +40,7 @@ class RouterShape:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Choice:
-    """What one layer chose: the experts of its tokens, how many of the replayed ones its router would not have chosen, and its own counts."""
+    """The choice of one layer: its tokens' experts, how many replayed ones its router would not have chosen, and its own counts."""
 
     chosen_tk: Tensor | None
     differing: Tensor | None
@@ -52,11 +52,11 @@ class ExpertRoutes:
     """The experts of the tokens of one rank in one micro-batch, for all layers.
 
     Args:
-        layers: The number of layers of the model with experts, L, of which a pipeline stage has some.
-        replayed_tlk: `[t, L, K]`, the experts to go to; None if the routers choose.
-        counted_t: `[t]` int64, how many tokens of documents each token stands for, to count the routers' own choices; None counts none.
-        experts: The number of experts, to count.
-        records: Whether `chosen` is asked for afterward.
+        layers: The number of layers with experts in the model, L; a pipeline stage has only some of them.
+        replayed_tlk: `[t, L, K]`, the experts to route to; None if the routers choose.
+        counted_t: `[t]` int64, the number of document tokens per token, to count the routers' own choices; None to not count.
+        experts: The number of experts, for the counts.
+        records: Whether `chosen` will be called.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class ExpertRoutes:
     ) -> None:
         self._replayed_tlk, self._counted_t, self._experts, self._records = replayed_tlk, counted_t, experts, records
         self._layers = layers
-        # By layer, and not added up: a layer that is recomputed chooses again.
+        # Stored by layer instead of added up, because a recomputed layer chooses again.
         self._choices: dict[int, _Choice] = {}
 
     def choose(self, own_tk: Tensor, layer: int) -> Tensor:
-        """Return the experts `[t, K]` int64 that tokens go to in a layer.
+        """Return the experts `[t, K]` int64 that tokens are routed to in a layer.
 
         Args:
             own_tk: The router's own choice, `[t, K]` int64.
-            layer: The index of the layer among those with experts.
+            layer: The index of the layer among the layers with experts.
         """
         chosen, differing, replayed, counts_e = own_tk, None, None, None
         if self._counted_t is not None:
@@ -95,7 +95,7 @@ class ExpertRoutes:
         return chosen
 
     def counts(self) -> Tensor:
-        """Return how many tokens of this rank each router sent to each expert by its own choice, `[L, E]` int64."""
+        """Return the number of this rank's tokens that each router's own choice sends to each expert, `[L, E]` int64."""
         assert self._counted_t is not None
         counts_le = self._counted_t.new_zeros(self._layers, self._experts)
         for layer, choice in self._choices.items():
@@ -104,13 +104,13 @@ class ExpertRoutes:
         return counts_le
 
     def chosen(self, layers: Sequence[int]) -> Tensor:
-        """Return the experts that tokens went to, `[t, L, K]` int32; `FREE` in the layers of other pipeline stages.
+        """Return the experts that tokens were routed to, `[t, L, K]` int32; `FREE` in the layers of other pipeline stages.
 
         Args:
-            layers: The indices of this stage's layers among those with experts.
+            layers: The indices of this stage's layers among the layers with experts.
 
         Raises:
-            ModelError: A layer has not chosen.
+            ModelError: A layer has not made its choice.
         """
         self.check(layers)
         recorded = {layer: choice.chosen_tk for layer, choice in self._choices.items() if choice.chosen_tk is not None}
@@ -121,20 +121,20 @@ class ExpertRoutes:
         return out
 
     def check(self, layers: Sequence[int]) -> None:
-        """Check that every router has asked where tokens go.
+        """Check that every router has called `choose`.
 
         Raises:
-            ModelError: One has not, so that its choice was neither recorded nor replaced.
+            ModelError: A router has not, so its choice was neither recorded nor replaced.
         """
         silent = [layer for layer in layers if layer not in self._choices]
         if silent:
             raise ModelError(
-                f"the routers of the layers with experts {silent} do not choose by torch.topk over all experts, so that routes can be "
+                f"the routers of the layers with experts {silent} do not choose by torch.topk over all experts, so routes can be "
                 f"neither recorded nor replayed; set rl.routing_replay=off, and leave out the field {ROUTED_EXPERTS}"
             )
 
     def differing(self) -> tuple[Tensor, Tensor] | None:
-        """Return how many replayed experts the routers themselves would not have chosen, and of how many, over this rank's layers.
+        """Return the number of replayed experts that the routers would not have chosen, and the number of all, over this rank's layers.
 
         None if nothing is replayed. Both are scalars on the device.
         """
@@ -151,7 +151,7 @@ def check_routes(batch: PackedBatch, routers: RouterShape | None) -> None:
     """Check the field `routed_experts` of a batch, if there is one.
 
     Raises:
-        BatchError: The model has no routers that can replay, or the field has another shape or experts that are not there.
+        BatchError: The model has no routers that can replay, or the field has a wrong shape or unknown experts.
     """
     routes = batch.token_fields.get(ROUTED_EXPERTS)
     if routes is None:
@@ -187,17 +187,17 @@ def check_routes(batch: PackedBatch, routers: RouterShape | None) -> None:
 
 
 def route_numbers(batch: PackedBatch, ids: Tensor) -> Tensor:
-    """Return numbers `[T]` int64 on the host by which tokens are equal only if their ids and their replayed experts are.
+    """Return numbers `[T]` int64 on the host to compare tokens by: equal only if ids and replayed experts are equal.
 
-    They are sums of products with random odd numbers modulo 2**64, which differ for different rows but for one case in 2**57.
+    The numbers are sums of products with random odd numbers modulo 2**64. Different rows collide in one case of 2**57.
 
     Args:
-        batch: The batch, whose field is checked.
-        ids: `[T]` int64, the ids, or numbers by which tokens are compared.
+        batch: The batch; its field has been checked.
+        ids: `[T]` int64, the ids, or other numbers to compare tokens by.
     """
     routes_tlk = batch.token_fields[ROUTED_EXPERTS].cpu()
     _, layers, per_token = routes_tlk.shape
-    # The same on all ranks.
+    # The same random numbers on all ranks.
     g = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (layers * per_token + 1,), generator=g) * 2 + 1
     numbers = ids.cpu() * factors[-1]
@@ -208,12 +208,12 @@ def route_numbers(batch: PackedBatch, ids: Tensor) -> Tensor:
 
 @torch.library.custom_op("drivetrain::choose_experts", mutates_args=())
 def choose_experts(own_tk: Tensor, handle: Tensor) -> Tensor:
-    """Return the experts that tokens go to, as `ExpertRoutes.choose` of the micro-batch that a handle belongs to.
+    """Return the experts that tokens are routed to, from `ExpertRoutes.choose` of the micro-batch that a handle refers to.
 
     Args:
         own_tk: The router's own choice, `[t, K]` int64.
-        handle: `[2]` int64 on the host: `PackedContext.handle`, and the index of the layer among those with experts. As a number, the
-            index would make a compiled graph of each layer.
+        handle: `[2]` int64 on the host: `PackedContext.handle`, and the index of the layer among the layers with experts. With a plain
+            number as the index, each layer would get its own compiled graph.
     """
     routes = context_of(handle).routes
     if routes is None:

@@ -16,14 +16,14 @@ from ..torch_private import compile_settings, constant_floats
 from .packed_context import PackedContext
 
 GRAPHS = 64
-"""Graphs of all models of a process: with and without gradients, windows, parents, soft caps, for each number of heads."""
+"""The maximum number of graphs in a process: with and without gradients, windows, parents and soft caps, per number of heads."""
 BLOCK = 128
-"""Tokens of a block, the kernel's own default."""
+"""The number of tokens in a block, the kernel's default."""
 
 
 @cache
 def _flex_kernel(device_type: str) -> Any:
-    # The CPU has no flex kernel for training: eager flex is the reference there, slow but exact.
+    # The CPU has no flex kernel for training, so it uses eager flex, which is slow but exact.
     return compile_flex() if device_type == "cuda" else flex_attention
 
 
@@ -31,7 +31,7 @@ def compile_flex(backend: Any = "inductor") -> Any:
     """Compile FlexAttention once for all lengths, with the numbers of a score function as constants.
 
     A number that torch makes dynamic becomes a buffer on the host, which no CUDA kernel can read. torch does so with all
-    numbers under `dynamic=True`, and with a number that changes between calls (of two models with different soft caps).
+    numbers under `dynamic=True`, and with a number that changes between calls (for two models with different soft caps).
     Lengths become dynamic automatically when they first change.
 
     Args:
@@ -87,7 +87,7 @@ def flex(
 
 
 def block_mask(context: PackedContext, window: int | None) -> BlockMask:
-    """Return which blocks of keys each block of queries sees, from the boundaries: no memory of T x T is needed.
+    """Return the key blocks that each query block attends to, computed from the boundaries without T x T memory.
 
     Args:
         context: The boundaries.
@@ -100,12 +100,12 @@ def block_mask(context: PackedContext, window: int | None) -> BlockMask:
     last = (first + BLOCK).clamp(max=tokens) - 1
     start = bounds[document[first]]
     reach = start if window is None else torch.maximum(start, first - window + 1)
-    # A token's keys, and those of a block of neighbors, are a range of tokens that ends with themselves, or with the end of an image.
+    # The keys of a token, or of a block of tokens, are a range that ends with the token itself or with the end of an image.
     blocks = context.blocks(window)
     end = last if blocks is None else _block_ends(blocks)[last]
     some_rc = (last[None] >= reach[:, None]) & (first[None] <= end[:, None])
     full_rc = (last[None] <= first[:, None]) & (first[None] >= start[:, None]) & (document[first] == document[last])[:, None]
-    # As torch has it, a block with rows beyond the end is not full.
+    # As in torch, a block with rows beyond the end does not count as full.
     full_rc &= (first + BLOCK <= tokens)[:, None]
     if window is not None:
         full_rc &= last[:, None] - first[None] < window
@@ -123,7 +123,7 @@ def block_mask(context: PackedContext, window: int | None) -> BlockMask:
 
     else:
         parents = torch.tensor(context.parents).to(device, non_blocking=True)
-        # The distance of a child's token from its parent's is that of their positions in the child's document.
+        # The distance between a child's token and a parent's token is that of their positions in the child's document.
         before = torch.where(parents < 0, 0, lengths[parents.clamp_min(0)])
         place = torch.arange(tokens, device=device) - bounds[:-1][document] + before[document]
 
@@ -131,8 +131,8 @@ def block_mask(context: PackedContext, window: int | None) -> BlockMask:
             seen = ((document[i] == document[j]) & (j <= i)) | (parents[document[i]] == document[j])
             return seen if window is None else seen & (place[i] - place[j] < window)
 
-        # Blocks that a segment has tokens in, then blocks of a child's rows and of its parent's columns. A window may hide all
-        # of such a block, which `visible` then does token by token.
+        # First the blocks that contain tokens of a segment, then those of a child's rows and its parent's columns. A window may hide all
+        # of such a block; `visible` then masks its tokens.
         inside_nr = (bounds[:-1, None] <= last) & (bounds[1:, None] > first) & (lengths > 0)[:, None]
         of_parent_nc = inside_nr[parents.clamp_min(0)] & (parents >= 0)[:, None]
         some_rc |= (inside_nr.float().T @ of_parent_nc.float()) > 0
@@ -146,14 +146,14 @@ def block_mask(context: PackedContext, window: int | None) -> BlockMask:
 
 
 def _block_ends(blocks: Tensor) -> Tensor:
-    """Return for each token `[T]` the last token of its block; itself outside of blocks."""
+    """Return for each token `[T]` the last token of its block; the token itself outside of blocks."""
     place = torch.arange(len(blocks), device=blocks.device)
     ends = torch.full_like(blocks, -1).scatter_reduce(0, blocks.clamp_min(0), torch.where(blocks < 0, -1, place), "amax")
     return torch.where(blocks < 0, place, ends[blocks.clamp_min(0)])
 
 
 def _ordered(blocks_rc: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many columns each row has, and which, those first, as `[1, 1, R]` and `[1, 1, R, C]` int32."""
+    """Return the number of selected columns per row, and the columns with selected ones first: `[1, 1, R]`, `[1, 1, R, C]` int32."""
     count = blocks_rc.sum(-1, dtype=torch.int32)
     index = blocks_rc.byte().argsort(dim=-1, descending=True, stable=True).int()
     return count[None, None], index[None, None]

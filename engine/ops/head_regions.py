@@ -1,10 +1,10 @@
 """The elementwise work of the head on a chunk of logits, as two functions that torch.compile turns into one kernel each.
 
-In eager mode every operation reads and writes the chunk on its own: 56 bytes for each logit in float32, where these two read it once
-each and write the gradient once in 16 bits, 10 bytes. They compute what `linear_head` computes in eager mode, up to rounding, and serve
+In eager mode, every operation reads and writes the chunk separately: 56 bytes per logit in float32. These two functions read it once each
+and write the gradient once in 16 bits: 10 bytes. Their results equal those of `linear_head` in eager mode, up to rounding. They require
 a vocabulary that is not split over ranks.
 
-Axes: C tokens of a chunk, K targets of each, V vocabulary.
+Axes: C tokens of a chunk, K targets per token, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..torch_private import compile_settings
 
 GRAPHS = 64
-"""Graphs for all heads of a process: one for each combination of number formats, outputs and gradients."""
+"""The maximum number of graphs for all heads of a process: one per combination of number formats, outputs and gradients."""
 
 
 class ChunkOutputs(NamedTuple):
@@ -39,7 +39,7 @@ class ChunkOutputs(NamedTuple):
 
 
 def chunk_outputs(z_cv: Tensor, targets_ck: Tensor, *, entropy: bool, greedy: bool, squares: bool) -> ChunkOutputs:
-    """Compute the outputs of the head for a chunk from its logits `[C, V]` and targets `[C, K]`; eager code runs this too."""
+    """Compute the outputs of the head for a chunk from its logits `[C, V]` and targets `[C, K]`; also used in eager mode."""
     lse_c1 = torch.logsumexp(z_cv, 1, keepdim=True)
     return ChunkOutputs(
         z_cv.gather(1, targets_ck) - lse_c1,
@@ -64,18 +64,18 @@ def logit_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient with respect to the logits, `[C, V]` in `dtype`, and its sum over tokens, `[V]`, or None.
 
-    See `linear_head._logit_gradient` for the formula. The logits stay as they are.
+    See `linear_head._logit_gradient` for the formula. The logits are not modified.
 
     Args:
         z_cv: The logits, at least float32.
         slope_cv: The derivative of the soft cap, or None.
         lse_c1: From `chunk_outputs`.
-        targets_c1: The target tokens, one of each token.
+        targets_c1: The target tokens, one per token.
         entropy_c: From `chunk_outputs`; needed if `g_ent` is not None.
         g_lp: The gradient of the log-probabilities, `[C]`, or None.
         g_ent: The gradient of the entropies, `[C]`, or None.
         dtype: The dtype of the result.
-        bias: Whether to return the sum too, computed before the result is rounded.
+        bias: Whether to also return the sum, computed before the result is rounded.
     """
     d_cv = torch.zeros_like(z_cv)
     if g_ent is not None:
@@ -85,7 +85,7 @@ def logit_gradient(
         d_cv = d_cv - g_lp[:, None]
     d_cv = d_cv * (z_cv - lse_c1).exp()
     if g_lp is not None:
-        # A comparison instead of a scatter, which would be a pass of its own.
+        # A comparison instead of a scatter, which would be a separate pass over the chunk.
         at_target_cv = torch.arange(z_cv.shape[1], device=z_cv.device) == targets_c1
         d_cv = d_cv + torch.where(at_target_cv, g_lp[:, None], 0.0)
     if slope_cv is not None:

@@ -1,9 +1,9 @@
-"""How forward passes are padded so that the numbers of a token do not depend on the tokens beside it.
+"""Padding of forward passes so that the results of a token do not depend on the other tokens.
 
-A row of a matrix product is the same in any number of rows, if that is a multiple of 16 and not so large that the processor's library
-splits the sum over threads; with one row or a few, other kernels are used, which add in another order. Functions of single numbers are
-computed several at a time, and what is left over in another way, with other last bits; a gate of one number for each row needs 32 rows.
-For which numbers of rows this holds for a model on a processor is tried, not assumed: `find_pass_sizes`.
+A row of a matrix product is the same for any number of rows that is a multiple of 16, unless it is so large that the processor's library
+splits the sum over threads. For one or a few rows, other kernels run, which add in a different order. Elementwise functions are
+vectorized, and the remainder is computed differently, with different last bits; a gate with one number per row needs 32 rows. The
+valid numbers of rows for a model on a processor are found by trial in `find_pass_sizes`.
 """
 
 from collections.abc import Callable
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 ROWS = 16
-"""The smallest number of rows of a product."""
+"""The smallest number of rows in a product."""
 MULTIPLES = (ROWS, 32, 64)
-"""Of which the number of rows of a pass may be a multiple."""
+"""The candidates for the multiple that the number of rows of a pass is padded to."""
 PROBES = 64
-"""How many different tokens are computed in passes of different sizes."""
+"""The number of different tokens that are tried in passes of different sizes."""
 
 
 class PassSizes(NamedTuple):
-    """The numbers of rows of a forward pass with which no row depends on the others.
+    """The sizes of forward passes, in rows, for which no row depends on the others.
 
     Args:
-        multiple: The number of which they are multiples.
-        largest: The largest of them.
+        multiple: The number that divides all sizes.
+        largest: The largest size.
     """
 
     multiple: int
@@ -41,18 +41,18 @@ def padded_rows(count: int, multiple: int = ROWS) -> int:
 def find_pass_sizes(
     vocabulary: int, most: int, run: Callable[[Tensor], Tensor], everywhere: Callable[[bool], bool] = bool
 ) -> PassSizes | None:
-    """Return the sizes up to which tokens have the same numbers, to the bit, in any row of a pass of any of these; None if there are none.
+    """Return the pass sizes for which tokens have bitwise the same numbers in any row of any pass; None if there are none.
 
     Args:
         vocabulary: The number of tokens to choose from.
-        most: The largest size that is tried.
-        run: Returns what a pass computes for each of its tokens `[T]`, which are documents of their own: numbers `[T, N]`.
-        everywhere: Returns whether something holds on all ranks that compute a pass together, which have to try the same sizes.
+        most: The largest size to try.
+        run: Computes a pass over tokens `[T]`, each a separate document, and returns numbers `[T, N]`.
+        everywhere: Returns whether a condition holds on all ranks that compute a pass together, because they must try the same sizes.
     """
     best = PassSizes(ROWS, 0)
     for multiple in MULTIPLES:
         largest = _largest(vocabulary, multiple, most, run, everywhere) if best.largest < most else 0
-        # Every pass has at least so many rows, which has to be worth it.
+        # Every pass is padded to at least this multiple, so a larger one must pay off.
         if largest and largest >= 2 * best.largest:
             best = PassSizes(multiple, largest)
     return best if best.largest else None
@@ -69,10 +69,10 @@ def _largest(
         which = torch.randint(PROBES, (size,), generator=generator)
         return everywhere(torch.equal(run(probes[which]), expected[which]))
 
-    # The smallest one often, since it is what the others are compared with.
+    # Try the smallest size several times, because all others are compared with it.
     if not all(agrees(multiple) for _ in range(4)):
         return 0
     sizes = [multiple * n for n in range(2, most // multiple + 1)]
-    # Of larger sizes a few.
+    # Try only some of the larger sizes.
     tried = [size for i, size in enumerate(sizes) if size <= 8 * ROWS or i % 8 == 7 or size == sizes[-1]]
     return max(takewhile(agrees, tried), default=multiple)

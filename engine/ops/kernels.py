@@ -18,11 +18,11 @@ from .packed_context import PackedContext
 
 Kernel = Literal["varlen", "flex", "sdpa", "explicit"]
 LARGEST_HEAD = 256
-"""The largest head of FlashAttention's kernel, and of those of FlexAttention that fit the memory of a multiprocessor."""
+"""The largest head size of FlashAttention's kernel, and of FlexAttention's kernels that fit into a multiprocessor's memory."""
 HEAD_MULTIPLE = 8
 QUERIES = 32
-"""The number of queries that attend together in a context that is `by_position`."""
-# torch 2.11 passes fewer key/value heads than query heads to the kernel, which takes them, without this argument.
+"""The number of queries that attend together in a `by_position` context."""
+# torch 2.11 lacks this argument, but its kernel accepts fewer key/value heads than query heads.
 NAMES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -41,7 +41,7 @@ def choose_kernel(
     Args:
         device_type: "cuda" or another device's type.
         dtype: The dtype of queries, keys and values.
-        head_size: The larger one of D and E.
+        head_size: The larger of D and E.
         window: Whether a token attends to a limited number of tokens.
         softcap: Whether the logits are capped.
         sinks: Whether there is an additional key without a value.
@@ -50,7 +50,7 @@ def choose_kernel(
     Returns:
         - varlen: FlashAttention over all documents at once, memory linear in T.
         - flex: FlexAttention with a block mask, compiled, memory linear in T.
-        - sdpa: torch's scaled_dot_product_attention, document by document; memory linear in T where it has a fused kernel (on
+        - sdpa: torch's scaled_dot_product_attention, document by document; memory linear in T if it has a fused kernel (on
           a CPU, and in float32 on CUDA), quadratic in a document's length otherwise (float64 on CUDA).
         - explicit: softmax from its definition, document by document, memory quadratic in a document's length.
     """
@@ -86,7 +86,7 @@ def attend(
 def kernel_of(
     q: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None, *, blocks: bool = False
 ) -> Kernel:
-    """Return the kernel for these tensors, of which only the metadata are read; see `choose_kernel`."""
+    """Return the kernel for these tensors. Only their metadata are read; see `choose_kernel`."""
     return choose_kernel(
         q.device.type,
         q.dtype,
@@ -133,7 +133,7 @@ def varlen_backward(
     """Return the gradients of `varlen_forward` with respect to queries, keys and values."""
     leaves = [t.detach().requires_grad_() for t in (k, v)]
     with torch.enable_grad():
-        # Gathered keys have gradients that autograd adds up.
+        # The gradients of gathered keys are added up by autograd.
         keys, values, size = _kernel_inputs(q, leaves[0], leaves[1], context)
     settings = _kernel_settings(q, keys, context, scale, window)
     dq, dkeys, dvalues = varlen_attn_backward(
@@ -155,10 +155,10 @@ def varlen_backward(
 
 
 def _kernel_inputs(q: Tensor, k: Tensor, v: Tensor, context: PackedContext) -> tuple[Tensor, Tensor, int]:
-    """Return keys and values as the kernel takes them, and their head size.
+    """Return keys and values in the kernel's format, and their head size.
 
     Queries, keys and values must have one head size (those of latent attention do not), a multiple of 8: zeros at the end of
-    a head change no logit, and zeros at the end of a value only an output that is cut off.
+    a head change no logit, and zeros at the end of a value only affect outputs that are cut off.
     """
     size = max(q.shape[-1], v.shape[-1])
     size += -size % HEAD_MULTIPLE
@@ -205,7 +205,7 @@ def by_document(
 ) -> Tensor:
     """Run one attention call per document: the CPU path, and the reference for the kernels."""
     if q.device.type == "cuda" and q.shape[1] != k.shape[1]:
-        # No fused kernel takes grouped heads in float32: torch would compute all logits of a document at once.
+        # No fused kernel supports grouped heads in float32: torch would compute all logits of a document at once.
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
@@ -234,7 +234,7 @@ def by_document(
 def _by_position(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Have each `QUERIES` queries of a document attend to the keys that they see, up to the last of their own."""
+    """Compute attention for `QUERIES` queries of a document at a time, over the keys up to their last token."""
     length = q.shape[2]
     q, k, v = (F.pad(x, (0, 0, 0, -length % QUERIES)) for x in (q, k, v))
     outs: list[Tensor] = []
@@ -253,7 +253,7 @@ def _by_position(
 
 
 def _visible(queries: int, keys: int, window: int | None, device: torch.device, blocks: Tensor | None) -> Tensor:
-    """Return which keys each query sees; the last query has the position of the last key."""
+    """Return the mask of the keys that each query attends to. The last query has the position of the last key."""
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
     seen = distance >= 0
     if blocks is not None:
@@ -263,7 +263,7 @@ def _visible(queries: int, keys: int, window: int | None, device: torch.device, 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, blocks: Tensor | None = None) -> Tensor:
     queries, keys = q.shape[2], k.shape[2]
-    # The last token sees everything, unless a window keeps it from that.
+    # A single last token attends to everything, unless a window restricts it.
     all_seen = queries == 1 and (window is None or window >= keys)
     masked = not all_seen and (queries < keys or blocks is not None or (window is not None and window < keys))
     mask = _visible(queries, keys, window, q.device, blocks) if masked else None

@@ -1,4 +1,4 @@
-"""The products of adapters (LoRA: Hu et al. 2021, arXiv:2106.09685), of one matrix and of the experts of a mixture.
+"""The products of adapters (LoRA: Hu et al. 2021, arXiv:2106.09685), for a single matrix and for the experts of a mixture.
 
 Axes: T tokens in the order of their experts, E experts, R rank, I inputs, O outputs.
 """
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ALIGNED = 8
-"""Grouped products want rows of 16 bytes on a GPU: 8 numbers in 16 bits."""
+"""On a GPU, grouped products require rows that are multiples of 16 bytes: 8 numbers in 16 bits."""
 
 
 def adapter_product(up: Tensor, down: Tensor, scale: float) -> Tensor:
@@ -27,7 +27,7 @@ def adapter_product(up: Tensor, down: Tensor, scale: float) -> Tensor:
 def expert_adapter_output(
     x_ti: Tensor, down_eri: Tensor, up_eor: Tensor, scale: float, product: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Return what the adapters of experts add to the output of one of their matrices, `[T, O]`.
+    """Return the contribution of experts' adapters to the output of one of their matrices, `[T, O]`.
 
     Args:
         x_ti: The input of the matrix, in the order of the experts.

@@ -1,4 +1,4 @@
-"""The document boundaries that attention needs, and how a compiled graph refers to them.
+"""The document boundaries that attention needs, and the handle by which a compiled graph refers to them.
 
 Axes: N documents, V keys.
 """
@@ -27,12 +27,12 @@ _NUMBERS = count(1)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SegmentKeys:
-    """The keys of all segments, one after the other, those of a parent again for each of its children.
+    """The concatenated keys of all segments, with those of a parent repeated for each of its children.
 
     Args:
         index: `[V]` int64, the token of each key.
         cu_seqlens: `[N + 1]` int32, the boundaries of the segments' keys.
-        longest: The number of keys of the segment that has most.
+        longest: The number of keys of the segment with the most.
     """
 
     index: Tensor
@@ -45,9 +45,9 @@ class CarriedSegments:
     """Segments whose states can be computed together.
 
     Args:
-        tokens: `[T']` int64, their tokens; None if these are all tokens.
-        segments: Where each of them begins, among their tokens.
-        parents: `[N']` int64, the row of each one's parent among the segments of the phase before; None for a state of zeros.
+        tokens: `[T']` int64, the tokens of the segments; None for all tokens.
+        segments: The boundaries of the segments among these tokens.
+        parents: `[N']` int64, the row of each segment's parent among the segments of the previous phase; None for a state of zeros.
     """
 
     tokens: Tensor | None
@@ -58,21 +58,21 @@ class CarriedSegments:
 class PackedContext:
     """The document boundaries of one packed sequence; one object per micro-batch, shared by all layers.
 
-    It is no dataclass, because FSDP copies dataclasses on their way into a layer, and each layer would create its own masks.
+    Not a dataclass, because FSDP copies dataclasses that are passed to a layer, and each layer would then create its own masks.
 
     Args:
         bounds: The N + 1 boundaries on the host, over the full sequence (also under context parallelism).
         cu_seqlens: The same boundaries on the device, `[N + 1]` int32.
         cp_group: The ranks that share this sequence; None if there is only one.
-        parents: For each document, or segment of one, the segment whose keys and values come before its own; -1 for none. None if there
-            are no such segments. A parent has no parent.
-        blocks: `[T]` int64, the number of the block of each token, -1 for none: the tokens of a block, such as those of an image, attend to
-            each other in both directions. None if there are no blocks. Blocks lie within documents, which then have no parents.
-        blocks_in_windows: Whether they do so in layers with a window alone.
-        positions: The position in its document of each token of this rank, `[t]`; None to count them.
-        routes: Records the experts that tokens go to, or replays them; None if the routers are left alone.
-        by_position: Whether attention is computed in shapes that follow from a token's own position, so that its numbers do not depend on
-            how many tokens follow it. Not on CUDA, in compiled layers, or with parents.
+        parents: For each document, or segment of one, the segment whose keys and values precede its own; -1 for none. None if no
+            segment has a parent. A parent has no parent itself.
+        blocks: `[T]` int64, the number of each token's block, -1 for none. The tokens of a block, such as an image, attend to each other in
+            both directions. None if there are no blocks. Blocks lie within documents, and documents with blocks have no parents.
+        blocks_in_windows: Whether they do so only in layers with a window.
+        positions: The position of each token of this rank in its document, `[t]`; None to count positions from the boundaries.
+        routes: The recorder of the experts that tokens are routed to, or their replay; None if routers are unchanged.
+        by_position: Whether attention is computed in shapes that depend only on a token's position, so that its results do not depend on
+            the number of tokens after it. Not supported on CUDA, in compiled layers, or with parents.
     """
 
     def __init__(
@@ -91,20 +91,20 @@ class PackedContext:
         self.routes, self.by_position = routes, by_position
         self.bounds, self.cu_seqlens, self.cp_group, self.parents = bounds, cu_seqlens, cp_group, parents
         self._blocks, self._blocks_in_windows = blocks, blocks_in_windows
-        # Made here, since compiled layers read it, and would be compiled again for each way to make it.
+        # Computed here, because compiled layers read it and would be recompiled for each way of computing it.
         self.positions = self._count_positions() if positions is None else positions
-        """The position in its document of each token of this rank, `[t]` int64."""
+        """The position of each token of this rank in its document, `[t]` int64."""
         self._in_chunks: dict[int, PackedContext] = {}
         self.masks: dict[int | None, Any] = {}
         """The block masks by window, created once for all layers."""
         number = next(_NUMBERS)
-        # A compiled graph takes no objects, and numbers that differ in every micro-batch would recompile it. A tensor does not.
+        # Compiled graphs do not accept objects, and a number that changes with every micro-batch would recompile them. A tensor does not.
         self.handle = torch.tensor([number])
-        """`[1]` int64 on the host, from which `context_of` finds this object."""
+        """`[1]` int64 on the host, which `context_of` maps to this object."""
         _CONTEXTS[number] = self
 
     def blocks(self, window: int | None) -> Tensor | None:
-        """Return the number of the block of each token, `[T]`, for a layer with this window; None if it has no blocks."""
+        """Return the number of the block of each token, `[T]`, for a layer with this window; None if the layer has no blocks."""
         return None if window is None and self._blocks_in_windows else self._blocks
 
     @property
@@ -120,7 +120,7 @@ class PackedContext:
         return slice_tokens(torch.cat(spans).to(self.cu_seqlens.device, non_blocking=True), self.cp_group)
 
     def in_chunks(self, size: int) -> "PackedContext":
-        """Return the boundaries of attention that does not look beyond chunks of a document of `size` tokens."""
+        """Return the boundaries for attention within chunks of `size` tokens of each document."""
         if size not in self._in_chunks:
             self._in_chunks[size] = self._cut(size)
         return self._in_chunks[size]
@@ -131,7 +131,7 @@ class PackedContext:
         for segment, (start, end) in enumerate(pairwise(self.bounds)):
             parent = -1 if self.parents is None else self.parents[segment]
             before = 0 if parent < 0 else self.bounds[parent + 1] - self.bounds[parent]
-            # The first chunk begins in the parent, unless that ends with a chunk.
+            # The first chunk begins in the parent, unless the parent ends at the end of a chunk.
             parents.append(last[parent] if before % size else -1)
             bounds += [*range(start + size - before % size, end, size), end]
             parents += [-1] * (len(bounds) - 1 - len(parents))
@@ -146,7 +146,7 @@ class PackedContext:
 
     @cached_property
     def phases(self) -> tuple[CarriedSegments, ...]:
-        """The segments along which a state is carried: those that begin with none, and those that begin with their parent's last one."""
+        """The segments that carry a state: first those that begin with none, then those that begin with their parent's last state."""
         device = self.cu_seqlens.device
         if self.parents is None or max(self.parents) < 0:
             return (CarriedSegments(tokens=None, segments=Segments(self.bounds, device), parents=None),)
@@ -168,7 +168,7 @@ class PackedContext:
         return tuple(phases)
 
     def carry(self, kind: StateKind, scan: Scan, inputs: Sequence[Tensor | None]) -> Tensor:
-        """See `StateCarrier.carry`. Documents begin with a state of zeros, or with the last one of their parent."""
+        """See `StateCarrier.carry`. Documents begin with a state of zeros, or with the last state of their parent."""
         outputs: list[Tensor] = []
         state: Tensor | None = None
         for phase in self.phases:
@@ -181,12 +181,12 @@ class PackedContext:
 
     @cached_property
     def places(self) -> Tensor:
-        """The place of each token among those of all phases, `[T]` int64; there are two phases."""
+        """The index of each token in the concatenation of both phases, `[T]` int64."""
         return torch.cat([phase.tokens for phase in self.phases if phase.tokens is not None]).argsort()
 
     @cached_property
     def keys(self) -> SegmentKeys:
-        """The keys that each segment attends to, its parent's before its own."""
+        """The keys that each segment attends to: its parent's, then its own."""
         assert self.parents is not None
         spans: list[Tensor] = []
         sizes: list[int] = []
@@ -204,7 +204,7 @@ class PackedContext:
 
 
 def block_numbers(in_block: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the numbers of blocks `[T]` int64, each a run of tokens of one document; -1 outside.
+    """Return block numbers `[T]` int64; a block is a run of marked tokens of one document, and -1 marks all other tokens.
 
     Args:
         in_block: `[T]` bool, the tokens in blocks.
@@ -218,13 +218,13 @@ def block_numbers(in_block: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def context_of(handle: Tensor) -> PackedContext:
-    """Return the object that a handle belongs to; whoever runs a model keeps it until the backward pass has ended.
+    """Return the object that a handle refers to. The caller that runs a model must keep the object until the backward pass ends.
 
     Args:
         handle: `PackedContext.handle`.
 
     Raises:
-        RuntimeError: The object does not exist any more.
+        RuntimeError: The object no longer exists.
     """
     context = _CONTEXTS.get(int(handle.numpy()[0]))
     if context is None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def _widening(device_type: str, dtype: torch.dtype) -> bool:
-    """Return whether a product of 16-bit matrices can be written in float32, as the kernel has accumulated it."""
+    """Return whether a product of 16-bit matrices can be written in float32, the kernel's accumulation format."""
     return device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
@@ -21,7 +21,7 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 @cache
 def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch's product of 16-bit matrices can be added to a float32 matrix; some versions want the format of the factors."""
+    """Return whether torch can add a product of 16-bit matrices to a float32 matrix. Some versions require equal formats."""
     tiny = torch.zeros(16, 16, dtype=dtype, device=device)
     try:
         torch.addmm(torch.zeros(16, 16, device=device), tiny, tiny, out_dtype=torch.float32)
@@ -33,7 +33,7 @@ def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to `total` in place, whose precision is at least theirs."""
+    """Add `a @ b` in place to `total`, which has at least the precision of `a` and `b`."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif _widening(a.device.type, a.dtype) and _adds_to_float32(a.device, a.dtype):

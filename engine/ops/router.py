@@ -14,14 +14,14 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings:
-    """The settings of a mixture of experts that a balancing loss needs."""
+    """The settings of a mixture of experts for the balancing loss."""
 
     experts: int
     per_token: int
 
 
 def count_tokens(experts_r: Tensor, count: int) -> Tensor:
-    """Return how many rows chose each of `count` experts, `[E]` int64. Unlike `torch.bincount`, it does not wait for the device.
+    """Return the number of rows per expert, `[E]` int64. Unlike `torch.bincount`, this does not wait for the device.
 
     Args:
         experts_r: The index of the expert of each row, `[R]` int64.
@@ -51,7 +51,7 @@ def balancing_loss(logits: Sequence[Tensor], router: RouterSettings, real_tokens
     if group is not None:
         dist.all_reduce(counts_e, group=group)
         dist.all_reduce(tokens, group=group)
-        # Peers' probabilities enter as constants: each rank's backward pass computes its own part of the full gradient.
+        # The probabilities of other ranks enter as constants: each rank's backward pass computes its own part of the full gradient.
         total_e = sums_e.detach().clone()
         dist.all_reduce(total_e, group=group)
         sums_e = sums_e + (total_e - sums_e.detach())

@@ -66,8 +66,8 @@ def _all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
 def gather_seq_scatter_heads(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     """Convert tensors from `[T/C, H, D]` to `[T, H/C, D]`, in one exchange. The results are views of one buffer.
 
-    The heads of a tensor are repeated if C does not divide their number, such as key/value heads; a query head keeps its key/value
-    head, since both are split in order.
+    Heads, such as key/value heads, are repeated if C does not divide their number. A query head keeps its key/value
+    head, because both are split in order.
     """
     size = group.size()
     whole = [_repeated(x, size, 1) for x in tensors]
@@ -79,7 +79,7 @@ def gather_seq_scatter_heads(tensors: Sequence[Tensor], group: ProcessGroup) -> 
 
 
 def heads_of_rank(parameter: Tensor, group: ProcessGroup) -> Tensor:
-    """Return, of a parameter `[H, ...]`, the heads of this rank after `gather_seq_scatter_heads`."""
+    """Return the part of a parameter `[H, ...]` for this rank's heads after `gather_seq_scatter_heads`."""
     return _repeated(parameter, group.size(), 0).chunk(group.size())[group.rank()]
 
 
@@ -108,12 +108,12 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Send the first rows of `[R, ...]` to the first rank, the next ones to the next, and return what arrives, in the order of the ranks.
+    """Send the first rows of `[R, ...]` to the first rank, the next ones to the next, and return the received rows in rank order.
 
-    The gradient of a row goes back to the rank that it came from, where it is the only one: each row arrives at one rank.
+    The gradient of a row is sent back to the row's rank and needs no sum, because each row is sent to only one rank.
 
     Args:
-        x: The rows; `send` adds up to their number.
+        x: The rows; the sum of `send` is their number.
         send: The number of rows for each rank.
         receive: The number of rows from each rank.
         group: The ranks.

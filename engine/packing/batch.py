@@ -49,10 +49,10 @@ class PackedBatch:
         sequence_fields: Name -> `[N, ...]`, additional data for each sequence (rewards, ...).
         media: Name -> `MediaField`.
         group_ids: `[N]` int64, the group of each sequence; a group is never split over micro-batches or ranks.
-        call_ids: `[N]` int64, the call that each sequence belongs to, if the batch holds those of several callers: with
+        call_ids: `[N]` int64, the call that each sequence belongs to, if the batch combines several callers' sequences. With
             `EngineConfig.invariant`, no micro-batch has sequences of two calls.
         names: The origin of each sequence, for error messages (`data.jsonl:12`).
-        free_labels: Whether a label may be any token, and of a document's last token too. Documents then share no prefixes.
+        free_labels: Whether a label may be any token, also for a document's last token. Documents then share no prefixes.
         extra_fields: The names of fields that are carried along and may remain unread. The engine rejects any other field that
             the loss does not read, because its name is most likely misspelled.
 
@@ -118,7 +118,7 @@ class PackedBatch:
         return self.names[sequence] if self.names else f"sequence {sequence}"
 
     def groups(self) -> list[int]:
-        """Return the group of each sequence. Without `group_ids`, every sequence is a group of its own."""
+        """Return the group of each sequence. Without `group_ids`, every sequence is its own group."""
         return list(range(self.num_sequences)) if self.group_ids is None else self.group_ids.tolist()
 
     def to(self, device: torch.device | str) -> Self:
@@ -189,7 +189,7 @@ class PackedBatch:
 
     @classmethod
     def concat(cls, batches: Sequence[Self]) -> Self:
-        """Concatenate batches. All must have the same fields, except for those of media, of which a batch may have none.
+        """Concatenate batches. All must have the same fields, except that media fields may be missing.
 
         Group and call ids are renumbered to be distinct between batches.
 
@@ -257,7 +257,7 @@ def shift_labels(input_ids: Tensor, bounds: Sequence[int], supervised: Tensor | 
     Args:
         input_ids: `[T]`, the token ids.
         bounds: The N + 1 boundaries of the documents.
-        supervised: `[T]` bool, the tokens to learn (as targets, that is, before the shift); all tokens if None.
+        supervised: `[T]` bool, the tokens that are trained on (as targets, that is, before the shift); all tokens if None.
     """
     targets = input_ids if supervised is None else input_ids.masked_fill(~supervised, IGNORE)
     labels = torch.roll(targets, -1)
@@ -433,8 +433,8 @@ def media_costs(batch: PackedBatch, costs: Mapping[str, float]) -> list[float] |
 def joined_rows(parts: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
     """Return the rows of several parts of each media field as one.
 
-    Shorter audio is filled up with zeros at the end, where the mask beside it has zeros too. Its axis of time, which depends on the
-    family, is the one that is as long as the mask.
+    Shorter audio is padded with zeros at the end, and so is its mask. The time axis of audio depends on the family: it is the axis that is
+    as long as the mask.
 
     Args:
         parts: Name -> `[M, ...]` of each part that has the field.
@@ -456,7 +456,7 @@ def _joined(name: str, parts: Sequence[Tensor], frames: Sequence[int]) -> Tensor
             parts = [_lengthened(part, axis, max(frames)) for part in parts]
     if len({part.shape[1:] for part in parts}) > 1:
         shapes = ", ".join(str(list(part.shape)) for part in parts[:4])
-        raise BatchError(f"rows of {name} have the shapes {shapes}; they are not of one processor, and cannot be joined")
+        raise BatchError(f"rows of {name} have the shapes {shapes}; they come from different processors and cannot be joined")
     return torch.cat(list(parts))
 
 

@@ -34,7 +34,7 @@ def from_lists(
 
     Args:
         sequences: N non-empty lists of token ids.
-        supervised: N lists of bools, whether each token is a target to learn; all are if None. The first token never is.
+        supervised: N lists of bools, whether each token is a target that is trained on; all are if None. The first token never is.
         token_fields: Name -> N lists with one number per token.
         sequence_fields: Name -> N numbers, one per sequence.
         media: Name -> `MediaField`.
@@ -86,7 +86,7 @@ def from_padded(
     Args:
         input_ids: `[B, L]` int64, the token ids.
         attention_mask: `[B, L]`, non-zero for real tokens.
-        supervised: `[B, L]` bool, the targets to learn; all real tokens if None.
+        supervised: `[B, L]` bool, the targets that are trained on; all real tokens if None.
         token_fields: Name -> `[B, L, ...]`.
         sequence_fields: Name -> `[B, ...]`.
         group_ids: `[B]` int64, the group of each row.
@@ -155,7 +155,7 @@ def to_padded(
 def to_tensordict(batch: PackedBatch) -> "TensorDict":
     """Convert a batch to a TensorDict of batch size N whose token tensors are jagged nested tensors `[N, j, ...]`.
 
-    Media rows are nested by sequence too. `labels` and `position_ids` are included.
+    Media rows are also nested by sequence. `labels` and `position_ids` are included.
 
     Raises:
         BatchError: `position_ids` has several axes, for which there is no jagged form.

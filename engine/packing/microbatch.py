@@ -17,7 +17,7 @@ from .prefixes import Prefixes
 
 DEFAULT_HIDDEN_SIZE = 2048
 WORTH_CUTTING = 0.01
-"""By which share the maximum cost of a rank must be lower for a family to be cut between ranks."""
+"""The fraction by which cutting a family between ranks must lower the maximum cost of a rank."""
 
 
 def attention_ratio(hidden_size: int) -> float:
@@ -55,11 +55,11 @@ def _units(
             members.setdefault(group, []).append(i)
     else:
         for i, family in enumerate(prefixes.families):
-            # Those that share nothing are numbered below all families.
+            # Documents that share nothing get negative numbers, below all families.
             members.setdefault(family if family >= 0 else -1 - i, []).append(i)
     sets = [tuple(m) for m in members.values()]
     if groups is None and cut is not None:
-        # What no caller has grouped may be cut, and every part has a parent of its own.
+        # Families may be cut unless the caller has set groups. Each part gets its own parent.
         sets = [part for indices in sets for part in cut(indices)]
     units = [_unit(indices, lengths, ratio, prefixes) for indices in sets]
     if media is not None:
@@ -69,19 +69,19 @@ def _units(
 
 
 def _media_cost(members: tuple[int, ...], media: Sequence[float], prefixes: Prefixes | None) -> float:
-    """Return the cost of encoding the media of some documents; those of a common prefix are encoded once."""
+    """Return the cost of encoding the media of some documents; media in a common prefix are encoded once."""
     if prefixes is None:
         return sum(media[i] for i in members)
     families: dict[int, float] = {}
     for i in members:
-        # Of documents that begin alike, media are taken to be in what they have in common.
+        # The media of documents with a common prefix are assumed to be in the prefix.
         family = prefixes.families[i] if prefixes.families[i] >= 0 else -1 - i
         families[family] = max(families.get(family, 0.0), media[i])
     return sum(families.values())
 
 
 def _unit(members: tuple[int, ...], lengths: Sequence[int], ratio: float, prefixes: Prefixes | None) -> _Unit:
-    """Return the tokens and the cost of documents in one micro-batch, in which a common prefix is computed once."""
+    """Return the tokens and the cost of documents in one micro-batch, which computes a common prefix once."""
     tokens, total = 0, 0.0
     counts: dict[int, int] = {}
     for i in members:
@@ -101,7 +101,7 @@ def _unit(members: tuple[int, ...], lengths: Sequence[int], ratio: float, prefix
             tokens += parent
             total += cost(parent, ratio)
         tokens += lengths[i] - parent
-        # A child's own tokens, and what they attend to: the whole document less what the parent attends to.
+        # A child's own tokens and their attention: that of the whole document minus that of the parent.
         total += cost(lengths[i], ratio) - cost(parent, ratio)
     return _Unit(members, tokens, total)
 
@@ -121,11 +121,11 @@ def _cut(members: tuple[int, ...], lengths: Sequence[int], prefixes: Prefixes, b
     if len(members) < 2 or sum(new_lengths) <= room:
         return [members]
     if max(new_lengths) > room:
-        # A document is too long by itself, which is for the caller to say.
+        # A single document is too long; the caller reports it.
         return [(i,) for i in members]
     limit = room
     parts = _in_order(members, new_lengths, limit)
-    # The smallest limit with as many parts makes them even.
+    # The smallest limit with the same number of parts makes the parts even.
     low, high = max(new_lengths), room
     while low < high:
         limit = (low + high) // 2
@@ -189,7 +189,7 @@ def balance(
 
 
 def _pieces(members: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
-    """Cut a family into a number of parts of similar size, as far as it has members."""
+    """Cut a family into `count` parts of similar size, or into fewer if it has fewer members."""
     count = min(count, len(members))
     ends = [len(members) * i // count for i in range(count + 1)]
     return [members[first:last] for first, last in pairwise(ends)]
@@ -279,7 +279,7 @@ def partition(
         names: The names of the sequences, for messages.
         ratio: The relative cost of attention, from `attention_ratio`.
         setting: The name of the budget's setting, for messages.
-        prefixes: The prefixes that each micro-batch computes once. Documents of one family stay together as far as the budget allows.
+        prefixes: The prefixes that each micro-batch computes once. Documents of one family stay together if the budget allows it.
 
     Returns:
         The micro-batches as lists of indices in ascending order; every sequence is in exactly one of them.
@@ -312,14 +312,14 @@ def invariant_partition(
     names: Sequence[str] | None = None,
     setting: str = "engine.micro_batch.max_tokens",
 ) -> list[list[int]]:
-    """Split one rank's data-parallel shard into micro-batches that depend on the call that a sequence belongs to alone.
+    """Split one rank's data-parallel shard into micro-batches, each with sequences of only one call and independent of other calls.
 
-    The sequences of a call are taken in order, as many as fit into `size` tokens. One of more tokens has a micro-batch of its own.
+    The sequences of a call are taken in order, as many as fit into `size` tokens. A longer sequence gets its own micro-batch.
 
     Args:
         lengths: The number of tokens in each sequence.
         max_tokens: The maximum number of tokens in a micro-batch.
-        size: The number of tokens up to which sequences share a micro-batch; 0 if none do.
+        size: The maximum number of tokens in a micro-batch that sequences share; 0 if none share one.
         groups: The group of each sequence; the sequences of a group stay together.
         calls: The call that each sequence belongs to; None if all belong to one.
         names: The names of the sequences, for messages.
@@ -362,7 +362,7 @@ def _check_units(units: Sequence[_Unit], max_tokens: int, names: Sequence[str] |
 def count_units(
     lengths: Sequence[int], max_tokens: int, groups: Sequence[int] | None, prefixes: Prefixes | None
 ) -> tuple[int, list[int]]:
-    """Return into how many micro-batches `partition` splits at most, and the lengths of the parents that need not be computed again."""
+    """Return the maximum number of micro-batches of `partition`, and the lengths of the parents that are not computed repeatedly."""
     if prefixes is None:
         return len(lengths) if groups is None else len(set(groups)), []
     units = _units(lengths, groups, 0.0, prefixes, _cut_to(lengths, prefixes, max_tokens))

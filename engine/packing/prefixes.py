@@ -1,10 +1,10 @@
-"""Families of documents that begin alike; see `sharing`. Imports no torch."""
+"""Families of documents with a common prefix; see `sharing`. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 LONGEST_RUN = 1024
-"""The largest number of documents that share a parent. A larger family has several, which costs next to nothing."""
+"""The maximum number of documents that share a parent. A larger family has several parents, which costs next to nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,23 +21,23 @@ class Prefixes:
 
     @classmethod
     def of_prompts(cls, prompts: Sequence[int], lengths: Sequence[int]) -> "Prefixes":
-        """Return the families of answers to prompts.
+        """Return the families of completions of prompts.
 
         Args:
-            prompts: The number of each answer's prompt.
-            lengths: The number of tokens of each answer's prompt.
+            prompts: The number of each completion's prompt.
+            lengths: The number of tokens in each completion's prompt.
         """
         numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         tokens = dict(zip(prompts, lengths, strict=True))
         return cls(
             families=tuple(numbers[prompt] for prompt in prompts),
-            # The last token is the answers' own.
+            # The last token of the prompt belongs to the completions.
             parents=tuple(max(0, tokens[prompt] - 1) for prompt in numbers),
         )
 
     @classmethod
     def join(cls, parts: Sequence["Prefixes"]) -> "Prefixes":
-        """Return the families of several batches, one after the other, which have no family in common."""
+        """Return the families of several batches, one after the other, which share no families."""
         families: list[int] = []
         parents: list[int] = []
         for part in parts:
@@ -46,7 +46,7 @@ class Prefixes:
         return cls(families=tuple(families), parents=tuple(parents))
 
     def saved(self) -> int:
-        """Return how many tokens need not be computed, if no family is cut."""
+        """Return the number of tokens that sharing saves, if no family is cut."""
         counts = [0] * len(self.parents)
         for family in self.families:
             if family >= 0:
@@ -65,11 +65,11 @@ def best_runs(shared: Sequence[int]) -> list[tuple[int, int, int]]:
         shared: The length of the common prefix of each document and the next one.
 
     Returns:
-        The first document, the end and the number of the parent's tokens of each run that saves any.
+        The first document, the end, and the number of tokens in the parent, for each run that saves tokens.
     """
     best, cut = [0] * (len(shared) + 2), [0] * (len(shared) + 2)
     for end in range(1, len(shared) + 2):
-        # The last document alone, or a run of several that ends with it.
+        # Only the last document, or a run of several that ends with it.
         best[end], cut[end] = best[end - 1], end - 1
         parent = 1 << 62
         for first in range(end - 2, max(-1, end - 1 - LONGEST_RUN), -1):

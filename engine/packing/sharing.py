@@ -1,8 +1,8 @@
-"""Common beginnings of documents, each of which a micro-batch computes once.
+"""Common prefixes of documents, which a micro-batch computes only once.
 
-Documents that begin alike (the answers to one prompt, the two sides of a pair) have a common prefix. All of it but its last token becomes
-one sequence, the parent, which no document needs to repeat; each document goes on from there as a child, which attends to the parent's
-keys and values and to its own. The last token of the prefix is the children's own, because what follows it differs between them.
+Documents may have a common prefix: the completions of one prompt, or the two sides of a pair. All tokens of the prefix but the last
+become one sequence, the parent, which is computed once. Each document continues from there as a child. The child attends to the parent's
+keys and values and to its own. The last token of the prefix belongs to the children, because its next token differs between them.
 
 Axes: T tokens of documents, U computed tokens, N documents.
 """
@@ -22,21 +22,21 @@ from .prefixes import Prefixes, best_runs
 def find_prefixes(batch: PackedBatch, least: float = 1, ids: Tensor | None = None) -> Prefixes | None:
     """Find the families that save the most tokens: within each group, or, without `group_ids`, among all documents.
 
-    Only documents whose positions are equal too share a prefix. Depends on the batch alone, so all ranks that have it agree.
+    Documents share a prefix only if their positions in it are equal too. Depends only on the batch, so ranks with the same batch agree.
 
     Args:
         batch: The documents.
-        least: The number of tokens from which on it is worth the while.
-        ids: `[T]` int64, what tokens are compared by, where their ids do not say all, as with images; the ids if None.
+        least: The minimum number of tokens that sharing must save.
+        ids: `[T]` int64, the numbers to compare tokens by if their ids are not sufficient, as with images; the ids if None.
 
     Returns:
-        The families; None if they save less than that, if the batch has media and there are no `ids`, or if it has positions of several
+        The families; None if they save fewer than `least` tokens, if the batch has media but `ids` is None, or if positions have several
         axes.
     """
     if batch.num_sequences < 2 or (batch.media and ids is None) or batch.position_ids.dim() > 1:
         return None
     numbers, positions = (batch.input_ids if ids is None else ids).cpu().numpy(), batch.position_ids.cpu().numpy()
-    # Bytes in this order compare as the numbers do, so that neighbors are those documents that have most in common.
+    # In this byte order, bytes compare like the numbers, so the documents that have most in common become neighbors.
     keys = np.stack([positions, numbers], 1).astype(">u8")
     ordered = sorted(range(batch.num_sequences), key=lambda i: keys[batch.bounds[i] : batch.bounds[i + 1]].tobytes())
     groups: dict[int, list[int]] = {}
@@ -52,7 +52,7 @@ def find_prefixes(batch: PackedBatch, least: float = 1, ids: Tensor | None = Non
         return size if equal.all() else int(np.argmin(equal))
 
     lists = [[common(one, other) for one, other in pairwise(members)] for members in groups.values()]
-    # No document shares more than with its neighbor. In most batches that are not worth the while this is seen here.
+    # A document shares most with its neighbors. Most batches in which sharing does not pay off are detected here.
     if sum(max(0, size - 1) for shared in lists for size in shared) < least:
         return None
     families = [-1] * batch.num_sequences
@@ -68,12 +68,12 @@ def find_prefixes(batch: PackedBatch, least: float = 1, ids: Tensor | None = Non
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedLayout:
-    """What a micro-batch computes instead of its documents one by one: segments, which are parents, children, and documents that share
-    nothing.
+    """The segments that a micro-batch computes instead of separate documents: parents, children, and documents that share nothing.
+
 
     Args:
-        index: `[U]` int64, for each computed token, a token of the micro-batch that it stands for.
-        origin: `[T]` int64, for each token of the micro-batch, the computed token that stands for it.
+        index: `[U]` int64, for each computed token, one of the micro-batch's tokens that it represents.
+        origin: `[T]` int64, for each token of the micro-batch, the computed token that represents it.
         bounds: The boundaries of the segments, on the host.
         parents: For each segment, the segment whose keys and values it attends to before its own; -1 for none.
     """
@@ -95,7 +95,7 @@ class SharedLayout:
 
 
 def shared_layout(lengths: Sequence[int], prefixes: Prefixes) -> SharedLayout | None:
-    """Lay out the documents of a micro-batch, each family behind its parent; None if no two of them are of one family.
+    """Lay out the documents of a micro-batch, each family after its parent; None if no two documents belong to the same family.
 
     Args:
         lengths: The number of tokens in each document.

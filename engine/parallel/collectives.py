@@ -17,7 +17,7 @@ from ..errors import RemoteError
 T = TypeVar("T")
 
 _clock = count(1)
-"""Orders the beginnings of blocks and the exchanges of errors in this process."""
+"""A counter that orders the starts of blocks and the exchanges of errors in this process."""
 
 
 def all_gather_object(value: Any, group: ProcessGroup | None = None, *, error: Exception | None = None) -> list[Any]:
@@ -60,7 +60,7 @@ def broadcast_object(value: T, group: ProcessGroup | None = None, *, error: Exce
         Exception: This rank's own error.
         RemoteError: Another rank's error.
     """
-    # Not in one exchange: gathering pads the values of all ranks to the size of the largest, which one rank alone may have.
+    # Two exchanges instead of one, because gathering pads all values to the size of the largest, which only one rank may have.
     all_gather_object(None, group, error=error)
     values = [value]
     dist.broadcast_object_list(values, group=group, group_src=0)
@@ -111,7 +111,7 @@ def collective_errors(group: ProcessGroup | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # An error that was exchanged before this block began is new to it: the same object may be raised twice.
+        # An error that was exchanged before this block began counts as new, because the same object may be raised twice.
         if getattr(error, "raised_at", 0) > start and _ranks(group) <= known_to(error):
             raise
         try:

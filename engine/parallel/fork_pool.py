@@ -15,17 +15,17 @@ from .. import errors
 from .fork_server import ForkedProcess, ForkServer, Messages, ProcessEndedError
 
 LOAD_S = 120.0
-"""For how many seconds what a process imports at its start may take."""
+"""The timeout in seconds for the imports at the start of a process."""
 _SEND_S = 60.0
-"""For how many seconds a process may take to read a call."""
+"""The timeout in seconds for a process to read a call."""
 _TRIES = 3
-"""How often a call is made for which no process could be started."""
+"""The number of attempts to start a process, and to make a call whose process ends before it begins."""
 _importing = False
 """Whether this process, one of a pool, is importing the program that started it."""
 
 
 class StartError(Exception):
-    """No process could be started; says why."""
+    """No process could be started; the message gives the reason."""
 
 
 class PoolClosedError(Exception):
@@ -33,7 +33,7 @@ class PoolClosedError(Exception):
 
 
 class CallError(Exception):
-    """What a call raised, as text: its class may be one that only the process can import. The traceback is a note of it."""
+    """The error of a call, as text, because only the process may be able to import its class. The traceback is attached as a note."""
 
 
 @dataclass(eq=False)
@@ -42,8 +42,8 @@ class _Call:
 
     Args:
         message: The pickled function and its arguments.
-        timeout_s: For how many seconds it may run; None for no limit.
-        outcome: What it returns or raises.
+        timeout_s: The timeout in seconds; None for no limit.
+        outcome: The future for its result or error.
     """
 
     message: bytes
@@ -63,23 +63,23 @@ def program_to_import(name: str) -> dict[str, Any]:
         name: The name of the process.
     """
     preparation = spawn.get_preparation_data(name)
-    # A key for connections, which there are none of.
+    # The authentication key of connections, which a pool does not use.
     preparation.pop("authkey", None)
     return preparation
 
 
 class ForkPool:
-    """Makes calls in processes of its own, one at a time in each. Use it with `with`, or close it.
+    """Makes calls in separate processes, one at a time in each. Use it as a context manager, or close it.
 
-    A process whose call takes too long is killed and replaced; so is one that ends by itself, or with all others when the system runs out
-    of memory. Calls that were running there have failed; those that wait are made when there is a process again.
+    A process is killed and replaced if its call times out. It is also replaced if it exits, or if the system runs out of memory and
+    all processes end. Calls that were running there fail; pending calls run once there is a process again.
 
     Args:
         workers: The number of processes.
-        preload: The name of the module that has the functions of calls; it is imported once for all processes.
-        start: A function of this module that each process runs at its start, which is not a part of any call's time.
+        preload: The name of the module with the functions to call; it is imported once for all processes.
+        start: A function of this module that each process runs at its start; its time does not count toward any call's timeout.
         arguments: Its arguments.
-        imports_program: Whether processes import the program that starts them, so that calls may refer to its functions.
+        imports_program: Whether processes import the program that started them, so that calls may refer to its functions.
     """
 
     def __init__(
@@ -102,16 +102,16 @@ class ForkPool:
             thread.start()
 
     def submit(self, work: Callable[..., Any], *arguments: Any, timeout_s: float | None = None) -> "Future[Any]":
-        """Make a call in one of the processes, when one is free.
+        """Schedule a call in the next free process.
 
         Args:
             work: The function, of a module that processes can import.
             arguments: Its arguments.
-            timeout_s: For how many seconds it may run; None for no limit.
+            timeout_s: The timeout in seconds; None for no limit.
 
         Returns:
-            Its result, or its error: a `TimeoutError` if it was killed, a `ProcessEndedError`, a `StartError`, a `DrivetrainError` if it
-            has raised one, or else a `CallError`.
+            The future of the result. Its error is a `TimeoutError` if the process was killed, a `ProcessEndedError`, a `StartError`, a
+            `DrivetrainError` if the call raised one, or else a `CallError`.
 
         Raises:
             PoolClosedError: The pool was closed.
@@ -132,7 +132,7 @@ class ForkPool:
                 continue
             try:
                 value = worker.run(call)
-            except BaseException as e:  # whatever it is, it is for whoever waits
+            except BaseException as e:  # any error belongs to the caller that waits for the outcome
                 call.outcome.set_exception(PoolClosedError("the pool was closed") if self._closed else e)
             else:
                 call.outcome.set_result(value)
@@ -152,11 +152,11 @@ class ForkPool:
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more calls."""
+        """Whether the pool no longer accepts calls."""
         return self._closed
 
     def close(self) -> None:
-        """End all processes; calls that run are killed, and those that wait are not made."""
+        """End all processes. Running calls are killed, and pending calls are never made."""
         with self._lock:
             for _ in () if self._closed else self._threads:
                 self._calls.put(None)
@@ -174,11 +174,11 @@ class ForkPool:
 
 
 class _Worker:
-    """One of the processes of a pool, and those that follow it when it has ended.
+    """One of the processes of a pool, including its replacements after it has ended.
 
     Args:
         fork: Starts a process.
-        start: What a process is sent first.
+        start: The first message to each process.
     """
 
     def __init__(self, fork: Callable[[], ForkedProcess], start: tuple[Any, ...]) -> None:
@@ -189,13 +189,13 @@ class _Worker:
         """Make a call and return its value; see `ForkPool.submit` for what it raises."""
         for _ in range(_TRIES):
             process = self._ready()
-            # One that ends before it says that it begins is not the fault of this call.
+            # A process that ends before it reports that it has begun the call is not this call's fault.
             with suppress(ProcessEndedError):
                 process.send(call.message, _SEND_S)
                 process.receive(_SEND_S)
                 break
         else:
-            raise StartError("they end before they begin a call")
+            raise StartError("they exit before they begin a call")
         kind, value, trace = process.receive(call.timeout_s)
         if not kind:
             return value
@@ -230,14 +230,14 @@ class _Worker:
 
 
 def serve_one(messages: Messages) -> None:
-    """Make the calls of a pool, one after the other, until it is closed or its program has ended."""
+    """Make the calls of a pool one by one, until the pool is closed or its program has ended."""
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
             preparation, start = messages.receive()
             import_program(preparation)
             run, arguments = pickle.loads(start)
             run(*arguments)
-        except BaseException as e:  # of the program, or its end, when it is imported
+        except BaseException as e:  # the program's code raises or exits while it is imported
             messages.send(f"{type(e).__name__}: {e}")
             return
         messages.send("")
@@ -248,14 +248,14 @@ def serve_one(messages: Messages) -> None:
 
 
 def import_program(preparation: dict[str, Any]) -> None:
-    """Import the program that has started this process, as multiprocessing does it.
+    """Import the program that started this process, as multiprocessing does.
 
     Args:
-        preparation: What `program_to_import` has returned there.
+        preparation: The return value of `program_to_import` in that program.
     """
     global _importing
     current: Any = current_process()
-    # What starts processes while it is imported is refused, or it would start itself without end.
+    # A program that starts processes while it is imported is rejected, because it would start itself endlessly.
     current._inheriting = _importing = True
     try:
         spawn.prepare(preparation)
@@ -265,11 +265,11 @@ def import_program(preparation: dict[str, Any]) -> None:
 
 
 def _answer(message: bytes) -> bytes:
-    """Return the kind of the error, or nothing; the value, or the text of the error; and its traceback. Pickled."""
+    """Return, pickled: the kind of error if any, the value or the error's text, and its traceback."""
     try:
         work, arguments = pickle.loads(message)
         return pickle.dumps(("", work(*arguments), ""))
-    except BaseException as e:  # of a user's function or module
+    except BaseException as e:  # a user's function or module raises anything
         kind = type(e).__name__
         if isinstance(e, errors.DrivetrainError) and hasattr(errors, kind):
             return pickle.dumps((kind, str(e), traceback.format_exc()))

@@ -1,8 +1,8 @@
-"""A process that forks others on request, from a state in which what they need is imported. Imports no torch.
+"""A process that forks others on request after importing the modules that they need. Imports no torch.
 
-The processes talk over sockets and pipes alone. The standard library's server of forks comes with a tracker of named semaphores, which
-complains when a program or a part of it was killed; here is nothing that could be left behind. The server adopts and reaps whatever its
-processes leave when they are killed, and kills all of them when the program ends, however that ends.
+The processes communicate only over sockets and pipes. The standard library's fork server comes with a tracker of named semaphores,
+which complains when the program or a part of it is killed; this one leaves nothing behind. The server adopts and reaps all processes
+that its processes leave behind when they are killed. When the program ends, for any reason, the server kills all of them.
 """
 
 import logging
@@ -33,18 +33,18 @@ _FORK, _KILL = b"f", b"k"
 _NUMBER = struct.Struct("=q")
 _SIZE = struct.Struct("=Q")
 _LOOK_S = 1.0
-"""How often the server looks whether its program is still there, a fork of which may hold the socket open."""
+"""The interval in seconds at which the server checks whether its program is alive, because a fork may hold the socket open."""
 _END_S = 10.0
-"""For how many seconds one waits for the end of a process that was killed."""
+"""The timeout in seconds for a killed process to end."""
 _ADOPTED_S = 1.0
-"""For how many seconds the server waits at its end for adopted processes: those of a sandbox end with their parent, others need not."""
+"""The timeout in seconds for adopted processes to end at shutdown: a sandbox's end with their parent, others may not."""
 
 
 class ProcessEndedError(Exception):
     """A process has ended.
 
     Args:
-        exit_code: Its exit code; negative for a signal; None if it is not known, because the server ended too.
+        exit_code: Its exit code; negative for a signal; None if it is unknown because the server ended too.
     """
 
     def __init__(self, exit_code: int | None) -> None:
@@ -56,10 +56,10 @@ class ProcessEndedError(Exception):
 
 
 class ForkServer:
-    """The server, as its program has it.
+    """The program's handle of the server.
 
     Args:
-        module: The name of the module that has the function `serve_one`, which each process runs with its end of a `Messages`.
+        module: The name of the module with the function `serve_one`, which each process runs with its end of a `Messages`.
         preload: The name of another module that the server imports, so that processes have it.
     """
 
@@ -67,11 +67,11 @@ class ForkServer:
         self._module, self._preload = module, preload
         self._lock, self._silent = threading.Lock(), False
         self._socket, theirs = socket.socketpair()
-        # As with multiprocessing, a child finds the modules that its parent finds.
+        # As with multiprocessing, a child has the same module search path as its parent.
         search = [os.path.abspath(path) for path in sys.path]
         call = f"main({theirs.fileno()}, {module!r}, {preload!r}, {os.getpid()})"
         words = f"import sys; sys.path[:] = {search!r}; from {__name__} import main; {call}"
-        # A signal to all processes of a run is for the run, which saves and then ends these.
+        # A signal to all processes of a run is meant for the run, which saves its state and then ends these processes.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with theirs:
@@ -91,15 +91,15 @@ class ForkServer:
 
     @property
     def lost(self) -> bool:
-        """Whether the server has ended, or is seen to end."""
+        """Whether the server has ended, or is known to be ending."""
         return self._silent or self._process.poll() is not None
 
     def note_silence(self) -> None:
-        """Note that the server has closed a pipe without a report, which it only does when it ends."""
+        """Record that the server has closed a pipe without a report, which only happens when it ends."""
         self._silent = True
 
     def replaced_if_lost(self) -> "ForkServer":
-        """Return this server, or another one that takes its place if it has ended."""
+        """Return this server, or a replacement if it has ended."""
         if not self.lost:
             return self
         log.warning("the process that starts others for %s was lost and is replaced", self._preload)
@@ -128,7 +128,7 @@ class ForkServer:
         return ForkedProcess(self, Messages(ours), status)
 
     def kill(self, pid: int) -> None:
-        """Kill a process, and what it has started in its group. The server knows whether there still is one of this id."""
+        """Kill a process and its process group. The server knows whether the id still belongs to it."""
         # An error means that the server has ended, and all its processes with it.
         with suppress(OSError), self._lock:
             self._socket.sendall(_REQUEST.pack(_KILL, pid))
@@ -145,12 +145,12 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """A process of a server, as the program has it. It is used by one thread.
+    """The program's handle of a process of the server. Use it from a single thread.
 
     Args:
         server: The server.
         messages: The messages to and from the process.
-        status: A pipe from the server, on which the process id comes and then the exit code.
+        status: A pipe from the server, which carries the process id and later the exit code.
     """
 
     def __init__(self, server: ForkServer, messages: "Messages", status: int) -> None:
@@ -167,7 +167,7 @@ class ForkedProcess:
 
         Raises:
             ProcessEndedError: The process has ended.
-            TimeoutError: It does not read; it was killed.
+            TimeoutError: The process did not read the value in time; it was killed.
         """
         if self._status_of(0.0) == "ended":
             raise ProcessEndedError(self.kill())
@@ -184,7 +184,7 @@ class ForkedProcess:
 
         Raises:
             ProcessEndedError: The process has ended.
-            TimeoutError: No value has come in time; the process was killed.
+            TimeoutError: No value arrived in time; the process was killed.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -207,8 +207,8 @@ class ForkedProcess:
         """Wait until there is a value to receive, without limit if None; return `message`, `ended`, or `nothing` if there is neither.
 
         Args:
-            timeout_s: For how many seconds to wait.
-            others: Numbers of other sockets or pipes that end the waiting when there is something to read from them.
+            timeout_s: The timeout in seconds; None for no limit.
+            others: File descriptors of other sockets or pipes; the wait also ends when one of them is readable.
         """
         ready = _readable(timeout_s, self._status, self._messages.fileno(), *others)
         if self._messages.fileno() in ready:
@@ -216,7 +216,7 @@ class ForkedProcess:
         return self._status_of(0.0) if self._status in ready else "nothing"
 
     def kill(self) -> int | None:
-        """End the process, if it has not ended, and return its exit code; None if the server has ended before it could tell."""
+        """End the process if it is running, and return its exit code; None if the server ended before it could report it."""
         if self.ended:
             return None
         code = None
@@ -262,22 +262,22 @@ class Messages:
         self._socket = connection
 
     def fileno(self) -> int:
-        """Return the number of the socket."""
+        """Return the file descriptor of the socket."""
         return self._socket.fileno()
 
     def send(self, value: Any, timeout_s: float | None = None) -> None:
         """Send a value.
 
         Raises:
-            TimeoutError: Nobody reads it.
+            TimeoutError: The other end did not read it in time.
         """
         self.send_bytes(pickle.dumps(value), timeout_s)
 
     def send_bytes(self, data: bytes, timeout_s: float | None = None) -> None:
-        """Send a value that is pickled already.
+        """Send a value that is already pickled.
 
         Raises:
-            TimeoutError: Nobody reads it.
+            TimeoutError: The other end did not read it in time.
         """
         self._socket.settimeout(timeout_s)
         self._socket.sendall(_SIZE.pack(len(data)))
@@ -288,16 +288,16 @@ class Messages:
 
         Raises:
             EOFError: The other end was closed.
-            TimeoutError: The value has not come in time.
+            TimeoutError: The value did not arrive in time.
         """
         return pickle.loads(self.receive_bytes(timeout_s))
 
     def receive_bytes(self, timeout_s: float | None = None) -> bytearray:
-        """Wait for a value, and return it as it came.
+        """Wait for a value, and return it still pickled.
 
         Raises:
             EOFError: The other end was closed.
-            TimeoutError: The value has not come in time.
+            TimeoutError: The value did not arrive in time.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (size,) = _SIZE.unpack(self._read(_SIZE.size, deadline))
@@ -328,8 +328,8 @@ def main(number: int, module: str, preload: str, parent: int) -> None:
     """Run the server.
 
     Args:
-        number: The number of the socket on which requests come.
-        module: The name of the module that has `serve_one`.
+        number: The file descriptor of the socket for requests.
+        module: The name of the module with `serve_one`.
         preload: The name of another module to import.
         parent: The process id of the program.
     """
@@ -348,7 +348,7 @@ class _Server:
         for end in (self._woken, self._wake):
             end.setblocking(False)
         adopt_orphans()
-        # The handler does nothing; what wakes the loop is the byte that Python writes.
+        # The handler does nothing. The loop wakes up because Python writes a byte to the wakeup descriptor.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
 
@@ -358,7 +358,7 @@ class _Server:
     def __exit__(self, *_: object) -> None:
         for pid in self._reports:
             _kill_group(pid)
-        # What they had started dies with them, is adopted and reaped here.
+        # Their child processes die with them, and are adopted and reaped here.
         for seconds, of_own in ((_END_S, True), (_ADOPTED_S, False)):
             deadline = time.monotonic() + seconds
             while self._reap() and (self._reports or not of_own) and time.monotonic() < deadline:
@@ -378,7 +378,7 @@ class _Server:
                     return
 
     def _answer(self) -> bool:
-        """Answer a request; return whether there was one."""
+        """Handle a request; return whether there was one."""
         try:
             data, numbers, _, _ = socket.recv_fds(self._control, _REQUEST.size, 2)
         except ConnectionResetError:
@@ -389,7 +389,7 @@ class _Server:
         if kind == _FORK:
             self._fork(*numbers)
         elif pid in self._reports:
-            # It has not been reaped, so that no other process can have its number.
+            # It has not been reaped yet, so no other process can have its id.
             _kill_group(pid)
         return True
 
@@ -399,7 +399,7 @@ class _Server:
         server, pid = os.getpid(), os.fork()
         if not pid:
             self._become(server, connection, report)
-        # In the process itself too: whichever is first.
+        # The process itself does this too; either one may come first.
         with suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
         os.close(connection)
@@ -414,12 +414,12 @@ class _Server:
             os.setpgid(0, 0)
             die_with_parent()
             if os.getppid() != server:
-                return  # it ended before the kernel was asked to end this one with it
+                return  # the server ended before this process could ask the kernel to be killed with it
             for number in (report, *self._reports.values()):
                 os.close(number)
             for end in (self._control, self._woken, self._wake):
                 end.close()
-            # What it starts may be ended by them; it is not, because Python's handlers are not passed on.
+            # Its child processes may be ended by these signals. The process itself is not, because Python's handlers are not inherited.
             for name in _SIGNALS:
                 signal.signal(name, lambda *_: None)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -434,7 +434,7 @@ class _Server:
             os._exit(code)
 
     def _reap(self) -> bool:
-        """Reap what has ended, adopted processes too; return whether there are others that have not ended."""
+        """Reap all ended processes, including adopted ones; return whether others are still running."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -443,14 +443,14 @@ class _Server:
             if not pid:
                 return True
             if pid in self._reports:
-                # What it started in its group is ended too.
+                # End the other processes in its group too.
                 _kill_group(pid)
                 report = self._reports.pop(pid)
                 self._report(report, os.waitstatus_to_exitcode(status))
                 os.close(report)
 
     def _report(self, report: int, number: int) -> None:
-        with suppress(BrokenPipeError):  # the program wants to hear no more of it
+        with suppress(BrokenPipeError):  # the program is no longer interested in the process
             os.write(report, _NUMBER.pack(number))
 
 

@@ -14,20 +14,20 @@ _count = 0
 
 
 def adopt_orphans(adopts: bool = True) -> None:
-    """Let this process become the parent of its descendants whose own parent ends; otherwise the first process of the machine does.
+    """Let this process, instead of process 1, become the parent of its descendants when their own parent ends.
 
     An orphan that has ended stays as a zombie until its new parent reaps it, which the first process of a container may never do.
     Linux only; elsewhere it does nothing.
 
     Args:
-        adopts: Whether it does from now on.
+        adopts: Whether to adopt orphans from now on.
     """
     _prctl(_SET_CHILD_SUBREAPER, int(adopts))
 
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Adopt orphans in a block, which several threads may be in at the same time. Whoever uses it reaps those that it expects."""
+    """Adopt orphans inside the block, which several threads may enter at once. The caller reaps the orphans that it expects."""
     global _count
     with _lock:
         _count += 1

@@ -13,11 +13,11 @@ from typing import NoReturn
 from ..errors import DrivetrainError, RemoteError
 
 REMOTE_WAIT_SECONDS = 3.0
-"""How long a rank waits for another one, whose error it has or which failed before it, to report that."""
+"""The time in seconds that a rank waits for another rank, which failed first, to report its error."""
 
 
 def discard_output() -> None:
-    """Send what is still to be printed nowhere: the reader of the pipe, such as `head`, has what it wanted."""
+    """Discard all further output, because the reader of the pipe, such as `head`, has closed it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -95,10 +95,10 @@ def _first_failure(report: str) -> Path:
 
 
 def _wait_for_report() -> None:
-    """Stay until the first process that failed has reported its error, and a second has begun after that.
+    """Wait until the first process that failed has reported its error, and until the next full second after that.
 
-    torchrun takes for the cause whichever process failed in the earliest second, and of several the one with the lowest rank; and it ends
-    the others as soon as it sees that one has ended.
+    torchrun blames the process that failed in the earliest second; if there are several, the one with the lowest rank. It ends all
+    other processes as soon as one has exited.
     """
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not report or not _first_failure(report).exists():
@@ -116,7 +116,7 @@ def _claim(file: Path, *, patient: bool) -> bool:
 
     Args:
         file: The file that the first process to fail creates.
-        patient: Whether to give another process some time to be the first.
+        patient: Whether to give another process some time to be first.
     """
     deadline = time.monotonic() + (REMOTE_WAIT_SECONDS if patient else 0.0)
     while time.monotonic() < deadline and not file.exists():

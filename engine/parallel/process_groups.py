@@ -39,11 +39,11 @@ def init_distributed(
     device = torch.device("cpu")
     if torch.cuda.is_available():
         configure_allocator()
-        # As for matrix products, where this is torch's default: what is asked for in float32 is not rounded to 10 bits.
+        # No TF32, as is torch's default for matrix products: float32 inputs are not rounded to 10 bits.
         torch.backends.cudnn.allow_tf32 = False
         if local_rank >= torch.cuda.device_count():
             raise TopologyError(
-                f"process {local_rank} on this machine has no GPU of its own: there are {torch.cuda.device_count()}; start "
+                f"process {local_rank} on this machine has no GPU: there are only {torch.cuda.device_count()}; start "
                 "one process per GPU, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
             )
         device = torch.device("cuda", local_rank)
@@ -51,7 +51,7 @@ def init_distributed(
     if dist.is_initialized():
         if store is not None:
             raise TopologyError(
-                f"this process has a process group of {dist.get_world_size()} ranks already, so it cannot become rank {rank} of "
+                f"this process already has a process group of {dist.get_world_size()} ranks, so it cannot become rank {rank} of "
                 f"{world_size}; destroy that group first"
             )
         return device
@@ -75,9 +75,9 @@ _expandable = False
 
 
 def configure_allocator() -> None:
-    """Let CUDA's allocator grow its segments, because packed micro-batches vary in size; nothing if the user has configured it.
+    """Let CUDA's allocator grow its segments, because packed micro-batches vary in size. Does nothing if the user has configured it.
 
-    vLLM's own allocator does not work with this and is kept from it where it runs in the same process (`fixed_segments`).
+    vLLM's own allocator does not work with growing segments, so they are off where it runs in the same process (`fixed_segments`).
     """
     global _expandable
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
@@ -87,7 +87,7 @@ def configure_allocator() -> None:
 
 @contextmanager
 def fixed_segments() -> Iterator[None]:
-    """Let CUDA's allocator not grow its segments inside the block, for code with an allocator of its own."""
+    """Keep CUDA's allocator from growing its segments inside the block, for code that brings its own allocator."""
     if not _expandable:
         yield
         return

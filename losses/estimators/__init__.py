@@ -1,1 +1,1 @@
-"""Estimators of advantages: one module for each kind, imported as a whole by `losses.registry`."""
+"""Estimators of advantages: one module for each kind, all imported by `losses.registry`."""

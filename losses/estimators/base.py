@@ -1,8 +1,8 @@
-"""What an estimator of advantages is. Imports no torch.
+"""The base class of estimators of advantages. Imports no torch.
 
-A module of an estimator imports torch where it computes, so that its settings can be read without it.
+Modules of estimators import torch only inside the functions that compute, so that settings can be read without torch.
 
-Axes: B responses, R tokens of the longest response. `mask` `[B, R]` is 1 at the tokens of a response.
+Axes: B completions, R tokens of the longest completion. `mask` `[B, R]` is 1 at the tokens of a completion.
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ if TYPE_CHECKING:
     from ..advantages import Reduce
 
 ESTIMATORS: LossRegistry[type[Estimator]] = LossRegistry("estimator")
-"""The estimators by their names, which are values of `rl.advantage.estimator`."""
+"""The estimators by name; the names are values of `rl.advantage.estimator`."""
 
 
 class EstimatorInputs(Protocol):
-    """What estimators read of this rank's responses."""
+    """The inputs of estimators: this rank's completions."""
 
     @property
     def mask(self) -> Tensor:
-        """The mask of the response tokens `[B, R]`."""
+        """The mask of the completion tokens `[B, R]`."""
         ...
 
     def rewards(self) -> Tensor:
-        """Return the rewards `[B]`, less the KL penalty of all tokens together."""
+        """Return the rewards `[B]` minus the sum of the KL penalties of all tokens."""
         ...
 
     def token_rewards(self) -> Tensor:
-        """Return the rewards `[B, R]`, at the last token of the turn or of the response that has earned them, less the KL penalty of each token."""
+        """Return the rewards `[B, R]`, minus the KL penalty of each token.
+
+        A reward is at the last token of the turn or completion that earned it.
+        """
         ...
 
     def groups(self) -> Tensor:
-        """Return the group of each response `[B]`, the same number for all responses to one prompt.
+        """Return the group of each completion `[B]`, the same number for all completions to one prompt.
 
         Raises:
             BatchError: The batch has no groups.
@@ -50,7 +53,7 @@ class EstimatorInputs(Protocol):
         """Return a token field as `[B, R]`.
 
         Raises:
-            BatchError: The batch does not have it.
+            BatchError: The batch does not have the field.
         """
         ...
 
@@ -58,7 +61,7 @@ class EstimatorInputs(Protocol):
         """Return a sequence field `[B]`.
 
         Raises:
-            BatchError: The batch does not have it.
+            BatchError: The batch does not have the field.
         """
         ...
 
@@ -69,28 +72,28 @@ class EstimatorInputs(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator(NamedSettings):
-    """The base of estimators. Its fields are its settings."""
+    """Base class of estimators. Its fields are its settings."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
-    """The fields that it reads beside the rewards: `values` of a critic, `baselines`, the rewards of greedy responses, or `old_log_probs` and
-    `sum_squared_probs` of the policy that answered."""
+    """The fields that it reads in addition to the rewards: `values` of a critic; `baselines`, the rewards of greedy completions; or
+    `old_log_probs` and `sum_squared_probs` of the policy that sampled the completions."""
     compares: ClassVar[bool] = True
-    """Whether it compares the responses to one prompt."""
+    """Whether it compares the completions to one prompt."""
 
     def estimate(self, x: EstimatorInputs) -> tuple[Tensor, Tensor | None]:
-        """Compute advantages, `[B]` or `[B, R]`, and returns `[B, R]`, or None if rewards are those of responses. Not collective.
+        """Compute advantages, `[B]` or `[B, R]`, and returns, `[B, R]` or None if rewards are per completion. Not collective.
 
         Args:
-            x: This rank's responses.
+            x: This rank's completions.
         """
         raise NotImplementedError
 
     def finish(self, advantages: Tensor, x: EstimatorInputs, reduce: Reduce) -> Tensor:
-        """Return the advantages `[B, R]` after what depends on the responses of all ranks. Collective over them.
+        """Apply the step that depends on the completions of all ranks and return the advantages `[B, R]`. Collective over these ranks.
 
         Args:
-            advantages: `[B, R]`, those of `estimate`, at each token.
-            x: This rank's responses.
+            advantages: `[B, R]`, the result of `estimate` at each token.
+            x: This rank's completions.
             reduce: Adds up a tensor over the ranks.
         """
         return advantages
@@ -100,8 +103,8 @@ def estimator(name: str, summary: str, *, paper: str) -> Callable[[type[Estimato
     """Return a decorator that registers an estimator.
 
     Args:
-        name: Its name, a value of `rl.advantage.estimator`.
-        summary: Its line in the docs.
+        name: The name, a value of `rl.advantage.estimator`.
+        summary: The line in the docs.
         paper: Author, year and arXiv number.
     """
     return describe(ESTIMATORS, name, summary, paper=paper)

@@ -1,4 +1,4 @@
-"""Estimators that give a response one advantage, compared with the other responses to the same prompt."""
+"""Estimators with one advantage per completion, relative to the other completions to the same prompt."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class GRPOEstimator(Estimator):
 
 @estimator(
     "pass_at_k",
-    "the best answer's distance to the second best, over the standard deviation; 0 for all others",
+    "the best completion's distance to the second best, over the standard deviation; 0 for all others",
     paper="Tang et al. 2025, arXiv:2503.19595",
 )
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class PassAtKEstimator(Estimator):
         return pass_at_k(x.rewards(), x.groups(), scale=self.scale), None
 
 
-@estimator("rloo", "reward less the mean of the other answers", paper="Ahmadian et al. 2024, arXiv:2402.14740")
+@estimator("rloo", "reward less the mean of the other completions", paper="Ahmadian et al. 2024, arXiv:2402.14740")
 @dataclass(frozen=True, kw_only=True)
 class RLOOEstimator(Estimator):
     """See `losses.advantages.rloo`."""

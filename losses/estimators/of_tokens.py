@@ -1,4 +1,4 @@
-"""Estimators that give every token an advantage of its own."""
+"""Estimators with a separate advantage for each token."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class ReinforcePlusPlusBaselineEstimator(Estimator):
 )
 @dataclass(frozen=True, kw_only=True)
 class TurnGRPOEstimator(Estimator):
-    """See `losses.advantages.turn_grpo`. A response without turns is one turn.
+    """See `losses.advantages.turn_grpo`. A completion without turns is one turn.
 
     Args:
         gamma: The discount per turn.
@@ -130,7 +130,7 @@ class TurnGRPOEstimator(Estimator):
         return turn_grpo(x.token_rewards(), turns, x.groups(), x.mask, self.gamma, scale=self.scale), None
 
 
-@estimator("remax", "reward less that of the most likely answer", paper="Li et al. 2024, arXiv:2310.10505")
+@estimator("remax", "reward less that of the most likely completion", paper="Li et al. 2024, arXiv:2310.10505")
 @dataclass(frozen=True, kw_only=True)
 class ReMaxEstimator(Estimator):
     """See `losses.advantages.remax`.

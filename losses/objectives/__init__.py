@@ -1,1 +1,1 @@
-"""Objectives of policy-gradient methods: one module for each paper, imported as a whole by `losses.registry`."""
+"""Objectives of policy-gradient methods: one module for each paper, all imported by `losses.registry`."""

@@ -1,6 +1,6 @@
-"""What an objective is: the loss of each token from its ratio and its advantage. Imports no torch.
+"""The base class of objectives, which compute the loss of each token from its ratio and its advantage. Imports no torch.
 
-A module of an objective imports torch where it computes, so that its settings can be read without it.
+Modules of objectives import torch only inside the functions that compute, so that settings can be read without torch.
 
 Axes: T tokens.
 """
@@ -24,7 +24,7 @@ MAX_LOG_RATIO = 20.0
 beyond it, and a single log-probability of -100 must not make a gradient infinite.
 """
 OBJECTIVES: LossRegistry[type[Objective]] = LossRegistry("objective")
-"""The objectives by their names, which are values of `rl.loss.objective`."""
+"""The objectives by name; the names are values of `rl.loss.objective`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class TokenLosses:
 
     Args:
         losses: The loss of each token.
-        clipped: Bool mask of the tokens whose gradient is removed or bounded, for the metric `clip_fraction`; None if it is none.
+        clipped: Bool mask of the tokens whose gradient is removed or bounded, for the metric `clip_fraction`; None if there are none.
         dual: Bool mask of the tokens where the dual clip bounds the loss of a negative advantage; None if there is no dual clip.
     """
 
@@ -47,8 +47,8 @@ class CovarianceSelection:
     """The tokens that are marked in the token field `high_covariance` before the updates of a step; see `losses.covariance`.
 
     Args:
-        fraction: Their share.
-        bounds: Selects them at random between these covariances; None selects those with the largest ones.
+        fraction: The fraction of tokens.
+        bounds: Tokens are drawn at random between these covariances; None selects the tokens with the largest covariances.
     """
 
     fraction: float
@@ -57,10 +57,10 @@ class CovarianceSelection:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(NamedSettings):
-    """The base of objectives. Its fields are its settings."""
+    """Base class of objectives. Its fields are its settings."""
 
     token_fields: ClassVar[tuple[str, ...]] = ()
-    """The token fields that it reads, beside those of every policy loss."""
+    """The token fields that it reads, in addition to those of every policy loss."""
     aggregation: ClassVar[Aggregation | None] = None
     """The only aggregation that it is defined for; None for any."""
 
@@ -82,7 +82,7 @@ class Objective(NamedSettings):
 
         Args:
             x: The tokens of a micro-batch.
-            ratio: `[T]`, what `importance_ratio` returns.
+            ratio: `[T]`, the result of `importance_ratio`.
         """
         raise NotImplementedError
 
@@ -91,13 +91,13 @@ def objective(name: str, summary: str, *, paper: str) -> Callable[[type[Objectiv
     """Return a decorator that registers an objective.
 
     Args:
-        name: Its name, a value of `rl.loss.objective`.
-        summary: Its line in the docs.
+        name: The name, a value of `rl.loss.objective`.
+        summary: The line in the docs.
         paper: Author, year and arXiv number.
     """
     return describe(OBJECTIVES, name, summary, paper=paper)
 
 
 def clip_bounds(low: float, high: float | None) -> tuple[float, float]:
-    """Return two bounds, of which the upper one is by default the lower one."""
+    """Return both bounds; the upper one defaults to the lower one."""
     return low, low if high is None else high

@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov, which keep the entropy by treating a few tokens of high covariance differently."""
+"""Clip-Cov and KL-Cov, which preserve the entropy by treating a few tokens of high covariance differently."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from ..policy import PolicyTokens
 
 PAPER = "Cui et al. 2025, arXiv:2505.22617"
-_FRACTION = "share of the tokens of a step that is selected"
+_FRACTION = "fraction of a step's tokens to select"
 
 
 @objective(
     "clip_cov",
-    "as `clipped`; a few tokens of high covariance between advantage and log-probability are left out, which keeps the entropy",
+    "as `clipped`; a few tokens with a high covariance of advantage and log-probability are left out, which preserves the entropy",
     paper=PAPER,
 )
 @dataclass(frozen=True, kw_only=True)
 class ClipCovObjective(Objective):
-    """PPO's clipped loss without those tokens whose gradient would cost the most entropy: `covariance.select_between`.
+    """PPO's clipped loss without the tokens whose gradient would cost the most entropy; see `covariance.select_between`.
 
     Args:
         clip_low: Distance below 1 at which the ratio is clipped.
         clip_high: Distance above 1 at which the ratio is clipped; None uses the value of `clip_low`.
-        cov_fraction: The share of tokens that is left out.
-        cov_bounds: The covariances between which they are.
+        cov_fraction: The fraction of tokens to leave out.
+        cov_bounds: The covariances between which tokens are left out.
 
     Source: Cui et al. 2025, arXiv:2505.22617, Clip-Cov.
     """
@@ -66,14 +66,16 @@ class ClipCovObjective(Objective):
 
 
 @objective(
-    "kl_cov", "not clipped; tokens of the highest covariance pay for their change, which keeps the entropy", paper=PAPER
+    "kl_cov",
+    "not clipped; tokens with the highest covariance have a penalty on their change, which preserves the entropy",
+    paper=PAPER,
 )
 @dataclass(frozen=True, kw_only=True)
 class KLCovObjective(Objective):
-    """-A r, with a penalty of the change where the gradient would cost the most entropy: + beta |log r|, at the tokens of `covariance.select_largest`.
+    """-A r, with a penalty + beta |log r| at the tokens of `covariance.select_largest`, whose gradient would cost the most entropy.
 
     Args:
-        cov_fraction: The share of tokens with the penalty.
+        cov_fraction: The fraction of tokens with the penalty.
         cov_coef: beta, the weight of the penalty.
 
     Source: Cui et al. 2025, arXiv:2505.22617, KL-Cov, with verl's estimate of the divergence.
@@ -82,7 +84,7 @@ class KLCovObjective(Objective):
     token_fields: ClassVar[tuple[str, ...]] = ("high_covariance",)
 
     cov_fraction: float = setting(2e-4, _FRACTION)
-    cov_coef: float = setting(1.0, "weight of the penalty of selected tokens")
+    cov_coef: float = setting(1.0, "weight of the penalty on selected tokens")
 
     def _check_values(self) -> None:
         _check_fraction(self.cov_fraction)
@@ -102,9 +104,9 @@ class KLCovObjective(Objective):
 
 def _check_fraction(fraction: float) -> None:
     if not 0 < fraction <= 1:
-        raise ConfigError(f"cov_fraction={fraction}; it is a share of the tokens, above 0 and at most 1")
+        raise ConfigError(f"cov_fraction={fraction}; it is a fraction of the tokens, above 0 and at most 1")
 
 
-# With the settings of verl.
+# The settings are those of verl.
 algorithm("clip_cov", paper=PAPER, loss={"objective": "clip_cov"}, advantage={"estimator": "grpo"})
 algorithm("kl_cov", paper=PAPER, loss={"objective": "kl_cov", "cov_fraction": 2e-3}, advantage={"estimator": "grpo"})

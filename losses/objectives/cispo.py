@@ -25,8 +25,8 @@ class CISPOObjective(Objective):
     """CISPO's loss: -sg(clip(r, 1 - low, 1 + high)) A log p. Every token has a gradient, with a bounded weight.
 
     Args:
-        clip_low: Distance below 1 from which on the weight is constant; 1 is no bound.
-        clip_high: Distance above 1 from which on the weight is constant; None uses the value of `clip_low`.
+        clip_low: Distance below 1 beyond which the weight is constant; 1 means no bound.
+        clip_high: Distance above 1 beyond which the weight is constant; None uses the value of `clip_low`.
 
     Source: MiniMax 2025, MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
     """
@@ -45,7 +45,7 @@ class CISPOObjective(Objective):
         return TokenLosses(-weight * x.advantages * x.log_probs, weight != ratio.detach())
 
 
-# Without a lower bound as in the paper; the upper one is DAPO's.
+# Without a lower bound, as in the paper; the upper bound is DAPO's.
 algorithm(
     "cispo",
     summary="log-probability with a weight clipped at 1.28",

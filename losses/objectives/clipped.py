@@ -31,8 +31,8 @@ class ClippedObjective(Objective):
         clip_low: Distance below 1 at which the ratio is clipped.
         clip_high: Distance above 1 at which the ratio is clipped; None uses the value of `clip_low`. A larger value is DAPO's clip-higher.
         dual_clip: c; None or 0 disables the dual clip.
-        ratio: What the ratio r is taken over. `token`: each token. `sequence`: the entire response (GSPO). `sequence-token`: the value of the
-            sequence ratio with per-token gradients (GSPO-token, equation 13 of the paper), for advantages that vary within a response.
+        ratio: The level of the ratio r. `token`: each token. `sequence`: the entire completion (GSPO). `sequence-token`: the value of the
+            sequence ratio with per-token gradients (GSPO-token, equation 13 of the paper), for advantages that vary within a completion.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, equation 7; dual clip Ye et al. 2020, arXiv:1912.09729, equation 5; two bounds
     Yu et al. 2025, arXiv:2503.14476, equation 8; sequences Zheng et al. 2025, arXiv:2507.18071. Clipped tokens are counted as in verl.
@@ -40,8 +40,8 @@ class ClippedObjective(Objective):
 
     clip_low: float = setting(0.2, "distance below 1 at which the ratio is clipped")
     clip_high: float | None = setting(None, "distance above 1 at which the ratio is clipped")
-    dual_clip: float | None = setting(3.0, "bound on the ratio where the advantage is negative; 0: none")
-    ratio: Ratio = setting("token", "what the ratio is taken over")
+    dual_clip: float | None = setting(3.0, "bound on the ratio if the advantage is negative; 0: none")
+    ratio: Ratio = setting("token", "level of the ratio")
 
     def _check_values(self) -> None:
         check_not_negative(self, "clip_low", "clip_high")
@@ -50,7 +50,7 @@ class ClippedObjective(Objective):
             object.__setattr__(self, "dual_clip", None)
         if self.dual_clip is not None and not (self.dual_clip > 1 and math.isfinite(self.dual_clip)):
             raise ConfigError(
-                f"dual_clip={self.dual_clip}; it is an upper bound on the ratio and must be more than 1; 0 is none"
+                f"dual_clip={self.dual_clip}; it is an upper bound on the ratio and must be more than 1; 0 disables it"
             )
 
     def importance_ratio(self, x: PolicyTokens) -> Tensor:
@@ -70,10 +70,10 @@ class ClippedObjective(Objective):
 
 
 def check_ratio_bound(clip_low: float) -> None:
-    """Check a distance below 1.
+    """Check that a distance below 1 leaves a positive bound.
 
     Raises:
-        ConfigError: It is 1 or more.
+        ConfigError: The distance is 1 or more.
     """
     if clip_low >= 1:
         raise ConfigError(f"clip_low={clip_low}; ratios are always positive, so it must be less than 1")

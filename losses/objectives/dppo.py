@@ -1,4 +1,4 @@
-"""DPPO, which bounds by how much a token's probability moves."""
+"""DPPO, which bounds the change of a token's probability."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 PAPER = "Qi et al. 2026, arXiv:2602.04879"
 _BINARY_EPS = 1e-8
-"""Keeps the divergence of two distributions over two outcomes finite where one outcome is certain, as in verl."""
+"""Keeps the divergence of two binary distributions finite if one outcome is certain, as in verl."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _DPPOObjective(Objective):
-    """What both divergences have in common: -sg(min(r, c)) A log p, for tokens inside a region around the old policy."""
+    """The common part of both divergences: -sg(min(r, c)) A log p, for tokens inside a region around the old policy."""
 
-    clip_low: float = setting(0.2, "divergence up to which a token that has become less likely is learned")
-    clip_high: float | None = setting(None, "divergence up to which a token that has become more likely is learned")
+    clip_low: float = setting(0.2, "divergence up to which a token that has become less likely is trained on")
+    clip_high: float | None = setting(None, "divergence up to which a token that has become more likely is trained on")
     max_ratio: float = setting(20.0, "largest weight of a token")
 
     def _check_values(self) -> None:
@@ -42,7 +42,7 @@ class _DPPOObjective(Objective):
 
     @abstractmethod
     def _inside(self, x: PolicyTokens, low: float, high: float) -> Tensor:
-        """Return for each token whether it is inside the region."""
+        """Return whether each token is inside the region."""
 
 
 @objective("dppo_tv", "log-probability, weighted by the ratio, of tokens whose probability has moved little", paper=PAPER)
@@ -51,12 +51,12 @@ class DPPOTVObjective(_DPPOObjective):
     """DPPO's loss with the total variation: -sg(min(r, c)) A log p, for tokens whose probability has moved little.
 
     Args:
-        clip_low: The largest q - p up to which a token without a positive advantage is learned, where p is the probability under the
-            current policy and q that under the policy that sampled the response.
-        clip_high: The largest p - q up to which a token with a positive advantage is learned; None uses the value of `clip_low`.
+        clip_low: The largest q - p up to which a token without a positive advantage is trained on. p is the probability under the
+            current policy, and q the one under the policy that sampled the completion.
+        clip_high: The largest p - q up to which a token with a positive advantage is trained on; None uses the value of `clip_low`.
         max_ratio: c, the largest weight of a token.
 
-    Source: Qi et al. 2026, DPPO, arXiv:2602.04879, the binary approximation; bounded weights section 5.4.
+    Source: Qi et al. 2026, DPPO, arXiv:2602.04879, the binary approximation; bounded weights are from section 5.4.
     """
 
     def _inside(self, x: PolicyTokens, low: float, high: float) -> Tensor:
@@ -71,15 +71,15 @@ class DPPOTVObjective(_DPPOObjective):
 )
 @dataclass(frozen=True, kw_only=True)
 class DPPOKLObjective(_DPPOObjective):
-    """DPPO's loss with the KL divergence, which is that of the token against all others: KL(q, 1 - q || p, 1 - p).
+    """DPPO's loss with the KL divergence, of the binary choice between the token and all others: KL(q, 1 - q || p, 1 - p).
 
     Args:
-        clip_low: The largest divergence up to which a token that has become less likely is learned without a positive advantage.
-        clip_high: The largest divergence up to which a token that has become more likely is learned with a positive advantage; None uses
-            the value of `clip_low`.
+        clip_low: The largest divergence up to which a token without a positive advantage that has become less likely is trained on.
+        clip_high: The largest divergence up to which a token with a positive advantage that has become more likely is trained on; None
+            uses the value of `clip_low`.
         max_ratio: The largest weight of a token.
 
-    Source: as of `DPPOTVObjective`.
+    Source: as for `DPPOTVObjective`.
     """
 
     def _inside(self, x: PolicyTokens, low: float, high: float) -> Tensor:
@@ -92,7 +92,7 @@ class DPPOKLObjective(_DPPOObjective):
         return torch.where(x.advantages > 0, rising, falling)
 
 
-# With the thresholds of verl's example.
+# The thresholds are those of verl's example.
 algorithm(
     "dppo_tv",
     summary="log-probability, weighted by the ratio, of tokens whose probability moved by at most 0.15",

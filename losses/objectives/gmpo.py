@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 PAPER = "Zhao et al. 2025, arXiv:2507.20673"
 
 
-@objective("gmpo", "the geometric mean of an answer's ratios, which are clipped by token", paper=PAPER)
+@objective("gmpo", "the geometric mean of a completion's ratios, clipped per token", paper=PAPER)
 @dataclass(frozen=True, kw_only=True)
 class GMPOObjective(Objective):
-    """GMPO's loss: -A times the geometric mean of a response's clipped ratios, the same number at each of its tokens.
+    """GMPO's loss: -A times the geometric mean of a completion's clipped ratios, the same number at each of its tokens.
 
-    A is the mean of the advantages of a response.
+    A is the mean of the advantages of a completion.
 
     Args:
         clip_low: Distance below 0 at which a log-ratio is clipped.
         clip_high: Distance above 0 at which a log-ratio is clipped; None uses the value of `clip_low`.
 
-    Source: Zhao et al. 2025, GMPO, arXiv:2507.20673, clipped by tokens as there.
+    Source: Zhao et al. 2025, GMPO, arXiv:2507.20673, clipped per token as in the paper.
     """
 
-    # It is a mean over responses.
+    # The loss is a mean over completions.
     aggregation: ClassVar[Aggregation | None] = "seq-mean-token-mean"
 
     clip_low: float = setting(0.2, "distance below 0 at which a log-ratio is clipped")
@@ -51,7 +51,7 @@ class GMPOObjective(Objective):
         log_ratio, advantages = x.log_ratio, x.advantages
         counts, rows = sequence_sums(x.mask, x.batch).clamp(min=1), sequence_of(x.batch)
         bounded = log_ratio.clamp(-low, high)
-        # The smaller of both objectives, as in PPO.
+        # The smaller of the two objectives, as in PPO.
         pessimistic = torch.where(advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded))
         pessimistic = torch.where(advantages == 0, torch.zeros_like(pessimistic), pessimistic)
         means = sequence_sums(pessimistic * x.mask, x.batch) / counts
@@ -62,7 +62,7 @@ class GMPOObjective(Objective):
 
 algorithm(
     "gmpo",
-    summary="the geometric mean of an answer's ratios, clipped at exp(±0.4) by token",
+    summary="the geometric mean of a completion's ratios, clipped at exp(±0.4) per token",
     paper=PAPER,
     loss={"objective": "gmpo", "aggregation": "seq-mean-token-mean", "clip_low": 0.4},
     advantage={"estimator": "grpo"},

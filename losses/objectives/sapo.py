@@ -24,14 +24,14 @@ class SAPOObjective(Objective):
     """SAPO's loss: -A (4 / tau) s(tau (r - 1)), whose gradient fades smoothly as the ratio moves away from 1.
 
     Args:
-        tau_positive: tau where A > 0.
-        tau_negative: tau everywhere else; larger than `tau_positive`, it makes the gradient fade sooner.
+        tau_positive: tau for A > 0.
+        tau_negative: tau for all other tokens; a value larger than `tau_positive` makes the gradient fade sooner.
 
     Source: Gao et al. 2025, SAPO, arXiv:2511.20347.
     """
 
-    tau_positive: float = setting(1.0, "how soon the gradient fades where the advantage is positive")
-    tau_negative: float = setting(1.05, "how soon it fades elsewhere")
+    tau_positive: float = setting(1.0, "how soon the gradient fades if the advantage is positive")
+    tau_negative: float = setting(1.05, "how soon it fades otherwise")
 
     def _check_values(self) -> None:
         check_positive(self, "tau_positive", "tau_negative")

@@ -1,1 +1,1 @@
-"""Losses of pairs of answers: DPO and related methods, which are imported as a whole by `losses.registry`."""
+"""Losses of pairs of completions: DPO and related methods, all imported by `losses.registry`."""

@@ -1,4 +1,4 @@
-"""What a loss of pairs of answers is. Imports no torch.
+"""The registry of losses on pairs of completions. Imports no torch.
 
 Axes: P pairs.
 """
@@ -24,11 +24,11 @@ class PairLossSpec:
     """A registered loss of pairs.
 
     Args:
-        function: Computes the loss of each pair `[P]` from the settings and what is known of both sides.
-        summary: Its formula, for the docs.
+        function: Computes the loss of each pair `[P]` from the settings and the data of both sides.
+        summary: The formula, for the docs.
         paper: Author, year and arXiv number.
-        reads: The settings that it reads, of those that only some losses do: `label_smoothing`, `divergence`, `length_normalize`, `gamma`, `tau`.
-        needs_reference: Whether it is relative to a reference model.
+        reads: The optional settings that it reads: `label_smoothing`, `divergence`, `length_normalize`, `gamma`, `tau`.
+        needs_reference: Whether it needs a reference model.
         needs_matching: Whether it reads the sequence field `matched_margin`.
         per_token: Whether a side's log-probability is by default divided by its number of supervised tokens.
         sft_weight: The default weight of the chosen side's negative log-likelihood.
@@ -47,15 +47,15 @@ class PairLossSpec:
 
 
 PAIR_LOSSES: LossRegistry[PairLossSpec] = LossRegistry("loss")
-"""The losses of pairs by their names, which are values of `dpo.loss`."""
+"""The losses of pairs by name; the names are values of `dpo.loss`."""
 
 
 def pair_loss(name: str, summary: str, **traits: Any) -> Callable[[PairFunction], PairFunction]:
     """Return a decorator that registers a function as a loss of pairs.
 
     Args:
-        name: Its name, a value of `dpo.loss`.
-        summary: Its formula, for the docs.
+        name: The name, a value of `dpo.loss`.
+        summary: The formula, for the docs.
         traits: The other fields of `PairLossSpec`.
     """
 

@@ -17,7 +17,7 @@ _OF_MARGIN = ("divergence", "length_normalize")
 
 def _check_smoothing(s: PreferenceLoss) -> None:
     if not s.label_smoothing:
-        raise ConfigError("label_smoothing=0 with loss=exo_pair, which is infinite then; the paper uses 0.001")
+        raise ConfigError("label_smoothing=0 with loss=exo_pair, which is then infinite; the paper uses 0.001")
 
 
 def _check_per_token(s: PreferenceLoss) -> None:

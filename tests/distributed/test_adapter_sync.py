@@ -133,7 +133,7 @@ def test_a_generator_goes_on_with_them(tmp_path: Path, name: str) -> None:
                     ModelError, match=r"1 of \d+ tensors are missing \(base_model\..*\), 1 are unknown \(other\)"
                 ):
                     generator.load_adapters([("other", torch.zeros(1)), *alone[1:]])
-                with pytest.raises(ModelError, match=r"is \[1\], but by model\.lora it is"):
+                with pytest.raises(ModelError, match=r"is \[1\], but according to model\.lora it is"):
                     generator.load_adapters([(alone[0][0], torch.zeros(1)), *alone[1:]])
             elif before == "discarded":
                 generator.discard_weights("for a test")
@@ -172,7 +172,7 @@ def test_a_model_without_adapters_is_refused(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     generator = build_generator(RolloutConfig(model=ModelConfig(path=str(folder)), generator="static"))
     assert generator.adapter_bytes() == 0
-    with pytest.raises(ModelError, match=r"model\.lora\.rank=0, so .* has no adapters that could come alone"):
+    with pytest.raises(ModelError, match=r"model\.lora\.rank=0, so .* has no adapters to receive separately"):
         generator.load_adapters([])
     generator.close()
 

@@ -96,5 +96,5 @@ def test_what_cannot_be_adapted(tmp_path: Path) -> None:
     tied = save_tiny_model(tmp_path / "tied", "llama", tie_word_embeddings=True)
     mixture = save_tiny_model(tmp_path / "mixture", "qwen3_next")
     ((of_head, of_experts),) = run_ranks(refusals, 1, str(tied), str(mixture))
-    assert "the model has no layers of unembedding that can be adapted" in of_head
+    assert "the model has no adaptable layers of unembedding" in of_head
     assert "model.max_adapters=8 with engine.backend=mcore" in of_experts

@@ -488,7 +488,7 @@ def rank_mixed_weights(folder: str) -> list[float]:
         for damage, message in (
             (lambda pairs: pairs[:-1], "the weights lack 1 tensors"),
             (lambda pairs: [*pairs, ("odd", torch.ones(1))], "the weights have odd, which the model does not have"),
-            (lambda pairs: [(pairs[0][0], pairs[0][1][:1]), *pairs[1:]], "in the model; it is another model"),
+            (lambda pairs: [(pairs[0][0], pairs[0][1][:1]), *pairs[1:]], "in the model; the weights belong to another model"),
         ):
             with pytest.raises(Exception, match=message):
                 other.load_weights(damage(list(new.items())))

@@ -192,7 +192,7 @@ def test_images_by_frames(folder: Path, pair: list[Worker], tmp_path: Path) -> N
     assert kinds(ask(step([5], len(tokens)), *pair)) == ["generate_step_ok"] * 2
     for wrong, kind, message in (
         ({"image_data_uris": images * 2}, "bad_request", "6 image tokens (id 250), but its images have 12"),
-        ({"image_data_uris": ["https://x/y.png"]}, "bad_request", "is a URL; only data URIs and bytes are taken here"),
+        ({"image_data_uris": ["https://x/y.png"]}, "bad_request", "is a URL; only data URIs and bytes are accepted here"),
         ({"image_token_id": 7}, "bad_request", "1 image tokens (id 7), but its images have 6"),
         (
             {"model_id": "text"},

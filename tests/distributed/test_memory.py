@@ -130,7 +130,7 @@ def test_auto_follows_the_memory_of_the_device(tmp_path: Path, process_group: No
     assert engine.config.recompute == "full"
     assert len(engine.describe_settings()) == 2
     engine.config = replace(engine.config, recompute="selective")
-    assert "takes the time of full recomputation with transformers" in engine.describe_settings()[-1]
+    assert "takes as long as full recomputation with transformers" in engine.describe_settings()[-1]
     engine.close()
 
 

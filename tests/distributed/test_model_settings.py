@@ -330,9 +330,9 @@ def test_modules_to_save_that_cannot_be_are_refused(tmp_path: Path) -> None:
         (
             folder,
             LoraConfig(rank=2, modules_to_save=("lm_haed",)),
-            r"names 'lm_haed', which is no module .*; did you mean 'lm_head'",
+            r"names 'lm_haed', which is not a module .*; did you mean 'lm_head'",
         ),
-        (folder, LoraConfig(rank=2, modules_to_save=("rotary_emb",)), r"names 'rotary_emb', which is no module"),
+        (folder, LoraConfig(rank=2, modules_to_save=("rotary_emb",)), r"names 'rotary_emb', which is not a module"),
         (
             folder,
             LoraConfig(rank=2, modules_to_save=("layers.0",), targets=("q_proj",)),

@@ -259,7 +259,7 @@ def test_demonstrations_that_cannot_be_learned_from(tmp_path: Path, process_grou
         ({"actions": actions[:, :2]}, r"token field 'actions' is \[\d+, 2, 3\]; it must be"),
         ({"action_mask": mask[:, 0]}, r"token field 'action_mask' is \[\d+\]; it must be \[\d+, actions of a chunk\]"),
         ({"actions": nan, "action_mask": every}, "actions of token 2 in sequence 1 are not finite"),
-        ({"actions": torch.zeros(len(mask), 4, 2)}, r"the batch has chunks of \[4, 2\], and the model's are \[4, 3\]"),
+        ({"actions": torch.zeros(len(mask), 4, 2)}, r"the batch has chunks of \[4, 2\], but the model's are \[4, 3\]"),
         ({"action_mask": torch.zeros_like(mask)}, "weight"),
     ):
         with pytest.raises(BatchError, match=message):
@@ -405,7 +405,7 @@ def test_a_head_of_several_modules_on_every_layout(tmp_path: Path, process_group
         del tensors["score.queries"]
         save_file(tensors, file, metadata={"format": "pt"})
         with pytest.raises(
-            ModelError, match=r"has another head than model.head says: it has score.inner.0.bias, .*, and not score.queries"
+            ModelError, match=r"has a different head than model.head: it has score.inner.0.bias, .* instead of score.queries"
         ):
             built(export, "fsdp", head="gaussian", head_shape=())
     finally:
@@ -436,7 +436,7 @@ class Bad(Sum):
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
-        ("name", ConfigError, "Bad has an output 'log_probs', a name of the engine's own"),
+        ("name", ConfigError, "Bad has an output 'log_probs', a name that the engine reserves"),
         ("scalar", ModelError, r"the parameter extra of Bad is \[\]; give it one axis or two"),
         ("cube", ModelError, r"the parameter extra of Bad is \[2, 2, 2\]"),
         ("row", ModelError, r"Bad.compute \(model.head=bad\) returned sums \[1\] of torch.float32; it must be \[5\]"),

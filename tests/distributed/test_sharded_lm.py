@@ -231,12 +231,15 @@ def test_another_quantization_is_refused(models: Path, quant: str) -> None:
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
-        ("https://example.org/a.png", "image 0: https://example.org/a.png is a URL; only data URIs and bytes are taken here"),
-        ("file:///etc/passwd", "only data URIs and bytes are taken here"),
+        (
+            "https://example.org/a.png",
+            "image 0: https://example.org/a.png is a URL; only data URIs and bytes are accepted here",
+        ),
+        ("file:///etc/passwd", "only data URIs and bytes are accepted here"),
         ("data:text/html;base64,AAAA", r"the image \(data URI\) cannot be decoded"),
         ("data:image/png;base64,!!", "image 0: the data URI of the image is not base64"),
         ("data:image/png;base64,AAAA", r"image 0: the image \(data URI\) cannot be decoded"),
-        ("", "only data URIs and bytes are taken here"),
+        ("", "only data URIs and bytes are accepted here"),
     ],
 )
 def test_images_that_cannot_be_decoded_are_refused(uri: str, message: str) -> None:

@@ -102,7 +102,7 @@ def test_adapters_train_packed_as_alone(family: str, tmp_path: Path, process_gro
 
 def test_adapters_that_would_have_no_effect_are_refused(tmp_path: Path, process_group: None) -> None:
     folder = save_tiny_model(tmp_path / "model", "nemotron_h")
-    with pytest.raises(ModelError, match="names out_proj: transformers hands its weights to a kernel"):
+    with pytest.raises(ModelError, match="names out_proj: transformers passes its weights to a kernel"):
         build(folder, model={"lora": LoraConfig(rank=2, targets=("in_proj", "out_proj"))})
 
 

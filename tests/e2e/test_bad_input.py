@@ -210,7 +210,7 @@ BEFOREHAND: list[tuple[str, Callable[[Path], object], list[str], str]] = [
         "code of its own",
         lambda t: spoil_config(t, model_type="mine", auto_map={"AutoConfig": "configuration.Mine"}),
         [],
-        "Python code of its own, which runs only with model.trust_remote_code=true",
+        "it contains Python code, which runs only with model.trust_remote_code=true",
     ),
     ("output folder is a file", nothing, ["trainer.output_dir={task}/model/config.json"], "is a file; choose a folder"),
     ("output folder", nothing, ["trainer.output_dir={task}/model/config.json/x"], "cannot be created"),

@@ -39,7 +39,7 @@ sft optim.lr=-1  =>  optim.lr=-1.0; it must be from 0 to inf
 sft optim.lr=abc  =>  optim.lr=abc; it must be a number
 sft optim.lr=  =>  optim.lr has no value; it must be a number
 sft optim.betas=[0.9]  =>  optim.betas=[0.9]; it must be a list of 2 values
-sft optim.betas=[0.9,1.0]  =>  optim.betas=[0.9, 1.0]; both must be below 1, at which a moment would never change
+sft optim.betas=[0.9,1.0]  =>  optim.betas=[0.9, 1.0]; both must be below 1, as a moment never changes at 1
 sft optim.betas=[1.5,0.9]  =>  optim.betas=1.5; it must be from 0 to 1
 sft optim.weight_decay=-1  =>  optim.weight_decay=-1.0; it must be from 0 to inf
 sft optim.weight_decay=nan  =>  optim.weight_decay=nan; it must be from 0 to inf
@@ -51,11 +51,11 @@ sft optim.warmup_ratio=2  =>  optim.warmup_ratio=2.0; it must be from 0 to 1
 sft optim.warmup_ratio=-0.1  =>  optim.warmup_ratio=-0.1; it must be from 0 to 1
 sft optim.warmup_steps=-1  =>  optim.warmup_steps=-1; it must be at least 0
 sft optim.min_lr_ratio=2  =>  optim.min_lr_ratio=2.0; it must be from 0 to 1
-sft optim.lr=1e30  =>  optim.lr=1e+30 with optim.name=adamw, which moves every parameter by about that in a step; it must be at most 10
+sft optim.lr=1e30  =>  optim.lr=1e+30 with optim.name=adamw, which moves every parameter by about that much in a step; it must be at most 10
 sft optim.lr=1e30 optim.name=sgd  =>  optim.lr=1e+30 with optim.name=sgd; it must be at most 10000
 sft optim.eps=1e8  =>  optim.eps=100000000.0; it must be at most 10000
-sft optim.weight_decay=1e30  =>  optim.weight_decay=1e+30 with optim.lr=1e-05: a step multiplies matrices by 1 less the product of both
-sft optim.clip_grad_norm=1e-30  =>  optim.clip_grad_norm=1e-30 with optim.eps=1e-08, against which gradients of that norm are nothing
+sft optim.weight_decay=1e30  =>  optim.weight_decay=1e+30 with optim.lr=1e-05: a step multiplies matrices by 1 - lr * weight_decay
+sft optim.clip_grad_norm=1e-30  =>  optim.clip_grad_norm=1e-30 with optim.eps=1e-08, which makes such gradients negligible
 sft optim.schedule=polynomial  =>  optim.schedule=polynomial; it must be one of constant, linear, cosine, invers
 sft optim.name=adam  =>  optim.name=adam; it must be one of adamw, sgd
 sft data.batch_size=0  =>  data.batch_size=0; it must be at least 1
@@ -137,9 +137,9 @@ sft model.overrides.num_hidden_layers=0  =>  model.overrides.num_hidden_layers=0
 sft model.overrides.num_hidden_layers=1  =>  model.overrides.num_hidden_layers=1, but layer_types of the config of MODEL has 2 entries, one per layer; give model.overrides.layer_types too, a list of 1 (full_attention)
 sft model.overrides.num_hidden_layers=3  =>  model.overrides.num_hidden_layers=3, but layer_types of the config of MODEL has 2 entries
 sft model.overrides.layer_types=[full_attention]  =>  model.overrides.layer_types=['full_attention'] has 1 entries, but the config of MODEL has 2 layers
-sft model.overrides.layer_types=[full_attention,none]  =>  model.overrides.layer_types=['full_attention', 'none']: the config of MODEL refuses that: The `layer_types` entries must be in
-sft model.overrides.rope_parameters=5  =>  model.overrides.rope_parameters=5: the config of MODEL refuses it: Field 'rope_parameters' with value 5
-sft engine.backend=deepspeed  =>  engine.backend='deepspeed' is unknown; available: fsdp, mcore; a backend of your own comes with the package that provides it; sharding is engine.parallel.*
+sft model.overrides.layer_types=[full_attention,none]  =>  model.overrides.layer_types=['full_attention', 'none']: the config of MODEL rejects that: The `layer_types` entries must be in
+sft model.overrides.rope_parameters=5  =>  model.overrides.rope_parameters=5: the config of MODEL rejects it: Field 'rope_parameters' with value 5
+sft engine.backend=deepspeed  =>  engine.backend='deepspeed' is unknown; available: fsdp, mcore; install the package that provides a custom backend; sharding is set by engine.parallel.*
 sft engine.parallel.dp_shard=0  =>  engine.parallel.dp_shard=0; it must be at least 1
 sft engine.parallel.cp=0  =>  engine.parallel.cp=0; it must be at least 1
 sft engine.parallel.cp=3  =>  engine.parallel.cp=3 does not divide the 4 attention heads of qwen3 (num_attention_heads=4); use one

@@ -71,7 +71,7 @@ def test_items_have_their_rows_features_and_tokens() -> None:
         (
             [RIGHT[0][:-2], RIGHT[1]],
             {},
-            r"a.jsonl:1 has 5 image tokens \(id 250\), but 2 images, which take 6; let the model's own",
+            r"a.jsonl:1 has 5 image tokens \(id 250\), but 2 images, which take 6; let the model's processor",
         ),
         ([RIGHT[0], [8, IMAGE]], {}, r"a.jsonl:2 has 1 image tokens \(id 250\), but 0 images, which take 0"),
         (RIGHT, {"pixel_values": None}, "the batch has image_grid_thw without pixel_values, which tiny needs beside it"),
@@ -195,12 +195,12 @@ AUDIO_FAMILY = FAMILIES["qwen2_audio"](tiny_media_config("qwen2_audio"))
         (
             QWEN,
             {"pixel_values": torch.zeros(16, 96), "image_grid_thw": torch.tensor([[1.0, 4, 4]])},
-            "float32; it must be of integers",
+            "float32; it must have an integer dtype",
         ),
         (
             QWEN,
             {"pixel_values": torch.zeros(15, 96), "image_grid_thw": torch.tensor([[1, 3, 5]])},
-            r"sequence 0 has media of the kind image with image_grid_thw \[1, 3, 5\]; time, height and width are at least 1, and the latter two multiples of 2",
+            r"sequence 0 has media of the kind image with image_grid_thw \[1, 3, 5\]; time, height and width must be at least 1, and height and width multiples of 2",
         ),
         (
             QWEN,
@@ -215,7 +215,7 @@ AUDIO_FAMILY = FAMILIES["qwen2_audio"](tiny_media_config("qwen2_audio"))
         (
             TILES,
             {"pixel_values": torch.zeros(1, 3, 16, 16), "pixel_attention_mask": torch.ones(1, 16, 16)},
-            "all zero, which the model takes",
+            "all zero, which the model treats",
         ),
         (
             AUDIO_FAMILY,
@@ -225,7 +225,7 @@ AUDIO_FAMILY = FAMILIES["qwen2_audio"](tiny_media_config("qwen2_audio"))
         (
             AUDIO_FAMILY,
             {"input_features": torch.zeros(1, 16, 40), "feature_attention_mask": (torch.arange(40) < 3).long()[None]},
-            "sequence 0 has media of the kind audio with feature_attention_mask with 3 frames; an audio has at least 4",
+            "sequence 0 has media of the kind audio with feature_attention_mask with 3 frames; an audio needs at least 4",
         ),
     ],
 )
@@ -242,13 +242,15 @@ def test_positions_are_refused_where_they_cannot_be_computed() -> None:
         base = AutoModelForMultimodalLM.from_config(tiny_media_config("qwen2_5_vl")).model
     # Two images without a token between them are one to the family.
     with pytest.raises(
-        BatchError, match=r"a.jsonl:1: the positions of its image cannot be computed .*; let the model's own processor"
+        BatchError, match=r"a.jsonl:1: the positions of its image cannot be computed .*; let the model's processor"
     ):
         positions_of(batch, QWEN, base, ["image"])
     positions = positions_of(qwen_batch(RIGHT), QWEN, base, ["image"])
     assert positions.shape == (3, 11)
     assert positions[:, -2:].tolist() == [[0, 1]] * 3
-    with pytest.raises(BatchError, match=r"position_ids has 2 axes, but tiny has 3; give \[T\], and they are computed"):
+    with pytest.raises(
+        BatchError, match=r"position_ids has 2 axes, but tiny has 3; give \[T\], and the other axes are computed"
+    ):
         check_media(qwen_batch(RIGHT).with_position_ids(torch.zeros(2, 11, dtype=torch.long)), QWEN, "tiny")
 
 
@@ -350,14 +352,14 @@ def test_padding_of_gemma4_takes_no_part() -> None:
         ),
         ("image", {"pixel_values": torch.ones(48)}, "pixel_values has the shape"),
         ("image", {"image_position_ids": grid_positions(4, 2, 24)}, r"image_position_ids has the shape \[1, 24, 2\]"),
-        ("image", {"image_position_ids": grid_positions(4, 2, 32).float()}, "it must be of integers"),
-        ("image", {"image_position_ids": grid_positions(4, 2, 32).byte()}, "integers with a sign"),
+        ("image", {"image_position_ids": grid_positions(4, 2, 32).float()}, "it must have a signed integer dtype"),
+        ("image", {"image_position_ids": grid_positions(4, 2, 32).byte()}, "it must have a signed integer dtype"),
         ("image", {"pixel_values": torch.ones(1, 0, 48), "image_position_ids": torch.ones(1, 0, 2).long()}, "has 0 patches"),
         ("image", {"pixel_values": torch.ones(1, 30, 48), "image_position_ids": grid_positions(4, 2, 30)}, "a multiple of 4"),
         ("image", {"image_position_ids": grid_positions(3, 2, 32)}, "sides that are multiples of 2"),
         ("image", {"image_position_ids": torch.full((1, 32, 2), -1)}, "sides that are multiples of 2"),
-        ("image", {"image_position_ids": grid_positions(4, 2, 32).flip(1)}, "row by row"),
-        ("image", {"image_position_ids": grid_positions(4, 2, 32).flip(2)}, "row by row"),
+        ("image", {"image_position_ids": grid_positions(4, 2, 32).flip(1)}, "in row-major order"),
+        ("image", {"image_position_ids": grid_positions(4, 2, 32).flip(2)}, "in row-major order"),
         (
             "image",
             {"pixel_values": torch.ones(1, 516, 48), "image_position_ids": grid_positions(258, 2, 516)},

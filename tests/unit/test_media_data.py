@@ -450,7 +450,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     ({"messages": question(image(png()), text="<|image_pad|>")}, "has 1 images, but 2 times '<|image_pad|>' in its text"),
     ({"messages": question(text="<|image_pad|>")}, "has 1 tokens '<|image_pad|>', of which its images account for 0"),
-    ({"messages": question({"type": "audio", "audio": wav(1)})}, "takes image and video, and no audio"),
+    ({"messages": question({"type": "audio", "audio": wav(1)})}, "takes image and video, but no audio"),
     (
         {"messages": [{"role": "user", "content": "draw"}, {"role": "assistant", "content": [image(png())]}]},
         "message 2 has image in a turn of the role 'assistant'",
@@ -464,7 +464,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "has parts of type tool_result, text; the types are text, image, image_url",
     ),
     ({"messages": question({"type": "video", "video": movie(3)[:400]})}, "the video (bytes)"),
-    ({"messages": question({"type": "video", "video": wav(1)})}, "the video (bytes) has no pictures in it"),
+    ({"messages": question({"type": "video", "video": wav(1)})}, "the video (bytes) has no video stream"),
     ({"messages": question({"type": "video", "video": b"ffconcat version 1.0\nfile /etc/hostname\n"})}, "cannot be decoded"),
     (
         {"prompt": "how many", "completion": "3", "images": [png()]},
@@ -551,7 +551,7 @@ def test_over_a_network_only_content_is_taken(tmp_path: Path, monkeypatch: pytes
         "https://example.com/a.png",
     )
     for value in values:
-        with pytest.raises(MediaError, match="only data URIs and bytes are taken here"):
+        with pytest.raises(MediaError, match="only data URIs and bytes are accepted here"):
             read_source("image", value, OVER_NETWORK)
     assert read_source("image", data_uri(png()), OVER_NETWORK).content == file.read_bytes()
     # Local data may name files; nothing larger than the bound is read, whichever way it comes.
@@ -703,7 +703,7 @@ def test_audio_is_brought_to_the_rate_of_the_model() -> None:
         ({"array": [], "sampling_rate": 2000}, "is an array of the shape \\[0\\]"),
         ({"array": [[1.0]], "sampling_rate": 2000}, "is an array of the shape \\[1, 1\\]"),
         ({"array": [1.0, float("nan")], "sampling_rate": 2000}, "has samples that are not finite"),
-        ({"array": ["a"], "sampling_rate": 2000}, "is no array of numbers"),
+        ({"array": ["a"], "sampling_rate": 2000}, "is not an array of numbers"),
         ({"array": [1.0], "sampling_rate": 0}, "sampling_rate=0"),
         ({"array": [1.0]}, "sampling_rate=None"),
     ):
@@ -782,7 +782,7 @@ def test_nothing_is_decoded_twice_and_what_has_changed_is_decoded_again(
     assert len(decoded) == 5
     assert again.digest == changed.digest
     short.write_bytes(short.read_bytes()[:-10])
-    with pytest.raises(DataError, match=r"cannot be read .*start again, and it is made anew"):
+    with pytest.raises(DataError, match=r"cannot be read .*start again to recreate it"):
         fields_of([again.document(2, 0)], reader.store)
     # The next start makes it anew.
     load()

@@ -216,7 +216,7 @@ def test_a_selection_is_needed() -> None:
     [
         ({"objective": "gmpo"}, "objective=gmpo with aggregation=token-mean"),
         ({"objective": "sapo", "tau": 1.0}, "tau=1.0: PolicyLoss has no such setting"),
-        ({"dual_clip": 1.0}, "dual_clip=1.0; .* 0 is none"),
+        ({"dual_clip": 1.0}, "dual_clip=1.0; .* 0 disables it"),
         ({"ratio": "word"}, "ratio='word' is a str; it must be one of token, sequence, sequence-token"),
         ({"objective": "sapo", "tau_negative": 0.0}, "tau_negative=0.0; it must be more than 0"),
         ({"objective": "dppo_tv", "max_ratio": math.inf}, "max_ratio=inf"),
@@ -604,7 +604,7 @@ def test_baselines_by_hand() -> None:
     advantages, returns = remax(rewards, t(0.25, 3.0, 0.0), mask, gamma=0.5)
     assert returns.tolist() == [[0.5, 1.0], [2.0, 0.0], [-0.75, 0.5]]
     assert advantages.tolist() == [[0.25, 0.75], [-1.0, 0.0], [-0.75, 0.5]]
-    with pytest.raises(BatchError, match="advantages has nan for response 1"):
+    with pytest.raises(BatchError, match="advantages has nan for completion 1"):
         remax(rewards, t(0.0, float("nan"), 0.0), mask)
 
 
@@ -766,13 +766,13 @@ def test_answers_of_no_tokens_none_at_all_and_lists() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: grpo(t(1.0, x), torch.zeros(2, dtype=torch.int64)), "rewards has nan for response 1"),
-        (lambda x: rloo(t(x, 1.0), torch.zeros(2, dtype=torch.int64)), "rewards has nan for response 0"),
-        (lambda x: broadcast_to_tokens(t(1.0, x), torch.ones(2, 2)), "advantages has nan for response 1"),
-        (lambda x: token_rewards(t(1.0, x), torch.ones(2, 2)), "rewards has nan for response 1"),
-        (lambda x: whiten([[1.0, 2.0], [3.0, x]], torch.ones(2, 2)), "values has nan at token 1 of response 1"),
-        (lambda x: gae([[1.0, x]], [[1.0, 2.0]], [[1, 1]]), "rewards has nan at token 1 of response 0"),
-        (lambda x: gae([[1.0, 1.0]], [[x, 2.0]], [[1, 1]]), "values has nan at token 0 of response 0"),
+        (lambda x: grpo(t(1.0, x), torch.zeros(2, dtype=torch.int64)), "rewards has nan for completion 1"),
+        (lambda x: rloo(t(x, 1.0), torch.zeros(2, dtype=torch.int64)), "rewards has nan for completion 0"),
+        (lambda x: broadcast_to_tokens(t(1.0, x), torch.ones(2, 2)), "advantages has nan for completion 1"),
+        (lambda x: token_rewards(t(1.0, x), torch.ones(2, 2)), "rewards has nan for completion 1"),
+        (lambda x: whiten([[1.0, 2.0], [3.0, x]], torch.ones(2, 2)), "values has nan at token 1 of completion 1"),
+        (lambda x: gae([[1.0, x]], [[1.0, 2.0]], [[1, 1]]), "rewards has nan at token 1 of completion 0"),
+        (lambda x: gae([[1.0, 1.0]], [[x, 2.0]], [[1, 1]]), "values has nan at token 0 of completion 0"),
         (lambda x: grpo([1.0, 2.0], [0.5, 0.7]), "groups is float32; it must hold integers"),
         (lambda x: rloo([1.0, 2.0], ["a", "b"]), "groups cannot be converted to a tensor"),  # type: ignore[arg-type,list-item]
         (lambda x: grpo(torch.zeros(1, 2), torch.zeros(1, 2).long()), r"rewards is \[1, 2\]; it must be \[B\]"),

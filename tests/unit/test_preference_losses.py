@@ -171,7 +171,7 @@ def test_an_empty_answer_and_a_number_that_is_not_finite_are_refused_with_their_
     one = whole.bounds[3]
     labels = whole.labels.clone()
     labels[one : whole.bounds[4]] = IGNORE
-    with pytest.raises(BatchError, match=r"pairs.jsonl:3 has an empty response: none of its tokens is supervised"):
+    with pytest.raises(BatchError, match=r"pairs.jsonl:3 has an empty completion: none of its tokens is supervised"):
         loss.weights(replace(whole, labels=labels))
     if loss.needs_reference:
         reference = whole.sequence_fields[REFERENCE].clone()
@@ -282,7 +282,7 @@ def test_a_batch_without_what_the_loss_compares_is_refused(change: dict[str, Any
         (lambda: RewardLoss(centering=float("nan")), "centering=nan"),
         (lambda: PreferenceLoss(kind="ipo", label_smoothing=0.1), "label_smoothing=0.1 with loss=ipo"),
         (lambda: PreferenceLoss(kind="exo_pair"), "label_smoothing=0 with loss=exo_pair"),
-        (lambda: PreferenceLoss(kind="discopop", tau=1.0), "tau=1.0; at 1 and more"),
+        (lambda: PreferenceLoss(kind="discopop", tau=1.0), "tau=1.0; with 1 or more"),
         (lambda: PreferenceLoss(kind="discopop", tau=0.0), "tau=0.0"),
         (lambda: PreferenceLoss(kind="apo_zero", divergence="forward_kl"), "divergence=forward_kl with loss=apo_zero"),
         (lambda: PreferenceLoss(divergence="kl"), "divergence=kl; choose one of reverse_kl"),  # type: ignore[arg-type]

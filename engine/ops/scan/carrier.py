@@ -1,4 +1,4 @@
-"""Where the states of scans and convolutions come from and go to."""
+"""The interface to the source and the destination of states of scans and convolutions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
@@ -9,11 +9,11 @@ from torch.distributed import ProcessGroup
 from .segments import Segments
 
 Scan = Callable[[Sequence[Any], Segments, Tensor | None], tuple[Tensor, Tensor]]
-"""Takes tensors of tokens, `[T, ...]` each, or None, their segments and the states before these, `[N, ...]` or None for zeros; returns
-the outputs `[T, ...]` and the states after the segments."""
+"""A function of tensors of tokens, `[T, ...]` each or None, their segments, and the states before these, `[N, ...]` or None for zeros.
+Returns the outputs `[T, ...]` and the states after the segments."""
 
 StateKind = Literal["convolution", "scan"]
-"""The states of a layer."""
+"""The kinds of states of a layer."""
 
 
 class StateCarrier(Protocol):
@@ -22,13 +22,13 @@ class StateCarrier(Protocol):
     cp_group: ProcessGroup | None
     """The ranks that share the tokens; None if there is only one."""
     handle: Tensor
-    """What compiled code refers to a packed sequence by; see `PackedContext`."""
+    """The handle by which compiled code refers to a packed sequence; see `PackedContext`."""
 
     def carry(self, kind: StateKind, scan: Scan, inputs: Sequence[Tensor | None]) -> Tensor:
         """Return the outputs `[T, ...]` of a scan over all tokens.
 
         Args:
-            kind: Which of the layer's states the scan has.
+            kind: The kind of state that the scan carries.
             scan: The scan.
             inputs: The tensors of tokens, `[T, ...]` each, or None.
         """

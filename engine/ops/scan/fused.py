@@ -1,4 +1,4 @@
-"""The kernels of other packages for CUDA: flash-linear-attention in 16 bits (version 0.6.0), and causal-conv1d.
+"""CUDA kernels of other packages: flash-linear-attention in 16 bits (version 0.6.0), and causal-conv1d.
 
 Axes: T tokens, N segments, G key heads, H value heads, K key size, V value size, C channels, W taps of a convolution.
 """
@@ -27,7 +27,7 @@ LARGEST_KEY = 256
 
 
 TAPS = (2, 3, 4)
-"""The widths of the kernel for convolutions."""
+"""The widths that the kernel for convolutions supports."""
 
 
 PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")
@@ -38,11 +38,11 @@ PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")
 def without_kernels(config: object) -> Iterator[None]:
     """Build a model of transformers as if the packages of kernels were not installed.
 
-    A module of transformers that finds them when it is imported calls their kernels ever after, also for tensors on the CPU, where they
-    fail. Layers of ours choose by device and dtype themselves, and the plain models that they are compared with compute in PyTorch.
+    If a module of transformers finds these packages when it is imported, it always calls their kernels, even for tensors on the CPU, where
+    they fail. Our layers choose by device and dtype themselves, and the plain models that they are compared with run in PyTorch.
 
     Args:
-        config: The model's config. Code from elsewhere, which may need these packages, imports what it likes.
+        config: The model's config. Third-party code may need the packages, so it is not restricted.
     """
     if not type(config).__module__.startswith("transformers.models."):
         yield
@@ -66,16 +66,16 @@ def is_installed(package: str) -> bool:
 
 @cache
 def gated_backward_is_refused() -> bool:
-    """Return whether the backward passes of `gated_delta_rule` and `simple_gla` raise an error, and say so once.
+    """Return whether the backward passes of `gated_delta_rule` and `simple_gla` raise an error, and warn about it once.
 
-    Triton 3.4.0 to 3.7.0 computes them wrongly on Hopper GPUs, where flash-linear-attention refuses them (its issue 640).
+    Triton 3.4.0 to 3.7.0 computes them incorrectly on Hopper GPUs, so flash-linear-attention refuses to run them (its issue 640).
     """
     hopper = torch.cuda.get_device_capability()[0] == 9
     version = TorchVersion(importlib.import_module("triton").__version__)
     refused = hopper and version >= "3.4.0" and version < "3.7.1"
     if refused:
         log.warning(
-            "layers with state run in PyTorch, slower than by flash-linear-attention, which refuses gated layers on Hopper GPUs with "
+            "layers with state run in PyTorch, slower than with flash-linear-attention, which refuses gated layers on Hopper GPUs with "
             "Triton %s, because their gradients would be wrong; install Triton 3.7.1 or later",
             version,
         )
@@ -85,15 +85,15 @@ def gated_backward_is_refused() -> bool:
 def choose_fused(device_type: str, dtype: torch.dtype, key_size: int, *, delta: bool, by_channel: bool) -> Fused | None:
     """Return the kernel for a linear attention; None for the chunks of `linear_attention`.
 
-    Those serve float32 and float64 everywhere, in which the kernels would compute less exactly, and 16 bits where the kernels are
-    not installed or would be refused.
+    The chunked implementation is used for float32 and float64, which the kernels would compute less exactly, and for 16 bits if the kernels
+    are not installed or would refuse to run.
 
     Args:
         device_type: "cuda" or another device's type.
         dtype: The dtype of the values.
         key_size: K.
         delta: Whether values are written by the delta rule.
-        by_channel: Whether each channel decays by itself.
+        by_channel: Whether each channel has its own decay.
     """
     if (
         device_type != "cuda"
@@ -119,10 +119,10 @@ def fused_attention(
     segments: Segments,
     initial_nhkv: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run a kernel in the signature of `linear_attention`."""
+    """Run a kernel with the signature of `linear_attention`."""
     heads = v_thv.shape[1]
     if kernel == "simple_gla" and q_tgk.shape[1] != heads:
-        # The others take fewer key heads than value heads.
+        # All other kernels support fewer key heads than value heads.
         q_tgk, k_tgk = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q_tgk, k_tgk))
     q, k, v = (x.to(v_thv.dtype).unsqueeze(0) for x in (q_tgk, k_tgk, v_thv))
     arguments = {
@@ -130,7 +130,7 @@ def fused_attention(
         "initial_state": None if initial_nhkv is None else initial_nhkv.float(),
         "output_final_state": True,
         "cu_seqlens": segments.cu_seqlens,
-        # On the host too, or each call would wait for the device.
+        # Also pass the boundaries on the host, or each call would wait for the device.
         "cu_seqlens_cpu": segments.cu_seqlens_host,
     }
     decay = log_decay.float().unsqueeze(0)

@@ -1,6 +1,6 @@
-"""Attention whose state has a constant size, over packed segments, in chunks: with or without the delta rule.
+"""Attention with a state of constant size over packed segments, computed in chunks, with or without the delta rule.
 
-Along each segment, from the state `S` (`[K, V]`) of its beginning, with `a` the decay:
+Along each segment, from the initial state `S` (`[K, V]`), with the log-decay `a`:
 
     S_t = diag(exp(a_t)) S_(t-1) + k_t u_t^T        o_t = S_t^T q_t
     u_t = v_t                                               without the delta rule (Mamba 2, lightning attention)
@@ -24,11 +24,11 @@ from .fused import choose_fused, fused_attention
 from .segments import Chunks, Segments
 
 SUB_CHUNK = 16
-"""Within as many tokens, decays of each channel are computed pair by pair; between them, as two factors that are at most one."""
+"""Within blocks of this many tokens, decays per channel are computed pair by pair; between blocks, as two factors of at most 1."""
 
 
 FORGOTTEN = -1e4
-"""The logarithm of a decay below which it is zero in every dtype; more negative ones would only cost precision in the sums."""
+"""The logarithm of a decay below which it is zero in every dtype; more negative values would only reduce the precision of sums."""
 
 
 def linear_attention(
@@ -50,10 +50,10 @@ def linear_attention(
         v_thv: The values, `[T, H, V]`.
         log_decay: The logarithm of the decay before each token, at most 0: `[T, H]`, or `[T, H, K]` with one for each channel, for
             which G equals H.
-        beta_th: How much of a value is written, `[T, H]`; None for no delta rule.
+        beta_th: The rate at which values are written, `[T, H]`; None for no delta rule.
         segments: The segments.
         initial_nhkv: The state before each segment, `[N, H, K, V]`; None for zeros.
-        chunk_size: The number of tokens that are computed at once; None to choose.
+        chunk_size: The number of tokens in a chunk; None chooses it.
 
     Returns:
         The outputs `[T, H, V]` in the dtype of the values, and the final states `[N, H, K, V]` in float32 (float64 for values in
@@ -69,7 +69,7 @@ def linear_attention(
         initial_nhkv = v_thv.new_zeros(len(segments.lengths), v_thv.shape[1], k_tgk.shape[2], v_thv.shape[2], dtype=dtype)
     if chunk_size is None:
         keys, values = k_tgk.shape[-1], v_thv.shape[-1]
-        # All pairs of a chunk's tokens, each token with the state, and the state itself, which is small work on much memory.
+        # The cost of all pairs of a chunk's tokens, of each token with the state, and of the state itself, which is memory-bound.
         chunk_size = segments.cheapest(lambda size: size * size * (keys + values) + (2 * size + 64) * keys * values)
     chunks = segments.chunks(chunk_size)
     out, final = _Chunked.apply(q_tgk, k_tgk, v_thv, log_decay, beta_th, initial_nhkv.to(dtype), chunks)
@@ -77,7 +77,7 @@ def linear_attention(
 
 
 class _Chunked(torch.autograd.Function):
-    """Keeps its inputs and the values that were written; the backward pass computes the rest again."""
+    """Keeps its inputs and the written values; the backward pass recomputes the rest."""
 
     @staticmethod
     def forward(
@@ -85,11 +85,11 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         parts = _prepare(q, k, v, log_decay, beta, chunks)
         values, before, final = _carry(parts, initial.index_select(0, chunks.order), chunks)
-        # Not in place: selective recomputation keeps the products themselves, and would add to them twice.
+        # Not in place, because selective recomputation keeps the products themselves and would add to them twice.
         out = parts.attention @ values + parts.q @ before
         ctx.chunks = chunks
         ctx.set_materialize_grads(False)
-        # Without the delta rule they are the input itself.
+        # Without the delta rule, the written values are the input itself.
         ctx.save_for_backward(q, k, v, log_decay, beta, initial, None if beta is None else values)
         return chunks.join(out.transpose(1, 2)).to(v.dtype), final.index_select(0, chunks.inverse)
 
@@ -122,14 +122,14 @@ class _Chunked(torch.autograd.Function):
 
 
 class _Parts(NamedTuple):
-    """What the chunks contribute, each by itself, to what passes through them.
+    """The contributions of chunks that do not depend on the states that pass through them.
 
     Args:
         q: The queries, with the decay since the beginning of the chunk, `[M, H, C, K]`.
         k_end: The keys, with the decay until the end of the chunk, `[M, H, C, K]`.
         u: The values that would be written if the state were zero, `[M, H, C, V]`.
-        read: What is read of the state before the chunk, to be taken off these values, `[M, H, C, K]`; None without the delta rule.
-        attention: What each token takes from the values of the tokens up to it, `[M, H, C, C]`.
+        read: The reads of the state before the chunk, which are subtracted from these values, `[M, H, C, K]`; None without delta rule.
+        attention: The weights of each token for the values of the tokens up to it, `[M, H, C, C]`.
         through: The decay of the entire chunk, `[M, H, 1 or K, 1]`.
     """
 
@@ -145,7 +145,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | 
     dtype = torch.promote_types(v.dtype, torch.float32)
     by_channel = log_decay.dim() == 3
     q, k, v = (chunks.split(x.to(dtype)).transpose(1, 2) for x in (q, k, v))
-    # Sums of decays are large where only their differences count, so they are taken in float64.
+    # Sums of decays are large, but only their differences matter, so they are computed in float64.
     total = chunks.split(log_decay.double().clamp_min(FORGOTTEN)).transpose(1, 2).cumsum(2)
     scores = _scores_by_channel if by_channel else _scores
     attention, similarity = scores(q, k, total, beta is not None)
@@ -161,7 +161,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | 
     if beta is not None:
         assert similarity is not None
         rates = chunks.split(beta.to(dtype)).transpose(1, 2).unsqueeze(-1)
-        # All values that a chunk would write are found at once: each is what its key does not yet return.
+        # Solve for all written values of a chunk at once: each is the part of the value that its key does not return yet.
         sides = torch.cat([v * rates, of_values(k, from_start * rates)], -1)
         solved = torch.linalg.solve_triangular(similarity * rates, sides, upper=False, unitriangular=True)
         u, read = solved.split([v.shape[-1], k.shape[-1]], -1)
@@ -169,7 +169,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | 
 
 
 def _scores(q: Tensor, k: Tensor, total: Tensor, delta: bool) -> tuple[Tensor, Tensor | None]:
-    """Return what each token takes from the tokens up to it, `[M, H, C, C]`, and the same of keys for the delta rule."""
+    """Return the scores of each token for the tokens up to it, `[M, H, C, C]`, and the scores among keys for the delta rule."""
     size, groups = total.shape[-1], q.shape[1]
     future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(q.dtype).masked_fill(future, -torch.inf).exp()
@@ -180,9 +180,9 @@ def _scores(q: Tensor, k: Tensor, total: Tensor, delta: bool) -> tuple[Tensor, T
 
 
 def _scores_by_channel(q: Tensor, k: Tensor, total: Tensor, delta: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the same where each channel decays by itself; `total` is `[M, H, C, K]`.
+    """Return the same with a decay per channel; `total` is `[M, H, C, K]`.
 
-    A product of two factors would not do for neighbors: one of them could overflow.
+    For neighboring tokens, a product of two factors does not work, because one of them could overflow.
     """
     rows = torch.stack([q, k]) if delta else q.unsqueeze(0)
     size = q.shape[2]
@@ -213,8 +213,8 @@ def _carry(parts: _Parts, state: Tensor, chunks: Chunks, values: Tensor | None =
     Args:
         parts: The parts.
         state: The states before the segments, from the longest to the shortest.
-        chunks: How the segments are cut.
-        values: The values that are written, if they are known already.
+        chunks: The chunks of the segments.
+        values: The written values, if they are already known.
 
     Returns:
         The values written, `[M, H, C, V]`, the states before the chunks, `[M, H, K, V]`, and the final states.
@@ -222,7 +222,7 @@ def _carry(parts: _Parts, state: Tensor, chunks: Chunks, values: Tensor | None =
     if parts.read is None:
         values = parts.u
     before, final = state.new_empty(len(parts.u), *state.shape[1:]), torch.empty_like(state)
-    # One product where all values are known, and one for each step where they follow from the states.
+    # A single product if all values are known; one per step if they depend on the states.
     written = None if values is None else (parts.k_end.transpose(-1, -2) @ values).split(chunks.steps)
     if values is None:
         values = torch.empty_like(parts.u)
@@ -258,9 +258,9 @@ def _carry_back(
         before: The states before the chunks, `[M, H, K, V]`.
         grad_out: The gradient of the outputs, in chunks.
         grad_final: The gradient of the final states, from the longest segment to the shortest.
-        chunks: How the segments are cut.
+        chunks: The chunks of the segments.
     """
-    # What is added up in place: at first only what the outputs give.
+    # These accumulate in place, starting with the contribution of the outputs.
     grad_u = parts.attention.transpose(-1, -2) @ grad_out
     grad_before = parts.q.transpose(-1, -2) @ grad_out
     grad_after = torch.empty_like(before)
@@ -291,5 +291,5 @@ def _carry_back(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return `[M, H, ...]` as `[M * H, ...]` in the same memory, to be written to."""
+    """Return `[M, H, ...]` as `[M * H, ...]` as a writable view."""
     return x.view(-1, *x.shape[2:])

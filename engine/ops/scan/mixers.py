@@ -1,7 +1,7 @@
 """The parts of layers with state between their projections: convolution, decays and scan, split by heads under context parallelism.
 
-Each rank of the group projects its slice of the tokens; inside, it has all tokens and a slice of the heads, and of every parameter that
-belongs to heads. Axes: t tokens of a rank, T all tokens, G key heads or groups, H value heads, K key or state size, V value size, C
+Each rank of the group projects its slice of the tokens. Inside, it has all tokens with a slice of the heads, and the same slice of every
+per-head parameter. Axes: t tokens of a rank, T all tokens, G key heads or groups, H value heads, K key or state size, V value size, C
 channels, W taps of a convolution, E sizes of a decay.
 """
 
@@ -18,7 +18,7 @@ from .packed import packed_causal_conv, packed_linear_attention, packed_selectiv
 
 Activation = Callable[[Tensor], Tensor]
 NORM_EPS = 1e-6
-"""What is added to the sum of squares of queries and keys, as in flash-linear-attention."""
+"""The epsilon added to the sum of squares of queries and keys, as in flash-linear-attention."""
 
 
 def gated_delta_net(
@@ -47,7 +47,7 @@ def gated_delta_net(
         a_log_h: The logarithm of the rates of decay, `[H]`.
         dt_bias_he: The bias of the decays, `[H, E]`.
         activation: The activation after the convolution.
-        largest_rate: What rates are multiplied by: 2 allows negative eigenvalues.
+        largest_rate: The factor on the rates: 2 allows negative eigenvalues.
         context: The documents.
     """
     group = context.cp_group
@@ -64,7 +64,7 @@ def gated_delta_net(
     q_tgk, k_tgk, v_thv = _convolve([q_tgk, k_tgk, v_thv], kernels, None, activation, context)
     dtype = torch.promote_types(v_thv.dtype, torch.float32)
     q_tgk, k_tgk = (_normalized(x.to(dtype)) for x in (q_tgk, k_tgk))
-    # In float16 the exponential of a_log could be infinite.
+    # In float16, the exponential of a_log could be infinite.
     log_decay = -a_log_h.to(dtype).exp().unsqueeze(-1) * F.softplus(decay_the.to(dtype) + dt_bias_he)
     out_thv = packed_linear_attention(
         q_tgk * q_tgk.shape[-1] ** -0.5,
@@ -96,15 +96,15 @@ def state_space_duality(
 
     Args:
         x_thv: The projected inputs, `[t, H, V]`.
-        b_tgk: How an input enters the state, `[t, G, K]`.
-        c_tgk: How the state is read, `[t, G, K]`.
+        b_tgk: The weights with which an input enters the state, `[t, G, K]`.
+        c_tgk: The weights with which the state is read, `[t, G, K]`.
         dt_th: The projected step sizes, `[t, H]`.
         kernel_cw: The convolution of x, b and c, `[H V + 2 G K, W]`.
-        kernel_bias_c: Its bias, or None.
+        kernel_bias_c: The bias of the convolution, or None.
         a_log_h: The logarithm of the rates of decay, `[H]`.
         d_h: The weight with which an input is added to its output, `[H]`.
         dt_bias_h: The bias of the step sizes, `[H]`.
-        dt_limits: The least and the largest step size.
+        dt_limits: The smallest and the largest step size.
         activation: The activation after the convolution.
         context: The documents.
     """
@@ -143,7 +143,7 @@ def short_conv(x_tc: Tensor, kernel_cw: Tensor, bias_c: Tensor | None, context: 
 
 
 def lightning_attention(q_thk: Tensor, k_thk: Tensor, v_thv: Tensor, slope_h: Tensor, context: StateCarrier) -> Tensor:
-    """Return linear attention with a constant decay of each head (arXiv:2405.17381), `[t, H, V]`.
+    """Return linear attention with a constant decay per head (arXiv:2405.17381), `[t, H, V]`.
 
     Args:
         q_thk: The queries, `[t, H, K]`.
@@ -168,8 +168,8 @@ def mamba(
     Args:
         x_td: The inputs after the convolution, `[T, D]`.
         delta_td: The step sizes, `[T, D]`.
-        b_tk: How an input enters the state, `[T, K]`.
-        c_tk: How the state is read, `[T, K]`.
+        b_tk: The weights with which an input enters the state, `[T, K]`.
+        c_tk: The weights with which the state is read, `[T, K]`.
         a_log_dk: The logarithm of the rates of decay, `[D, K]`.
         d_d: The weight with which an input is added to its output, `[D]`.
         context: The documents, of one rank.

@@ -1,7 +1,7 @@
-"""Scans and convolutions over the documents of a packed sequence, whose states begin with that of their parent, if they have one.
+"""Scans and convolutions over packed documents. The state of a document begins with that of its parent, if it has one.
 
 As in `attention`, compiled code calls operators that are opaque to the compiler and look up the documents by a handle. Their backward
-pass runs the forward pass again under autograd.
+pass reruns the forward pass under autograd.
 
 Axes: T tokens, N segments; those of `linear_attention`, `causal_conv` and `selective_scan`.
 """
@@ -74,7 +74,7 @@ def _selective_scan(context: StateCarrier, x: Tensor, delta: Tensor, a: Tensor, 
 
 
 def _register(name: str, arguments: str, shaped_like: int, run: Callable[..., Tensor]) -> None:
-    """Register an operator of these arguments, whose result has the shape and the dtype of one of them, and its backward operator."""
+    """Register an operator and its backward operator. The result has the shape and dtype of the argument `shaped_like`."""
     signature = ", ".join(f"Tensor{'?' if a.endswith('?') else ''} {a.rstrip('?')}" for a in arguments.split())
     forward, backward = f"drivetrain::{name}", f"drivetrain::{name}_backward"
     torch.library.define(forward, f"({signature}, Tensor handle) -> Tensor")

@@ -1,4 +1,4 @@
-"""The segments of a packed sequence along which a state is carried, and how they are cut into chunks.
+"""The segments of a packed sequence that carry a state, and their division into chunks.
 
 Axes: T tokens, N segments, M chunks, C tokens of a chunk.
 """
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 CHUNK_SIZES = (16, 32, 64)
-"""Sizes of chunks. Segments that all have one token, as in generation, are chunks of one."""
+"""The sizes of chunks. If all segments have one token, as in generation, so do all chunks."""
 
 
 class Segments:
-    """Segments that lie one after the other, each with a state of its own.
+    """Consecutive segments, each with its own state.
 
     Args:
         bounds: The N + 1 boundaries, on the host.
-        device: The device of the tensors to be cut.
+        device: The device of the tensors to split.
 
     Raises:
         ValueError: A segment is empty, or there is none.
@@ -42,26 +42,26 @@ class Segments:
 
     @cached_property
     def cu_seqlens_host(self) -> Tensor:
-        """The boundaries on the host, `[N + 1]` int64. One tensor for all layers: kernels keep what they derive from it."""
+        """The boundaries on the host, `[N + 1]` int64. A single tensor for all layers, because kernels cache data derived from it."""
         return torch.tensor(self.bounds)
 
     def boundary(self, width: int) -> "Boundary":
-        """Return the tokens that a convolution over `width` tokens before its own takes from before a segment."""
+        """Return the row indices for a convolution that reads `width` tokens before each token, across the starts of segments."""
         if width not in self._boundaries:
             self._boundaries[width] = _boundary(self.bounds, width, self.device)
         return self._boundaries[width]
 
     def chunks(self, size: int) -> "Chunks":
-        """Return how the segments are cut into chunks of `size` tokens."""
+        """Return the division of the segments into chunks of `size` tokens."""
         if size not in self._chunks:
             self._chunks[size] = cut(self.lengths, size, self.device)
         return self._chunks[size]
 
     def cheapest(self, cost: Callable[[int], float]) -> int:
-        """Return the number of tokens of a chunk with which the least is computed.
+        """Return the chunk size with the lowest total cost.
 
         Args:
-            cost: The cost of a chunk by its number of tokens.
+            cost: Maps the number of tokens in a chunk to its cost.
         """
         if max(self.lengths) == 1:
             return 1
@@ -73,7 +73,7 @@ class Boundary:
     """Indices of rows of `[N * width + T, ...]`: `width` rows before each segment, and then the tokens of all segments.
 
     Args:
-        rows: `[R]` int64, the tokens that are fewer than `width` tokens behind the beginning of their segment.
+        rows: `[R]` int64, the tokens that are fewer than `width` tokens after the start of their segment.
         inputs: `[R, width + 1]` int64, the rows from `width` before each of these tokens to itself.
         last: `[N, width]` int64, the last rows of each segment.
     """
@@ -105,16 +105,16 @@ def _boundary(bounds: Sequence[int], width: int, device: torch.device) -> Bounda
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chunks:
-    """Chunks in the order in which states pass through them: the first ones of all segments, then the second ones, and so on.
+    """Chunks in the order that states pass through them: the first chunks of all segments, then the second ones, and so on.
 
-    Within a step, segments are in the order of `order`, the longest first, so that those which have a chunk are the first rows.
+    Within a step, segments are sorted by `order`, the longest first, so that segments with a chunk come first.
 
     Args:
-        size: The number of tokens of a chunk; the last one of a segment is filled with zeros.
-        slots: `[T]` int64, the place of each token among the `M * C` of the chunks; None if it is the token's own.
+        size: The number of tokens of a chunk; the last chunk of a segment is padded with zeros.
+        slots: `[T]` int64, the index of each token among the `M * C` slots of the chunks; None if it equals the token's index.
         steps: The number of chunks of each step.
         order: `[N]` int64, the segments from the longest to the shortest.
-        inverse: `[N]` int64, the place of each segment in `order`.
+        inverse: `[N]` int64, the index of each segment in `order`.
     """
 
     size: int
@@ -136,7 +136,7 @@ class Chunks:
 
 
 def cut(lengths: Sequence[int], size: int, device: torch.device) -> Chunks:
-    """Return how segments of these lengths are cut into chunks of `size` tokens."""
+    """Divide segments of these lengths into chunks of `size` tokens."""
     counts = [-(-n // size) for n in lengths]
     order = sorted(range(len(lengths)), key=lambda n: -counts[n])
     place = {segment: row for row, segment in enumerate(order)}

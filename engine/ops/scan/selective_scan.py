@@ -1,6 +1,6 @@
-"""The selective scan of Mamba, whose state decays differently in each of its entries, over packed segments.
+"""The selective scan of Mamba, whose state has a separate decay for each entry, over packed segments.
 
-Along each segment, from the state `S` (`[D, N]`) of its beginning:
+Along each segment, from the initial state `S` (`[D, N]`):
 
     S_t = exp(delta_t A) S_(t-1) + delta_t x_t B_t^T        y_t = S_t C_t
 
@@ -35,11 +35,11 @@ def selective_scan(
         x_td: The inputs, `[T, D]`.
         delta_td: The step sizes, at least 0, `[T, D]`.
         a_dn: The rates, at most 0, `[D, N]`.
-        b_tn: How an input enters the state, `[T, N]`.
-        c_tn: How the state is read, `[T, N]`.
+        b_tn: The weights with which an input enters the state, `[T, N]`.
+        c_tn: The weights with which the state is read, `[T, N]`.
         segments: The segments.
         initial_gdn: The state before each segment, `[G, D, N]`; None for zeros.
-        chunk_size: The number of steps in a row; all chunks take them side by side. None to choose.
+        chunk_size: The number of sequential steps; all chunks run them in parallel. None chooses it.
 
     Returns:
         The outputs `[T, D]` in the dtype of the inputs, and the final states `[G, D, N]` in float32 (float64 for inputs in float64).
@@ -48,14 +48,14 @@ def selective_scan(
     if initial_gdn is None:
         initial_gdn = x_td.new_zeros(len(segments.lengths), *a_dn.shape, dtype=dtype)
     if chunk_size is None:
-        # Chunks take their steps side by side, so that fewer of them also mean fewer steps of the state between chunks.
+        # Chunks run in parallel, and fewer chunks also mean fewer steps of the state between chunks.
         chunk_size = segments.cheapest(lambda size: size + 8)
     out, final = _SelectiveScan.apply(x_td, delta_td, a_dn, b_tn, c_tn, initial_gdn.to(dtype), segments.chunks(chunk_size))
     return out, final
 
 
 class _SelectiveScan(torch.autograd.Function):
-    """Keeps its inputs; the backward pass computes the states again, from the beginning of each chunk."""
+    """Keeps its inputs; the backward pass recomputes the states, from the start of each chunk."""
 
     @staticmethod
     def forward(
@@ -107,7 +107,7 @@ class _SelectiveScan(torch.autograd.Function):
 def _in_chunks(
     x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, chunks: Chunks
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the inputs in chunks, `[M, L, ...]`, where step sizes of 0 after the end of a segment leave its state alone."""
+    """Return the inputs in chunks, `[M, L, ...]`, with step sizes of 0 after the end of a segment, which leave its state unchanged."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     x, delta, b, c = (chunks.split(t.to(dtype)) for t in (x, delta, b, c))
     return x, delta, a.to(dtype), b, c
@@ -151,7 +151,7 @@ def _after(delta: Tensor, a: Tensor, c: Tensor, grad_out: Tensor, grad_final: Te
     grad, after = grad_final[:0], []
     steps = zip(local.split(chunks.steps), _through(delta, a).split(chunks.steps), strict=True)
     for new, decay in reversed(list(steps)):
-        # Segments that end with this step come in here.
+        # Add the segments that end with this step.
         after.append(torch.cat([grad, grad_final[len(grad) : len(new)]]))
         grad = after[-1] * decay + new
     return torch.cat(after[::-1]), grad
