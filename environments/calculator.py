@@ -1,4 +1,4 @@
-"""A calculator as a tool. Imports no torch."""
+"""A calculator as a tool. Does not import torch."""
 
 import ast
 import math

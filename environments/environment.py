@@ -1,4 +1,4 @@
-"""The interface of environments: what a policy acts in, turn by turn. Imports no torch.
+"""The interface of environments: what a policy acts in, turn by turn. Does not import torch.
 
     reset(row)  ->  what the policy reads first, if that is not the row's prompt
     step(turn)  ->  what it reads next, or the end
@@ -116,7 +116,7 @@ class Done:
 class Environment(ABC):
     """An environment of one episode: there is an instance for each. `reset`, `step` and `close` may be coroutines.
 
-    They run in processes of their own, many instances in each, and whatever they raise is a failure of the environment: the episode is left out
+    They run in separate processes, many instances in each, and whatever they raise is a failure of the environment: the episode is left out
     and counted, and never has a reward. What instances share, such as an index, is best made once, by a cached function.
     """
 
@@ -161,7 +161,7 @@ class Environment(ABC):
         """Free what the episode holds. Called once, also after errors.
 
         Returns:
-            True if something goes on that cannot be ended, so that the process gets no new episodes; otherwise nothing.
+            True if something continues that cannot be ended, so that the process gets no new episodes; otherwise nothing.
         """
         return None
 

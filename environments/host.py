@@ -1,4 +1,4 @@
-"""A process that runs the environments of many episodes at the same time. Imports no torch.
+"""A process that runs the environments of many episodes at the same time. Does not import torch.
 
 Coroutines share an event loop, and other methods run in threads, so that an episode which waits, for a network or a program, holds up no other.
 """

@@ -1,4 +1,4 @@
-"""The processes that run environments, each of which can be killed. Imports no torch."""
+"""The processes that run environments, each of which can be killed. Does not import torch."""
 
 import logging
 import os
@@ -49,7 +49,7 @@ class EnvironmentFailure(DrivetrainError):
 
 
 class EnvironmentPool:
-    """Runs the environments of episodes, in processes of their own, with limits on time and memory. Use it with `with`, or close it.
+    """Runs the environments of episodes, in separate processes, with limits on time and memory. Use it with `with`, or close it.
 
     An episode stays in its process. If a call takes too long, its episode has failed. A coroutine is cancelled then; any other method may never end, so
     its process gets no new episodes and is killed when the others in it have ended. If a process ends, all its episodes have failed.

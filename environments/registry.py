@@ -1,4 +1,4 @@
-"""Names of environments. Imports no torch.
+"""Names of environments. Does not import torch.
 
 A third party adds its own through the entry-point group `drivetrain.environments`, or names it as `module:class`.
 """

@@ -1,4 +1,4 @@
-"""A search over a local corpus as a tool: by words, ranked by BM25. Imports no torch."""
+"""A search over a local corpus as a tool: by words, ranked by BM25. Does not import torch."""
 
 import fcntl
 import json

@@ -1,4 +1,4 @@
-"""The environment of a single turn: the policy answers, and that is all. Imports no torch."""
+"""The environment of a single turn: the policy answers, and that is all. Does not import torch."""
 
 from .environment import Done, Environment, Turn
 

@@ -1,4 +1,4 @@
-"""Environments in which the policy calls tools: each call is answered by a message, and a turn without calls is the last one. Imports no torch."""
+"""Environments in which the policy calls tools: each call is answered by a message, and a turn without calls is the last one. Does not import torch."""
 
 import json
 import re

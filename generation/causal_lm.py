@@ -96,7 +96,7 @@ class CausalLM:
             raise ModelError(
                 f"model.path={path}: {_named(bad_names)} values that are not finite (NaN or infinity); the weights are damaged"
             )
-        # Nothing is taken from the folder's settings but the tokens that end a response.
+        # Nothing is taken from the folder's settings but the tokens that end a completion.
         settings, self.model.generation_config = self.model.generation_config, GenerationConfig()
         self.pad: int = config.pad if config.pad is not None else settings.pad_token_id or 0
         self.limits = CompletionLimits(

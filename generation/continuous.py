@@ -50,7 +50,7 @@ class ContinuousGenerator(CausalLMGenerator):
     A prompt that several waiting requests share is processed once, and prompts that begin alike share full pages of the cache.
     Requests begin in the order of their arrival; one that does not fit into the cache keeps those after it waiting.
 
-    With `config.invariant` a response has the same bits in any company: each forward pass has a number of rows at which a row does not depend
+    With `config.invariant` a completion has the same bits in any company: each forward pass has a number of rows at which a row does not depend
     on the others, attention has shapes that follow from a token's own position, and a request begins when the cache has room for all of
     its tokens, so that none is computed anew. Prompts of different requests share no pages.
 
@@ -186,7 +186,7 @@ class ContinuousGenerator(CausalLMGenerator):
         return "" if stream is None else stream.options.adapter
 
     def add_routes(self, routes: Tensor) -> None:
-        """Give the routes of a step, `[T, L, K]`, to its requests, and those of prompts also to the responses that begin with them."""
+        """Give the routes of a step, `[T, L, K]`, to its requests, and those of prompts also to the completions that begin with them."""
         step, first = self._sampler, 0
         for name, past, count in zip(step.requests, step.pasts, step.queries, strict=True):
             children = [other for other in self._unborn if other.startswith(name + CHILD)]
@@ -237,7 +237,7 @@ class ContinuousGenerator(CausalLMGenerator):
     def _needs_page(self, stream: TokenStream) -> bool:
         """Return whether all of a prompt but its last token may be found in the cache.
 
-        The scheduler keeps the last token of a prompt with several responses back until these exist, and would have nothing to do.
+        The scheduler keeps the last token of a prompt with several completions back until these exist, and would have nothing to do.
         """
         length = stream.length
         return self._processor.cache.use_prefix_sharing and length > 1 and (length - 1) % self._page == 0
@@ -265,7 +265,7 @@ class ContinuousGenerator(CausalLMGenerator):
                     request_id=parent_name,
                     initial_tokens=parent.so_far,
                     num_children=len(children),
-                    # Ends of responses are noticed here, since each has its own.
+                    # Ends of completions are noticed here, since each has its own.
                     max_new_tokens=None,
                 )
             )
@@ -339,7 +339,7 @@ class ContinuousGenerator(CausalLMGenerator):
             processor = manager._create_batch_processor()
         if self._states is not None or self._lm.recorder is not None or self.config.invariant or self.config.max_adapters:
             # A page found in the cache would come without the states behind it, nobody would know the experts of its tokens, those of a
-            # response were computed one by one, as those of a prompt are not, and it may be of another adapter.
+            # completion were computed one by one, as those of a prompt are not, and it may be of another adapter.
             processor.cache.use_prefix_sharing = False
         return processor
 

@@ -19,7 +19,7 @@ BACKEND = "fsdp"
 class ExactGenerator(CausalLMGenerator):
     """A generator that computes each token by a forward pass over all tokens before it, without a cache.
 
-    Log-probabilities are equal to the bit to those that an actor with `engine.invariant=true` computes of the whole response, on the same
+    Log-probabilities are equal to the bit to those that an actor with `engine.invariant=true` computes of the whole completion, on the same
     processor with the same number of threads.
 
     Args:

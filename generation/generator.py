@@ -56,10 +56,10 @@ class GeneratorStats:
 
 
 class BaseGenerator(ABC):
-    """Generates responses to many requests at the same time.
+    """Generates completions to many requests at the same time.
 
     A generator of your own implements the abstract methods. `run_step` moves requests from `waiting` to `running` with `admit` and
-    reports their tokens with `add_token`. All else, such as validation, ends of responses, cancellation, versions and recovery from
+    reports their tokens with `add_token`. All else, such as validation, ends of completions, cancellation, versions and recovery from
     errors, is done here.
 
     Args:
@@ -200,7 +200,7 @@ class BaseGenerator(ABC):
         self.running[stream.id] = stream
 
     def add_token(self, stream: TokenStream, token: int, log_prob: float) -> None:
-        """Add a token to a running request. If the response ends with it, `stop_request` is called."""
+        """Add a token to a running request. If the completion ends with it, `stop_request` is called."""
         if not math.isfinite(log_prob):
             self.stop_request(stream)
             self._fail(
@@ -279,12 +279,12 @@ class BaseGenerator(ABC):
 
         Args:
             prompt: The token ids of the prompt.
-            options: The sampling options. `samples` is not used; a stream is one response.
+            options: The sampling options. `samples` is not used; a stream is one completion.
             request_id: The id by which it can be cancelled; None numbers it.
-            row: The number of the prompt in its batch, which seeds the response together with `options.seed` and `sample`.
-            sample: The number of the response among those to the prompt.
+            row: The number of the prompt in its batch, which seeds the completion together with `options.seed` and `sample`.
+            sample: The number of the completion among those to the prompt.
             images: The images of the prompt as data URIs. The prompt has one image token for each; the model's own number of them takes
-                its place, and a response has no more tokens than fit behind it.
+                its place, and a completion has no more tokens than fit behind it.
             media: What the model's encoders read of the media of a prompt that has as many tokens for each item as features: the fields of a
                 `PackedBatch`, with rows for each item in order.
 
@@ -377,25 +377,25 @@ class BaseGenerator(ABC):
         first_samples: Sequence[int] | None = None,
         max_tokens: Sequence[int] | None = None,
     ) -> list[list[Generation]]:
-        """Generate `options.samples` responses to each prompt, in order.
+        """Generate `options.samples` completions to each prompt, in order.
 
-        If the call is cancelled, see `engine.cancellation`, it ends after the step that it is at, which is its first one at least: responses that
+        If the call is cancelled, see `engine.cancellation`, it ends after the step that it is at, which is its first one at least: completions that
         go on have the tokens so far and the finish reason `aborted`.
 
         Args:
             prompts: The token ids of the prompts.
             options: The sampling options.
-            rows: The number of each prompt in the global batch. Seeds derived from it and `options.seed` give the same responses on
-                any process, and different responses for an equal prompt in another row. None numbers them from 0.
+            rows: The number of each prompt in the global batch. Seeds derived from it and `options.seed` give the same completions on
+                any process, and different completions for an equal prompt in another row. None numbers them from 0.
             media: The media of each prompt; see `submit`.
-            begun: For each prompt its responses of a call that was cancelled; None where there are none. Those that were aborted go on from their
+            begun: For each prompt its completions of a call that was cancelled; None where there are none. Those that were aborted go on from their
                 tokens, whatever weights made them, and draw the same random numbers as if they had not been; the others are returned as they
                 are.
-            first_samples: For each prompt the number of its first response among all responses to its row, which seeds it; None is 0 for all.
-            max_tokens: For each prompt the most tokens of its responses, instead of those of the options.
+            first_samples: For each prompt the number of its first completion among all completions to its row, which seeds it; None is 0 for all.
+            max_tokens: For each prompt the most tokens of its completions, instead of those of the options.
 
         Raises:
-            ConfigError: A prompt or a response that was begun cannot be used, or the generator is paused.
+            ConfigError: A prompt or a completion that was begun cannot be used, or the generator is paused.
             ModelError: The last weights were not loaded completely, or the model computes NaN.
         """
         streams: list[list[TokenStream]] = []
@@ -582,7 +582,7 @@ class BaseGenerator(ABC):
         return self.ranks_per_model == 1 and cancelled()
 
     def _go_on(self, title: str, stream: TokenStream, before: Generation) -> None:
-        """Give a request that waits the tokens of a response that was begun."""
+        """Give a request that waits the tokens of a completion that was begun."""
         count = len(before.response)
         if before.prompt != stream.prompt or not count == len(before.log_probs) == len(before.versions):
             raise ConfigError(

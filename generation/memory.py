@@ -72,7 +72,7 @@ class GeneratorMemoryNeeds:
         parameters: Of the parameters.
         per_token: Of a token in the cache.
         workspace: Of everything else.
-        most_tokens: The number of tokens of as many responses as run at the same time, each as long as the model allows; 0 if that is
+        most_tokens: The number of tokens of as many completions as run at the same time, each as long as the model allows; 0 if that is
             not known.
     """
 

@@ -1,4 +1,4 @@
-"""The settings of generation: how responses are sampled, and how a role that generates them is configured. Imports no torch."""
+"""The settings of generation: how completions are sampled, and how a role that generates them is configured. Does not import torch."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,18 +14,18 @@ MIN_TEMPERATURE = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How responses are sampled.
+    """How completions are sampled.
 
     Args:
-        max_tokens: The maximum number of tokens in a response.
+        max_tokens: The maximum number of tokens in a completion.
         temperature: The value that logits are divided by; 0 selects the most likely token.
         top_p: The probability mass to sample from: the smallest set of most likely tokens that reaches it.
         top_k: The number of most likely tokens to sample from; 0 means all.
-        samples: The number of responses per prompt.
-        stop_tokens: Token ids that end a response, in addition to those of the model's generation config.
-        ignore_eos: Whether only `stop_tokens` end a response, and not the tokens of the model's generation config.
+        samples: The number of completions per prompt.
+        stop_tokens: Token ids that end a completion, in addition to those of the model's generation config.
+        ignore_eos: Whether only `stop_tokens` end a completion, and not the tokens of the model's generation config.
         seed: The random seed; None uses a new one for every call.
-        evaluation: Whether the responses are only for evaluation and never trained on. In a group with an actor, their
+        evaluation: Whether the completions are only for evaluation and never trained on. In a group with an actor, their
             temperature may then differ from the actor's.
         adapter: The name of the adapter to generate with, of a generator that has several; empty for the model without any.
 
@@ -107,22 +107,22 @@ def _is_id(token: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """The configuration of a role that generates responses.
+    """The configuration of a role that generates completions.
 
     Args:
         model: The model. Only path, added_tokens, overrides, trust_remote_code and, for adapters that come alone, lora are used.
         generator: The generator: a name that `drivetrain generators` lists, or `module:class`.
         dtype: The data type of the weights: float32 or bfloat16, or, for a role, auto: bfloat16 on CUDA and float32 elsewhere.
-        max_batch_size: The number of responses that are generated at the same time.
-        max_batch_total_tokens: The number of tokens of these responses and their prompts together, which bounds the memory of the
+        max_batch_size: The number of completions that are generated at the same time.
+        max_batch_total_tokens: The number of tokens of these completions and their prompts together, which bounds the memory of the
             cache. 0: as many as fit in the memory that is free on the GPU before the generator is built, or 32,768 without one.
         target_tokens_per_batch: The number of tokens in a forward pass. Prompts are added until it is reached.
         enable_chunked_prefill: Whether a prompt that exceeds what is left of `target_tokens_per_batch` is processed in several
-            forward passes, so that running responses do not wait for it. Only the generator `continuous` can do this.
+            forward passes, so that running completions do not wait for it. Only the generator `continuous` can do this.
         pad: The token id of padding; None uses the tokenizer's, or 0.
-        invariant: Whether a response's tokens and log-probabilities are equal to the bit whatever other requests are generated with it, in
+        invariant: Whether a completion's tokens and log-probabilities are equal to the bit whatever other requests are generated with it, in
             any order of arrival. For the generators `static` and `continuous`, on a CPU.
-        return_routed_experts: Whether responses say which experts their tokens went to; see `Generation.routed_experts`.
+        return_routed_experts: Whether completions say which experts their tokens went to; see `Generation.routed_experts`.
         held_versions: The number of versions of the weights that a role holds at the same time, of which one is in the generator and the others
             are in host memory until a call asks for them. With 1, new weights take the place of the old ones at once.
         max_adapters: How many adapters there may be side by side, each loaded, used by the requests that name it, and dropped while the

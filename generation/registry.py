@@ -1,4 +1,4 @@
-"""Registry of generators: maps each name to a class, which is imported on demand. Imports no torch.
+"""Registry of generators: maps each name to a class, which is imported on demand. Does not import torch.
 
 A third party adds its own through the entry-point group `drivetrain.generators`, or names it as `module:class`.
 """

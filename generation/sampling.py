@@ -1,4 +1,4 @@
-"""Token sampling in which a response depends on its seed, but not on its batch, its process or its generator.
+"""Token sampling in which a completion depends on its seed, but not on its batch, its process or its generator.
 
 Axes: B rows of a batch, V vocabulary.
 """
@@ -27,7 +27,7 @@ def seed_of(*parts: int | None) -> int:
 
 
 class UniformNumbers:
-    """The random numbers of one response: one in [0, 1) for each of its tokens, derived from a seed.
+    """The random numbers of one completion: one in [0, 1) for each of its tokens, derived from a seed.
 
     Args:
         seed: The seed.

@@ -1,4 +1,4 @@
-"""The scheduler between a model worker's queue and a model that serves many requests at the same time. Imports no torch.
+"""The scheduler between a model worker's queue and a model that serves many requests at the same time. Does not import torch.
 
 Requests come from the I/O thread; the executor runs the scheduler: poll, batch, execute, reply.
 """
@@ -42,7 +42,7 @@ class SchedulerSettings:
 
 @dataclass(frozen=True)
 class RequestProgress:
-    """Tokens of a request that goes on, or is about to end.
+    """Tokens of a request that continues, or is about to end.
 
     Args:
         id: The request.

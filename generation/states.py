@@ -15,7 +15,7 @@ from ..engine.ops.scan.carrier import Scan, StateKind
 from ..engine.ops.scan.segments import Segments
 
 CHILD = "__child#"
-"""What separates, in the manager's names, a response from the request that it was forked from."""
+"""What separates, in the manager's names, a completion from the request that it was forked from."""
 
 
 class RequestStates:
@@ -42,7 +42,7 @@ class RequestStates:
             pasts: The number of tokens of each that were processed before; one without any begins with a state of zeros.
 
         Raises:
-            RuntimeError: A request goes on whose state is not there.
+            RuntimeError: A request continues whose state is not there.
         """
         for name, past in zip(requests, pasts, strict=True):
             if past and name not in self._slots:
@@ -57,7 +57,7 @@ class RequestStates:
         return StepStates(self, Segments(bounds, self._device), rows, fresh, turns)
 
     def fork(self, requests: Iterable[str]) -> None:
-        """Copy the states of requests to those that were forked from them; to be called before any of them goes on.
+        """Copy the states of requests to those that were forked from them; to be called before any of them continues.
 
         Args:
             requests: The names of all requests that have begun.

@@ -1,6 +1,6 @@
 """Static batching with a plain transformers model: a batch of prompts is generated to its end before the next one begins.
 
-Axes: P different prompts, B rows of a batch, L tokens of the longest prompt and its response so far.
+Axes: P different prompts, B rows of a batch, L tokens of the longest prompt and its completion so far.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ DROP_SHARE = 0.25
 class StaticGenerator(CausalLMGenerator):
     """A generator that pads prompts of similar length into a batch.
 
-    Each different prompt of a batch is processed once, however many responses it gets.
+    Each different prompt of a batch is processed once, however many completions it gets.
 
     Args:
         config: The configuration.

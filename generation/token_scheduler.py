@@ -11,13 +11,13 @@ from .token_stream import TokenStream
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """A request for one response.
+    """A request for one completion.
 
     Args:
         prompt: The token ids of the prompt.
         options: The sampling options. `samples` is not used.
-        row: The number of the prompt, which seeds the response together with `options.seed` and `sample`.
-        sample: The number of the response among those to the prompt.
+        row: The number of the prompt, which seeds the completion together with `options.seed` and `sample`.
+        sample: The number of the completion among those to the prompt.
         images: The images of the prompt as data URIs; see `BaseGenerator.submit`.
     """
 

@@ -23,8 +23,8 @@ class CompletionLimits:
     Args:
         vocabulary: The number of tokens of the model; ids are below it.
         context: The number of positions of the model; None if it has no limit.
-        tokens: The largest number of tokens of a prompt and its response together.
-        end_tokens: The token ids that end a response.
+        tokens: The largest number of tokens of a prompt and its completion together.
+        end_tokens: The token ids that end a completion.
     """
 
     vocabulary: int
@@ -41,7 +41,7 @@ class TokenStream:
         request_id: The id of the request.
         prompt: The token ids of the prompt.
         options: The sampling options.
-        stop_tokens: The token ids that end the response.
+        stop_tokens: The token ids that end the completion.
         seed: The seed of its random numbers.
         images: The images of the prompt as data URIs, for a generator that reads them itself.
         media: The media of the prompt, for a generator that is given what encoders read.
@@ -66,7 +66,7 @@ class TokenStream:
         self.log_probs: list[float] = []
         self.versions: list[int] = []
         self.finish_reason: FinishReason | None = None
-        """Why the response ended; see `Generation`. None if it goes on, or failed."""
+        """Why the completion ended; see `Generation`. None if it continues, or failed."""
         self.error: Exception | None = None
         """Why the request failed."""
         self.routes = RequestRoutes()
@@ -95,9 +95,9 @@ class TokenStream:
         return self.options.max_tokens - len(self.tokens)
 
     def take_over(self, begun: Generation) -> None:
-        """Go on from the tokens of a response that was begun."""
+        """Go on from the tokens of a completion that was begun."""
         self.tokens, self.log_probs, self.versions = list(begun.response), list(begun.log_probs), list(begun.versions)
-        # Of a response without tokens, none was drawn by the routes of its prompt.
+        # Of a completion without tokens, none was drawn by the routes of its prompt.
         if begun.response and begun.routed_experts is not None:
             self.routes.take_over(begun.routed_experts)
 
@@ -120,7 +120,7 @@ class TokenStream:
         return Token(self.tokens[self._read - 1], self.log_probs[self._read - 1], self.versions[self._read - 1])
 
     def result(self) -> Generation:
-        """Return the response so far."""
+        """Return the completion so far."""
         return Generation(
             prompt=list(self.prompt),
             response=list(self.tokens),

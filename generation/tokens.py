@@ -1,4 +1,4 @@
-"""A generated token, as generators and workers report it. Imports no torch."""
+"""A generated token, as generators and workers report it. Does not import torch."""
 
 from typing import NamedTuple
 

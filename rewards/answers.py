@@ -1,4 +1,4 @@
-"""Rewards that compare the answer with a reference: exactly, as a number, or as mathematics. Imports no torch."""
+"""Rewards that compare the answer with a reference: exactly, as a number, or as mathematics. Does not import torch."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""The settings of rewards. Imports no torch."""
+"""The settings of rewards. Does not import torch."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Rewards for the form of an answer. Imports no torch."""
+"""Rewards for the form of a completion. Does not import torch."""
 
 import json
 import re
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def check_format(completion: str, *, tags: Sequence[str] = ("think", "answer"), regex: str = "") -> float:
-    """Return 1 if an answer has a form; otherwise 0.
+    """Return 1 if a completion has a form; otherwise 0.
 
     Args:
-        completion: The text of the answer.
+        completion: The text of the completion.
         tags: The names of the parts that it consists of, in this order, each once, as `<think>...</think>`, with nothing but white
             space around them.
         regex: A pattern that the whole text must match instead.
@@ -25,10 +25,10 @@ def check_format(completion: str, *, tags: Sequence[str] = ("think", "answer"), 
 
 
 def check_json(completion: str, *, schema: Mapping[str, Any] | str = "{}") -> float:
-    """Return 1 if an answer is JSON that fits a schema; otherwise 0. A fence of three backticks around it is allowed.
+    """Return 1 if a completion is JSON that fits a schema; otherwise 0. A fence of three backticks around it is allowed.
 
     Args:
-        completion: The text of the answer.
+        completion: The text of the completion.
         schema: The JSON schema, as an object or a text; a column of this name gives each row its own.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Processes for reward functions, each of which can be killed. Imports no torch."""
+"""Processes for reward functions, each of which can be killed. Does not import torch."""
 
 import pickle
 import resource
@@ -25,7 +25,7 @@ RewardTarget = str | Callable[..., Any]
 
 
 class RewardPool:
-    """Runs reward functions in processes of their own, with limits on time and memory. Use it with `with`, or close it.
+    """Runs reward functions in separate processes, with limits on time and memory. Use it with `with`, or close it.
 
     A process whose call takes too long is killed and replaced; so is one that ends by itself, or with all others when the system runs out
     of memory. A call that took too long has no value. One whose process ended is made once more, since something else may have ended it, and has
@@ -97,15 +97,15 @@ class RewardPool:
         *,
         calls: int = 1,
     ) -> None:
-        """Judge answers in one of the processes, when it is free.
+        """Score completions in one of the processes, when it is free.
 
         Args:
             target: The function.
-            samples: The answers.
+            samples: The completions.
             settings: Further arguments of the function.
-            done: Called in a thread of the pool, with an outcome for each answer, and whether each belongs to its answer alone: not if
-                one failure stands for all, because the call was killed, its process died, or a function of all answers raised.
-            calls: For how many calls of `timeout_s` the answers may take.
+            done: Called in a thread of the pool, with an outcome for each completion, and whether each belongs to its completion alone: not if
+                one failure stands for all, because the call was killed, its process died, or a function of all completions raised.
+            calls: For how many calls of `timeout_s` the completions may take.
 
         Raises:
             ConfigError: The pool was closed.
@@ -117,7 +117,7 @@ class RewardPool:
                 outcome = self._pool.submit(_judge, target, list(samples), dict(settings), self.timeout_s, timeout_s=limit)
             except PoolClosedError:
                 raise
-            except Exception as e:  # of pickle: the answers have something that cannot be sent
+            except Exception as e:  # of pickle: the completions have something that cannot be sent
                 outcome = Future()
                 outcome.set_exception(e)
             outcome.add_done_callback(finish)
@@ -159,7 +159,7 @@ def title_of(target: RewardTarget) -> str:
 
 
 def _outcomes(ended: "Future[Any]", count: int, limit: float) -> tuple[list[RewardOutcome], bool]:
-    """Return the outcome of each answer, and whether it belongs to this answer alone."""
+    """Return the outcome of each completion, and whether it belongs to this completion alone."""
     try:
         outcomes, separate = ended.result()
         return outcomes, separate

@@ -1,4 +1,4 @@
-"""The reward for programs: those that an answer holds are run in the sandbox. Imports no torch."""
+"""The reward for programs: those that a completion holds are run in the sandbox. Does not import torch."""
 
 import json
 import re
@@ -19,12 +19,12 @@ def check_program(
     seconds: float = 5.0,
     memory_mb: int = 512,
 ) -> float:
-    """Return 1 if the program in an answer passes all its tests; otherwise 0.
+    """Return 1 if the program in a completion passes all its tests; otherwise 0.
 
     See `find_program`.
 
     Args:
-        completion: The text of the answer.
+        completion: The text of the completion.
         tests: From the column `tests`: a mapping, or its JSON, with `inputs` and `outputs`, lists of texts of equal length (what the
             program reads, and what it has to print, apart from white space at the ends of lines); or a text, or list of texts, of
             statements with `assert`, which run behind the program.
@@ -49,7 +49,7 @@ def check_program(
 
 
 def find_program(completion: str) -> str:
-    """Return the program in an answer: its last block of Python, else its last block without a language, else all of it."""
+    """Return the program in a completion: its last block of Python, else its last block without a language, else all of it."""
     blocks: dict[str, str] = {}
     language: str | None = None
     lines: list[str] = []

@@ -1,19 +1,19 @@
-"""Rewards by rules that need no reference: length, repetition, script. Imports no torch."""
+"""Rewards by rules that need no reference: length, repetition, script. Does not import torch."""
 
 import unicodedata
 from collections.abc import Sequence
 
 
 def length_within(completion_ids: Sequence[int], *, minimum: int = 1, maximum: int = 2**31) -> float:
-    """Return 1 if an answer has from `minimum` to `maximum` tokens; otherwise 0."""
+    """Return 1 if a completion has from `minimum` to `maximum` tokens; otherwise 0."""
     return float(minimum <= len(completion_ids) <= maximum)
 
 
 def overlong_penalty(completion_ids: Sequence[int], *, maximum: int, buffer: int) -> float:
-    """Return the penalty for an answer that comes close to a length limit: 0 up to `maximum - buffer` tokens, then down to -1.
+    """Return the penalty for a completion that comes close to a length limit: 0 up to `maximum - buffer` tokens, then down to -1.
 
     Args:
-        completion_ids: The token ids of the answer.
+        completion_ids: The token ids of the completion.
         maximum: The length from which on the penalty is -1.
         buffer: The number of tokens before it in which the penalty grows.
 
@@ -28,7 +28,7 @@ def repetition_penalty(completion: str, *, words: int = 3, most: float = 1.0) ->
     """Return the penalty for repeated phrases: `-most` times the share of phrases that stood before.
 
     Args:
-        completion: The text of the answer.
+        completion: The text of the completion.
         words: The number of words of a phrase.
         most: The penalty if all phrases were the same.
 
@@ -44,10 +44,10 @@ def repetition_penalty(completion: str, *, words: int = 3, most: float = 1.0) ->
 
 
 def script_share(completion: str, *, script: str = "LATIN") -> float:
-    """Return the share of an answer's letters that are of a script, such as LATIN, CYRILLIC or CJK; 1 without letters.
+    """Return the share of a completion's letters that are of a script, such as LATIN, CYRILLIC or CJK; 1 without letters.
 
     Args:
-        completion: The text of the answer.
+        completion: The text of the completion.
         script: The first word of the Unicode names of its letters; a column of this name gives each row its own.
     """
     letters = [character for character in completion if character.isalpha()]

@@ -1,4 +1,4 @@
-"""A sandbox for programs that a model wrote: bubblewrap under a user id that nobody has. Imports no torch.
+"""A sandbox for programs that a model wrote: bubblewrap under a user id that nobody has. Does not import torch.
 
 The program has no network, sees of the file system only /usr and a small empty /tmp, inherits no environment and no open files, and is
 limited in memory, processes, output and time. It runs under a user id of its own, because the kernel's limit of processes does not hold

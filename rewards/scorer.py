@@ -1,4 +1,4 @@
-"""The weighted sum of several rewards, and what becomes of answers that could not be judged. Imports no torch."""
+"""The weighted sum of several rewards, and what becomes of completions that could not be scored. Does not import torch."""
 
 import math
 import threading
@@ -18,11 +18,11 @@ from .signatures import Signature
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The rewards of a batch of answers.
+    """The rewards of a batch of completions.
 
     Args:
-        rewards: The weighted sum for each answer; NaN for one that has no reward and must be left out.
-        outcomes: By the name of each function, what it made of each answer; None for those that it was not asked about.
+        rewards: The weighted sum for each completion; NaN for one that has no reward and must be left out.
+        outcomes: By the name of each function, what it made of each completion; None for those that it was not asked about.
     """
 
     rewards: list[float]
@@ -40,13 +40,13 @@ class Scores:
 
 
 _CALL_S = 0.02
-"""For how many seconds a process is given answers at a time."""
+"""For how many seconds a process is given completions at a time."""
 _MEMORY = 0.1
-"""The weight of a call in the mean time per answer."""
+"""The weight of a call in the mean time per completion."""
 
 
 class PendingScores:
-    """The rewards of answers that are being judged."""
+    """The rewards of completions that are being scored."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class PendingScores:
         self._done = threading.Condition()
 
     def add(self, name: str, rows: Sequence[int], outcomes: Sequence[RewardOutcome]) -> None:
-        """Note what a function made of some answers."""
+        """Note what a function made of some completions."""
         with self._done:
             for row, outcome in zip(rows, outcomes, strict=True):
                 self._outcomes[name][row] = outcome
@@ -73,19 +73,19 @@ class PendingScores:
 
     @property
     def ready(self) -> bool:
-        """Whether all answers have been judged."""
+        """Whether all completions have been scored."""
         return not self._left
 
     def result(self, timeout_s: float | None = None, *, models: Mapping[str, Sequence[float]] | None = None) -> Scores:
-        """Wait for all answers and return their rewards.
+        """Wait for all completions and return their rewards.
 
         Args:
             timeout_s: For how long to wait, in seconds; None without limit.
-            models: For each name in `models` of the scorer, its value for each answer; used where it was asked.
+            models: For each name in `models` of the scorer, its value for each completion; used where it was asked.
 
         Raises:
             RewardError: A function failed, and `rewards.on_failure` is `raise`.
-            TimeoutError: They were not judged in time.
+            TimeoutError: They were not scored in time.
         """
         with self._done:
             if not self._done.wait_for(lambda: self.ready, timeout_s):
@@ -105,13 +105,13 @@ class PendingScores:
 
 
 class RewardScorer:
-    """Judges answers with several reward functions at the same time, each in a process that can be killed.
+    """Scores completions with several reward functions at the same time, each in a process that can be killed.
 
     Args:
         config: The configuration.
         functions: Reward functions of this program, beside those that the configuration names. Each must be at the top level of a
             module; its name there is its name in `weights` and `settings`.
-        models: Names in `config.use` that are not functions: what they make of the answers is given to `PendingScores.result`.
+        models: Names in `config.use` that are not functions: what they make of the completions is given to `PendingScores.result`.
 
     Raises:
         ConfigError: There is no reward, or one cannot be used; or a setting is invalid.
@@ -164,10 +164,10 @@ class RewardScorer:
                 )
 
     def check(self, samples: Sequence[RewardSample], names: Sequence[str]) -> None:
-        """Check that rows have the columns that the rewards need, without judging anything.
+        """Check that rows have the columns that the rewards need, without scoring anything.
 
         Args:
-            samples: Rows, without answers.
+            samples: Rows, without completions.
             names: The name of each row, for messages.
 
         Raises:
@@ -178,8 +178,8 @@ class RewardScorer:
         self._check_columns(renamed, {name: rows for name, rows in routes.items() if name in self._targets}, names)
 
     def submit(self, samples: Sequence[RewardSample]) -> PendingScores:
-        """Begin to judge answers, and return at once. A function may be asked again about an answer whose call failed together with
-        others, so that only those are lost that it cannot judge by themselves.
+        """Begin to score completions, and return at once. A function may be asked again about a completion whose call failed together with
+        others, so that only those are lost that it cannot score by themselves.
 
         Raises:
             ConfigError: A row is routed to a reward that does not exist, or lacks a column.
@@ -196,7 +196,7 @@ class RewardScorer:
         return pending
 
     def _answers_per_call(self, name: str, count: int) -> int:
-        """Return how many answers a process judges at a time: more than one if that takes no longer than handing them over."""
+        """Return how many completions a process scores at a time: more than one if that takes no longer than handing them over."""
         with self._lock:
             seconds = self._seconds.get(name)
         if seconds is None:
@@ -204,7 +204,7 @@ class RewardScorer:
         return max(1, min(int(_CALL_S / max(seconds, 1e-6)), -(-count // (2 * self._config.workers))))
 
     def _ask(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], pending: PendingScores) -> None:
-        """Ask a function about answers; and about each by itself, if one failure stands for several of them."""
+        """Ask a function about completions; and about each by itself, if one failure stands for several of them."""
 
         def done(outcomes: list[RewardOutcome], separate: bool) -> None:
             if separate or len(rows) == 1:
@@ -219,9 +219,9 @@ class RewardScorer:
         self._submit(name, rows, samples, done)
 
     def _ask_singly(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], pending: PendingScores) -> None:
-        """Ask a function about each of several answers by itself.
+        """Ask a function about each of several completions by itself.
 
-        What a function of all answers makes of one may depend on the others. Its values therefore come from a call for all that it can
+        What a function of all completions makes of one may depend on the others. Its values therefore come from a call for all that it can
         judge: those that fail by themselves are left out, and it is asked about the others together once more.
         """
         singly: dict[int, RewardOutcome] = {}
@@ -255,14 +255,14 @@ class RewardScorer:
             done([RewardOutcome(kind="error", message=str(e))] * len(rows), False)
 
     def _note(self, name: str, outcomes: Sequence[RewardOutcome]) -> None:
-        """Note how long a function takes for an answer."""
+        """Note how long a function takes for a completion."""
         mean = sum(outcome.seconds for outcome in outcomes) / max(1, len(outcomes))
         with self._lock:
             before = self._seconds.get(name, mean)
             self._seconds[name] = before + _MEMORY * (mean - before)
 
     def score(self, samples: Sequence[RewardSample]) -> Scores:
-        """Judge answers, and wait for the rewards.
+        """Score completions, and wait for the rewards.
 
         Raises:
             ConfigError: A row is routed to a reward that does not exist, or lacks a column.
@@ -271,7 +271,7 @@ class RewardScorer:
         return self.submit(samples).result()
 
     def add_up(self, count: int, outcomes: dict[str, list[RewardOutcome | None]]) -> Scores:
-        """Return the weighted sums of what the functions made of `count` answers."""
+        """Return the weighted sums of what the functions made of `count` completions."""
         totals = [0.0] * count
         judged = [False] * count
         for name, values in outcomes.items():
@@ -289,7 +289,7 @@ class RewardScorer:
                     )
                 elif self._config.on_failure == "drop":
                     totals[row] = math.nan
-        # An answer that no function had anything to say about, or whose environment failed, has no reward, which is not a reward of 0.
+        # A completion that no function had anything to say about, or whose environment failed, has no reward, which is not a reward of 0.
         rewards = [total if has_value else math.nan for total, has_value in zip(totals, judged, strict=True)]
         return Scores(rewards=rewards, outcomes=outcomes)
 
@@ -317,7 +317,7 @@ class RewardScorer:
 
     def _routes(self, samples: Sequence[RewardSample], names: Sequence[str] | None = None) -> dict[str, list[int]]:
         route = self._config.route
-        # What has failed is judged by nobody.
+        # What has failed is scored by nobody.
         able = [row for row, sample in enumerate(samples) if not sample.failure]
         if not route:
             return {name: list(able) for name in self.names}

@@ -1,4 +1,4 @@
-"""A filter of system calls for the sandbox: what would give a program memory that nobody counts, or privileges. Imports no torch."""
+"""A filter of system calls for the sandbox: what would give a program memory that nobody counts, or privileges. Does not import torch."""
 
 import errno
 import platform

@@ -1,12 +1,12 @@
-"""How a reward function is called: as those of TRL and of verl, or with the names that it asks for. Imports no torch.
+"""How a reward function is called: as those of TRL and of verl, or with the names that it asks for. Does not import torch.
 
 | parameters | called | with |
 |---|---|---|
 | `completions` | once | lists: `prompts`, `completions`, `completion_ids` and all columns, as TRL does; None is "not applicable" |
 | `solution_strs` | once | `data_sources`, `solution_strs`, `ground_truths`, `extra_infos`, as verl's batch reward manager does |
-| `solution_str` | for each answer | `data_source`, `solution_str`, `ground_truth`, `extra_info`, as verl does |
+| `solution_str` | for each completion | `data_source`, `solution_str`, `ground_truth`, `extra_info`, as verl does |
 | `samples` | once | a list of `RewardSample` |
-| anything else | for each answer | of `sample`, `prompt`, `completion`, `completion_ids`, `truncated`, `turns`, `environment_reward`, the columns and the settings, those that it asks for |
+| anything else | for each completion | of `sample`, `prompt`, `completion`, `completion_ids`, `truncated`, `turns`, `environment_reward`, the columns and the settings, those that it asks for |
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class Signature:
 
     Args:
         convention: Whose signature it has.
-        at_once: Whether one call takes all answers.
+        at_once: Whether one call takes all completions.
         named: Its parameters.
         required: The parameters that must be columns or settings.
         optional: The parameters that may be.
@@ -64,7 +64,7 @@ class Signature:
 
     @property
     def takes_batch(self) -> bool:
-        """Whether it is called with lists of answers, and returns a list."""
+        """Whether it is called with lists of completions, and returns a list."""
         return self.convention in _BATCHED
 
 
@@ -108,19 +108,19 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 def judge(
     function: Callable[..., Any], samples: Sequence[RewardSample], settings: Mapping[str, Any], timeout_s: float
 ) -> tuple[list[RewardOutcome], bool]:
-    """Call a function for answers, and check what it returns. Errors become outcomes.
+    """Call a function for completions, and check what it returns. Errors become outcomes.
 
-    A function that is called for each answer is judged answer by answer: an error of one changes nothing for the others, and what a call
-    changes in its arguments is not seen by the next one. Outcomes therefore do not depend on which answers are passed together.
+    A function that is called for each completion is scored completion by completion: an error of one changes nothing for the others, and what a call
+    changes in its arguments is not seen by the next one. Outcomes therefore do not depend on which completions are passed together.
 
     Args:
         function: The function.
-        samples: The answers, with columns under the names of its parameters.
+        samples: The completions, with columns under the names of its parameters.
         settings: Further arguments.
-        timeout_s: For how many seconds an asynchronous function may work on one answer.
+        timeout_s: For how many seconds an asynchronous function may work on one completion.
 
     Returns:
-        An outcome for each answer; and whether each belongs to its answer alone: False if a call for all answers has failed, which may
+        An outcome for each completion; and whether each belongs to its completion alone: False if a call for all completions has failed, which may
         be because of a single one of them.
     """
     signature = signature_of(function)
@@ -182,7 +182,7 @@ async def _judge_concurrently(
 
 
 def _copies(sample: RewardSample, settings: Mapping[str, Any]) -> tuple[RewardSample, Mapping[str, Any]]:
-    """Return an answer and settings that share nothing with those of other answers, as the answers to one prompt share their columns."""
+    """Return a completion and settings that share nothing with those of other completions, as the completions to one prompt share their columns."""
     copies: tuple[RewardSample, Mapping[str, Any]] = pickle.loads(pickle.dumps((sample, settings)))
     return copies
 
@@ -279,7 +279,7 @@ def _ignore(*args: Any, **more: Any) -> None:
 
 
 def _asked(signature: Signature, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    # A function that takes any name still gets an answer only under those that it knows.
+    # A function that takes any name still gets a completion only under those that it knows.
     every = signature.takes_all and signature.convention != "each"
     return {name: value for name, value in arguments.items() if every or name in signature.named}
 

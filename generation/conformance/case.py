@@ -68,7 +68,7 @@ class Case:
     def log_probs(
         self, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0, *, model: int = 0
     ) -> list[float]:
-        """Return the log-probabilities of a response by plain transformers."""
+        """Return the log-probabilities of a completion by plain transformers."""
         distributions = self.distributions(prompt, response, temperature, model=model)
         chosen: list[float] = distributions.gather(1, torch.tensor(response, dtype=torch.long)[:, None])[:, 0].tolist()
         return chosen
@@ -129,7 +129,7 @@ def expect_greedy(
 
 
 def expect_greedy_stream(case: Case, stream: TokenStream, what: str) -> None:
-    """Check that a stream is the greedy response of the first model, as long as it may be."""
+    """Check that a stream is the greedy completion of the first model, as long as it may be."""
     expect_greedy(case, stream.prompt, stream.tokens, stream.log_probs, what)
     expect(
         len(stream.tokens) == stream.options.max_tokens or stream.tokens[-1] in stream.stop_tokens,

@@ -1,4 +1,4 @@
-"""The settings of an embedding model. Imports no torch."""
+"""The settings of an embedding model. Does not import torch."""
 
 from dataclasses import dataclass
 from typing import Literal

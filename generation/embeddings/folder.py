@@ -1,4 +1,4 @@
-"""What a model's folder says about its embeddings, in the files of sentence-transformers. Imports no torch."""
+"""What a model's folder says about its embeddings, in the files of sentence-transformers. Does not import torch."""
 
 import json
 import re

@@ -64,7 +64,7 @@ class VLLMModel:
         """Return what the generator can take.
 
         Args:
-            max_length: The number of tokens that vLLM's engine allows for a prompt and its response.
+            max_length: The number of tokens that vLLM's engine allows for a prompt and its completion.
         """
         ends = self._text.eos_token_id
         if (self.folder / "generation_config.json").is_file():
@@ -105,7 +105,7 @@ class VLLMModel:
             "skip_tokenizer_init": True,
             "dtype": config.dtype,
             "trust_remote_code": config.model.trust_remote_code,
-            # vLLM refuses a cache in which a response of all positions has no room.
+            # vLLM refuses a cache in which a completion of all positions has no room.
             "max_model_len": min(self._context or config.max_batch_total_tokens, config.max_batch_total_tokens),
             "max_num_seqs": config.max_batch_size,
             "max_num_batched_tokens": max(config.target_tokens_per_batch, config.max_batch_size),

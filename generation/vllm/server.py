@@ -1,4 +1,4 @@
-"""Generation by a server of vLLM in a process of its own."""
+"""Generation by a server of vLLM in a separate process."""
 
 import json
 import math
@@ -194,7 +194,7 @@ class VLLMServerGenerator(BaseGenerator):
             self._events.put((name, e))
 
     def stop_request(self, stream: TokenStream) -> None:
-        """Close the connection of a request, by which the server stops it if it goes on."""
+        """Close the connection of a request, by which the server stops it if it continues."""
         name = self._names.pop(stream.id)
         del self._streams[name]
         self._readers.pop(name).cancel()

@@ -663,7 +663,7 @@ def test_what_is_wrong_with_a_role_is_one_line_before_anything_starts(
     wrong: list[tuple[Any, str]] = [
         (
             {"actor": actor.config},
-            r"role 'actor' is a ActorConfig \(ActorConfig\(.*\); give RoleSpec\(worker=..., config=...\)",
+            r"role 'actor' is a ActorConfig \(ActorConfig\(.*\); pass RoleSpec\(worker=..., config=...\)",
         ),
         ({"actor": ActorWorker}, r"role 'actor' is a type"),
         (

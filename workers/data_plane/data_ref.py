@@ -1,4 +1,4 @@
-"""The controller's handle of samples that are elsewhere. Imports no torch."""
+"""The controller's handle of samples that are elsewhere. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

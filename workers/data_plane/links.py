@@ -1,4 +1,4 @@
-"""Connections between workers of different pools: bytes from one to the other, without the controller. Imports no torch.
+"""Connections between workers of different pools: bytes from one to the other, without the controller. Does not import torch.
 
 Each worker listens at one ZeroMQ socket. On one machine that is a file in a folder of mode 0700; over machines the connections
 are encrypted and authenticated by CURVE, with keys that only the workers of the group have.

@@ -1,4 +1,4 @@
-"""What a controller knows of the samples: their lengths, their columns, and where these are. Imports no torch."""
+"""What a controller knows of the samples: their lengths, their columns, and where these are. Does not import torch."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A thread that serves requests which may take long and need no device. Imports no torch."""
+"""A thread that serves requests which may take long and need no device. Does not import torch."""
 
 import threading
 from collections import deque

@@ -49,7 +49,7 @@ def train_step(worker: ModelWorker, request: c.TrainStep) -> c.TrainStepOk:
 
 
 def generate(worker: ModelWorker, request: c.Generate) -> c.GenerateOk:
-    """Generate, and store the responses as samples, each as a document with its prompt. After a `cancel` it ends with those so far."""
+    """Generate, and store the completions as samples, each as a document with its prompt. After a `cancel` it ends with those so far."""
     with cancellable(lambda: request.id in worker.cancelled):
         result = _run(worker, request, {})
     answers = [(row, k, g) for row, samples in zip(request.rows, result, strict=True) for k, g in enumerate(samples)]
@@ -70,7 +70,7 @@ def generate(worker: ModelWorker, request: c.Generate) -> c.GenerateOk:
         ids=ids,
         lengths=batch.lengths,
         fields={name: column for name, (column, _) in fields.items()},
-        # Unlike those of other calls: responses of several calls may become one batch.
+        # Unlike those of other calls: completions of several calls may become one batch.
         group_ids=[(request.version << 32) + row for row, _, _ in answers],
     )
 

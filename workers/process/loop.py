@@ -313,7 +313,7 @@ class RequestLoop:
         self._send(Error(id=request.id, kind="queue_full", message=f"{limit} requests are waiting; send it again later"))
 
     def _serve_data(self, request: Request) -> Callable[[], None]:
-        """Execute a request that may take long, in a thread of its own."""
+        """Execute a request that may take long, in a separate thread."""
         reply = self._worker.answer(request)
         return lambda: self._send(reply)
 

@@ -1,4 +1,4 @@
-"""Named numbers of a worker process, which travel to its controller with every beat. Imports no torch."""
+"""Named numbers of a worker process, which travel to its controller with every beat. Does not import torch."""
 
 import threading
 

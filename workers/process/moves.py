@@ -1,4 +1,4 @@
-"""How the state of a role moves that has both an engine and a generator. Imports no torch."""
+"""How the state of a role moves that has both an engine and a generator. Does not import torch."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Messages as bytes: newline-delimited JSON, and msgpack with the data of tensors in parts of their own. Imports no torch."""
+"""Messages as bytes: newline-delimited JSON, and msgpack with the data of tensors in parts of their own. Does not import torch."""
 
 from typing import Any, Protocol, Union
 

@@ -1,4 +1,4 @@
-"""Communicator ids: 128 bytes that tell all ranks of a run where to meet. Imports no torch."""
+"""Communicator ids: 128 bytes that tell all ranks of a run where to meet. Does not import torch."""
 
 import secrets
 import socket

@@ -1,4 +1,4 @@
-"""Messages of a trainer's controller: requests that wait for a flush, and the flush itself. Imports no torch."""
+"""Messages of a trainer's controller: requests that wait for a flush, and the flush itself. Does not import torch."""
 
 from typing import Any, ClassVar
 
@@ -169,7 +169,7 @@ class SampleReply(ComputeReply, kw_only=True):
 
 
 class Generate(SampleRequest, kw_only=True):
-    """Generate with a role. Prompts are samples, and so are the responses, under ids of their own."""
+    """Generate with a role. Prompts are samples, and so are the completions, under ids of their own."""
 
     method: str = "generate"
 

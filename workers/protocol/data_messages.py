@@ -1,4 +1,4 @@
-"""Messages of the data plane: what the data stores hold, and the connections between pools. Imports no torch."""
+"""Messages of the data plane: what the data stores hold, and the connections between pools. Does not import torch."""
 
 from typing import Annotated, Any, ClassVar
 

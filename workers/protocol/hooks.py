@@ -1,6 +1,6 @@
 """Hooks: what a controller may have done around a call, as arguments of `WorkerGroup.submit` and as sent to the workers.
 
-The two are the same, but for samples: a controller names them by a reference, and each worker is sent the ids of its own. Imports no torch.
+The two are the same, but for samples: a controller names them by a reference, and each worker is sent the ids of its own. Does not import torch.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The messages between a controller and a model worker. Imports no torch.
+"""The messages between a controller and a model worker. Does not import torch.
 
 A request is answered by exactly one reply, which repeats the request's `id` if it has one. Messages are msgspec structs tagged by
 `op`; fields with their default value are omitted.
@@ -138,7 +138,7 @@ class Cancel(Request, kw_only=True):
 
     Args:
         request: The id of the request to remove.
-        early_end: Instead, let a `generate` end after the step that it is at, with the tokens so far: its responses that go on then have the
+        early_end: Instead, let a `generate` end after the step that it is at, with the tokens so far: its completions that go on then have the
             finish reason `aborted`. One that waits is not removed, and ends after its first step.
     """
 

@@ -1,4 +1,4 @@
-"""The classes and functions that a message may refer to, by name. Imports no torch.
+"""The classes and functions that a message may refer to, by name. Does not import torch.
 
 A message holds data, and names `module:attribute` out of a list that is fixed when a worker starts, so that whoever can write to
 a worker cannot make it import anything else. Drivetrain's own configurations and roles are always on the list.

@@ -1,4 +1,4 @@
-"""The actor: the policy that is trained on its own responses."""
+"""The actor: the policy that is trained on its own completions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class ActorWorker(Worker):
     def compute_log_probs(
         self, data: Any, *, entropy: bool = False, sum_squared_probs: bool = False, routed_experts: bool = False
     ) -> Any:
-        """Compute the `log_probs` of response tokens and, if requested, numbers of their distributions, in the caller's format.
+        """Compute the `log_probs` of completion tokens and, if requested, numbers of their distributions, in the caller's format.
 
         Args:
             data: This rank's data-parallel shard, in a format of `workers.roles.batch_adapters`.
@@ -73,7 +73,7 @@ class ActorWorker(Worker):
 
     @register("dp")
     def compute_reference_log_probs(self, data: Any) -> Any:
-        """Compute the `reference_log_probs` of response tokens, in the caller's format, with the adapters of the policy disabled.
+        """Compute the `reference_log_probs` of completion tokens, in the caller's format, with the adapters of the policy disabled.
 
         Args:
             data: This rank's data-parallel shard, in a format of `workers.roles.batch_adapters`.
@@ -98,7 +98,7 @@ class ActorWorker(Worker):
     def update(
         self, data: Any, steps: Sequence[Sequence[int]] | None = None, *, loss: PolicyLoss | PreferenceLoss | None = None
     ) -> list[StepResult]:
-        """Train the policy on responses.
+        """Train the policy on completions.
 
         Args:
             data: This rank's data-parallel shard, with `old_log_probs`, `advantages` and the other fields that the loss needs.
@@ -122,7 +122,7 @@ class ActorWorker(Worker):
 
     @register("dp", returns="numbers")
     def evaluate(self, data: Any) -> dict[str, float]:
-        """Compute the `loss` of a batch of responses and its metrics, without training.
+        """Compute the `loss` of a batch of completions and its metrics, without training.
 
         Args:
             data: This rank's data-parallel shard, with the fields that the loss needs.

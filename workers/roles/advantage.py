@@ -35,9 +35,9 @@ class AdvantageConfig(ByName):
 
     Args:
         estimator: The estimator, with its settings: one of `losses.estimators`, or an instance of a subclass of `Estimator` of one's own.
-            `AdvantageConfig.from_settings(estimator="grpo", scale=False)` takes both in one. Those that compare the responses of a group
+            `AdvantageConfig.from_settings(estimator="grpo", scale=False)` takes both in one. Those that compare the completions of a group
             need `group_ids`, and each says which fields it needs beside the rewards.
-        kl_coef: The weight of a KL penalty in the rewards, of tokens or of responses, depending on the estimator; it needs
+        kl_coef: The weight of a KL penalty in the rewards, of tokens or of completions, depending on the estimator; it needs
             `old_log_probs` and `reference_log_probs`.
         kl: The estimator of the KL divergence, as in `losses.policy.kl_estimate`.
 
@@ -79,9 +79,9 @@ class AdvantageWorker:
 
     @register("dp")
     def compute_advantages(self, data: Any, *, kl_coef: float | None = None) -> dict[str, Tensor]:
-        """Compute the `advantages` of response tokens, and where rewards are those of tokens (`kl_coef`) also their `returns`.
+        """Compute the `advantages` of completion tokens, and where rewards are those of tokens (`kl_coef`) also their `returns`.
 
-        Where a sequence field `episode` says which documents are parts of one episode, estimators that give a response one advantage compare the last
+        Where a sequence field `episode` says which documents are parts of one episode, estimators that give a completion one advantage compare the last
         of them, and give it to all; others look at each document by itself.
 
         Collective over the ranks of the role.
@@ -124,7 +124,7 @@ class AdvantageWorker:
     def compute_importance_weights(
         self, data: Any, *, correction: Correction = "truncate", level: Level = "token", low: float = 0.5, high: float = 2.0
     ) -> dict[str, Tensor]:
-        """Compute the `importance_weights` of response tokens; see `losses.importance.importance_weights`.
+        """Compute the `importance_weights` of completion tokens; see `losses.importance.importance_weights`.
 
         Args:
             data: This rank's data-parallel shard, with `old_log_probs` and `rollout_log_probs`.
@@ -190,7 +190,7 @@ class AdvantageWorker:
 
     @register("dp", returns="numbers")
     def summarize(self, data: Any) -> dict[str, float]:
-        """Compute numbers of a batch, over the response tokens of all ranks: collective over the ranks of the role.
+        """Compute numbers of a batch, over the completion tokens of all ranks: collective over the ranks of the role.
 
         Args:
             data: This rank's data-parallel shard.
@@ -276,10 +276,10 @@ def episodes_of(batch: PackedBatch) -> tuple[list[int], list[int]]:
 
 
 class PenalizedCompletions(PaddedCompletions):
-    """The responses of a packed batch with their rewards less the KL penalty: what estimators read.
+    """The completions of a packed batch with their rewards less the KL penalty: what estimators read.
 
     Args:
-        batch: The batch, in which the labels mark the responses.
+        batch: The batch, in which the labels mark the completions.
         config: The penalty.
     """
 
@@ -292,7 +292,7 @@ class PenalizedCompletions(PaddedCompletions):
         return self.token_rewards().sum(1) if self._config.kl_coef else super().rewards()
 
     def token_rewards(self) -> Tensor:
-        """Return the rewards `[B, R]`, less the KL penalty of each token: each at the last token of its turn, if turns have their own, or of its response."""
+        """Return the rewards `[B, R]`, less the KL penalty of each token: each at the last token of its turn, if turns have their own, or of its completion."""
         config, kl = self._config, None
         if config.kl_coef:
             kl = kl_estimate(self.padded("old_log_probs"), self.padded("reference_log_probs"), config.kl)

@@ -1,24 +1,24 @@
 """Adapters between the batch formats of RL frameworks and `PackedBatch`.
 
     padded                                   packed (T = 8, no padding)
-    prompts | responses                      a1 a2 A1 A2 A3 b1 B1 B2
-    . a1 a2 | A1 A2 A3                       the values of a response token are stored where the token
+    prompts | completions                      a1 a2 A1 A2 A3 b1 B1 B2
+    . a1 a2 | A1 A2 A3                       the values of a completion token are stored where the token
     . . b1  | B1 B2 .                        is predicted: at the token before it
 
 Results go back in the caller's format. Three formats are accepted, each with any fields that the caller has:
 
 - Padded tensors (a mapping or a TensorDict): `input_ids` and `attention_mask` `[B, L]`, padded on either side, and the
-  responses either as the last R columns (`responses` or `response_mask` `[B, R]`) or as a mask over all columns
-  (`response_mask` `[B, L]`). Fields `[B, R]` belong to response tokens, fields `[B]` to rows.
-- A TensorDict of jagged tensors: `input_ids` `[B, j]`, and the responses either as `responses` or `response_mask` `[B, j']`,
-  the last j' tokens of each row, or as a mask over all tokens. Fields with the boundaries of the responses belong to their
+  completions either as the last R columns (`responses` or `response_mask` `[B, R]`) or as a mask over all columns
+  (`response_mask` `[B, L]`). Fields `[B, R]` belong to completion tokens, fields `[B]` to rows.
+- A TensorDict of jagged tensors: `input_ids` `[B, j]`, and the completions either as `responses` or `response_mask` `[B, j']`,
+  the last j' tokens of each row, or as a mask over all tokens. Fields with the boundaries of the completions belong to their
   tokens.
-- A `PackedBatch`, whose labels mark the responses.
+- A `PackedBatch`, whose labels mark the completions.
 
 The first two take media as `multi_modal_inputs`, as verl has it: for each row a mapping from the names of fields to what the model's processor returned
 for the images, videos and audio of this row, or None.
 
-Axes: B rows, L padded length, R padded length of responses, T tokens.
+Axes: B rows, L padded length, R padded length of completions, T tokens.
 """
 
 import sys
@@ -49,14 +49,14 @@ class BatchAdapter(ABC):
     """A caller's batch in packed form, and the conversion of results back to the caller's format.
 
     Args:
-        batch: The packed batch, with labels at the positions that predict response tokens.
+        batch: The packed batch, with labels at the positions that predict completion tokens.
     """
 
     batch: PackedBatch
 
     @abstractmethod
     def tokens(self, values: Tensor) -> Tensor:
-        """Convert values `[T]` of response tokens to the caller's format; padding is 0."""
+        """Convert values `[T]` of completion tokens to the caller's format; padding is 0."""
 
     def answer(self, fields: Mapping[str, Tensor]) -> Any:
         """Convert named token values `[T]` to a result in the caller's format."""
@@ -84,8 +84,8 @@ class PaddedAdapter(BatchAdapter):
     """The adapter of a caller who passes padded tensors.
 
     Args:
-        where: `[B, R]` bool mask of the response tokens.
-        at: `[K]` int64, the packed position that predicts each response token, row by row.
+        where: `[B, R]` bool mask of the completion tokens.
+        at: `[K]` int64, the packed position that predicts each completion token, row by row.
         tensordict: Whether results are returned as a TensorDict.
     """
 
@@ -108,8 +108,8 @@ class JaggedAdapter(BatchAdapter):
     """The adapter of a caller who passes jagged tensors.
 
     Args:
-        offsets: `[B + 1]` int64, the boundaries of the responses in the caller's format.
-        at: `[K]` int64, the packed position that predicts each token of the caller's responses.
+        offsets: `[B + 1]` int64, the boundaries of the completions in the caller's format.
+        at: `[K]` int64, the packed position that predicts each token of the caller's completions.
         real: `[K]` bool, whether that position exists; nothing precedes the first token of a row.
     """
 
@@ -259,7 +259,7 @@ def _open_padded(data: Mapping[str, Tensor], extra_fields: Collection[str], tens
         where &= responses.bool()
     supervised = torch.zeros_like(mask)
     supervised[:, begin:] = where
-    # A response's first token is predicted by the prompt's last token.
+    # A completion's first token is predicted by the prompt's last token.
     first = mask.long().cumsum(1) == 1
     promptless = (supervised & first & mask).any(1).nonzero()[:, 0].tolist()
     if promptless:
@@ -353,12 +353,12 @@ def _binary(mask: Tensor, name: str) -> Tensor:
 
 
 def _check_responses(responses: Tensor, ids: Tensor, mask: Tensor) -> None:
-    """Check that the responses are the last columns of `input_ids`.
+    """Check that the completions are the last columns of `input_ids`.
 
-    A framework that concatenates unpadded prompts and responses has them elsewhere.
+    A framework that concatenates unpadded prompts and completions has them elsewhere.
 
     Raises:
-        BatchError: The responses are not the last columns; the message names the row.
+        BatchError: The completions are not the last columns; the message names the row.
     """
     begin = ids.shape[1] - responses.shape[1]
     # The two may use different padding ids. They must agree on the row's tokens, and everywhere if the mask leaves no token

@@ -1,4 +1,4 @@
-"""The rollout role: generates responses to prompts with the policy's weights."""
+"""The rollout role: generates completions to prompts with the policy's weights."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -120,7 +120,7 @@ class RolloutWorker:
         version: int | None = None,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[list[Generation]]:
-        """Generate `options.samples` responses to each prompt, in order.
+        """Generate `options.samples` completions to each prompt, in order.
 
         Args:
             prompts: The token ids of this process's shard of the prompts. A PackedBatch may have a field `row` `[N]` with the
@@ -129,8 +129,8 @@ class RolloutWorker:
             options: The sampling options.
             version: The version that the weights must have; None accepts any. If it is held, see `RolloutConfig.held_versions`, the generator
                 goes over to it, and those before it are dropped.
-            columns: `number`: a number for each prompt instead of that in the batch. `begun`: its responses of a call that was cancelled, or None;
-                `first_samples`: the number of its first response; `max_tokens`: the most tokens of each response. See `BaseGenerator.generate`.
+            columns: `number`: a number for each prompt instead of that in the batch. `begun`: its completions of a call that was cancelled, or None;
+                `first_samples`: the number of its first completion; `max_tokens`: the most tokens of each completion. See `BaseGenerator.generate`.
 
         Raises:
             ModelError: The weights are of another version.
@@ -275,7 +275,7 @@ class RolloutWorker:
 
     @register("all")
     def largest_request(self) -> int:
-        """Return the largest number of tokens of a prompt and its response together."""
+        """Return the largest number of tokens of a prompt and its completion together."""
         return self.generator.limits().tokens
 
     @register("all")

@@ -1,4 +1,4 @@
-"""The reward: a model or a function that scores complete responses."""
+"""The reward: a model or a function that scores complete completions."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -53,13 +53,13 @@ class RewardWorker(Worker):
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionRewardSample:
-    """A prompt and its response, as passed to a reward function.
+    """A prompt and its completion, as passed to a reward function.
 
     Args:
         prompt: The token ids of the prompt.
-        response: The token ids of the response.
+        response: The token ids of the completion.
         prompt_text: The decoded prompt; empty if the worker has no tokenizer.
-        response_text: The decoded response without special tokens; empty if the worker has no tokenizer.
+        response_text: The decoded completion without special tokens; empty if the worker has no tokenizer.
         fields: The other data of the row by name: its numbers (`[B]` fields of the batch) and its entries in the columns.
     """
 
@@ -123,7 +123,7 @@ class FunctionRewardWorker:
         """Compute the `rewards` `[B]` of the rows, in the caller's format.
 
         Args:
-            data: The batch of responses, in a format of `workers.roles.batch_adapters`.
+            data: The batch of completions, in a format of `workers.roles.batch_adapters`.
             columns: Data that tensors cannot hold, as a mapping from names to B objects, such as solutions, unit tests or the
                 type of question.
 

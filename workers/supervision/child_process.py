@@ -1,4 +1,4 @@
-"""A model worker as a child process of its controller: starting it, its output, its end. Imports no torch."""
+"""A model worker as a child process of its controller: starting it, its output, its end. Does not import torch."""
 
 import logging
 import os
@@ -42,7 +42,7 @@ class ChildProcess:
         keys: The keys with which it connects.
         program: The arguments with which it finds the controller's program; None for this one.
         listener: The socket at which rank 0 listens; it is passed on, and closed here.
-        on_exit: Called with this object when the process has ended, in a thread of its own.
+        on_exit: Called with this object when the process has ended, in a separate thread.
     """
 
     def __init__(

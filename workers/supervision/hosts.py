@@ -1,4 +1,4 @@
-"""Where the processes of supervised workers run: on this machine, or on those of a Ray cluster. Imports no torch."""
+"""Where the processes of supervised workers run: on this machine, or on those of a Ray cluster. Does not import torch."""
 
 import logging
 import os
@@ -76,7 +76,7 @@ class Host(Protocol):
             name: The name of the worker, for messages.
             address: The controller's address.
             settings: What it is started with.
-            on_exit: Called with the process when it has ended, in a thread of its own.
+            on_exit: Called with the process when it has ended, in a separate thread.
             cancelled: Asked now and then, where starting takes a while, whether the process is still wanted.
 
         Raises:

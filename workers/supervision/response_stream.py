@@ -1,4 +1,4 @@
-"""The tokens of a response on their way from a worker to whoever reads them, with or without an event loop."""
+"""The tokens of a completion on their way from a worker to whoever reads them, with or without an event loop."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ _POLL_S = 0.02
 
 
 class ResponseStream:
-    """A response, read with `async for` or `for`. If nobody reads it any more, the worker stops generating it.
+    """A completion, read with `async for` or `for`. If nobody reads it any more, the worker stops generating it.
 
     Args:
         request: The request.
@@ -30,7 +30,7 @@ class ResponseStream:
     def __init__(self, request: Stream, connect: Callable[[], Channel | None], name: str) -> None:
         self._request, self._connect, self._name = request, connect, name
         self.finish_reason: str | None = None
-        """Why the response ended: `stop`, `length`, or `aborted` if it was cancelled. None before its end."""
+        """Why the completion ended: `stop`, `length`, or `aborted` if it was cancelled. None before its end."""
         self.prompt_tokens = 0
         """The number of tokens of the prompt, with those of its images; 0 before the end."""
         self._tokens: deque[Token] = deque()
@@ -89,13 +89,13 @@ class ResponseStream:
             self._wake = None
 
     async def read(self) -> list[Token]:
-        """Return all tokens that have not been read, after the end of the response; see `__next__` for errors."""
+        """Return all tokens that have not been read, after the end of the completion; see `__next__` for errors."""
         return [token async for token in self]
 
     # ---- its end -----------------------------------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        """End the response; the tokens that the worker has generated can still be read."""
+        """End the completion; the tokens that the worker has generated can still be read."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""A model in a process of its own, supervised: it is restarted when it dies, and its caller never dies with it."""
+"""A model in a separate process, supervised: it is restarted when it dies, and its caller never dies with it."""
 
 import asyncio
 import logging
@@ -109,7 +109,7 @@ class ProcessControl:
 
 
 class SupervisedWorker:
-    """A model in a process of its own. Enter it once, with `with` or `async with`; see `start_model_worker`."""
+    """A model in a separate process. Enter it once, with `with` or `async with`; see `start_model_worker`."""
 
     def __init__(
         self, model_factory: Callable[[Any], Any], config: Any, settings: SupervisorSettings, host: Host | None = None
@@ -286,7 +286,7 @@ class SupervisedWorker:
         try:
             self._load(channel, run, deadline)
         except BaseException:
-            # Nobody else would end it.
+            # Nothing else would end it.
             process.terminate(settings.terminate_s)
             raise
         self._started_at = time.monotonic()
@@ -431,15 +431,15 @@ class SupervisedWorker:
         return self.submit(method, *args, **options).result()
 
     async def acall(self, method: str, *args: Any, **options: Any) -> Any:
-        """Like `call`, while the event loop goes on."""
+        """Like `call`, while the event loop continues."""
         while not self.is_settled():
             await asyncio.sleep(_POLL_S)
         return await asyncio.wrap_future(self.submit(method, *args, **options))
 
     def stream(self, request: "GenerationRequest") -> ResponseStream:
-        """Generate a response, whose tokens are read from the result with `async for` or `for`.
+        """Generate a completion, whose tokens are read from the result with `async for` or `for`.
 
-        Many may be read at the same time; the model works on all of them together. A response that nobody reads any more, because
+        Many may be read at the same time; the model works on all of them together. A completion that nobody reads any more, because
         the loop was left and the stream is gone, is not generated further. While a worker restarts, it waits.
 
         Args:
@@ -480,7 +480,7 @@ class SupervisedWorker:
 
 
 async def in_thread(run: Callable[[], T]) -> T:
-    """Run a function in a thread of its own: those of the event loop's pool may all be waiting."""
+    """Run a function in a separate thread: those of the event loop's pool may all be waiting."""
     future: Future[T] = Future()
 
     def work() -> None:

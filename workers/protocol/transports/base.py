@@ -1,4 +1,4 @@
-"""What the request loop needs of a transport. Imports no torch."""
+"""What the request loop needs of a transport. Does not import torch."""
 
 import os
 from collections.abc import Sequence
