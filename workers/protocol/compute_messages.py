@@ -124,7 +124,7 @@ class SampleRequest(ComputeRequest, kw_only=True):
         fields: The fields of the batch, with their columns in the store.
         rows: The number of each sample in the global batch.
         names: The name of each sample, for messages; empty for its number.
-        group_ids: The group of each sample; null if each is a group of its own.
+        group_ids: The group of each sample; null if each is its own group.
         extra_fields: The names of fields that nothing needs to read.
         args: The other positional arguments.
         options: The keyword arguments.

@@ -100,7 +100,7 @@ class FetchOk(Reply, kw_only=True):
         lengths: The number of tokens of each.
         positions: The position of each.
         fields: The fields, with their columns.
-        group_ids: The group of each sample; null if each is a group of its own.
+        group_ids: The group of each sample; null if each is its own group.
         end: The position after the last sample of all shares.
     """
 

@@ -55,7 +55,7 @@ class EvaluateHook(HookStruct, tag="evaluate", kw_only=True):
         ids: The samples of this rank's data-parallel share.
         fields: The fields of the batch, with their columns.
         rows: The number of each sample in the global batch.
-        group_ids: The group of each sample; null if each is a group of its own.
+        group_ids: The group of each sample; null if each is its own group.
         extra_fields: The names of fields that nothing needs to read.
         method: The method, which takes a batch and returns numbers.
     """

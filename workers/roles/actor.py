@@ -26,7 +26,7 @@ class ActorConfig(WorkerConfig):
 
     @property
     def temperature(self) -> float:
-        """The temperature of its log-probabilities; all roles of a group must use the same one."""
+        """The temperature of its log-probabilities; all roles of a group must use the same."""
         return self.loss.request.temperature
 
 
@@ -46,7 +46,7 @@ class ActorWorker(Worker):
     def compute_log_probs(
         self, data: Any, *, entropy: bool = False, sum_squared_probs: bool = False, routed_experts: bool = False
     ) -> Any:
-        """Compute the `log_probs` of completion tokens and, if requested, numbers of their distributions, in the caller's format.
+        """Compute the `log_probs` of completion tokens and, if requested, statistics of their distributions, in the caller's format.
 
         Args:
             data: This rank's data-parallel shard, in a format of `workers.roles.batch_adapters`.
@@ -55,7 +55,7 @@ class ActorWorker(Worker):
             routed_experts: Whether to return the `routed_experts` `[T, L, K]` of all tokens as well, in a `PackedBatch`.
 
         Raises:
-            ConfigError: `routed_experts` of a model without experts, or of padded or jagged tensors.
+            ConfigError: `routed_experts` is requested from a model without experts, or with padded or jagged tensors.
         """
         request = OutputRequest(
             log_probs=True,
@@ -66,7 +66,7 @@ class ActorWorker(Worker):
         )
         if routed_experts and not isinstance(data, PackedBatch):
             raise ConfigError(
-                "routed_experts=True: padded and jagged results have values of response tokens alone, but prompts have routes too; pass a "
+                "routed_experts=True: padded and jagged results hold values of completion tokens only, but prompts have routes too; pass a "
                 "PackedBatch"
             )
         return self._infer(data, request, {name: name for name in (*request.names, ROUTED_EXPERTS)})
@@ -79,16 +79,16 @@ class ActorWorker(Worker):
             data: This rank's data-parallel shard, in a format of `workers.roles.batch_adapters`.
 
         Raises:
-            ConfigError: The policy has no adapters, so without them it would be its own reference.
+            ConfigError: The policy has no adapters to disable, so it would be its own reference.
         """
         if not self.config.model.lora.rank:
             raise ConfigError(
-                "model.lora.rank=0: only a policy with adapters is its own reference; give the group a ReferenceWorker"
+                "model.lora.rank=0: only a policy with adapters can serve as its own reference; add a ReferenceWorker to the group"
             )
         if saved := self.config.model.lora.modules_to_save:
             raise ConfigError(
-                f"model.lora.modules_to_save={list(saved)} are trained in full, so that without its adapters the policy is not its own "
-                "reference; give the group a ReferenceWorker"
+                f"model.lora.modules_to_save={list(saved)} are trained in full, so even with its adapters disabled the policy is not its own "
+                "reference; add a ReferenceWorker to the group"
             )
         request = OutputRequest(log_probs=True, temperature=self.config.temperature)
         with self.engine.disable_adapter():

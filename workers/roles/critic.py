@@ -22,7 +22,7 @@ class CriticConfig(WorkerConfig):
 
 
 class CriticWorker(Worker):
-    """A value function that is trained.
+    """A trainable value function.
 
     Args:
         config: The configuration of the role.
@@ -35,7 +35,7 @@ class CriticWorker(Worker):
 
     @register("dp")
     def compute_values(self, data: Any) -> Any:
-        """Compute the `values` of the states in which completion tokens were chosen, in the caller's format."""
+        """Compute the `values` of the states before each completion token, in the caller's format."""
         return self._infer(data, OutputRequest(values=True), {"values": "values"})
 
     @register("minibatches")

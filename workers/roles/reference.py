@@ -20,7 +20,7 @@ class ReferenceWorkerConfig(WorkerConfig):
 
 
 class ReferenceWorker(Worker):
-    """A frozen policy that the actor is compared with.
+    """A frozen policy that the actor is compared to.
 
     Args:
         config: The configuration of the role.
