@@ -694,7 +694,7 @@ def test_a_transport_is_an_entry_of_the_tables(monkeypatch: pytest.MonkeyPatch) 
     thread.join(30)
     assert not thread.is_alive()
     for address in ("carrier://here", "thread", "", "zmq"):
-        with pytest.raises(ConfigError, match=r"names no transport; give one of zmq://host:port.* thread://host:port"):
+        with pytest.raises(ConfigError, match=r"does not name a transport; use one of zmq://host:port.* thread://host:port"):
             listen(address, Names())
 
 
