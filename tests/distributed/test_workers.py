@@ -201,7 +201,7 @@ def test_a_reward_may_be_a_function(models: Path) -> None:
         strange = FunctionRewardConfig(function=lambda some, value=wrong: [value for _ in some])  # type: ignore[misc]
         with pytest.raises(BatchError, match=message):
             FunctionRewardWorker(strange).initialize().compute_rewards(padded_data(uids=True))
-    with pytest.raises(BatchError, match="returned 1 rewards for 12 answers"):
+    with pytest.raises(BatchError, match="returned 1 rewards for 12 completions"):
         FunctionRewardWorker(FunctionRewardConfig(function=reward_too_few)).initialize().compute_rewards(
             padded_data(uids=True)
         )

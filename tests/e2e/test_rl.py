@@ -173,7 +173,7 @@ def test_answers_that_nobody_could_judge_end_the_run(task: Path, tmp_path: Path,
         (["model.lora.rank=2", "reference.engine.micro_batch.max_tokens=64"], r"reference\.engine is set, but the policy"),
         (["rl.algorithm=ppo", "rl.critic_warmup=6"], r"rl\.critic_warmup=6 is as many steps as the run has \(6\)"),
         (["rewards.timeout_s=-1"], r"rewards\.timeout_s=-1\.0; it must be above 0"),
-        (["rewards.use=[format,./own.py:f]"], r"is the path of a file; give module:function, such as own:f"),
+        (["rewards.use=[format,./own.py:f]"], r"is the path of a file; use module:function, such as own:f"),
         (["actor.engine.backend=fsdp", "actor.engine.parallel.tp=2"], r"the role actor .*tp"),
     ],
 )
