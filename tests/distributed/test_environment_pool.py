@@ -209,7 +209,7 @@ def test_what_cannot_be_built_is_said_before_a_run_begins() -> None:
     for location, settings, message in (
         (f"{HELPERS}:Nothing", {}, "cannot be imported"),
         (f"{HELPERS}:CountingEnvironment", {"speed": 3}, "does not accept environment.settings"),
-        (f"{HELPERS}:Turn", {"number": 0, "tokens": [], "text": ""}, "makes a Turn"),
+        (f"{HELPERS}:Turn", {"number": 0, "tokens": [], "text": ""}, "returns a Turn"),
     ):
         with EnvironmentPool(location, settings) as pool, pytest.raises(ConfigError, match=message):
             pool.describe()

@@ -314,7 +314,7 @@ def test_a_corpus_that_cannot_be_used(tmp_path: Path, line: str, message: str) -
         SearchEnvironment(corpus=str(tmp_path))
     for bytes_ in (b'{"text": "\xe9"}\n', b'{"text": "\\ud800"}\n'):
         corpus.write_bytes(bytes_)
-        with pytest.raises(ConfigError, match=r"corpus.jsonl:1 is no document"):
+        with pytest.raises(ConfigError, match=r"corpus.jsonl:1 is not a document"):
             SearchEnvironment(corpus=str(corpus))
     assert not list(tmp_path.glob("*.new"))
 
@@ -337,7 +337,7 @@ def test_names_of_environments() -> None:
         ENVIRONMENTS.of("calculater")
     for location, settings_, message in (
         ("string:digits", {}, "must be a subclass of Environment"),
-        ("builtins:dict", {}, "makes a dict"),
+        ("builtins:dict", {}, "returns a dict"),
         ("no_such_module:X", {}, "cannot be imported"),
         ("helpers/environments.py:X", {}, "is the path of a file"),
         (ENVIRONMENTS.of("calculator"), {"speed": 3}, "does not accept environment.settings"),
@@ -373,7 +373,7 @@ MESSAGE = {"role": "tool", "content": "x"}
         (Done(metrics={"x": math.nan}), "finite"),
         (Done(metrics=None), "must be numbers"),  # type: ignore[arg-type]
         (Observation(messages=[{**MESSAGE, "content": "\ud800"}]), "a lone surrogate"),
-        (Observation(messages=[{**MESSAGE, "more": object()}]), "no JSON"),
+        (Observation(messages=[{**MESSAGE, "more": object()}]), "not JSON"),
         (Done(metrics={"x": "y"}), "must be finite numbers"),  # type: ignore[dict-item]
     ],
 )
