@@ -435,7 +435,7 @@ def test_the_best_step_of_another_folder_is_forgotten(task: Path, tmp_path: Path
 def test_a_row_without_its_column_is_named_before_the_first_step(task: Path, tmp_path: Path) -> None:
     rows = (task / "prompts.jsonl").read_text().splitlines()
     (tmp_path / "rows.jsonl").write_text("\n".join([*rows[:3], '{"prompt": "1+1="}']) + "\n")
-    with pytest.raises(ConfigError, match=r"the reward answer needs a column answer, which .*rows\.jsonl:4 has not"):
+    with pytest.raises(ConfigError, match=r"the reward answer needs a column answer, which .*rows\.jsonl:4 does not have"):
         train(task, tmp_path / "run", f"data.train=[{tmp_path / 'rows.jsonl'}]", "rewards.use=[format,answer]")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
