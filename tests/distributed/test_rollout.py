@@ -427,7 +427,7 @@ def test_a_reward_model_answers_nothing(folder: Path, tmp_path: Path) -> None:
         ([[1.5, 2.0]], r"prompt 0 is \[1.5, 2.0\]"),
         ([[True, False]], r"prompt 0 is \[True, False\]"),
         ([{1, 2}], "prompt 0 is {1, 2}"),
-        ([[5] * 300], r"prompt 0 has 300 tokens, which leaves no room for a response in the 256 positions"),
+        ([[5] * 300], r"prompt 0 has 300 tokens, which leaves no room for a completion in the 256 positions"),
     ],
 )
 def test_prompts_that_are_none_are_one_error(folder: Path, prompts: Any, message: str) -> None:
