@@ -259,7 +259,7 @@ def test_no_operation_leaves_a_reply_behind_when_one_rank_fails(start: Start) ->
     comm_id[1].close()
     built = c.Initialize(role="again", worker=Troubled, config=Trouble(rank=1))
     steps: list[tuple[p.Request, str]] = [
-        (p.Init(comm_id=comm_id[0].hex()), "has its communicator already"),
+        (p.Init(comm_id=comm_id[0].hex()), "already has its communicator"),
         (c.Initialize(role="mortal", worker=FailsWhileBuilt, config=Trouble()), "not built"),
         (c.Initialize(role="troubled", worker=Troubled, config=Trouble()), "there is a role 'troubled' already"),
         (c.Call(role="troubled", method="fail", args=["value"]), "ValueError: not me"),

@@ -500,7 +500,7 @@ def test_a_controller_in_python_may_be_rank_0() -> None:
         (["--transport", "zmq://host"], {}, "has no port"),
         (["--transport", "zmq:///" + "x" * 200], {}, "is too long for a socket"),
         (["--transport", "zmq://h:1", "--keys-fd", "99"], {}, "--keys-fd 99 does not hold CURVE keys"),
-        (["--watchdog", "init=soon"], {}, "--watchdog init=soon; give seconds"),
+        (["--watchdog", "init=soon"], {}, "--watchdog init=soon; pass seconds"),
         (["--watchdog", "bogus=3"], {}, "there is no operation 'bogus'; there are hello"),
         (["--watchdog", "init=nan"], {}, "watchdog of init=nan; it must be at least 0"),
         (["--watchdog", "call=-5"], {}, "watchdog of call=-5.0"),

@@ -8,7 +8,7 @@ from .messages import U32, Count, Id, Reply, Request
 
 
 class Stream(Request, kw_only=True):
-    """Generate a completion. Needs an id. Its tokens come in messages `tokens`, before the reply.
+    """Generate a completion. Needs an id. Its tokens arrive in `tokens` messages before the reply.
 
     Args:
         role: The role, whose worker has a generator.
@@ -34,7 +34,7 @@ class StreamOk(Reply, kw_only=True):
 
     Args:
         finish_reason: Why the completion ended: `stop`, `length`, or `aborted` after a `cancel`.
-        prompt_tokens: The number of tokens of the prompt, with those of its images; 0 if it did not begin.
+        prompt_tokens: The number of tokens of the prompt, including those of its images; 0 if generation did not begin.
     """
 
     finish_reason: str
@@ -48,7 +48,7 @@ class NewTokens(Struct, array_like=True):
         request: The id of the request.
         tokens: The token ids.
         log_probs: Their log-probabilities.
-        version: The version of the weights that made them.
+        version: The version of the weights that generated them.
     """
 
     request: Id
@@ -58,7 +58,7 @@ class NewTokens(Struct, array_like=True):
 
 
 class Tokens(Reply, kw_only=True):
-    """What a step of a generator has added to the completions that it works on. Sent unasked, and has no id.
+    """The tokens that a step of a generator has added to its running completions. Sent unprompted, without an id.
 
     Args:
         responses: The tokens of each completion.
