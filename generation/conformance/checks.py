@@ -173,8 +173,8 @@ def cancel(case: Case) -> None:
 
 
 def begun(case: Case) -> None:
-    """A call that is cancelled ends with the tokens so far, and another one continues from these, with the weights that there are then."""
-    # A server in a separate process continues while nobody reads, so a few steps may find many tokens.
+    """A cancelled call ends with the tokens so far, and another call continues from them with the current weights."""
+    # A server in a separate process keeps generating between reads, so a few steps may return many tokens.
     most, steps = 96, 4
     options = SamplingOptions(max_tokens=most, temperature=1.5, samples=2, seed=3, ignore_eos=True)
     asked = 0
@@ -319,7 +319,7 @@ def incomplete_weights(case: Case) -> None:
 
 
 def prompts(case: Case) -> None:
-    """What cannot be generated from is refused when it is submitted, and the rest continues."""
+    """Invalid prompts are refused when they are submitted, and other requests continue."""
     with case.generator() as generator:
         room = generator.limits().tokens
         for what, prompt in {
@@ -340,7 +340,7 @@ def prompts(case: Case) -> None:
 
 
 def places(case: Case) -> None:
-    """A model that was on the host answers as before; requests wait for it. One that was absent answers with new weights."""
+    """A model returned from the host generates as before, while requests wait for it. An absent one generates with new weights."""
     with case.generator() as generator:
         stream = generator.submit(PROMPTS[2], GREEDY)
         next(stream)

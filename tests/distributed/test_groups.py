@@ -271,7 +271,7 @@ def test_no_operation_leaves_a_reply_behind_when_one_rank_fails(start: Start) ->
         (d.Fetch(role="troubled", count=1), "role 'troubled' has no data set"),
         (d.ModelConfigRequest(role="troubled"), "has no engine"),
         (d.Peers(addresses={}), "does not listen"),
-        (p.LoadDenseShard(model_id="m", config_json="", safetensors_paths=[]), "config_json is no JSON"),
+        (p.LoadDenseShard(model_id="m", config_json="", safetensors_paths=[]), "config_json is not JSON"),
         (p.GenerateStep(model_id="m", tokens=[1], offset=0), "there is no model 'm'"),
         (c.Flush(ids=[7], digest=""), "request 7 of the flush did not come"),
     ]

@@ -427,7 +427,7 @@ def test_new_weights_wait_until_they_are_asked_for() -> None:
         answer(other, 1)
     worker.load_weights(weights(4), version=4)
     worker.discard_weights("broken")
-    with pytest.raises(ModelError, match="version 4 was asked for"):
+    with pytest.raises(ModelError, match="version 4 was requested"):
         answer(worker, 4)
 
 
@@ -436,7 +436,7 @@ def test_without_held_versions_new_weights_are_used_at_once() -> None:
     worker.load_weights(weights(1), version=1)
     assert answer(worker, 1) == 1
     worker.load_weights(weights(2), version=2)
-    with pytest.raises(ModelError, match="version 1 was asked for"):
+    with pytest.raises(ModelError, match="version 1 was requested"):
         answer(worker, 1)
     tensors: list[Tensor] = [tensor for kept in worker._held.values() for _, tensor in kept]
     assert not tensors

@@ -13,7 +13,7 @@ class FrameTooLargeError(ValueError):
 
 
 class ControllerLostError(ConnectionError):
-    """Nobody reads the replies of this worker any longer."""
+    """The controller no longer reads the replies of this worker."""
 
 
 Frame = Sequence[FramePart]
