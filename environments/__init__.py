@@ -1,1 +1,1 @@
-"""What a policy acts in: environments, and the processes that run them."""
+"""Environments that a policy acts in, and the processes that run them."""

@@ -1,4 +1,4 @@
-"""A calculator as a tool. Imports no torch."""
+"""A calculator as a tool. Does not import torch."""
 
 import ast
 import math
@@ -22,13 +22,13 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 } | {"abs": abs, "min": min, "max": max, "round": round}
 _CONSTANTS = {"pi": math.pi, "e": math.e}
 _LONGEST = 500
-"""The number of characters of an expression."""
+"""The maximum number of characters in an expression."""
 _LARGEST = 10**60
-"""The largest absolute value of a whole number, so that a power takes no time."""
+"""The largest absolute value of an integer, so that powers stay cheap to compute."""
 
 
 class CalculatorEnvironment(ToolEnvironment):
-    """The policy may call `calculate`, with an expression of arithmetic."""
+    """An environment whose policy may call `calculate` with an arithmetic expression."""
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -41,20 +41,20 @@ class CalculatorEnvironment(ToolEnvironment):
 
 
 def calculate(expression: str) -> str:
-    """Return the value of an expression of arithmetic, as text.
+    """Return the value of an arithmetic expression as a string.
 
     Args:
         expression: Numbers, `+ - * / // % **`, parentheses, a few functions, `pi` and `e`.
 
     Raises:
-        ValueError: It is none, or has no finite value.
+        ValueError: It is not an arithmetic expression, or has no finite value.
     """
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters; at most {_LONGEST} are computed")
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except SyntaxError:
-        raise ValueError(f"{expression!r:.60} is no expression of arithmetic") from None
+        raise ValueError(f"{expression!r:.60} is not an arithmetic expression") from None
     except (ZeroDivisionError, OverflowError, TypeError, RecursionError, MemoryError) as e:
         raise ValueError(f"{expression!r:.60} has no value: {type(e).__name__}: {e}") from None
     if isinstance(value, float):
@@ -83,7 +83,7 @@ def _value(node: ast.expr) -> int | float:
             return _bounded(_BINARY[type(node.op)](left, right))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords:
         return _bounded(_FUNCTIONS[node.func.id](*(_value(argument) for argument in node.args)))
-    raise ValueError(f"{ast.unparse(node)!r:.60} is no arithmetic")
+    raise ValueError(f"{ast.unparse(node)!r:.60} is not arithmetic")
 
 
 def _power(base: int | float, exponent: int | float) -> int | float:
@@ -97,7 +97,7 @@ def _power(base: int | float, exponent: int | float) -> int | float:
         else base**exponent
     )
     if isinstance(value, complex):
-        raise ValueError("a root of a negative number")
+        raise ValueError("a root of a negative number is not real")
     return value  # type: ignore[no-any-return]
 
 
@@ -105,5 +105,5 @@ def _bounded(value: Any) -> int | float:
     if isinstance(value, int) and abs(value) > _LARGEST:
         raise ValueError("a number is too large")
     if not isinstance(value, int | float):
-        raise ValueError(f"{value!r:.40} is no number")
+        raise ValueError(f"{value!r:.40} is not a number")
     return value

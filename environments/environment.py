@@ -1,10 +1,10 @@
-"""The interface of environments: what a policy acts in, turn by turn. Imports no torch.
+"""The interface of environments, which a policy acts in turn by turn. Does not import torch.
 
-    reset(row)  ->  what the policy reads first, if that is not the row's prompt
-    step(turn)  ->  what it reads next, or the end
+    reset(row)  ->  the first observation, if that is not the row's prompt
+    step(turn)  ->  the next observation, or the end
 
-A policy is given tokens and writes tokens. What it has written stays as it is: an environment returns only what comes behind it, as messages,
-which the chat template renders, or as tokens.
+A policy reads tokens and writes tokens. The tokens that it has written are never changed: an environment only returns what follows them,
+either as messages, which the chat template renders, or as tokens.
 """
 
 import json
@@ -18,26 +18,26 @@ from typing import Any
 from ..engine.errors import DrivetrainError
 
 LARGEST_REWARD = 1e30
-"""The largest absolute value of a reward, which is a float32 later."""
+"""The largest absolute value of a reward, which is later stored as float32."""
 
 
 class EnvironmentResultError(DrivetrainError):
-    """An environment returned something that it must not."""
+    """An environment returned an invalid result."""
 
 
 class EpisodeLostError(DrivetrainError):
-    """Whatever an environment depends on is gone, so that its episode has to begin anew; to be raised by an environment."""
+    """Something that an environment depends on is gone, so its episode must be restarted. Environments raise it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRow:
-    """What an episode is about.
+    """The data row of an episode.
 
     Args:
-        prompt: The prompt of the row: a text, or the messages of a chat.
+        prompt: The prompt of the row: a string, or the messages of a chat.
         columns: The other columns of the row, by name.
-        seed: A number for whatever the environment draws, so that another run draws the same.
-        temperature: The temperature at which turns are sampled that are learned from.
+        seed: The seed of the environment's random choices, for reproducible runs.
+        temperature: The sampling temperature of turns that are trained on.
     """
 
     prompt: str | Sequence[Mapping[str, Any]]
@@ -48,15 +48,15 @@ class EpisodeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What the policy has written in a turn.
+    """The completion that the policy has written in a turn.
 
     Args:
         number: The number of the turn in its episode, from 0.
-        tokens: Its token ids, with the one that ended it.
+        tokens: Its token ids, including the one that ended it.
         text: Its text, without special tokens.
-        finished: Whether the policy or a stop string has ended it, and not the limit of its length.
-        stop: The stop string that has ended it, with which its tokens end, and before which `text` does; empty if none has.
-        context_length: The number of tokens that the policy has read for it.
+        finished: Whether the policy or a stop string ended it, rather than the length limit.
+        stop: The stop string that ended it; empty if none did. The tokens include it, `text` ends before it.
+        context_length: The number of tokens that the policy has read before it.
     """
 
     number: int
@@ -69,21 +69,21 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What the policy reads next: messages, a text or tokens.
+    """The next input of the policy: messages, a text or tokens.
 
     Args:
-        messages: Messages, each with `role` and `content`, which the chat template renders behind what the policy has written.
-        tokens: Token ids, which are put there as they are.
-        text: A text, which is tokenized as it is, special tokens included.
-        reward: The reward of the turn before it, if it has one.
-        after: The number of the turn that it follows; None for the last one. Another turn than the last one begins a branch, a document of its own in
-            which the turns that both have are not learned again; -1 begins a conversation of its own.
-        history: Messages before `messages`. If the chat template does not say what follows what the policy has written, all of them are rendered as a
-            conversation of its own, instead of being an error.
-        tools: The tools that the policy is told about, as JSON schemas, instead of those of the environment.
-        stop: Strings at which the next turn ends.
-        max_tokens: The number of tokens of the next turn, if it is less than `rollout.max_tokens`.
-        unread: The numbers of turns that nobody has read, because whoever asked for them went away; they are not learned.
+        messages: Messages, each with `role` and `content`, which the chat template renders after the policy's tokens.
+        tokens: Token ids, appended as they are.
+        text: A text, tokenized as it is, including special tokens.
+        reward: The reward of the preceding turn, if it has one.
+        after: The number of the turn that this observation follows; None for the last one. An earlier turn begins a branch: a separate
+            document, in which the shared turns are not trained on again. -1 begins a separate conversation.
+        history: Messages before `messages`. If the chat template cannot render what follows the policy's tokens, all messages are rendered
+            as a separate conversation, instead of raising an error.
+        tools: The tools offered to the policy, as JSON schemas, instead of those of the environment.
+        stop: Strings that end the next turn.
+        max_tokens: The maximum number of tokens of the next turn, if less than `rollout.max_tokens`.
+        unread: The numbers of turns that were not read because their client disconnected; they are not trained on.
     """
 
     messages: Sequence[Mapping[str, Any]] = ()
@@ -104,8 +104,8 @@ class Done:
 
     Args:
         reward: The reward of the last turn, if it has one.
-        metrics: Numbers that are averaged over the episodes of a step.
-        unread: As in an observation.
+        metrics: Metrics, averaged over the episodes of a step.
+        unread: As in `Observation`.
     """
 
     reward: float | None = None
@@ -114,63 +114,64 @@ class Done:
 
 
 class Environment(ABC):
-    """An environment of one episode: there is an instance for each. `reset`, `step` and `close` may be coroutines.
+    """The environment of one episode; each episode has its own instance. `reset`, `step` and `close` may be coroutines.
 
-    They run in processes of their own, many instances in each, and whatever they raise is a failure of the environment: the episode is left out
-    and counted, and never has a reward. What instances share, such as an index, is best made once, by a cached function.
+    Environments run in separate processes, many instances in each. Any exception that they raise counts as a failure of the environment:
+    the episode is left out, counted, and never gets a reward. Create state that instances share, such as an index, once in a cached
+    function.
     """
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """The tools that the chat template tells the policy about, as JSON schemas."""
+        """The tools that the chat template describes to the policy, as JSON schemas."""
         return ()
 
     @property
     def processes(self) -> int | None:
-        """How many processes may run instances at the same time; None for as many as the settings say."""
+        """The maximum number of processes that run instances at the same time; None for the configured number."""
         return None
 
     @property
     def independent(self) -> bool:
-        """Whether no episode waits for another one to end. Otherwise a call of the generator never waits for all."""
+        """Whether episodes do not wait for each other to end. Otherwise a call of the generator never waits for all of them."""
         return True
 
     def reset(self, row: EpisodeRow) -> Any:
         """Begin the episode.
 
         Args:
-            row: What it is about.
+            row: Its data row.
 
         Returns:
-            None if the policy reads the row's prompt first; otherwise an `Observation` instead of that.
+            None if the policy reads the row's prompt first; otherwise an `Observation` that replaces it.
         """
         return None
 
     @abstractmethod
     def step(self, turn: Turn) -> Any:
-        """Answer what the policy has written.
+        """Respond to a turn of the policy.
 
         Args:
-            turn: What it has written.
+            turn: The turn.
 
         Returns:
             An `Observation`, or `Done`.
         """
 
     def close(self) -> Any:
-        """Free what the episode holds. Called once, also after errors.
+        """Release the resources of the episode. Called once, also after errors.
 
         Returns:
-            True if something goes on that cannot be ended, so that the process gets no new episodes; otherwise nothing.
+            True if something keeps running that cannot be stopped; the process then gets no new episodes. Otherwise nothing.
         """
         return None
 
 
 def check_first(result: Any) -> Observation | None:
-    """Return what `reset` has returned.
+    """Check and return the result of `reset`.
 
     Raises:
-        EnvironmentResultError: It is neither None nor an observation, or one that cannot be used.
+        EnvironmentResultError: It is neither None nor an observation, or the observation is invalid.
     """
     if result is None:
         return None
@@ -185,10 +186,10 @@ def check_first(result: Any) -> Observation | None:
 
 
 def check_next(result: Any) -> Observation | Done:
-    """Return what `step` has returned.
+    """Check and return the result of `step`.
 
     Raises:
-        EnvironmentResultError: It is neither an observation nor the end, or one that cannot be used.
+        EnvironmentResultError: It is neither an `Observation` nor `Done`, or is invalid.
     """
     if not isinstance(result, Observation | Done):
         raise EnvironmentResultError(f"step returned {_described(result)}; it must be an Observation, or Done")
@@ -216,15 +217,15 @@ def _check_observation(observation: Observation, method: str) -> None:
     ]
     if len(contents) != 1:
         which = "none of messages, tokens and text" if not contents else f"both {' and '.join(contents)}"
-        raise EnvironmentResultError(f"{method} returned an Observation with {which}; give one of them")
+        raise EnvironmentResultError(f"{method} returned an Observation with {which}; set exactly one of them")
     if tokens is not None and (
         isinstance(tokens, str) or not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
     ):
         raise EnvironmentResultError(
-            f"{method} returned an Observation with tokens={tokens!r:.40}; they must be a list of token ids; a text goes into messages, or text"
+            f"{method} returned an Observation with tokens={tokens!r:.40}; they must be a list of token ids; pass a text as messages, or text"
         )
     if text is not None and not isinstance(text, str):
-        raise EnvironmentResultError(f"{method} returned an Observation with text={text!r:.40}; it must be a text")
+        raise EnvironmentResultError(f"{method} returned an Observation with text={text!r:.40}; it must be a str")
     for name in ("messages", "history"):
         _check_messages(getattr(observation, name), method, name)
     for name, least in (("after", -1), ("max_tokens", 1)):
@@ -243,7 +244,7 @@ def _check_observation(observation: Observation, method: str) -> None:
         ) from e
     if isinstance(observation.stop, str) or not all(isinstance(one, str) and one for one in observation.stop):
         raise EnvironmentResultError(
-            f"{method} returned an Observation with stop={observation.stop!r:.40}; it must be a list of texts that are not empty"
+            f"{method} returned an Observation with stop={observation.stop!r:.40}; it must be a list of non-empty strings"
         )
 
 
@@ -255,7 +256,7 @@ def _check_unread(unread: Any, method: str) -> None:
 def _check_messages(messages: Any, method: str, name: str) -> None:
     if isinstance(messages, str | Mapping):
         raise EnvironmentResultError(
-            f"{method} returned an Observation with {name}={messages!r:.40}; they must be a list of role and content"
+            f"{method} returned an Observation with {name}={messages!r:.40}; they must be a list of mappings with role and content"
         )
     for message in messages:
         if (
@@ -264,17 +265,17 @@ def _check_messages(messages: Any, method: str, name: str) -> None:
             or not isinstance(message.get("content"), str)
         ):
             raise EnvironmentResultError(
-                f"{method} returned an Observation with the message {message!r:.60}; it needs a role and a content, both texts"
+                f"{method} returned an Observation with the message {message!r:.60}; it needs a role and a content, both strings"
             )
         try:
             json.dumps(dict(message), ensure_ascii=False).encode()
         except (TypeError, ValueError) as e:
             raise EnvironmentResultError(
-                f"{method} returned an Observation with a message that is no JSON, or holds half of a character: {e}"
+                f"{method} returned an Observation with a message that is not JSON, or holds a lone surrogate: {e}"
             ) from e
 
 
 def _described(result: Any) -> str:
     if isinstance(result, str):
-        return f"the text {result!r:.40}, which nobody has said how to render: give Observation(messages=[...])"
+        return f"the text {result!r:.40}, which could be rendered in several ways: return Observation(messages=[...])"
     return "None" if result is None else f"a {type(result).__name__}"

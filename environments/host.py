@@ -1,6 +1,7 @@
-"""A process that runs the environments of many episodes at the same time. Imports no torch.
+"""A process that runs the environments of many episodes at the same time. Does not import torch.
 
-Coroutines share an event loop, and other methods run in threads, so that an episode which waits, for a network or a program, holds up no other.
+Coroutines share an event loop and other methods run in threads, so an episode that waits for a network or a program does not block the
+others.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from .environment import (
 from .registry import build_environment
 
 THREADS = 256
-"""How many methods may run in a process at the same time."""
+"""The maximum number of methods that run in a process at the same time."""
 
 EpisodeKey = Hashable
 CallKind = Literal["describe", "reset", "step", "close"]
@@ -38,12 +39,12 @@ ReplyKind = Literal["value", "settings", "invalid", "error", "timeout", "lost"]
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentDescription:
-    """What an environment says of itself.
+    """An environment's description of itself.
 
     Args:
         tools: Its tools, as JSON schemas.
-        processes: How many processes may run instances at the same time; None without a limit.
-        independent: Whether no episode waits for another one to end.
+        processes: The maximum number of processes that run instances at the same time; None for no limit.
+        independent: Whether episodes do not wait for each other to end.
     """
 
     tools: list[dict[str, Any]]
@@ -57,9 +58,9 @@ class HostCall:
 
     Args:
         key: The episode.
-        kind: The method; `describe` builds an environment and returns what it says of itself, without an episode.
+        kind: The method; `describe` builds an environment and returns its description, without an episode.
         argument: Its argument.
-        timeout_s: For how many seconds it may run.
+        timeout_s: The time limit, in seconds.
     """
 
     key: EpisodeKey
@@ -70,15 +71,16 @@ class HostCall:
 
 @dataclass(frozen=True, kw_only=True)
 class HostReply:
-    """What has become of a call.
+    """The outcome of a call.
 
     Args:
         key: The episode.
-        kind: `value`; `settings`, if the environment cannot be built; `invalid`, if it returned something that it must not; `timeout`, if it took too
-            long; `lost`, if it said so; or `error`.
-        value: What it returned, or what went wrong.
+        kind: `value`; `settings`, if the environment cannot be built; `invalid`, if it returned an invalid result; `timeout`, if the
+            call took too long; `lost`, if the environment raised `EpisodeLostError`; or `error`.
+        value: The result or the error message.
         trace: The traceback of an error.
-        goes_on: Whether a method that took too long may never end, as a coroutine does, which is cancelled; or something of an episode that was closed.
+        goes_on: Whether a method that took too long may keep running, unlike a coroutine, which is cancelled; or whether something of a
+            closed episode keeps running.
     """
 
     key: EpisodeKey
@@ -92,7 +94,7 @@ class _TooLongError(Exception):
     """A call has taken too long.
 
     Args:
-        goes_on: Whether it may never end.
+        goes_on: Whether it may keep running.
     """
 
     def __init__(self, *, goes_on: bool) -> None:
@@ -107,9 +109,9 @@ def serve_one(messages: Messages) -> None:
             preparation, start = messages.receive()
             import_program(preparation)
             location, settings, memory = pickle.loads(start)
-            # Private memory; a limit of the address space would count what is only reserved.
+            # Limits private memory; a limit of the address space would also count reserved memory.
             resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-        except BaseException as e:  # of the program, or its end, when it is imported
+        except BaseException as e:  # importing the program can raise anything, including SystemExit
             messages.send(f"{type(e).__name__}: {e}")
             return
         messages.send("")
@@ -129,14 +131,14 @@ class _Host:
         self._messages, self._location, self._settings = messages, location, settings
         self._environments: dict[EpisodeKey, Environment] = {}
         self._threads = ThreadPoolExecutor(THREADS)
-        # By itself: the pool may send more calls before it reads, and these have to be read meanwhile.
+        # A separate sender: the pool may send more calls before it reads replies, and these have to be read in the meantime.
         self._writer = ThreadPoolExecutor(1)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
-        """Make the calls that come."""
+        """Run incoming calls."""
         loop = asyncio.get_running_loop()
-        # A thread of its own, for which there is always room.
+        # A dedicated thread, so that it never waits for a free one.
         reader = ThreadPoolExecutor(1)
         try:
             while True:
@@ -145,20 +147,20 @@ class _Host:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
         finally:
-            # Threads that never end would be waited for.
+            # A normal exit would wait for threads that never end.
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._writer.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, call: HostCall) -> None:
         try:
             value = await self._call(call)
-            # Of `close`.
+            # Raised for `close`.
             reply = HostReply(key=call.key, kind="value", value=value, goes_on=call.kind == "close" and value is True)
             data = pickle.dumps(reply)
         except _TooLongError as e:
             message = "the call took longer than environment.timeout_s"
             data = pickle.dumps(HostReply(key=call.key, kind="timeout", value=message, goes_on=e.goes_on))
-        except BaseException as e:  # of the environment, which may want to exit; sent to the pool
+        except BaseException as e:  # the environment can raise anything, including SystemExit; sent to the pool
             data = pickle.dumps(_failed(call.key, e))
         await asyncio.get_running_loop().run_in_executor(self._writer, self._messages.send_bytes, data)
 
@@ -191,7 +193,7 @@ class _Host:
                     return await method(*arguments)
                 return await asyncio.get_running_loop().run_in_executor(self._threads, method, *arguments)
         except TimeoutError:
-            # An environment may raise such errors of its own.
+            # The environment itself may raise this error too.
             if limit.expired():
                 raise _TooLongError(goes_on=not is_coroutine) from None
             raise
@@ -201,8 +203,8 @@ def _failed(key: EpisodeKey, error: BaseException) -> HostReply:
     trace = "".join(traceback.format_exception(error))
     try:
         text = str(error)
-    except Exception as e:  # of an exception that cannot be printed
-        text = f"(its text cannot be made: {type(e).__name__})"
+    except Exception as e:  # the exception's __str__ failed
+        text = f"(its message cannot be formatted: {type(e).__name__})"
     if isinstance(error, EnvironmentResultError):
         return HostReply(key=key, kind="invalid", value=text, trace=trace)
     if isinstance(error, ConfigError):

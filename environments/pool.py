@@ -1,4 +1,4 @@
-"""The processes that run environments, each of which can be killed. Imports no torch."""
+"""The processes that run environments; each can be killed. Does not import torch."""
 
 import logging
 import os
@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 MIB = 2**20
 _HOST = f"{__name__.rpartition('.')[0]}.host"
 _SEND_S = 60.0
-"""For how many seconds a process may take to read a call, or to send a reply that has begun."""
+"""The time limit for a process to read a call, or to finish sending a reply, in seconds."""
 _GRACE_S = 2.0
-"""For how many seconds a process may be late with its reply that a call took too long."""
+"""How long after a call's time limit a process may still report the timeout, in seconds."""
 _DESCRIBE = "describe"
 
 FailureKind = Literal["error", "invalid", "timeout", "lost"]
@@ -32,12 +32,12 @@ FAILURE_KINDS: tuple[FailureKind, ...] = ("error", "invalid", "timeout", "lost")
 
 
 class EnvironmentFailure(DrivetrainError):
-    """An environment has failed, by no fault of the policy.
+    """An environment failed through no fault of the policy.
 
     Args:
-        message: What has happened.
-        kind: `error`, if it raised one; `invalid`, if it returned something that it must not; `timeout`, if a call took too long; `lost`, if its
-            process ended.
+        message: What happened.
+        kind: `error`, if it raised an exception; `invalid`, if it returned an invalid result; `timeout`, if a call took too long; `lost`,
+            if its process ended.
     """
 
     def __init__(self, message: str, kind: FailureKind = "error") -> None:
@@ -49,20 +49,21 @@ class EnvironmentFailure(DrivetrainError):
 
 
 class EnvironmentPool:
-    """Runs the environments of episodes, in processes of their own, with limits on time and memory. Use it with `with`, or close it.
+    """Runs the environments of episodes in separate processes, with limits on time and memory. Use it as a context manager, or close it.
 
-    An episode stays in its process. If a call takes too long, its episode has failed. A coroutine is cancelled then; any other method may never end, so
-    its process gets no new episodes and is killed when the others in it have ended. If a process ends, all its episodes have failed.
+    An episode stays in its process. If a call takes too long, its episode fails. A coroutine is then cancelled. Any other method may keep
+    running, so its process gets no new episodes, and is killed when its other episodes have ended. If a process ends, all its episodes
+    fail.
 
     Args:
         location: The class of the environments, as `module:class`.
         settings: The arguments of its constructor.
         workers: The number of processes.
-        timeout_s: For how many seconds a call may run.
-        memory_mb: How much memory a process may have for data, in MiB.
+        timeout_s: The time limit of a call, in seconds.
+        memory_mb: The memory limit for the data of a process, in MiB.
 
     Raises:
-        ConfigError: This is a process that imports the program of a run.
+        ConfigError: This process is one that imports the program of a run.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class EnvironmentPool:
     ) -> None:
         if is_importing_program():
             raise ConfigError(
-                "a process of environments imports this program, which must start its run under if __name__ == '__main__':"
+                "an environment process imports this program, which must start its run under if __name__ == '__main__':"
             )
         self._location, self._workers, self._timeout_s, self._memory_mb = location, workers, timeout_s, memory_mb
         self._start = (program_to_import(_HOST), pickle.dumps((location, dict(settings), memory_mb * MIB)))
@@ -87,7 +88,7 @@ class EnvironmentPool:
         self._closed = False
 
     def describe(self) -> EnvironmentDescription:
-        """Build an environment in one of the processes, and return what it says of itself.
+        """Build an environment in one of the processes, and return its description.
 
         Raises:
             ConfigError: It cannot be built.
@@ -96,7 +97,7 @@ class EnvironmentPool:
             description: EnvironmentDescription = self._submit(HostCall(key=_DESCRIBE, kind="describe"), LOAD_S).result()
         except EnvironmentFailure as e:
             raise ConfigError(
-                f"the environment {self._location} cannot be built: {e}; a process of it may have {self._memory_mb} MiB for data (environment.memory_mb)"
+                f"the environment {self._location} cannot be built: {e}; its processes are limited to {self._memory_mb} MiB of data (environment.memory_mb)"
             ) from e
         finally:
             self.close_episode(_DESCRIBE)
@@ -106,25 +107,25 @@ class EnvironmentPool:
         """Begin an episode.
 
         Args:
-            key: Its key, which no other has had.
-            row: What it is about.
+            key: Its unique key.
+            row: Its data row.
 
         Returns:
-            What `reset` of the environment returns; or an `EnvironmentFailure`, or a ConfigError if it cannot be built.
+            A future of the result of the environment's `reset`, of an `EnvironmentFailure`, or of a ConfigError if it cannot be built.
         """
         return self._submit(
             HostCall(key=key, kind="reset", argument=row, timeout_s=self._timeout_s), self._timeout_s + _GRACE_S
         )
 
     def step(self, key: EpisodeKey, turn: Turn) -> "Future[Any]":
-        """Let an environment answer a turn.
+        """Let an environment respond to a turn.
 
         Args:
             key: The episode.
-            turn: What the policy has written.
+            turn: The policy's turn.
 
         Returns:
-            What `step` of the environment returns; or an `EnvironmentFailure`.
+            A future of the result of the environment's `step`, or of an `EnvironmentFailure`.
         """
         return self._submit(
             HostCall(key=key, kind="step", argument=turn, timeout_s=self._timeout_s), self._timeout_s + _GRACE_S
@@ -140,7 +141,7 @@ class EnvironmentPool:
     def _submit(self, call: HostCall, timeout_s: float) -> "Future[Any]":
         with self._lock:
             if self._closed:
-                raise ConfigError("the pool of environments was closed")
+                raise ConfigError("the environment pool was closed")
             host = self._host_of.get(call.key)
             if host is None and call.kind != "step":
                 host = self._host_of[call.key] = self._choose()
@@ -167,7 +168,7 @@ class EnvironmentPool:
             return self._server.fork()
 
     def close(self) -> None:
-        """End all processes; calls that run have failed."""
+        """End all processes; running calls fail."""
         with self._lock:
             self._closed = True
             hosts, self._hosts = self._hosts, []
@@ -187,7 +188,7 @@ class _HostThread:
 
     Args:
         fork: Starts a process.
-        start: What it is sent first.
+        start: The first message to the process.
     """
 
     def __init__(self, fork: Any, start: tuple[Any, ...]) -> None:
@@ -195,7 +196,7 @@ class _HostThread:
         self.retired = False
         """Whether it gets no new episodes."""
         self.is_over = False
-        """Whether the process has ended, or will take no more calls."""
+        """Whether the process has ended or no longer accepts calls."""
         self._reason = ""
         self._lock = threading.Lock()
         self._episodes: set[EpisodeKey] = set()
@@ -246,7 +247,7 @@ class _HostThread:
             self._thread.join()
 
     def _notify(self) -> None:
-        # A full pipe wakes it as well.
+        # If the pipe is full, the thread is woken anyway.
         with suppress(BlockingIOError):
             os.write(self._wake, b"1")
 
@@ -263,21 +264,21 @@ class _HostThread:
             else:
                 reason = self._serve(process)
         except ProcessEndedError as e:
-            reason = f"its process ended ({e}); environment.restarts makes such episodes again"
+            reason = f"its process ended ({e}); environment.restarts restarts such episodes"
         except TimeoutError:
             reason = "its process does not answer"
-        except Exception as e:  # of an answer that cannot be read here
-            log.exception("a process of environments has sent something that cannot be read")
-            reason = f"its answer cannot be read: {type(e).__name__}: {e}"
+        except Exception as e:  # unpickling a reply can raise anything
+            log.exception("an environment process has sent a reply that cannot be read")
+            reason = f"its reply cannot be read: {type(e).__name__}: {e}"
         finally:
             if process is not None:
                 process.kill()
             self._fail_all(reason)
 
     def _serve(self, process: ForkedProcess) -> str:
-        """Pass on calls and replies; return why there will be no more."""
+        """Forward calls and replies; return why this ended."""
         while True:
-            # Before what was written is looked at: what comes after that wakes the next waiting.
+            # Drained before the queue is read: anything written after that wakes the next wait.
             self._drain()
             with self._lock:
                 calls, self._outgoing = list(self._outgoing), deque()
@@ -315,9 +316,9 @@ class _HostThread:
                 self._episodes.discard(reply.key)
                 self.retired = True
         if outcome is None:
-            # The episode has ended: this is a late reply, or that of its `close`.
+            # The episode has ended: this is a late reply, or the reply to its `close`.
             if reply.kind != "value":
-                log.warning("the environment of an episode that has ended: %s", reply.value)
+                log.warning("the environment of an ended episode failed: %s", reply.value)
             return
         if reply.kind == "value":
             outcome.set_result(reply.value)

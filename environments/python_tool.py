@@ -1,4 +1,4 @@
-"""A Python interpreter as a tool, in the sandbox. Imports no torch."""
+"""A Python interpreter as a tool, in the sandbox. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,11 +8,11 @@ from .tools import ToolEnvironment, text_argument, tool
 
 
 class PythonEnvironment(ToolEnvironment):
-    """The policy may call `python`, with a program that runs in the sandbox by itself: nothing is left of it for the next one.
+    """An environment whose policy may call `python` with a program. Each program runs in a fresh sandbox; no state is kept between them.
 
     Args:
-        seconds: The time that a program has, in seconds.
-        memory_mb: The memory that it has, in MiB.
+        seconds: The time limit of a program, in seconds.
+        memory_mb: Its memory limit, in MiB.
         limits: As for `ToolEnvironment`.
 
     Raises:
@@ -33,7 +33,7 @@ class PythonEnvironment(ToolEnvironment):
         return (tool("python", description, code="the program"),)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Run a program; return what it has printed.
+        """Run a program and return its output.
 
         Raises:
             RuntimeError: The sandbox did not start it.

@@ -1,4 +1,4 @@
-"""Names of environments. Imports no torch.
+"""Names of environments. Does not import torch.
 
 A third party adds its own through the entry-point group `drivetrain.environments`, or names it as `module:class`.
 """
@@ -23,11 +23,11 @@ ENVIRONMENTS = Locations(
         "calculator": f"{_PACKAGE}.calculator:CalculatorEnvironment",
         "python": f"{_PACKAGE}.python_tool:PythonEnvironment",
         "search": f"{_PACKAGE}.search:SearchEnvironment",
-        # It has a server, which is a layer above.
+        # It needs a server, which belongs to a higher layer.
         "gateway": f"{_PACKAGE.rpartition('.')[0]}.serve.gateway.agent_environment:GatewayEnvironment",
     },
 )
-"""The environments that have a name."""
+"""The registered environments."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,7 +43,7 @@ def build_environment(location: str, settings: Mapping[str, Any]) -> Environment
         settings: The arguments of its constructor.
 
     Raises:
-        ConfigError: It cannot be imported, is no environment, or does not take these settings.
+        ConfigError: It cannot be imported, is not an environment, or does not accept these settings.
     """
     factory = ENVIRONMENTS.load(location)
     if not callable(factory):
@@ -51,9 +51,11 @@ def build_environment(location: str, settings: Mapping[str, Any]) -> Environment
     try:
         environment = factory(**settings)
     except (TypeError, ValueError) as e:
-        raise ConfigError(f"the environment {location} does not take environment.settings={dict(settings)!r:.200}: {e}") from e
+        raise ConfigError(
+            f"the environment {location} does not accept environment.settings={dict(settings)!r:.200}: {e}"
+        ) from e
     if not isinstance(environment, Environment):
         raise ConfigError(
-            f"the environment {location} makes a {type(environment).__name__}; it must be a subclass of Environment"
+            f"the environment {location} returns a {type(environment).__name__}; it must be an instance of a subclass of Environment"
         )
     return environment

@@ -1,4 +1,4 @@
-"""A search over a local corpus as a tool: by words, ranked by BM25. Imports no torch."""
+"""Keyword search over a local corpus as a tool, ranked by BM25. Does not import torch."""
 
 import fcntl
 import json
@@ -17,19 +17,19 @@ from .tools import ToolEnvironment, text_argument, tool
 
 _WORD = re.compile(r"\w+", re.UNICODE)
 _MOST_WORDS = 64
-"""The number of words of a query that are looked for."""
+"""The maximum number of words of a query that are searched."""
 _FORMAT = 1
 """The version of the index files."""
 
 
 class SearchEnvironment(ToolEnvironment):
-    """The policy may call `search`, with a query.
+    """An environment whose policy may call `search` with a query.
 
     Args:
-        corpus: A jsonl file with a document in each line: `text`, and perhaps `title`.
-        index: The file of the index, which is made when it is missing or the corpus has changed; empty: beside the corpus.
+        corpus: A jsonl file with one document per line: `text`, and optionally `title`.
+        index: The file of the index, which is built when it is missing or the corpus has changed; empty places it next to the corpus.
         results: The number of documents that a query returns.
-        characters: The length of each, from its beginning.
+        characters: The number of characters returned from the beginning of each.
         limits: As for `ToolEnvironment`.
 
     Raises:
@@ -39,7 +39,7 @@ class SearchEnvironment(ToolEnvironment):
     def __init__(self, *, corpus: str, index: str = "", results: int = 3, characters: int = 600, **limits: int) -> None:
         super().__init__(**limits)
         if not all(isinstance(value, int) and value >= 1 for value in (results, characters)):
-            raise ConfigError(f"results={results!r} and characters={characters!r}; they must be whole numbers of at least 1")
+            raise ConfigError(f"results={results!r} and characters={characters!r}; they must be integers of at least 1")
         self._corpus = CorpusIndex(Path(corpus), Path(index or f"{corpus}.index"))
         self._results, self._characters = results, characters
         self._corpus.prepare()
@@ -72,7 +72,7 @@ class CorpusIndex:
         self._corpus, self._index = corpus, index
 
     def prepare(self) -> None:
-        """Make the index, unless it is there. Several processes may ask at once, of which one makes it.
+        """Build the index unless it exists. If several processes call this at once, one of them builds it.
 
         Raises:
             ConfigError: The corpus cannot be read, or the index cannot be written.
@@ -80,7 +80,7 @@ class CorpusIndex:
         try:
             about = self._corpus.stat()
             if not self._corpus.is_file():
-                raise ConfigError(f"the corpus {self._corpus} is no file; give a jsonl file with a document in each line")
+                raise ConfigError(f"the corpus {self._corpus} is not a file; pass a jsonl file with one document per line")
         except OSError as e:
             raise ConfigError(f"the corpus {self._corpus} cannot be read: {e.strerror}") from e
         identity = f"{_FORMAT} {self._corpus.resolve()} {about.st_size} {about.st_mtime_ns}"
@@ -93,7 +93,7 @@ class CorpusIndex:
                     self._build(identity)
         except OSError as e:
             raise ConfigError(
-                f"the index {self._index} cannot be written ({e.strerror}); name another file: environment.settings.index=FILE"
+                f"the index {self._index} cannot be written ({e.strerror}); choose another file: environment.settings.index=FILE"
             ) from e
 
     def _build(self, identity: str) -> None:
@@ -112,7 +112,7 @@ class CorpusIndex:
         except sqlite3.Error as e:
             Path(new).unlink(missing_ok=True)
             raise ConfigError(
-                f"the index of {self._corpus} cannot be made ({e}); SQLite needs full-text search (FTS5), and room"
+                f"the index of {self._corpus} cannot be built ({e}); SQLite needs full-text search (FTS5) and enough disk space"
             ) from e
         os.replace(new, self._index)
 
@@ -127,23 +127,23 @@ class CorpusIndex:
                     f"{title}{text}".encode()
                 except (ValueError, KeyError, AttributeError) as e:
                     raise ConfigError(
-                        f"{self._corpus}:{number} is no document: it needs text, and may have a title ({e!r})"
+                        f"{self._corpus}:{number} is not a document: it needs text, and may have a title ({e!r})"
                     ) from e
                 if not isinstance(title, str) or not isinstance(text, str):
-                    raise ConfigError(f"{self._corpus}:{number} is no document: title and text must be texts")
+                    raise ConfigError(f"{self._corpus}:{number} is not a document: title and text must be strings")
                 yield title, text
 
     def search(self, query: str, count: int) -> list[tuple[str, str]]:
         """Return the title and the text of the best documents, the best one first.
 
         Args:
-            query: The words, of which a document has at least one.
-            count: How many documents at most.
+            query: The words; a match has at least one of them.
+            count: The maximum number of documents.
         """
         words = _WORD.findall(query)[:_MOST_WORDS]
         if not words:
             return []
-        # Quoted, a word is no operator.
+        # Quoting prevents a word from being read as an operator.
         match = " OR ".join(f'"{word}"' for word in words)
         with closing(_opened(str(self._index))) as connection:
             rows = connection.execute(
@@ -154,7 +154,7 @@ class CorpusIndex:
 
 
 def _identity(index: Path) -> str | None:
-    """Return what an index was made of; None if there is none that can be used."""
+    """Return the identity of the corpus that an index was built from; None if there is no usable index."""
     try:
         about = index.stat()
     except OSError:

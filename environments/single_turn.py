@@ -1,10 +1,10 @@
-"""The environment of a single turn: the policy answers, and that is all. Imports no torch."""
+"""The environment of a single turn: it ends after the policy's first completion. Does not import torch."""
 
 from .environment import Done, Environment, Turn
 
 
 class SingleTurnEnvironment(Environment):
-    """Ends after the first turn, which the rewards judge: the same as no environment."""
+    """An environment that ends after the first turn, which the rewards score; equivalent to no environment."""
 
     def step(self, turn: Turn) -> Done:
         """End the episode."""

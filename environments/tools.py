@@ -1,4 +1,4 @@
-"""Environments in which the policy calls tools: each call is answered by a message, and a turn without calls is the last one. Imports no torch."""
+"""Environments with tools: each tool call is answered by a message, and a turn without calls ends the episode. Does not import torch."""
 
 import json
 import re
@@ -16,7 +16,7 @@ _THOUGHT = "</think>"
 
 
 class CallFormatError(Exception):
-    """A call of a tool cannot be read; says why, for the policy."""
+    """A tool call cannot be parsed; the message explains why to the policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class ToolCall:
     Args:
         name: The name of the tool.
         arguments: Its arguments by name.
-        untyped: Whether the arguments are texts that were written without the quotes of JSON, so that only the tool's schema says which are numbers.
+        untyped: Whether the arguments are raw text without JSON quoting, so that only the tool's schema tells which are numbers.
     """
 
     name: str
@@ -34,7 +34,7 @@ class ToolCall:
     untyped: bool = False
 
     def typed(self, tools: Sequence[Mapping[str, Any]]) -> "ToolCall":
-        """Return the call with arguments of the types that the schemas of tools give them.
+        """Return the call with its arguments converted to the types in the tools' schemas.
 
         Args:
             tools: The JSON schemas.
@@ -54,19 +54,19 @@ class ToolCall:
 
 
 def parse_calls(text: str) -> list[ToolCall]:
-    """Return the calls of tools in the text of a turn, in order.
+    """Parse the tool calls in the text of a turn, in order.
 
-    These forms are known: JSON between `<tool_call>` and `</tool_call>` (Hermes, Qwen), as the whole text or a list of it (Llama 3, Mistral), each
-    with `name` and `arguments` or `parameters`; `<function=NAME>` with `<parameter=NAME>` (Qwen3-Coder); a name with `<arg_key>` and `<arg_value>`
-    (GLM).
+    The supported formats are: JSON with `name` and `arguments` or `parameters`, either between `<tool_call>` and `</tool_call>` (Hermes,
+    Qwen), or as the whole text or a list (Llama 3, Mistral); `<function=NAME>` with `<parameter=NAME>` (Qwen3-Coder); a name with
+    `<arg_key>` and `<arg_value>` (GLM).
 
-    What stands in a thought, before `</think>`, is no call.
+    Text in a thought, before `</think>`, is not parsed as a call.
 
     Args:
         text: The text.
 
     Raises:
-        CallFormatError: There is something between the tags that is none of these.
+        CallFormatError: The content between the tags is not in any of these formats.
     """
     text = text.rpartition(_THOUGHT)[2]
     if tagged := _TAGGED.findall(text):
@@ -82,7 +82,7 @@ def parse_calls(text: str) -> list[ToolCall]:
         # Text that happens to begin like JSON.
         return []
     objects = parsed if isinstance(parsed, list) else [parsed]
-    # An answer may be an object with a name too.
+    # A plain completion may also be an object with a name.
     if not all(isinstance(one, Mapping) and "name" in one and one.keys() & {"arguments", "parameters"} for one in objects):
         return []
     return [_json_call(one) for one in objects]
@@ -105,7 +105,7 @@ def _tagged_call(content: str) -> ToolCall:
 
 
 def _between(text: str, opening: str, closing: str) -> Iterator[tuple[str, int]]:
-    """Yield what stands between marks, and where it ends. In linear time: what is not closed is the last one that is looked at."""
+    """Yield the text between markers, and its end position. Takes linear time: it stops at the first unclosed marker."""
     at = 0
     while (begin := text.find(opening, at)) >= 0:
         end = text.find(closing, begin + len(opening))
@@ -117,7 +117,7 @@ def _between(text: str, opening: str, closing: str) -> Iterator[tuple[str, int]]
 
 def _json_call(call: Any) -> ToolCall:
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-        raise CallFormatError("a call is an object with name and arguments")
+        raise CallFormatError("a call must be an object with name and arguments")
     arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):
         try:
@@ -125,7 +125,7 @@ def _json_call(call: Any) -> ToolCall:
         except (ValueError, RecursionError) as e:
             raise CallFormatError(f"the arguments are not valid JSON: {e}") from None
     if not isinstance(arguments, Mapping):
-        raise CallFormatError("the arguments are no object")
+        raise CallFormatError("the arguments are not an object")
     return ToolCall(name=call["name"], arguments=arguments)
 
 
@@ -139,7 +139,7 @@ def _function_call(name: str, content: str) -> ToolCall:
 
 
 def _value(text: str) -> Any:
-    """Return a value that is written without the quotes of JSON if it is a text."""
+    """Parse a value in which strings may be written without JSON quotes."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -147,11 +147,11 @@ def _value(text: str) -> Any:
 
 
 class ToolEnvironment(Environment):
-    """An environment with tools. A subclass says which there are, and what a call returns.
+    """An environment with tools. A subclass defines the tools and the results of calls.
 
     Args:
-        max_calls: The number of calls that are answered in a turn; further ones are refused.
-        max_characters: The length of an answer to a call; what is longer is cut in the middle.
+        max_calls: The maximum number of calls that are answered in a turn; further calls are refused.
+        max_characters: The maximum length of a tool's result; longer results are truncated in the middle.
     """
 
     def __init__(self, *, max_calls: int = 8, max_characters: int = 4000) -> None:
@@ -161,7 +161,7 @@ class ToolEnvironment(Environment):
         self._max_calls, self._max_characters = max_calls, max_characters
 
     def calls_in(self, text: str) -> list[ToolCall]:
-        """Return the calls in the text of a turn; see `parse_calls`. Override it for a form of your own."""
+        """Return the calls in the text of a turn; see `parse_calls`. Override it for a custom format."""
         return parse_calls(text)
 
     @abstractmethod
@@ -170,17 +170,17 @@ class ToolEnvironment(Environment):
 
         Args:
             name: One of the names of `tools`.
-            arguments: The arguments by name, not checked yet.
+            arguments: The arguments by name, not validated yet.
 
         Returns:
-            What the policy is told.
+            The result that the policy reads.
 
         Raises:
-            ValueError: The arguments cannot be used; the policy is told the message.
+            ValueError: The arguments are invalid; the policy reads the message.
         """
 
     def done(self, turn: Turn) -> Done:
-        """Return the end of an episode after a turn without calls. Override it to judge the episode."""
+        """Return the end of an episode after a turn without calls. Override it to score the episode."""
         return Done()
 
     def step(self, turn: Turn) -> Observation | Done:
@@ -214,18 +214,18 @@ class ToolEnvironment(Environment):
 
 
 def _message(number: int, name: str, content: str) -> dict[str, str]:
-    # A policy can write half of a character, which no tokenizer takes. Some templates want ids of nine letters and digits.
+    # A policy can write a lone surrogate, which tokenizers reject. Some templates require ids of nine alphanumeric characters.
     name, content = (text.encode(errors="replace").decode() for text in (name, content))
     return {"role": "tool", "tool_call_id": f"call{number:05d}", "name": name, "content": content}
 
 
 def tool(name: str, description: str, **parameters: str) -> dict[str, Any]:
-    """Return the JSON schema of a tool whose parameters are texts that it needs.
+    """Return the JSON schema of a tool whose parameters are all required strings.
 
     Args:
         name: The name of the tool.
         description: What it does.
-        parameters: The description of each parameter, by its name.
+        parameters: The description of each parameter, by name.
     """
     properties = {key: {"type": "string", "description": text} for key, text in parameters.items()}
     schema = {"type": "object", "properties": properties, "required": list(parameters)}
@@ -236,9 +236,9 @@ def text_argument(arguments: Mapping[str, Any], name: str) -> str:
     """Return an argument of a call.
 
     Raises:
-        ValueError: It is missing, or no text.
+        ValueError: It is missing, or is not a string.
     """
     value = arguments.get(name)
     if not isinstance(value, str):
-        raise ValueError(f"the argument {name} is {'missing' if value is None else 'no text'}")
+        raise ValueError(f"the argument {name} is {'missing' if value is None else 'not a string'}")
     return value

@@ -1,4 +1,4 @@
-"""Several adapters in a generator, side by side with the model without any: each request is computed with its own."""
+"""Several adapters side by side in a generator: each request is computed with its own adapter, or with the model without adapters."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +17,11 @@ class GeneratorAdapters:
     """The adapters of a generator.
 
     Args:
-        model: The model, whose layers then add the adapters of the rows that are running.
-        most: How many adapters there may be at a time.
-        device: Where they are held.
+        model: The model, whose layers then add the adapters of the running rows.
+        most: The maximum number of adapters at a time.
+        device: The device that holds them.
         path: The path of the model, for messages.
-        fingerprint: The fingerprint of the model that adapters have to be of.
+        fingerprint: The fingerprint of the model that adapters must belong to.
     """
 
     def __init__(self, model: PreTrainedModel, most: int, device: torch.device, path: str, fingerprint: str) -> None:
@@ -33,34 +33,34 @@ class GeneratorAdapters:
         self._of_head.slots = self._running.slots
         head = [layer for layer in layers if layer.target == "unembedding"]
         if head:
-            # Logits are not asked of every row.
+            # Logits are not computed for every row.
             model.set_output_embeddings(MultiAdapterLinear(model.get_output_embeddings(), head[0], self._of_head))
         self._leaving: set[str] = set()
 
     @property
     def names(self) -> list[str]:
-        """The names of the adapters that requests may ask for."""
+        """The names of the adapters that requests may select."""
         return [name for name in self._bank.names if name not in self._leaving]
 
     def version(self, name: str) -> int:
-        """Return the number of optimizer steps that the factors of an adapter are of."""
+        """Return the number of optimizer steps of an adapter's factors."""
         return self._bank[name].step_count
 
     def check(self, name: str) -> None:
-        """Check that there is an adapter.
+        """Check that an adapter exists.
 
         Raises:
-            ConfigError: There is none of this name.
+            ConfigError: There is no adapter of this name.
         """
         if name not in self.names:
             raise ConfigError(f"there is no adapter {name!r}; there are {', '.join(self.names) or 'none'}")
 
     def load(self, name: str, folder: Path | str) -> int:
-        """Load the factors of a checkpoint of an adapter, in the place of those of the same name; return their version.
+        """Load the factors of an adapter checkpoint, replacing any of the same name; return their version.
 
         Raises:
-            CheckpointError: The checkpoint is damaged, or of another model.
-            ConfigError: There are as many adapters as there may be.
+            CheckpointError: The checkpoint is damaged, or belongs to another model.
+            ConfigError: The maximum number of adapters is reached.
         """
         slot = read_adapter(folder, self._bank.layers, self._device, path=self._path, fingerprint=self._fingerprint)
         self._bank.put(name, slot)
@@ -68,27 +68,27 @@ class GeneratorAdapters:
         return slot.step_count
 
     def drop(self, name: str, used: Sequence[str]) -> None:
-        """Free an adapter; one that requests use goes with the last of them, see `free_unused`.
+        """Free an adapter. While requests use it, it is kept until the last of them ends; see `free_unused`.
 
         Raises:
-            ConfigError: There is none of this name.
+            ConfigError: There is no adapter of this name.
         """
         self.check(name)
         self._leaving.add(name)
         self.free_unused(used)
 
     def free_unused(self, used: Sequence[str]) -> None:
-        """Free the adapters that were dropped and that no request uses any more."""
+        """Free dropped adapters that are no longer used by any request."""
         for name in self._leaving - set(used):
             self._bank.drop(name)
             self._leaving.discard(name)
 
     def select(self, rows: Sequence[tuple[str, int]], head_rows: Sequence[tuple[str, int]]) -> None:
-        """Choose the adapters of the rows of the next pass.
+        """Select the adapters of the rows of the next pass.
 
         Args:
-            rows: The adapter of each run of rows, or an empty name, and their number.
-            head_rows: The same of the rows that logits are computed of.
+            rows: For each run of rows, the adapter or an empty name, and the number of rows.
+            head_rows: The same for the rows that logits are computed for.
         """
         for running, runs in ((self._running, rows), (self._of_head, head_rows)):
             spans: list[AdapterRows] = []
@@ -103,7 +103,7 @@ class GeneratorAdapters:
             running.count = start
 
     def deselect(self) -> None:
-        """Let the next pass be one without adapters."""
+        """Run the next pass without adapters."""
         self._running.rows = self._of_head.rows = ()
 
 
@@ -111,24 +111,24 @@ def check_adapter_settings(config: RolloutConfig) -> None:
     """Check the settings of a generator with adapters.
 
     Raises:
-        ConfigError: Two settings do not go together.
+        ConfigError: Two settings are incompatible.
     """
     if not config.max_adapters:
         return
     if config.invariant:
         raise ConfigError(
-            f"max_adapters={config.max_adapters} with invariant=true: the products of adapters have as many rows as requests share a pass; set "
+            f"max_adapters={config.max_adapters} with invariant=true: the row count of adapter matrix products depends on the requests in a pass; set "
             "either to its default"
         )
     if config.model.lora.rank:
         raise ConfigError(
-            f"max_adapters={config.max_adapters} with model.lora.rank={config.model.lora.rank}, which is a single adapter that is merged into the "
+            f"max_adapters={config.max_adapters} with model.lora.rank={config.model.lora.rank}, which is a single adapter merged into the "
             "weights; set either to 0"
         )
 
 
 def weights_stay(config: RolloutConfig) -> ConfigError:
-    """Return the error of new weights for a generator with adapters."""
+    """Return the error for loading new weights into a generator with adapters."""
     return ConfigError(
-        f"max_adapters={config.max_adapters}: adapters are loaded beside the weights of {config.model.path}, which stay as they are"
+        f"max_adapters={config.max_adapters}: adapters are added to the weights of {config.model.path}, which cannot be replaced"
     )

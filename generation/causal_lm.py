@@ -1,4 +1,4 @@
-"""The transformers model of a generator: loading it, new weights, its place."""
+"""The transformers model of a generator: loading, new weights and placement."""
 
 import inspect
 import logging
@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 
 
 class CausalLM:
-    """A causal language model of transformers that only generates.
+    """A transformers causal language model used only for generation.
 
     Args:
         config: The configuration of the generator.
 
     Raises:
         ModelError: The model cannot be loaded.
-        ConfigError: The model has no cache of keys and values.
+        ConfigError: The model has no KV cache.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -68,7 +68,7 @@ class CausalLM:
         if missing := sorted(loading_info["missing_keys"]):
             raise ModelError(
                 f"model.path={path} lacks {len(missing)} tensors that a language model needs, {', '.join(missing[:3])} among "
-                "them; its responses would be random"
+                "them; its completions would be random"
             )
         self.parameters = set(inspect.signature(model.forward).parameters)
         """The names of the parameters of the model's forward method."""
@@ -78,7 +78,7 @@ class CausalLM:
             )
         self.model: Any = model.to(self.device).eval()
         self.media: MediaFeatures | None = None
-        """What takes media in; None if the model takes none."""
+        """The features of media; None if the model does not accept media."""
         self._whole = whole
         self._images: PromptImages | None = None
         if whole is not None:
@@ -86,17 +86,17 @@ class CausalLM:
             self.media = MediaFeatures(self.model, FAMILIES[whole.model_type](whole), path)
         counts_or_reads_it = getattr(text, "attn_temperature_tuning", False) or text.model_type == "minimax"
         self.takes_padding = not counts_or_reads_it and not has_biased_state(model)
-        """Whether prompts of different lengths can be a batch. Llama 4 counts the positions of padding, MiniMax attends to it, and a layer with
-        state whose projection has a bias carries that from padding into the prompt."""
+        """Whether prompts of different lengths can share a batch. Llama 4 counts the positions of padding, and MiniMax attends to it. A
+        stateful layer whose projection has a bias carries the bias from padding into the prompt."""
         self.recorder = RouteRecorder(self.model, text, path) if config.return_routed_experts else None
-        """Records the experts that tokens go to; None if nobody asks for them."""
+        """Records the experts that tokens are routed to; None if not requested."""
         self._absent: dict[str, torch.Size] = {}
         bad_names = _not_finite((name, parameter) for name, parameter in self.model.named_parameters())
         if bad_names:
             raise ModelError(
                 f"model.path={path}: {_named(bad_names)} values that are not finite (NaN or infinity); the weights are damaged"
             )
-        # Nothing is taken from the folder's settings but the tokens that end a response.
+        # Of the folder's settings only the tokens that end a completion are used.
         settings, self.model.generation_config = self.model.generation_config, GenerationConfig()
         self.pad: int = config.pad if config.pad is not None else settings.pad_token_id or 0
         self.limits = CompletionLimits(
@@ -107,7 +107,7 @@ class CausalLM:
         )
         if ignored := _ignored_settings(settings):
             log.warning(
-                "%s sets %s in generation_config.json or config.json, which rollout ignores: responses are sampled as set in "
+                "%s sets %s in generation_config.json or config.json, which rollout ignores: completions are sampled as set in "
                 "SamplingOptions, because their log-probabilities would otherwise not be the policy's",
                 path,
                 ", ".join(f"{name}={value}" for name, value in ignored.items()),
@@ -115,13 +115,13 @@ class CausalLM:
 
     @property
     def excluded(self) -> tuple[int, ...]:
-        """The tokens that are not sampled, because features would stand in their place."""
+        """The tokens that are never sampled, because features would replace them."""
         return () if self.media is None else self.media.tokens
 
     def read_images(self, prompt: list[int], images: Sequence[str]) -> tuple[list[int], Mapping[str, Tensor]]:
         """See `BaseGenerator.read_images`."""
         if self.media is None or self._whole is None:
-            raise ConfigError(f"{self._config.model.path} takes no images")
+            raise ConfigError(f"{self._config.model.path} does not accept images")
         if self._images is None:
             self._images = PromptImages(self._config.model, self._whole)
         return self._images.read(prompt, images)
@@ -130,21 +130,21 @@ class CausalLM:
         """See `BaseGenerator.take_media`."""
         if self.media is None:
             if media:
-                raise ConfigError(f"{title} has media, but {self._config.model.path} takes none")
+                raise ConfigError(f"{title} has media, but {self._config.model.path} does not accept any")
             return None
         if not media and not set(prompt) & set(self.media.tokens):
             return None
         return self.media.add(prompt, media, title)
 
     def copy_weights(self, weights: Iterable[tuple[str, Tensor]], *, complete: bool = True) -> None:
-        """Copy new weights into the model; see `BaseGenerator.load_weights`. Media are encoded anew.
+        """Copy new weights into the model; see `BaseGenerator.load_weights`. Media are encoded again.
 
         Args:
             weights: The tensors by name.
-            complete: Whether all weights have to be among them.
+            complete: Whether they must include all weights.
 
         Raises:
-            ModelError: A tensor matches no parameter, has the wrong shape or values that are not finite, or parameters are missing.
+            ModelError: A tensor does not match any parameter, has the wrong shape or non-finite values, or parameters are missing.
         """
         if self.media is not None:
             self.media.drop()
@@ -180,7 +180,7 @@ class CausalLM:
             )
 
     def move(self, place: GeneratorPlace) -> None:
-        """Move the model to the `device` or the `host`, or free its parameters; from there they come back without values."""
+        """Move the model to the `device` or the `host`, or free its parameters, which then return without values."""
         if place == "absent" and self._absent:
             return
         if self.media is not None:
@@ -205,11 +205,11 @@ class CausalLM:
 
 
 USED_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config")
-"""Settings of a folder's generation config that rollout either uses or that have no effect on generation."""
+"""Settings of a folder's generation config that rollout uses or that do not affect generation."""
 
 
 def _ignored_settings(settings: GenerationConfig) -> dict[str, Any]:
-    """Return a folder's generation settings that differ from the defaults and that rollout does not follow."""
+    """Return a folder's generation settings that differ from the defaults and that rollout ignores."""
     defaults = GenerationConfig().to_dict()
     # Rollout uses these values anyway.
     harmless = {"use_cache": True, "output_attentions": False, "output_hidden_states": False}

@@ -1,4 +1,4 @@
-"""What the generators with a transformers model on one device have in common."""
+"""The base class of generators with a transformers model on one device."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -19,7 +19,7 @@ from .weight_values import common_dtype
 
 
 class CausalLMGenerator(BaseGenerator):
-    """A generator with a model of transformers, which may take media.
+    """A generator with a transformers model, which may accept media.
 
     Args:
         config: The configuration.
@@ -48,7 +48,7 @@ class CausalLMGenerator(BaseGenerator):
         self._side_by_side: GeneratorAdapters | None = None
 
     def _install_adapters(self) -> None:
-        """Let the model add adapters, if it is to have any; at the end of the constructor, since the model is looked at before."""
+        """Let the model add adapters, if configured. Called at the end of the constructor, after the model has been inspected."""
         if self.config.max_adapters:
             path = self.config.model.path
             self._side_by_side = GeneratorAdapters(
@@ -90,7 +90,7 @@ class CausalLMGenerator(BaseGenerator):
         return advanced
 
     def limits(self) -> CompletionLimits:
-        """Return what this generator can take."""
+        """Return the limits of this generator."""
         return self._lm.limits
 
     @property
@@ -106,7 +106,7 @@ class CausalLMGenerator(BaseGenerator):
         """See `BaseGenerator.take_media`."""
         taken = self._lm.take_media(title, prompt, media)
         if taken is not None and self.config.invariant:
-            raise ConfigError(f"{title} has media, which invariant=true does not take; use invariant=false")
+            raise ConfigError(f"{title} has media, which invariant=true does not support; use invariant=false")
         return taken
 
     def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -115,7 +115,7 @@ class CausalLMGenerator(BaseGenerator):
         self._lm.copy_weights(weights)
 
     def copy_part(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy some new weights into the model."""
+        """Copy a part of new weights into the model."""
         self._check_base()
         self._lm.copy_weights(weights, complete=False)
 

@@ -1,7 +1,7 @@
-"""Continuous batching by transformers' manager: requests join and leave the batch at every step, in a cache of pages.
+"""Continuous batching with transformers' manager: requests join and leave the batch at every step, with a paged KV cache.
 
-The manager is advanced from outside, a step at a time, instead of by a thread of its own: weights change, requests are cancelled and
-errors are met between two steps. Tokens are sampled here and reported from here, so every request has its own temperature, top_p,
+The manager is advanced from outside, one step at a time, instead of by its own thread: weights change, requests are cancelled and
+errors are handled between two steps. Tokens are sampled and reported here, so every request has its own temperature, top_p,
 top_k and seed, and keeps its tokens when it is cancelled.
 """
 
@@ -35,24 +35,24 @@ from .sampling import Draw, sample_tokens
 from .states import CHILD, RequestStates
 from .token_stream import TokenStream
 
-# It reports the size of every cache that it makes.
+# The library logs the size of every cache that it creates.
 logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
 
 PAGE_TOKENS = 32
 """The number of tokens in a page of the cache on a CPU."""
 _ANY = Draw(SamplingOptions(temperature=0.0), 0.0)
-"""How a token is chosen for a request that nobody waits for any more."""
+"""How a token is chosen for a request whose result is no longer needed."""
 
 
 class ContinuousGenerator(CausalLMGenerator):
     """A generator with the continuous batching of transformers.
 
-    A prompt that several waiting requests share is processed once, and prompts that begin alike share full pages of the cache.
-    Requests begin in the order of their arrival; one that does not fit into the cache keeps those after it waiting.
+    A prompt that several waiting requests share is processed once, and prompts with a common prefix share full pages of the cache.
+    Requests begin in order of arrival; a request that does not fit into the cache blocks the ones after it.
 
-    With `config.invariant` a response has the same bits in any company: each forward pass has a number of rows at which a row does not depend
-    on the others, attention has shapes that follow from a token's own position, and a request begins when the cache has room for all of
-    its tokens, so that none is computed anew. Prompts of different requests share no pages.
+    With `config.invariant` a completion is bitwise independent of the other requests. Each forward pass has a number of rows at which a
+    row does not depend on the others. Attention has shapes that follow from a token's own position. A request begins only when the cache
+    has room for all of its tokens, so that none is recomputed. Prompts of different requests do not share pages.
 
     Args:
         config: The configuration.
@@ -78,9 +78,9 @@ class ContinuousGenerator(CausalLMGenerator):
         self._media: dict[str, PromptMedia] = {}
         self._families = 0
         self._states: RequestStates | None = None
-        """The states of requests; None if the model has attention alone."""
+        """The states of requests; None if the model has only attention layers."""
         self._attending: dict[int, str] | None = None
-        """The layers that attend and their kind, in order, for a model with layers that do not; None if all do."""
+        """The attention layers and their kinds, in order, for a model that also has other layers; None if all are attention layers."""
         self._check_attention()
         self._install_adapters()
 
@@ -88,8 +88,8 @@ class ContinuousGenerator(CausalLMGenerator):
         model, path = self._lm.model, self.config.model.path
         if self._lm.device.type == "cuda":
             raise ConfigError(
-                f"invariant=true for {path} on {self._lm.device}: there the order of sums in attention and in products depends on the size of a "
-                "batch; use invariant=false, or a CPU (CUDA_VISIBLE_DEVICES=)"
+                f"invariant=true for {path} on {self._lm.device}: on this device the order of summation in attention and matrix products depends on the batch "
+                "size; use invariant=false, or a CPU (CUDA_VISIBLE_DEVICES=)"
             )
         if not SUPPORTED:
             raise ConfigError("invariant=true needs transformers 5.20 or later")
@@ -104,15 +104,15 @@ class ContinuousGenerator(CausalLMGenerator):
             return invariant_pass_sizes(model, path)
 
     def _check_attention(self) -> None:
-        """Compare a token's log-probability with that of a plain forward pass: for some models the pages have a wrong shape."""
+        """Compare a token's log-probability with that of a plain forward pass: for some models the pages have the wrong shape."""
         prompt = [0] * 2
-        # First, because the manager changes the attention of the model to one that only it can run.
+        # First, because the manager switches the model to an attention that only the manager can run.
         with torch.inference_mode():
             ids = torch.tensor([prompt], device=self._lm.device)
             expected = self._lm.model(input_ids=ids).logits[0, -1].float().log_softmax(-1).tolist()
         kinds = getattr(self._lm.model.config.get_text_config(), "layer_types", None) or ()
         if "chunked_attention" in kinds:
-            raise self._unfit(ModelError("its attention ends at chunks of a sequence, for which the cache has no layers"))
+            raise self._unfit(ModelError("its attention is limited to chunks of a sequence, which the cache does not support"))
         if carry_states_in_documents(self._lm.model):
             self._states = RequestStates(self._lm.device, self._row_multiple if self.config.invariant else None)
             self._attending = self._find_attention()
@@ -141,7 +141,7 @@ class ContinuousGenerator(CausalLMGenerator):
                 layers[module.layer_idx] = "full_attention" if window is None else "sliding_attention"
         if not SUPPORTED or not layers or min(layers) < 0:
             raise self._unfit(
-                ModelError("it has no attention, or one for several layers, of which the cache cannot tell which it is")
+                ModelError("it has no attention, or one shared by several layers, which the cache cannot tell apart")
             )
         return dict(sorted(layers.items()))
 
@@ -152,13 +152,13 @@ class ContinuousGenerator(CausalLMGenerator):
         )
 
     def run_step(self) -> None:
-        """Begin requests, and run a forward pass over a token of each running request and the tokens of new prompts."""
+        """Begin requests, and run a forward pass over one token of each running request and the tokens of new prompts."""
         if self._processor is None:
             self._processor = self._new_processor()
         self._admit_waiting()
         processor = self._processor
         if not processor.prepare_next_batch():
-            # When all requests had to leave a full cache, the scheduler waits for one of them to end.
+            # If all requests were evicted from a full cache, the scheduler waits for one of them to end.
             processor.scheduler.block_new_requests = False
             if not processor.prepare_next_batch():
                 raise RuntimeError("transformers' scheduler has requests, but selects none of them")
@@ -177,16 +177,16 @@ class ContinuousGenerator(CausalLMGenerator):
                 self._remove(name)
 
     def adapter_of(self, name: str) -> str:
-        """Return the name of the adapter of a request of the manager; empty without one, or if nobody waits for it any more."""
+        """Return the adapter of a request of the manager; empty if it has none, or if its result is no longer needed."""
         stream = self._streams.get(name)
         if stream is None and name not in self._streams:
-            # Others may come from the prompt of a request that was cancelled.
+            # Other requests may be forked from the prompt of a cancelled one.
             children = [other for child, other in self._streams.items() if child.startswith(name + CHILD)]
             stream = children[0] if children else None
         return "" if stream is None else stream.options.adapter
 
     def add_routes(self, routes: Tensor) -> None:
-        """Give the routes of a step, `[T, L, K]`, to its requests, and those of prompts also to the responses that begin with them."""
+        """Add the routes of a step, `[T, L, K]`, to its requests; those of prompts also to the completions forked from them."""
         step, first = self._sampler, 0
         for name, past, count in zip(step.requests, step.pasts, step.queries, strict=True):
             children = [other for other in self._unborn if other.startswith(name + CHILD)]
@@ -196,12 +196,12 @@ class ContinuousGenerator(CausalLMGenerator):
             first += count
 
     def _admit_waiting(self) -> None:
-        """Pass waiting requests to the manager's scheduler, which begins with any that fits: it is given only what fits."""
+        """Pass waiting requests to the manager's scheduler. It begins any request that fits, so it receives only those that fit."""
         if self.running and self.config.generator == "static":
             return
         if self._processor.scheduler.waiting_requests:
-            # One that was passed before does not fit after all, because of prefixes that nobody uses any more. (Before transformers 5.20
-            # these give way by themselves.)
+            # A request that was passed on does not fit after all, because of unused prefixes in the cache. (Before transformers 5.20 these
+            # are evicted automatically.)
             evict = getattr(self._processor.cache, "evict_cached_blocks", None)
             if evict is not None and evict():
                 self._processor.cache.pool.try_to_free_sectors()
@@ -210,7 +210,7 @@ class ContinuousGenerator(CausalLMGenerator):
         begun, begun_alone = 0, None
         while self.waiting and len(self.running) < self.config.max_batch_size:
             first = next(iter(self.waiting.values()))
-            # Those that are behind it and have the same prompt come along, up to what fits.
+            # Later requests with the same prompt begin together with it, as far as they fit.
             same = [
                 s
                 for s in self.waiting.values()
@@ -223,7 +223,7 @@ class ContinuousGenerator(CausalLMGenerator):
                 return
             family = same[: max(fits, 1)]
             if self._needs_page(first):
-                # Alone; the others find its pages in the cache.
+                # Begins separately; the others find its pages in the cache.
                 family = family[:1]
                 if begun_alone == first.so_far:
                     return
@@ -235,9 +235,9 @@ class ContinuousGenerator(CausalLMGenerator):
             self._begin(family)
 
     def _needs_page(self, stream: TokenStream) -> bool:
-        """Return whether all of a prompt but its last token may be found in the cache.
+        """Return whether all tokens of a prompt except the last may be found in the cache.
 
-        The scheduler keeps the last token of a prompt with several responses back until these exist, and would have nothing to do.
+        The scheduler holds back the last token of a prompt with several completions until these exist, and would have no work to do.
         """
         length = stream.length
         return self._processor.cache.use_prefix_sharing and length > 1 and (length - 1) % self._page == 0
@@ -248,7 +248,7 @@ class ContinuousGenerator(CausalLMGenerator):
     def _begin(self, family: list[TokenStream]) -> None:
         self._families += 1
         name = str(self._families)
-        # As with pages, a prompt of one token cannot be kept back; nothing is shared then.
+        # A prompt of one token cannot be held back either; then nothing is shared.
         parents = [family] if family[0].length > 1 else [[stream] for stream in family]
         for number, (parent, *children) in enumerate(parents):
             parent_name = f"{name}.{number}"
@@ -256,7 +256,7 @@ class ContinuousGenerator(CausalLMGenerator):
                 request_name = f"{parent_name}{CHILD}{i - 1}" if i else parent_name
                 self._streams[request_name], self._names[stream.id] = stream, request_name
                 if stream.media is not None:
-                    # The manager may go on with a request that nobody waits for any more: others come from its prompt.
+                    # The manager may continue a request whose result is no longer needed, because others are forked from its prompt.
                     self._media[request_name] = stream.media.retained()
                 if children:
                     self._unborn.add(request_name)
@@ -265,7 +265,7 @@ class ContinuousGenerator(CausalLMGenerator):
                     request_id=parent_name,
                     initial_tokens=parent.so_far,
                     num_children=len(children),
-                    # Ends of responses are noticed here, since each has its own.
+                    # The end of a completion is detected here, because each request has its own stop conditions.
                     max_new_tokens=None,
                 )
             )
@@ -274,7 +274,7 @@ class ContinuousGenerator(CausalLMGenerator):
         """Remove a request from the manager."""
         name = self._names.pop(stream.id)
         del self._streams[name]
-        # Children come into being with the parent's first token, so until then neither can be removed alone.
+        # Children are created with the parent's first token, so until then neither can be removed separately.
         if name not in self._unborn:
             self._remove(name)
 
@@ -296,12 +296,12 @@ class ContinuousGenerator(CausalLMGenerator):
         self._streams, self._names, self._unborn, self._media = {}, {}, set(), {}
 
     def invalidate_caches(self) -> None:
-        """Forget all requests and all prefixes, and keep the memory of the cache, which new weights do not change."""
+        """Forget all requests and prefixes, but keep the memory of the cache, whose size does not depend on the weights."""
         processor = self._processor
         self.drop_caches()
-        # In transformers before 5.20 prefixes would outlive a reset.
+        # Before transformers 5.20, prefixes would survive a reset.
         if processor is not None and hasattr(processor.cache, "reset"):
-            # Its tensors were created in this mode, so they can be changed in no other one.
+            # Its tensors were created in inference mode, so they can only be modified in it.
             with torch.inference_mode():
                 processor.reset()
                 processor.cache.reset()
@@ -324,7 +324,7 @@ class ContinuousGenerator(CausalLMGenerator):
         }
         field_names = {field.name for field in fields(ContinuousBatchingConfig)}
         if "page_size" not in field_names:
-            # Its name before transformers 5.20.
+            # The name before transformers 5.20.
             settings["block_size"] = self._page
         manager = _Manager(
             self._lm.model,
@@ -334,12 +334,12 @@ class ContinuousGenerator(CausalLMGenerator):
             self._attending,
         )
         self._blocks = blocks
-        # It seeds torch's random state, which belongs to the models that train in this process.
+        # It seeds torch's random state, which belongs to models that train in this process.
         with torch.random.fork_rng(devices=[self._lm.device] if self._lm.device.type == "cuda" else []):
             processor = manager._create_batch_processor()
         if self._states is not None or self._lm.recorder is not None or self.config.invariant or self.config.max_adapters:
-            # A page found in the cache would come without the states behind it, nobody would know the experts of its tokens, those of a
-            # response were computed one by one, as those of a prompt are not, and it may be of another adapter.
+            # A page from the cache would lack the states of stateful layers and the routes of its tokens. With invariant, tokens of a
+            # completion are computed one by one, unlike those of a prompt. And the page may belong to another adapter.
             processor.cache.use_prefix_sharing = False
         return processor
 
@@ -350,7 +350,7 @@ class ContinuousGenerator(CausalLMGenerator):
 
 
 class _Manager(ContinuousBatchingManager):
-    """A manager whose logits processor samples the tokens, and whose cache has the layers that attend."""
+    """A manager whose logits processor samples the tokens, and whose cache has only the attention layers."""
 
     def __init__(
         self,
@@ -365,13 +365,13 @@ class _Manager(ContinuousBatchingManager):
             cached = {"layer_types": list(attending.values()), "num_hidden_layers": len(attending)}
             text = _Overlay(model.config.get_text_config(), **cached)
             model = _Overlay(model, config=_Overlay(model.config, get_text_config=lambda *_, **__: text, **cached))
-            # The manager keeps what this returns, which would be the model itself.
+            # The manager keeps the returned object, which would otherwise be the model itself.
             model.eval = lambda: model
         super().__init__(model, settings, config)
         self.logit_processor = sampler
 
     def switch_to_cb_friendly_attn(self, model: Any, *switches: bool) -> None:
-        """Give the decoder kernels that read pages, or our own attention where there are none. Encoders keep theirs."""
+        """Switch the decoder to kernels that read pages, or to our own attention if there are none. Encoders keep theirs."""
         if isinstance(model, _Overlay):
             model = model.of
         config = model.config
@@ -387,7 +387,7 @@ class _Manager(ContinuousBatchingManager):
     def _switch(self, model: Any, *switches: bool) -> None:
         if not SUPPORTED:
             if "paged|" not in model.config._attn_implementation and model.dtype == torch.float32:
-                # It would take flash attention, which has no float32.
+                # The manager would choose flash attention, which does not support float32.
                 model.set_attn_implementation(f"paged|{model.config._attn_implementation}")
             super().switch_to_cb_friendly_attn(model)
             return
@@ -398,12 +398,12 @@ class _Manager(ContinuousBatchingManager):
         if "flash" not in model.config._attn_implementation:
             model.set_attn_implementation(IMPLEMENTATION)
         if model.config._attn_implementation != IMPLEMENTATION:
-            # Nor can a model be given another attention that has its own.
+            # A model with custom attention cannot be switched either.
             super().switch_to_cb_friendly_attn(model, *switches)
 
 
 class _Overlay:
-    """An object some of whose attributes are others."""
+    """A proxy of an object that overrides some of its attributes."""
 
     def __init__(self, of: Any, **attributes: Any) -> None:
         self.of = of
@@ -414,7 +414,7 @@ class _Overlay:
 
 
 class _SteppedModel:
-    """A model that is given what our attention and media need in a step."""
+    """A model that also receives the arguments that our attention and media need in a step."""
 
     def __init__(self, generator: ContinuousGenerator, *, is_paged: bool) -> None:
         self._generator, self._model, self._sampler = generator, generator._lm.model, generator._sampler
@@ -450,7 +450,7 @@ class _SteppedModel:
         return output
 
     def _select_adapters(self, inputs: dict[str, Any], adapters: GeneratorAdapters) -> None:
-        """Choose the adapter of each row: those of a request are contiguous, in the order of requests."""
+        """Select the adapter of each row: rows of a request are contiguous, in the order of requests."""
         sampler, of_request = self._sampler, self._generator.adapter_of
         rows = [(of_request(name), count) for name, count in zip(sampler.requests, sampler.queries, strict=True)]
         padding = inputs["input_ids"].shape[-1] - sum(sampler.queries)
@@ -463,7 +463,7 @@ class _SteppedModel:
         adapters.select(rows, head_rows)
 
     def _give_media(self, inputs: dict[str, Any]) -> None:
-        """Put features in the place of the numbers that stand for them, and the positions of all axes."""
+        """Replace the numbers that stand for features by the features, and set the positions of all axes."""
         features, known = self._generator._lm.media, self._generator._media
         media = [known.get(name) for name in self._sampler.requests]
         if features is None or not any(media):
@@ -483,7 +483,7 @@ class _SteppedModel:
 
 
 class _Sampler(ContinuousBatchingLogitsProcessorList):
-    """Samples the tokens of a step, and leaves nothing else to choose."""
+    """Samples the tokens of a step, and leaves the manager no other choice."""
 
     def __init__(self, generator: ContinuousGenerator) -> None:
         super().__init__(LogitsProcessorList())
@@ -499,19 +499,19 @@ class _Sampler(ContinuousBatchingLogitsProcessorList):
         self.queries: list[int] = []
         """The number of tokens of each request in the step."""
         self.pasts: list[int] = []
-        """The number of tokens of each that were processed before."""
+        """The number of previously processed tokens of each."""
         self.prompts: list[int] = []
-        """The number of tokens of each with which it began."""
+        """The initial number of tokens of each."""
 
     def prepare_tensor_args(self, requests_in_batch: Any, arg_storage: Any) -> Any:
-        """Note which requests get a token."""
+        """Record which requests get a token."""
         self.names = [request.state.request_id for request in requests_in_batch if request.has_new_token]
         self.requests = [request.state.request_id for request in requests_in_batch]
         self.queries = [request.query_length for request in requests_in_batch]
         self.pasts = [request.state.position_offset - request.query_length for request in requests_in_batch]
         if self._generator.config.invariant and any(r.state._true_initial_tokens for r in requests_in_batch):
             raise ModelError(
-                "the cache had no room for all tokens of a request, which was computed anew in other pieces, so that invariant=true does not hold; "
+                "the cache had no room for all tokens of a request, which was recomputed in different chunks, so invariant=true does not hold; "
                 "raise max_batch_total_tokens"
             )
         self.prompts = [len(request.state.initial_tokens) for request in requests_in_batch]
@@ -519,10 +519,10 @@ class _Sampler(ContinuousBatchingLogitsProcessorList):
         return arg_storage
 
     def __call__(self, input_ids: Any, scores: Any, logits_processor_args: Any) -> Any:
-        """Sample from the logits `[B, V]`, and return scores of which the sampled tokens have the highest."""
+        """Sample from the logits `[B, V]`, and return scores in which the sampled tokens are the highest."""
         streams = self._generator._streams
         draws = [streams[name].draw() if name in streams else _ANY for name in self.names]
-        # Further rows belong to requests of which only a part of the prompt was processed.
+        # The remaining rows belong to requests whose prompt was only partly processed.
         excluded = self._generator._lm.excluded
         self.tokens, self.log_probs = sample_tokens(scores[: len(draws)], draws, excluded) if draws else ([], [])
         chosen = torch.tensor(self.tokens, dtype=torch.int64, device=scores.device)[:, None]

@@ -1,4 +1,4 @@
-"""Generation by the actor's own forward pass: a reference for what samplers compute, small and slow."""
+"""Generation with the actor's own forward pass: a simple and slow reference for the numerics of samplers."""
 
 from dataclasses import replace
 
@@ -13,13 +13,13 @@ from .sampling import sample_tokens
 from .token_stream import CompletionLimits, TokenStream
 
 BACKEND = "fsdp"
-"""The backend whose forward pass it is."""
+"""The backend whose forward pass is used."""
 
 
 class ExactGenerator(CausalLMGenerator):
-    """A generator that computes each token by a forward pass over all tokens before it, without a cache.
+    """A generator that computes each token with a forward pass over all tokens before it, without a cache.
 
-    Log-probabilities are equal to the bit to those that an actor with `engine.invariant=true` computes of the whole response, on the same
+    Log-probabilities are bitwise equal to those that an actor with `engine.invariant=true` computes for the whole completion, on the same
     processor with the same number of threads.
 
     Args:
@@ -27,7 +27,7 @@ class ExactGenerator(CausalLMGenerator):
 
     Raises:
         ModelError: The model cannot be loaded, or packed attention is not correct for it.
-        ConfigError: It runs on CUDA, or the model's numbers depend on how many tokens follow.
+        ConfigError: It runs on CUDA, or the model's numerics depend on the number of tokens that follow.
     """
 
     takes_media = False
@@ -38,17 +38,17 @@ class ExactGenerator(CausalLMGenerator):
         super().__init__(config)
         if self._lm.device.type == "cuda":
             raise ConfigError(
-                "generator=exact on CUDA, where the order of sums depends on the number of tokens; use another generator, or a CPU "
+                "generator=exact on CUDA, where the order of summation depends on the number of tokens; use another generator, or a CPU "
                 "(CUDA_VISIBLE_DEVICES=)"
             )
         if self._lm.media is not None:
             raise ConfigError(
-                f"generator=exact takes models of text alone, which {config.model.path} is not; use continuous or static"
+                f"generator=exact supports only text models, and {config.model.path} is not one; use continuous or static"
             )
         self._model = engine_class(BACKEND).whole_model(self._lm.model, read_config(config.model), config.model.path)
 
     def limits(self) -> CompletionLimits:
-        """Return what this generator can take."""
+        """Return the limits of this generator."""
         limits = super().limits()
         return replace(limits, tokens=min(limits.tokens, self._model.size))
 
@@ -68,10 +68,10 @@ class ExactGenerator(CausalLMGenerator):
         return self._model.next_token(stream.so_far, stream.options.temperature or 1.0, choose)
 
     def stop_request(self, stream: TokenStream) -> None:
-        """Do nothing: a request has nothing beside its tokens."""
+        """Do nothing: a request has no state beyond its tokens."""
 
     def drop_caches(self) -> None:
-        """Do nothing: there are none."""
+        """Do nothing: there are no caches."""
 
     def close(self) -> None:
         """Free the model."""

@@ -1,6 +1,6 @@
-"""The interface of generators: requests that are submitted, advanced together a step at a time, and read as streams of tokens.
+"""The interface of generators: requests are submitted, advanced together one step at a time, and read as streams of tokens.
 
-A generator is used by one thread. A scheduler in a model worker lets many clients share one.
+A generator must be used from a single thread. A scheduler in a model worker lets many clients share one.
 """
 
 import logging
@@ -37,12 +37,12 @@ class GeneratorStats:
     """The state of a generator.
 
     Args:
-        waiting: The number of requests that have not begun.
+        waiting: The number of pending requests, which have not begun.
         running: The number of requests that are being generated.
         version: The version of the weights.
         requests: The number of requests that have ended.
         tokens: The number of tokens that have been generated.
-        prefill_tokens: The number of tokens of prompts that have been processed. Those found in a cache do not count.
+        prefill_tokens: The number of prompt tokens that have been processed, excluding those found in a cache.
         steps: The number of forward passes.
     """
 
@@ -56,11 +56,11 @@ class GeneratorStats:
 
 
 class BaseGenerator(ABC):
-    """Generates responses to many requests at the same time.
+    """Generates completions to many requests at the same time.
 
-    A generator of your own implements the abstract methods. `run_step` moves requests from `waiting` to `running` with `admit` and
-    reports their tokens with `add_token`. All else, such as validation, ends of responses, cancellation, versions and recovery from
-    errors, is done here.
+    A custom generator implements the abstract methods. `run_step` moves requests from `waiting` to `running` with `admit` and
+    reports their tokens with `add_token`. This class does the rest, such as validation, ending completions, cancellation, versions and
+    recovery from errors.
 
     Args:
         config: The configuration.
@@ -70,42 +70,42 @@ class BaseGenerator(ABC):
     """
 
     option_names: ClassVar[frozenset[str] | None] = frozenset()
-    """The names in `RolloutConfig.options` that it knows; None if it checks them itself."""
+    """The names in `RolloutConfig.options` that it supports; None if it checks them itself."""
     can_be_invariant: ClassVar[bool] = False
-    """Whether it knows `RolloutConfig.invariant`."""
+    """Whether it supports `RolloutConfig.invariant`."""
     returns_routes: ClassVar[bool] = False
-    """Whether it says which experts tokens go to; see `RolloutConfig.return_routed_experts`."""
+    """Whether it reports the experts that tokens are routed to; see `RolloutConfig.return_routed_experts`."""
     takes_media: ClassVar[bool] = False
-    """Whether it takes the media of prompts; see `submit`."""
+    """Whether it accepts media in prompts; see `submit`."""
     has_adapters: ClassVar[bool] = False
-    """Whether it knows `RolloutConfig.max_adapters`."""
+    """Whether it supports `RolloutConfig.max_adapters`."""
     loads_parts: ClassVar[bool] = False
-    """Whether it has `copy_part`."""
+    """Whether it implements `copy_part`."""
     joins_process_group: ClassVar[bool] = False
-    """Whether it is built by all processes of the default process group together, if there is one."""
+    """Whether all processes of the default process group, if there is one, build it together."""
     ranks_per_model = 1
-    """How many processes of the process group hold a model together: neighbors, which are given the same calls."""
+    """The number of adjacent processes of the process group that hold one model together and receive the same calls."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self.check(config, dist.get_world_size() if dist.is_initialized() else 1)
         self.config = config
         self.version = 0
-        """The version of the weights. Those that the generator was built with are version 0."""
+        """The version of the weights. The initial weights are version 0."""
         self.waiting: dict[RequestId, TokenStream] = {}
-        """The requests that have not begun, or begin anew, in the order of their arrival."""
+        """The requests that have not begun or have to restart, in order of arrival."""
         self.running: dict[RequestId, TokenStream] = {}
         """The requests that are being generated, in the order in which they began."""
         self.reset_stats()
         self._readiness = Readiness()
         self._paused, self._warned = False, False
         self._adapters: AdapterWeights | None = None
-        # Where the policy keeps them in fewer bits, it would send them rounded, which those of the folder are not.
+        # A policy that keeps its weights in fewer bits would send them rounded, unlike those of the folder.
         self._follows_folder = config.base_dtype == "float32" or config.dtype == config.base_dtype
-        """Whether the weights without adapters are those of the model's folder, as the policy has them."""
+        """Whether the base weights are those of the model's folder, identical to the policy's."""
 
     @classmethod
     def check(cls, config: RolloutConfig, processes: int) -> None:
-        """Check what can be checked without reading weights.
+        """Validate what can be checked without reading weights.
 
         Args:
             config: The configuration.
@@ -116,16 +116,16 @@ class BaseGenerator(ABC):
         """
         if config.invariant and not cls.can_be_invariant:
             raise ConfigError(
-                f"invariant=true with generator={config.generator}, whose numbers depend on what is generated at the same time; use continuous or "
+                f"invariant=true with generator={config.generator}, whose numerics depend on the other requests in the batch; use continuous or "
                 "static on a CPU, or invariant=false"
             )
         if config.max_adapters and not cls.has_adapters:
             raise ConfigError(
-                f"max_adapters={config.max_adapters} with generator={config.generator}, which has no adapters side by side; use continuous, static or vllm"
+                f"max_adapters={config.max_adapters} with generator={config.generator}, which does not support several adapters; use continuous, static or vllm"
             )
         if config.return_routed_experts and not cls.returns_routes:
             raise ConfigError(
-                f"return_routed_experts=true with generator={config.generator}, which does not say where tokens go; use static, continuous, or vllm "
+                f"return_routed_experts=true with generator={config.generator}, which does not report expert routing; use static, continuous, or vllm "
                 "on a GPU (or rl.routing_replay=off or actor)"
             )
         if cls.option_names is not None and (unknown := sorted(set(config.options) - cls.option_names)):
@@ -138,11 +138,11 @@ class BaseGenerator(ABC):
 
     @abstractmethod
     def limits(self) -> CompletionLimits:
-        """Return what this generator can take."""
+        """Return the limits of this generator."""
 
     @abstractmethod
     def run_step(self) -> None:
-        """Begin requests that are waiting, if there is room, and run one forward pass. Called if there is anything to do."""
+        """Begin waiting requests, if there is room, and run one forward pass. Called only if there is work to do."""
 
     @abstractmethod
     def stop_request(self, stream: TokenStream) -> None:
@@ -150,10 +150,10 @@ class BaseGenerator(ABC):
 
     @abstractmethod
     def drop_caches(self) -> None:
-        """Forget all running requests, and everything that was computed with the present weights. May follow an error of `run_step`."""
+        """Forget all running requests, and everything computed with the current weights. May follow an error of `run_step`."""
 
     def invalidate_caches(self) -> None:
-        """Do what `drop_caches` does before new weights come, while the generator works; memory may be kept for the next requests."""
+        """Do the same as `drop_caches`, before new weights are loaded into a working generator; memory may be kept for later requests."""
         self.drop_caches()
 
     @abstractmethod
@@ -161,8 +161,8 @@ class BaseGenerator(ABC):
         """Replace the weights; see `load_weights`. No request is running."""
 
     def copy_part(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace some of the weights, if the generator has `loads_parts`; the others stay. No request is running."""
-        raise NotImplementedError(f"{type(self).__name__} has loads_parts, but no copy_part")
+        """Replace some of the weights, if the generator has `loads_parts`; the others are kept. No request is running."""
+        raise NotImplementedError(f"{type(self).__name__} sets loads_parts, but does not implement copy_part")
 
     @abstractmethod
     def move(self, target: GeneratorPlacement) -> None:
@@ -173,34 +173,36 @@ class BaseGenerator(ABC):
         """Free the model."""
 
     def read_images(self, prompt: list[int], images: Sequence[str]) -> tuple[list[int], Mapping[str, Tensor]]:
-        """Return a prompt with as many image tokens as its images have, and what the model's encoder reads of them.
+        """Return a prompt with the images' full number of image tokens, and the fields that the model's encoder reads.
 
         A generator that reads the images of a request itself returns no fields.
 
         Raises:
-            ConfigError: The generator takes no images, or these cannot be used.
+            ConfigError: The generator does not accept images, or these cannot be used.
         """
-        raise ConfigError(f"generator={self.config.generator} takes no images; use continuous, static or tensor_parallel")
+        raise ConfigError(
+            f"generator={self.config.generator} does not accept images; use continuous, static or tensor_parallel"
+        )
 
     def take_media(self, title: str, prompt: list[int], media: Mapping[str, Tensor]) -> "PromptMedia | None":
-        """Return a prompt with media as the model is given it; None if it has none.
+        """Return a prompt with media in the form that the model receives; None if it has no media.
 
         Raises:
-            ConfigError: The generator takes no media, or these do not fit the prompt.
+            ConfigError: The generator does not accept media, or they do not fit the prompt.
         """
         if not media:
             return None
         raise ConfigError(
-            f"{title} has media, which generator={self.config.generator} does not take; use generator=continuous or static"
+            f"{title} has media, which generator={self.config.generator} does not accept; use generator=continuous or static"
         )
 
     def admit(self, stream: TokenStream) -> None:
-        """Note that a waiting request begins."""
+        """Mark a waiting request as running."""
         del self.waiting[stream.id]
         self.running[stream.id] = stream
 
     def add_token(self, stream: TokenStream, token: int, log_prob: float) -> None:
-        """Add a token to a running request. If the response ends with it, `stop_request` is called."""
+        """Add a token to a running request. If the completion ends with it, `stop_request` is called."""
         if not math.isfinite(log_prob):
             self.stop_request(stream)
             self._fail(
@@ -221,26 +223,26 @@ class BaseGenerator(ABC):
             self._finish(stream, "length")
 
     def version_of(self, stream: TokenStream) -> int:
-        """Return the version of the weights that a token of a request is made by."""
+        """Return the version of the weights that generates a request's tokens."""
         return self.version
 
     def adapter_names(self) -> list[str]:
-        """Return the names of the adapters that requests may ask for."""
+        """Return the names of the adapters that requests may select."""
         return []
 
     def load_adapter(self, name: str, folder: str) -> int:
-        """Load the factors of a checkpoint of an adapter beside those of others, in the place of those of the same name.
+        """Load the factors of an adapter checkpoint next to those of other adapters, replacing any of the same name.
 
         Args:
-            name: The name by which requests ask for it (`SamplingOptions.adapter`).
+            name: The name that requests select it by (`SamplingOptions.adapter`).
             folder: The folder of the checkpoint, or its URL; see `engine.adapter_checkpoint`.
 
         Returns:
-            The number of its optimizer steps, which is the version of its tokens.
+            Its number of optimizer steps, which becomes the version of its tokens.
 
         Raises:
-            CheckpointError: The checkpoint is damaged, or of another model.
-            ConfigError: There are as many adapters as there may be (`RolloutConfig.max_adapters`).
+            CheckpointError: The checkpoint is damaged, or belongs to another model.
+            ConfigError: The maximum number of adapters (`RolloutConfig.max_adapters`) is reached.
         """
         raise self._without_adapters(name)
 
@@ -248,18 +250,18 @@ class BaseGenerator(ABC):
         """Free an adapter, after the last request that uses it.
 
         Raises:
-            ConfigError: There is none of this name.
+            ConfigError: There is no adapter of this name.
         """
         raise self._without_adapters(name)
 
     def _without_adapters(self, name: str) -> ConfigError:
         return ConfigError(
-            f"adapter={name!r} with generator={self.config.generator} and max_adapters={self.config.max_adapters}: it has no adapters side by "
-            "side; raise max_adapters of a generator that knows it: continuous, static or vllm"
+            f"adapter={name!r} with generator={self.config.generator} and max_adapters={self.config.max_adapters}: it does not hold several "
+            "adapters; set max_adapters, with a generator that supports it: continuous, static or vllm"
         )
 
     def reset_stats(self) -> None:
-        """Count from zero."""
+        """Reset the counters."""
         self._numbered = self._ended = self._tokens = self._steps = self.prefill_tokens = 0
 
     # ---- what its users call -----------------------------------------------------------------------------------------
@@ -279,17 +281,17 @@ class BaseGenerator(ABC):
 
         Args:
             prompt: The token ids of the prompt.
-            options: The sampling options. `samples` is not used; a stream is one response.
-            request_id: The id by which it can be cancelled; None numbers it.
-            row: The number of the prompt in its batch, which seeds the response together with `options.seed` and `sample`.
-            sample: The number of the response among those to the prompt.
-            images: The images of the prompt as data URIs. The prompt has one image token for each; the model's own number of them takes
-                its place, and a response has no more tokens than fit behind it.
-            media: What the model's encoders read of the media of a prompt that has as many tokens for each item as features: the fields of a
-                `PackedBatch`, with rows for each item in order.
+            options: The sampling options. `samples` is not used; a stream is one completion.
+            request_id: The id for cancelling it; None assigns one.
+            row: The number of the prompt in its batch, which seeds the completion together with `options.seed` and `sample`.
+            sample: The number of the completion among those to the prompt.
+            images: The images of the prompt as data URIs. The prompt has one image token per image, which is expanded to the number that
+                the model needs; the completion is limited to the tokens that then fit.
+            media: The fields that the model's encoders read, as in a `PackedBatch`, with rows for each item in order. The prompt must
+                have as many tokens for each item as it has features.
 
         Raises:
-            ConfigError: The prompt is empty, has a token outside the vocabulary or does not fit; or the id is in use.
+            ConfigError: The prompt is empty, has a token outside the vocabulary or does not fit; or the id is already in use.
             ModelError: The last weights were not loaded completely.
         """
         return self._enqueue("the prompt", check_prompts([prompt])[0], options, request_id, row or 0, sample, images, media)
@@ -308,7 +310,7 @@ class BaseGenerator(ABC):
         self._readiness.check()
         if images:
             if media:
-                raise ConfigError(f"{title} has images and media; give one of them")
+                raise ConfigError(f"{title} has images and media; pass only one of them")
             prompt, media = self.read_images(prompt, images)
         if options.adapter and options.adapter not in self.adapter_names():
             if not self.config.max_adapters:
@@ -318,7 +320,7 @@ class BaseGenerator(ABC):
             )
         limits = self.limits()
         if images:
-            # Who asks does not know how many tokens the images have.
+            # The caller does not know how many tokens the images have.
             most = min(limits.tokens, limits.context or limits.tokens) - len(prompt)
             options = replace(options, max_tokens=max(1, min(options.max_tokens, most)))
         check_prompt(title, prompt, options, limits, self.config)
@@ -327,7 +329,7 @@ class BaseGenerator(ABC):
             request_id = f"request-{self._numbered}"
             self._numbered += 1
         if request_id in self.waiting or request_id in self.running:
-            raise ConfigError(f"there is a request with the id {request_id!r} already; choose another one")
+            raise ConfigError(f"there is already a request with the id {request_id!r}; choose another one")
         stop_tokens = frozenset(options.stop_tokens) | (frozenset() if options.ignore_eos else limits.end_tokens)
         taken = self.take_media(title, prompt, media or {})
         seed = seed_of(options.seed, row, sample)
@@ -336,7 +338,7 @@ class BaseGenerator(ABC):
         return stream
 
     def cancel(self, request_id: RequestId) -> bool:
-        """End a request with the tokens so far; its finish reason is `aborted`. Returns whether there was such a request."""
+        """End a request with the tokens so far; its finish reason is `aborted`. Return whether there was such a request."""
         stream = self.waiting.get(request_id)
         if stream is None:
             stream = self.running.get(request_id)
@@ -349,8 +351,8 @@ class BaseGenerator(ABC):
     def step(self) -> bool:
         """Advance all requests; return False if there is nothing to do, or the generator is paused.
 
-        An error ends the requests that were running; see `TokenStream.error`. If memory ran out, it ends the latest of them, and the
-        others begin anew after the tokens that they have.
+        An error ends the running requests; see `TokenStream.error`. If memory ran out, only the latest request ends, and the
+        others restart after the tokens that they have.
         """
         if self._paused or not (self.waiting or self.running):
             return False
@@ -377,25 +379,26 @@ class BaseGenerator(ABC):
         first_samples: Sequence[int] | None = None,
         max_tokens: Sequence[int] | None = None,
     ) -> list[list[Generation]]:
-        """Generate `options.samples` responses to each prompt, in order.
+        """Generate `options.samples` completions to each prompt, in order.
 
-        If the call is cancelled, see `engine.cancellation`, it ends after the step that it is at, which is its first one at least: responses that
-        go on have the tokens so far and the finish reason `aborted`.
+        A cancelled call (see `engine.cancellation`) ends after its current step, but runs at least one. Unfinished completions then have
+        the tokens so far and the finish reason `aborted`.
 
         Args:
             prompts: The token ids of the prompts.
             options: The sampling options.
-            rows: The number of each prompt in the global batch. Seeds derived from it and `options.seed` give the same responses on
-                any process, and different responses for an equal prompt in another row. None numbers them from 0.
+            rows: The number of each prompt in the global batch. Seeds derived from it and `options.seed` give the same completions on
+                any process, and different completions for an equal prompt in another row. None numbers them from 0.
             media: The media of each prompt; see `submit`.
-            begun: For each prompt its responses of a call that was cancelled; None where there are none. Those that were aborted go on from their
-                tokens, whatever weights made them, and draw the same random numbers as if they had not been; the others are returned as they
-                are.
-            first_samples: For each prompt the number of its first response among all responses to its row, which seeds it; None is 0 for all.
-            max_tokens: For each prompt the most tokens of its responses, instead of those of the options.
+            begun: For each prompt its completions from a cancelled call; None where there are none. Aborted completions continue from
+                their tokens, regardless of the weights that generated them, and draw the same random numbers as without the interruption.
+                The others are returned unchanged.
+            first_samples: For each prompt the number of its first completion among all completions of its row, which seeds it; None is 0
+                for all.
+            max_tokens: For each prompt the maximum number of tokens of its completions, instead of that of the options.
 
         Raises:
-            ConfigError: A prompt or a response that was begun cannot be used, or the generator is paused.
+            ConfigError: A prompt or a begun completion cannot be used, or the generator is paused.
             ModelError: The last weights were not loaded completely, or the model computes NaN.
         """
         streams: list[list[TokenStream]] = []
@@ -406,7 +409,7 @@ class BaseGenerator(ABC):
                 of_prompt = None if media is None else media[i]
                 before = None if begun is None else begun[i]
                 if before is not None and len(before) != options.samples:
-                    raise ConfigError(f"prompt {i} has {len(before)} responses that were begun, but samples={options.samples}")
+                    raise ConfigError(f"prompt {i} has {len(before)} begun completions, but samples={options.samples}")
                 of_row = 0 if first_samples is None else first_samples[i]
                 limited = options if max_tokens is None else replace(options, max_tokens=max_tokens[i])
                 for sample in range(options.samples):
@@ -422,7 +425,7 @@ class BaseGenerator(ABC):
                     if stream.error is not None:
                         raise stream.error
                 open_streams = [stream for stream in open_streams if not stream.ended]
-                # Not before the first step: of a process without any, the columns of its samples would not be known, such as routes.
+                # Not before the first step: without a step, a process would not know the columns of its samples, such as routes.
                 if self._is_cancelled():
                     break
         finally:
@@ -433,33 +436,33 @@ class BaseGenerator(ABC):
         return [[stream.result() for stream in samples] for samples in streams]
 
     def pause(self) -> None:
-        """Stop generating until `resume`. Requests and their caches stay."""
+        """Stop generating until `resume`. Requests and their caches are kept."""
         self._paused = True
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         self._paused = False
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int | None = None) -> None:
-        """Load new weights, also while requests are running: these go on after the tokens that they have, from an empty cache.
+        """Load new weights. Running requests continue after the tokens that they have, from an empty cache.
 
         Args:
             weights: All tensors of the model under their Hugging Face names as on disk, tied ones once.
-            version: The version of the weights; None is one more than the present one.
+            version: The version of the weights; None increments the current one.
 
         Raises:
-            ModelError: Tensors are missing, unknown, of a wrong shape or not finite. The generator then refuses to work until it has
+            ModelError: Tensors are missing, unknown, of a wrong shape or not finite. The generator then refuses to run until it has
                 loaded a complete set of weights; its requests wait.
             ConfigError: The parameters are absent.
         """
         self._replace_weights(self.copy_weights, weights, version)
 
     def load_adapters(self, adapters: Iterable[tuple[str, Tensor]], *, version: int | None = None) -> None:
-        """Load new adapters alone, which are added to the weights of the model's folder. As `load_weights` otherwise.
+        """Load only new adapters, which are added to the weights of the model's folder; otherwise like `load_weights`.
 
         Args:
             adapters: The adapters of `config.model.lora`, and the modules that are trained beside them, under peft's names.
-            version: The version of the weights; None is one more than the present one.
+            version: The version of the weights; None increments the current one.
 
         Raises:
             ModelError: They are not the adapters of the model, or are not finite.
@@ -467,13 +470,13 @@ class BaseGenerator(ABC):
         """
         complete = not (self.loads_parts and self._follows_folder and self.complete and not self.lacks_weights)
         copy = self.copy_weights if complete else self.copy_part
-        # From here on, so that weights which are older than what was sent are not taken for it.
+        # Marked incomplete from here on, so that older weights are not mistaken for the ones that were sent.
         self._readiness.loading()
         self._replace_weights(copy, self._adapter_source().merged(adapters, complete=complete), version)
         self._follows_folder = True
 
     def adapter_bytes(self) -> int:
-        """Return the size of adapters that come alone, in bytes; 0 if the model has none."""
+        """Return the size of adapters that are sent separately, in bytes; 0 if the model has none."""
         return self._adapter_source().nbytes if self.config.model.lora.rank else 0
 
     def _adapter_source(self) -> "AdapterWeights":
@@ -500,10 +503,10 @@ class BaseGenerator(ABC):
         self._readiness.loaded()
 
     def discard_weights(self, reason: str) -> None:
-        """Refuse to generate until complete weights have been loaded, because the present ones are not to be trusted.
+        """Refuse to generate until complete weights have been loaded, because the current ones may be invalid.
 
         Args:
-            reason: Why; for messages.
+            reason: The reason, for messages.
         """
         self._interrupt()
         self._readiness.mark_invalid(reason)
@@ -512,12 +515,12 @@ class BaseGenerator(ABC):
         """Move the model, or a part of it. Caches are dropped; requests wait until both parts are on the device.
 
         Args:
-            place: `device`, `host`, or `absent`: then the memory is free, and before the next request the parameters have to be moved
-                back to the device and new weights loaded.
-            part: `parameters` or `cache`; None is both. The parameters take the cache with them when they leave the device.
+            place: `device`, `host`, or `absent`. `absent` frees the memory; before the next request the parameters must be moved back to
+                the device and new weights loaded.
+            part: `parameters` or `cache`; None is both. The cache is dropped when the parameters leave the device.
 
         Raises:
-            ConfigError: There is no such place or part, or a cache would be without parameters.
+            ConfigError: There is no such place or part, or the cache would remain without parameters.
         """
         target = self.placement.moved(place, part)
         self._interrupt()
@@ -541,8 +544,9 @@ class BaseGenerator(ABC):
 
     @property
     def weight_dtype(self) -> str:
-        """The data type that all parameters have, in which new weights can be sent to it, such as `bfloat16`; empty if weights are sent as
-        they are.
+        """The data type of all parameters, in which new weights can be sent, such as `bfloat16`.
+
+        Empty if weights are sent in their own data types.
         """
         return ""
 
@@ -553,7 +557,7 @@ class BaseGenerator(ABC):
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether the parameters have been absent since the last complete load, so that they have no values."""
+        """Whether the parameters have been absent since the last complete load, so they hold no values."""
         return self._readiness.lacks_weights
 
     @property
@@ -563,14 +567,14 @@ class BaseGenerator(ABC):
 
     @property
     def ready(self) -> bool:
-        """Whether `step` can advance requests: not during a pause, nor without a complete set of weights and the cache on the device."""
+        """Whether `step` can advance requests: not paused, with a complete set of weights, and with the cache on the device."""
         return self._readiness.ready and not self._paused
 
     def _warn_about_length(self, length: int, max_tokens: int, context: int | None) -> None:
         if context is not None and length + max_tokens > context and not self._warned:
             self._warned = True
             logger.warning(
-                "a prompt of %d tokens with a response of max_tokens=%d may exceed the %d positions that %s supports",
+                "a prompt of %d tokens with a completion of max_tokens=%d may exceed the %d positions that %s supports",
                 length,
                 max_tokens,
                 context,
@@ -578,20 +582,20 @@ class BaseGenerator(ABC):
             )
 
     def _is_cancelled(self) -> bool:
-        """Return whether the call of `generate` is to end; on all processes that hold a model together alike."""
+        """Return whether the call of `generate` should end; the same on all processes that hold a model together."""
         return self.ranks_per_model == 1 and cancelled()
 
     def _go_on(self, title: str, stream: TokenStream, before: Generation) -> None:
-        """Give a request that waits the tokens of a response that was begun."""
+        """Add the tokens of a begun completion to a waiting request."""
         count = len(before.response)
         if before.prompt != stream.prompt or not count == len(before.log_probs) == len(before.versions):
             raise ConfigError(
-                f"{title}: a response that was begun is one to another prompt, or has {count} tokens with {len(before.log_probs)} log-probabilities "
+                f"{title}: a begun completion belongs to another prompt, or has {count} tokens with {len(before.log_probs)} log-probabilities "
                 f"and {len(before.versions)} versions"
             )
         if before.finish_reason == "aborted" and not count < stream.options.max_tokens:
             raise ConfigError(
-                f"{title}: a response was begun with {count} tokens, which leaves none of max_tokens={stream.options.max_tokens}"
+                f"{title}: a begun completion has {count} tokens, which leaves none of max_tokens={stream.options.max_tokens}"
             )
         stream.take_over(before)
         if before.finish_reason != "aborted":
@@ -619,7 +623,7 @@ class BaseGenerator(ABC):
         self._end(stream, None)
 
     def _interrupt(self) -> None:
-        """Drop all caches, and let the running requests begin anew, before those that wait."""
+        """Drop all caches, and restart the running requests, ahead of the waiting ones."""
         self.drop_caches()
         self._restart_running()
 
@@ -631,6 +635,6 @@ class BaseGenerator(ABC):
         streams = list(self.running.values()) or list(self.waiting.values())[:1]
         for stream in streams[-1:] if is_out_of_memory(error) else streams:
             self._fail(stream, error)
-        # They hold the tensors of the step.
+        # The traceback's frames hold the tensors of the step.
         traceback.clear_frames(error.__traceback__)
         self._interrupt()

@@ -1,4 +1,4 @@
-"""Images of requests, as data URIs: what a model's encoder reads of them, and what stands in their place in a prompt."""
+"""Images of requests, as data URIs: the fields that a model's encoder reads, and their tokens in a prompt."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from ..media.processors import PROCESSORS
 from ..media.sources import OVER_NETWORK, read_source
 
 LIMITS = MediaLimits(max_pixels=2**24)
-"""Larger images are made smaller before the model's processor sees them."""
+"""Larger images are downscaled before the model's processor receives them."""
 
 
 class PromptImages:
@@ -35,15 +35,15 @@ class PromptImages:
         """Return a prompt in which each image has as many tokens as features, and the fields that the encoder reads.
 
         Args:
-            prompt: The token ids, with what the chat template writes for each image.
+            prompt: The token ids, including the chat template's placeholder for each image.
             uris: The images as data URIs.
 
         Raises:
-            ConfigError: An image cannot be used, or the prompt has more or fewer of them.
+            ConfigError: An image cannot be used, or the prompt has a different number of images.
         """
         key = (tuple(prompt), tuple(uris))
         if self._last is None or self._last[0] != key:
-            # Several completions to a prompt follow each other.
+            # Consecutive requests may be several completions of one prompt.
             self._last = key, self._read(prompt, uris)
         ids, fields = self._last[1]
         return list(ids), fields

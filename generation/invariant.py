@@ -1,4 +1,4 @@
-"""Decoding in which the numbers of a token do not depend on the others: what `RolloutConfig.invariant` adds to a generator."""
+"""Decoding in which a token's numerics do not depend on other tokens in the batch, for `RolloutConfig.invariant`."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from ..engine.ops.invariance import PassSizes, find_pass_sizes, padded_rows
 MOST_ROWS = 128
 """The largest number of rows of a pass that is tried."""
 COLUMNS = 1024
-"""Of how many tokens' logits are compared."""
+"""The number of tokens whose logits are compared."""
 
 
 def pad_pass(inputs: dict[str, Any], count: int, multiple: int) -> None:
-    """Add empty rows to the arguments of a pass with `count` tokens, and to the list of those that logits are asked of."""
+    """Pad the arguments of a pass with `count` tokens, and the list of rows that logits are computed for, with empty rows."""
     more = padded_rows(count, multiple) - count
     for name in ("input_ids", "position_ids"):
         if name in inputs:
@@ -27,12 +27,12 @@ def pad_pass(inputs: dict[str, Any], count: int, multiple: int) -> None:
 
 
 def invariant_pass_sizes(model: Any, path: str) -> PassSizes:
-    """Return the numbers of rows with which each row's logits are those of any other number, to the bit.
+    """Return the numbers of rows at which each row's logits are bitwise independent of the number of rows.
 
-    Runs passes over prompts of one token each; the model must have its own attention yet.
+    Runs passes over prompts of one token each; the model must still have its own attention.
 
     Raises:
-        ConfigError: There is none: rows depend on where they stand.
+        ConfigError: There are no such numbers: rows depend on their position.
     """
     vocabulary: int = model.get_input_embeddings().num_embeddings
 

@@ -1,8 +1,8 @@
-"""Media in prompts: what stands for their features among token ids, and how a model gets the features instead.
+"""Media in prompts: placeholder ids for features among token ids, and the features that the model receives in their place.
 
-A prompt with media is given to the model with numbers beyond the vocabulary in the place of the tokens that features stand for: one number for
-each feature of each different item. So prompts are equal to a cache or a batch only if their media are, and any part of a prompt tells
-which features it needs. Each different item is encoded once.
+In a prompt with media, the tokens that features replace get ids beyond the vocabulary: a different id for each feature of each distinct
+item. A cache or batch therefore treats prompts as equal only if their media are equal, and any part of a prompt determines which features
+it needs. Each distinct item is encoded once.
 
 Axes: T tokens of a prompt, F features of an item, A position axes.
 """
@@ -31,14 +31,14 @@ MOST_NUMBERS = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptMedia:
-    """A prompt with media as a model is given it.
+    """A prompt with media in the form that a model receives.
 
     Args:
-        ids: `[T]`, the token ids, with numbers beyond the vocabulary for features.
-        items: The first number of each item.
-        positions: `[A, T]` int64, the positions; None for one axis, which counts the tokens.
-        features: What has the features of its media.
-        following: The position behind the prompt, with several axes.
+        ids: `[T]`, the token ids, with ids beyond the vocabulary for features.
+        items: The first id of each item.
+        positions: `[A, T]` int64, the positions; None for a single axis, which counts the tokens.
+        features: The holder of the features of its media.
+        following: The position after the prompt, with several axes.
     """
 
     ids: list[int]
@@ -48,7 +48,7 @@ class PromptMedia:
     following: int = 0
 
     def retained(self) -> Self:
-        """Return it after a further use has begun, which `release` ends."""
+        """Register another use and return this object; `release` ends the use."""
         self.features.retain(self)
         return self
 
@@ -57,10 +57,10 @@ class PromptMedia:
         self.features.release(self)
 
     def positions_of(self, start: int, count: int) -> Tensor:
-        """Return the positions `[A, count]` of tokens, of those behind the prompt too."""
+        """Return the positions `[A, count]` of tokens, including those after the prompt."""
         assert self.positions is not None
         if start >= len(self.ids):
-            # Behind the prompt all axes go on from the largest position.
+            # After the prompt, all axes continue from the largest position.
             behind = torch.arange(start, start + count) + (self.following - len(self.ids))
             return behind.expand(len(self.positions), -1)
         inside = self.positions[:, start : start + count]
@@ -70,16 +70,16 @@ class PromptMedia:
 
 @dataclass(kw_only=True, eq=False)
 class _Item:
-    """An item of which a request has not ended.
+    """An item that is used by at least one request.
 
     Args:
         kind: Its kind.
-        first: Its first number.
+        first: Its first id.
         count: The number of its features, F.
         fields: The fields that its encoder reads.
-        digest: A digest of all of this.
-        users: The number of requests that have it.
-        features: What its encoder returned; None if it has not run since the weights came.
+        digest: A digest of all of the above.
+        users: The number of requests that use it.
+        features: The output of its encoder; None if the encoder has not run with the current weights.
     """
 
     kind: Kind
@@ -96,7 +96,7 @@ class MediaFeatures:
 
     Args:
         model: The model, with its encoders.
-        family: How it takes media.
+        family: How the model takes media.
         name: Its name, for messages.
     """
 
@@ -110,7 +110,7 @@ class MediaFeatures:
         self._items: dict[int, _Item] = {}
         self._last: tuple[Mapping[str, Tensor], list[int], PromptMedia] | None = None
         self.encoded = 0
-        """The number of items that encoders have run on."""
+        """The number of items that have been encoded."""
 
     @property
     def axes(self) -> int:
@@ -119,7 +119,7 @@ class MediaFeatures:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The ids of the tokens that a completion must not have."""
+        """The ids of tokens that a completion must not contain."""
         return self._family.reserved_tokens
 
     @property
@@ -127,19 +127,19 @@ class MediaFeatures:
         return getattr(self._model, self._model.base_model_prefix)
 
     def add(self, prompt: Sequence[int], fields: Mapping[str, Tensor], title: str = "the prompt") -> PromptMedia | None:
-        """Return a prompt with media as the model is given it; None if it has none. `PromptMedia.release` ends its use.
+        """Return a prompt with media in the form that the model receives; None if it has no media. `PromptMedia.release` ends its use.
 
         Args:
             prompt: The token ids, with as many tokens for each item as it has features.
             fields: The fields that the model's encoders read, with rows for each item in order.
-            title: What the prompt is called in messages.
+            title: The name of the prompt in messages.
 
         Raises:
-            ConfigError: The fields are not what the model takes, or do not fit the prompt.
+            ConfigError: The fields are not those that the model takes, or do not fit the prompt.
         """
         last = self._last
         if last is not None and last[0] is fields and last[1] == list(prompt):
-            # Another completion to the same prompt.
+            # Another completion of the same prompt.
             return last[2].retained()
         media = {name: MediaField(values=value, counts=torch.tensor([len(value)])) for name, value in fields.items()}
         try:
@@ -147,7 +147,7 @@ class MediaFeatures:
             summary = check_media(batch, self._family, self._name)
             kinds = summary.kinds
             for stray in summary.stray.values():
-                # Beside the features of another prompt the model would miss those of this token.
+                # Mixed with the features of another prompt, the model would lack those of this token.
                 raise ConfigError(stray)
             for kind in kinds:
                 if kind in self._family.block_kinds:
@@ -168,7 +168,7 @@ class MediaFeatures:
             for i, count in enumerate(of_kind.features):
                 of_item = select_items(of_kind, self._family.modalities[kind], [i])
                 digest = _digest(kind, of_item)
-                # An item that comes again has the same numbers, by which a cache may have its keys and values still.
+                # A repeated item keeps its ids, so that a cache can still match its keys and values.
                 first = self._firsts.get(digest) or next((item.first for item in items if item.digest == digest), None)
                 if first is None:
                     first, new = new, new + count
@@ -177,7 +177,7 @@ class MediaFeatures:
                     ids[place] = first + number
         if new > MOST_NUMBERS:
             raise ConfigError(
-                f"{self._name} has been given more different media since its last weights than can be numbered; load weights, or start it again"
+                f"{self._name} has received more distinct media since its last weights than there are ids; load weights, or restart it"
             )
         self._next = new
         for item in items:
@@ -191,7 +191,7 @@ class MediaFeatures:
         return taken
 
     def retain(self, media: PromptMedia) -> None:
-        """Begin a further use of a prompt's media."""
+        """Begin another use of a prompt's media."""
         for first in media.items:
             self._items[first].users += 1
 
@@ -205,7 +205,7 @@ class MediaFeatures:
                 self._last = None
 
     def drop(self) -> None:
-        """Forget all features, because the weights change or leave the device, and caches with them."""
+        """Forget all features, because the weights change or leave the device, together with the caches."""
         for item in self._items.values():
             item.features = None
         self._firsts = {digest: first for digest, first in self._firsts.items() if first in self._items}
@@ -213,10 +213,10 @@ class MediaFeatures:
             self._next = self._vocabulary
 
     def inputs(self, ids: Tensor) -> dict[str, Any]:
-        """Return the arguments of the model in the place of `input_ids`.
+        """Return the model arguments that replace `input_ids`.
 
         Args:
-            ids: `[B, T]` on the model's device, with numbers beyond the vocabulary for features.
+            ids: `[B, T]` on the model's device, with ids beyond the vocabulary for features.
         """
         numbers = ids.cpu().numpy()
         beyond = numbers >= self._vocabulary
@@ -226,7 +226,7 @@ class MediaFeatures:
         item_of = np.searchsorted([item.first for item in items], numbers[beyond], "right") - 1
         ends = np.array([item.first + item.count for item in items])
         if not items or (item_of < 0).any() or (numbers[beyond] >= ends[item_of]).any():
-            raise RuntimeError("a request goes on with media that were released")
+            raise RuntimeError("a request continues with media that were released")
         used = [items[i] for i in np.unique(item_of)]
         self._encode(used)
         tokens = numbers.copy()
@@ -256,7 +256,7 @@ class MediaFeatures:
         return {"inputs_embeds": embeddings, **self._family.decoder_arguments(self._base, text_ids.flatten())}
 
     def _encode(self, used: Sequence[_Item]) -> None:
-        """Run the encoders on items that have no features yet, on those of a kind together."""
+        """Run the encoders on items without features, one batch per kind."""
         by_kind: dict[Kind, list[_Item]] = {}
         for item in used:
             if item.features is None:

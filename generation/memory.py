@@ -1,4 +1,4 @@
-"""How much memory a generator needs, estimated from its model's files and config, and how large its cache can be."""
+"""The memory that a generator needs, estimated from its model's files and config, and the size of its cache."""
 
 import gc
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from ..engine.offload import free_bytes
 from .options import RolloutConfig
 
 TOKENS_WITHOUT_GPU = 32768
-"""The size of a cache in tokens where none is given and there is no GPU."""
+"""The default size of a cache without a GPU, in tokens."""
 PAGE_TOKENS_CUDA = 256
-"""The number of tokens in a page of the cache of `continuous` on a GPU, where the kernels of flash attention take no smaller ones."""
+"""The number of tokens in a page of the cache of `continuous` on a GPU: the minimum of flash attention's kernels."""
 CACHE_SHARE = 0.9
-"""The share of the memory left beside parameters and workspace that a cache gets, since both are estimates."""
+"""The fraction of the memory left after parameters and workspace that a cache gets, because both are estimates."""
 GIB = 2**30
 _LEAST_TOKENS = 1024
-"""The smallest cache that is chosen."""
+"""The smallest cache that is chosen automatically, in tokens."""
 _BYTES = {"float32": 4, "bfloat16": 2}
 _FIXED_WORKSPACE = 2 * GIB
-"""For communicators, CUDA graphs, and memory that the allocator cannot use."""
+"""Memory for communicators, CUDA graphs, and fragmentation of the allocator."""
 _LOGIT_BYTES = 40
 """Of a logit while a token is drawn: in float32 as it is, scaled, and as a log-probability; in float64 its probability and the sum; and
 sorted with their positions."""
@@ -55,7 +55,7 @@ def gpu_memory(devices: Sequence[int] = ()) -> GpuMemory | None:
     """
     if not torch.cuda.is_available():
         return None
-    # What this process's allocator keeps for itself counts as free: vLLM and torch return it before they look.
+    # Memory reserved by this process's allocator counts as free: vLLM and torch release it before they measure.
     gc.collect()
     torch.cuda.empty_cache()
     visible = torch.cuda.device_count()
@@ -66,14 +66,14 @@ def gpu_memory(devices: Sequence[int] = ()) -> GpuMemory | None:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorMemoryNeeds:
-    """What a generator needs on each of its devices, in bytes. 0 stands for what the config or the files do not say.
+    """The memory that a generator needs on each of its devices, in bytes. 0 means that the config and the files do not determine it.
 
     Args:
-        parameters: Of the parameters.
-        per_token: Of a token in the cache.
-        workspace: Of everything else.
-        most_tokens: The number of tokens of as many responses as run at the same time, each as long as the model allows; 0 if that is
-            not known.
+        parameters: The size of the parameters.
+        per_token: The size of a token in the cache.
+        workspace: The size of everything else.
+        most_tokens: The number of tokens of the maximum number of concurrent completions, each as long as the model allows; 0 if
+            unknown.
     """
 
     parameters: int
@@ -83,7 +83,7 @@ class GeneratorMemoryNeeds:
 
 
 def memory_needs(config: RolloutConfig) -> GeneratorMemoryNeeds:
-    """Estimate what a generator needs on each of its devices.
+    """Estimate the memory that a generator needs on each of its devices.
 
     Args:
         config: The configuration of the generator.
@@ -92,7 +92,7 @@ def memory_needs(config: RolloutConfig) -> GeneratorMemoryNeeds:
         ModelError: The model's config cannot be read.
     """
     folder = resolve_folder(config.model.path)
-    # What can only be generated with, such as quantized weights, is refused where the config of a model to train is read.
+    # Models that only support generation, such as quantized ones, are refused where the config of a trainable model is read.
     trust = config.model.trust_remote_code
     try:
         model: Any = (
@@ -109,11 +109,11 @@ def memory_needs(config: RolloutConfig) -> GeneratorMemoryNeeds:
     attention = getattr(model, "num_attention_heads", None)
     heads = getattr(model, "num_key_value_heads", None) or attention or 0
     width = getattr(model, "head_dim", None) or (model.hidden_size // attention if attention else 0)
-    # Fewer heads than devices are repeated.
+    # If there are fewer heads than devices, heads are replicated.
     per_token = 2 * model.num_hidden_layers * -(-heads // tp) * width * size
     tokens = max(config.target_tokens_per_batch, config.max_batch_size)
     if config.generator == "continuous":
-        # Without flash attention: the keys and values of a layer are gathered and padded by up to a third, and there is an index of them.
+        # Without flash attention, the keys and values of a layer are gathered and padded by up to a third, with an index.
         per_token += per_token // model.num_hidden_layers * 4 // 3 + 16
     inner = max(getattr(model, "intermediate_size", None) or 0, 4 * model.hidden_size)
     return GeneratorMemoryNeeds(
@@ -127,12 +127,12 @@ def memory_needs(config: RolloutConfig) -> GeneratorMemoryNeeds:
 
 
 def tokens_that_fit(gpu: GpuMemory, needs: GeneratorMemoryNeeds, title: str) -> int:
-    """Return the size of a cache, in tokens, for a generator that is not given one.
+    """Return the size of a cache, in tokens, for a generator without a configured size.
 
     Args:
         gpu: The memory of its device before it is built.
-        needs: What the generator needs there.
-        title: What is generated with, for messages.
+        needs: The memory that the generator needs there.
+        title: The name of the generator and its model, for messages.
 
     Raises:
         ConfigError: No useful cache fits.
@@ -145,16 +145,16 @@ def tokens_that_fit(gpu: GpuMemory, needs: GeneratorMemoryNeeds, title: str) -> 
     least = min(_LEAST_TOKENS, needs.most_tokens or _LEAST_TOKENS)
     if tokens < least:
         raise ConfigError(
-            f"{title}: the size of the cache (max_batch_total_tokens) is not given, and fewer than {least} tokens fit: of "
+            f"{title}: the size of the cache (max_batch_total_tokens) is not set, and fewer than {least} tokens fit: of "
             f"{_gib(gpu.total)} on the GPU {_gib(gpu.free)} are free, its parameters need {_gib(needs.parameters)}, and a pass about "
-            f"{_gib(needs.workspace)}. Give the generator GPUs of its own, lower max_batch_size or target_tokens_per_batch, or give the "
+            f"{_gib(needs.workspace)}. Give the generator its own GPUs, lower max_batch_size or target_tokens_per_batch, or set the "
             "size of the cache"
         )
     return min(tokens, most)
 
 
 def with_cache_size(config: RolloutConfig) -> RolloutConfig:
-    """Return a configuration with the size of the cache, as many tokens as fit if it has none. Before the generator is built.
+    """Return a configuration with a cache size: if not set, as many tokens as fit. Call it before the generator is built.
 
     Raises:
         ConfigError: No useful cache fits.
@@ -169,10 +169,10 @@ def with_cache_size(config: RolloutConfig) -> RolloutConfig:
 
 
 def check_held_versions(config: RolloutConfig) -> None:
-    """Check that this machine has the memory for the versions of the weights that one process may hold beside the generator's.
+    """Check that this machine has the memory for the versions of the weights that a process may hold in addition to the generator's.
 
     Raises:
-        ConfigError: It has not, even if there were nothing else.
+        ConfigError: They do not fit, even if the memory were otherwise free.
         ModelError: The model's config cannot be read.
     """
     if config.held_versions == 1 or config.model.lora.rank:
@@ -183,12 +183,12 @@ def check_held_versions(config: RolloutConfig) -> None:
         raise ConfigError(
             f"held_versions={config.held_versions}: {config.held_versions - 1} versions of the weights of {config.model.path} in host memory need "
             f"{_gib((config.held_versions - 1) * each)}, and this machine has {_gib(room)}. Lower it (rollout.held_versions; 1 holds none, and "
-            "new weights wait for the answers of older ones), or rl.staleness"
+            "new weights wait for the completions of older ones), or rl.staleness"
         )
 
 
 def devices_of(config: RolloutConfig) -> range:
-    """Return the indices of the GPUs of a generator that has several in one process; empty if it has the current one."""
+    """Return the indices of the GPUs of a generator with several in one process; empty if it uses the current GPU."""
     tp = config.options.get("tp", 1)
     return range(tp) if isinstance(tp, int) and tp > 1 and not _joined() else range(0)
 
@@ -198,31 +198,31 @@ def _joined() -> bool:
 
 
 def utilization(gpu: GpuMemory, needs: GeneratorMemoryNeeds, tokens: int, title: str) -> float:
-    """Return the share of a GPU's memory that an engine may claim which refuses to start unless that share is free.
+    """Return the fraction of a GPU's memory that an engine may claim, for an engine that refuses to start unless it is free.
 
     Args:
         gpu: The memory of the device before the engine is built.
-        needs: What the engine needs there.
+        needs: The memory that the engine needs there.
         tokens: The size of its cache, in tokens.
-        title: What is generated with, for messages.
+        title: The name of the generator and its model, for messages.
 
     Raises:
         ConfigError: Parameters and cache do not fit.
     """
     cache = tokens * needs.per_token
-    # Its communicators come before it looks.
+    # Its communicators are created before it measures free memory.
     available = gpu.free - GIB
     if needs.parameters + cache > available:
         raise ConfigError(
             f"{title}: of {_gib(gpu.total)} on the GPU {_gib(gpu.free)} are free, but its parameters need {_gib(needs.parameters)} and its "
-            f"cache of max_batch_total_tokens={tokens} needs {_gib(cache)}. Lower that, give the generator GPUs of its own "
+            f"cache of max_batch_total_tokens={tokens} needs {_gib(cache)}. Lower it, give the generator its own GPUs "
             "(group.pools.rollout), or set options.gpu_memory_utilization to skip this estimate"
         )
     return min(needs.parameters + cache + needs.workspace, available) / gpu.total
 
 
 def estimated_bytes(config: RolloutConfig) -> dict[str, int]:
-    """Return the size of the `parameters` and of the full `cache` on a device, in bytes; 0 for what the config or the files do not say.
+    """Return the size of the `parameters` and of the full `cache` on a device, in bytes; 0 if the config and files do not determine it.
 
     Args:
         config: The configuration of the generator, with the size of the cache.

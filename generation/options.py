@@ -1,4 +1,4 @@
-"""The settings of generation: how responses are sampled, and how a role that generates them is configured. Imports no torch."""
+"""The settings of generation: sampling options, and the configuration of a role that generates. Does not import torch."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,20 +14,20 @@ MIN_TEMPERATURE = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How responses are sampled.
+    """How completions are sampled.
 
     Args:
-        max_tokens: The maximum number of tokens in a response.
+        max_tokens: The maximum number of tokens in a completion.
         temperature: The value that logits are divided by; 0 selects the most likely token.
-        top_p: The probability mass to sample from: the smallest set of most likely tokens that reaches it.
+        top_p: The probability mass to sample from, as the smallest set of most likely tokens that reaches it.
         top_k: The number of most likely tokens to sample from; 0 means all.
-        samples: The number of responses per prompt.
-        stop_tokens: Token ids that end a response, in addition to those of the model's generation config.
-        ignore_eos: Whether only `stop_tokens` end a response, and not the tokens of the model's generation config.
+        samples: The number of completions per prompt.
+        stop_tokens: Token ids that end a completion, in addition to those of the model's generation config.
+        ignore_eos: Whether only `stop_tokens` end a completion, and not the tokens of the model's generation config.
         seed: The random seed; None uses a new one for every call.
-        evaluation: Whether the responses are only for evaluation and never trained on. In a group with an actor, their
+        evaluation: Whether the completions are only for evaluation and never trained on. In a group with an actor, their
             temperature may then differ from the actor's.
-        adapter: The name of the adapter to generate with, of a generator that has several; empty for the model without any.
+        adapter: The name of the adapter to generate with, if the generator has several; empty for the model without adapters.
 
     Raises:
         ConfigError: A setting is out of range.
@@ -58,10 +58,10 @@ class SamplingOptions:
             raise ConfigError(f"top_p={self.top_p}; it must be above 0 and at most 1")
         stop_ids = _listed(self.stop_tokens)
         if stop_ids is None or not all(_is_id(token) for token in stop_ids):
-            raise ConfigError(f"stop_tokens={self.stop_tokens!r}; give token ids, for example (2,)")
+            raise ConfigError(f"stop_tokens={self.stop_tokens!r}; pass token ids, for example (2,)")
         if self.samples > 1 and self.temperature == 0:
             raise ConfigError(
-                f"samples={self.samples} with temperature=0: all of them would be the same; use a temperature above 0, or "
+                f"samples={self.samples} with temperature=0: all completions would be the same; use a temperature above 0, or "
                 "samples=1"
             )
 
@@ -79,11 +79,11 @@ def check_prompts(prompts: Any) -> list[list[int]]:
     if isinstance(prompts, Mapping) or hasattr(prompts, "keys") or shape is not None:
         kind = type(prompts).__name__ + ("" if shape is None else f" {list(shape)}")
         raise ConfigError(
-            f"prompts is a {kind}, in which padding cannot be distinguished from tokens; give a list of token ids per prompt, "
+            f"prompts is a {kind}, in which padding cannot be distinguished from tokens; pass a list of token ids per prompt, "
             "or a PackedBatch"
         )
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
-        raise ConfigError(f"prompts is a {type(prompts).__name__}; give a list of token ids per prompt, or a PackedBatch")
+        raise ConfigError(f"prompts is a {type(prompts).__name__}; pass a list of token ids per prompt, or a PackedBatch")
     checked = []
     for i, prompt in enumerate(prompts):
         ids = _listed(prompt)
@@ -107,28 +107,29 @@ def _is_id(token: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """The configuration of a role that generates responses.
+    """The configuration of a role that generates completions.
 
     Args:
-        model: The model. Only path, added_tokens, overrides, trust_remote_code and, for adapters that come alone, lora are used.
-        generator: The generator: a name that `drivetrain generators` lists, or `module:class`.
-        dtype: The data type of the weights: float32 or bfloat16, or, for a role, auto: bfloat16 on CUDA and float32 elsewhere.
-        max_batch_size: The number of responses that are generated at the same time.
-        max_batch_total_tokens: The number of tokens of these responses and their prompts together, which bounds the memory of the
-            cache. 0: as many as fit in the memory that is free on the GPU before the generator is built, or 32,768 without one.
-        target_tokens_per_batch: The number of tokens in a forward pass. Prompts are added until it is reached.
-        enable_chunked_prefill: Whether a prompt that exceeds what is left of `target_tokens_per_batch` is processed in several
-            forward passes, so that running responses do not wait for it. Only the generator `continuous` can do this.
+        model: The model. Only path, added_tokens, overrides and trust_remote_code are used; for adapters that are sent separately also
+            lora.
+        generator: The generator: a name listed by `drivetrain generators`, or `module:class`.
+        dtype: The data type of the weights: float32 or bfloat16. A role also accepts auto: bfloat16 on CUDA and float32 elsewhere.
+        max_batch_size: The maximum number of completions that are generated at the same time.
+        max_batch_total_tokens: The maximum number of tokens of these completions and their prompts together, which bounds the memory of
+            the cache. 0: as many as fit in the GPU memory that is free before the generator is built, or 32,768 without a GPU.
+        target_tokens_per_batch: The target number of tokens in a forward pass. Prompts are added until it is reached.
+        enable_chunked_prefill: Whether a prompt that exceeds the rest of `target_tokens_per_batch` is processed in several
+            forward passes, so that running completions do not wait for it. Supported only by the generator `continuous`.
         pad: The token id of padding; None uses the tokenizer's, or 0.
-        invariant: Whether a response's tokens and log-probabilities are equal to the bit whatever other requests are generated with it, in
-            any order of arrival. For the generators `static` and `continuous`, on a CPU.
-        return_routed_experts: Whether responses say which experts their tokens went to; see `Generation.routed_experts`.
-        held_versions: The number of versions of the weights that a role holds at the same time, of which one is in the generator and the others
-            are in host memory until a call asks for them. With 1, new weights take the place of the old ones at once.
-        max_adapters: How many adapters there may be side by side, each loaded, used by the requests that name it, and dropped while the
-            generator works; 0 for none. For the generators `static` and `continuous`.
-        base_dtype: Where adapters come alone, the data type in which their engine keeps the weights that they are added to: float32 or bfloat16.
-        options: The settings that only this generator has.
+        invariant: Whether a completion's tokens and log-probabilities are bitwise independent of the other requests in the batch and of
+            the order of arrival. For the generators `static` and `continuous`, on a CPU.
+        return_routed_experts: Whether completions report the experts that their tokens were routed to; see `Generation.routed_experts`.
+        held_versions: The number of versions of the weights that a role holds at the same time. One is in the generator; the others
+            are in host memory until a call requests them. With 1, new weights replace the old ones at once.
+        max_adapters: The maximum number of adapters side by side; 0 for none. Each can be loaded and dropped while the generator runs,
+            and is used by the requests that name it. For the generators `static` and `continuous`.
+        base_dtype: Where adapters are sent separately, the data type in which their engine keeps the base weights: float32 or bfloat16.
+        options: The settings specific to this generator.
     """
 
     model: ModelConfig

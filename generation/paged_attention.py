@@ -1,7 +1,7 @@
-"""Attention of continuous batching without a kernel that reads pages: registered at transformers' own extension point, nothing is patched.
+"""Attention for continuous batching without a kernel that reads pages. It is registered at transformers' extension point; nothing is patched.
 
-transformers' own, for such devices, computes the logits of every token of the batch with every key of the batch and masks all but the
-token's own; its mask has room for a full batch and a full cache from the start. Here a request's tokens meet its own keys only.
+On such devices, transformers' own implementation computes the logits of every token with every key of the batch, and masks all but the
+token's own; its mask is allocated for a full batch and a full cache from the start. Here a request's tokens only attend to its own keys.
 
 Axes: T packed tokens of a step, R requests, H query heads, K key/value heads, D head size, E value head size, S keys.
 """
@@ -22,11 +22,11 @@ from ..engine.errors import ModelError
 
 IMPLEMENTATION = "drivetrain_paged"
 SUPPORTED = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
-"""Whether the cache of this version of transformers (5.20 or later) takes what attention here gives it."""
+"""Whether the cache of this version of transformers (5.20 or later) accepts the arguments that this attention passes to it."""
 CHUNK, WIDTH = 32, 64
 """The number of tokens of a prompt that `InvariantLayout` computes together, and of keys that it pads to."""
 _LEAST_PADDING, _PADDING_SHARE = 64, 4
-"""Requests that read one token each are computed together if a request is padded by at most this number of keys, or a fourth."""
+"""Requests with one token each are computed together if each is padded by at most this number of keys, or a fourth."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Rows:
 
     Args:
         count: R.
-        tokens: T, those of all of them; each has the same number.
-        keys: S, the number of keys of each, with padding.
-        mask: `[R, 1, T / R, S]`, to be added; None if every token may see what comes before it in its request.
+        tokens: T, the tokens of all of them; each has the same number.
+        keys: S, the number of keys of each, including padding.
+        mask: `[R, 1, T / R, S]`, additive; None if every token may attend to all tokens before it in its request.
     """
 
     count: int
@@ -47,15 +47,15 @@ class Rows:
 
 
 class Layout:
-    """Which keys the tokens of a step see. Made once for all layers of a kind, without waiting for the device.
+    """The keys that the tokens of a step attend to. Built once for all layers of a kind, without waiting for the device.
 
     Args:
-        queries: The number of tokens of each request in the step, in their order in the batch.
-        keys: The number of keys of each, the last of which are those of its tokens.
-        window: The number of keys that a token sees; None if that is not limited.
-        in_order: Whether keys are in the order of the batch and cannot be gathered anew.
+        queries: The number of tokens of each request in the step, in batch order.
+        keys: The number of keys of each request; its last keys belong to its tokens in the step.
+        window: The number of keys that a token attends to; None for no limit.
+        in_order: Whether keys are in batch order and cannot be gathered in another order.
         dtype: The data type of queries and keys.
-        device: Where these are.
+        device: The device of queries and keys.
     """
 
     def __init__(
@@ -88,16 +88,16 @@ class Layout:
                 mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(mask, -torch.inf).to(device)
             self.rows.append(Rows(len(group), sum(queries[i] for i in group), width, mask))
             orders += [np.arange(query_starts[i], query_starts[i + 1]) for i in group]
-            # What is padded is a key of the same request: it is masked, but 0 * NaN of another one would be NaN.
+            # Padding repeats a key of the same request: it is masked, but 0 * NaN from another request would be NaN.
             keys_of_rows.append((key_starts[group][:, None] + np.where(span < lengths[:, None], span, 0)).reshape(-1))
         order, taken = np.concatenate(orders), np.concatenate(keys_of_rows)
         self.order = _index(order, device)
-        """Where the tokens of `rows` are in the batch `[T]`; None if they are in its order."""
+        """The positions of the tokens of `rows` in the batch `[T]`; None if they are in batch order."""
         self.back = None if self.order is None else torch.from_numpy(np.argsort(order)).to(device)
         self.keys = (
             None if len(taken) == key_starts[-1] and (np.diff(taken) == 1).all() else torch.from_numpy(taken).to(device)
         )
-        """Where the keys of `rows` are among those of all requests; None if they are in this order."""
+        """The positions of the keys of `rows` among those of all requests; None if they are in this order."""
 
 
 def _index(order: Any, device: torch.device | str) -> Tensor | None:
@@ -105,7 +105,7 @@ def _index(order: Any, device: torch.device | str) -> Tensor | None:
 
 
 def _groups(queries: Sequence[int], keys: Sequence[int]) -> list[list[int]]:
-    """Return the requests that are computed together: those of one token and of similar length, the longest first, and others alone."""
+    """Return the requests that are computed together: those with one token and similar length, the longest first; others separately."""
     groups: list[list[int]] = []
     for i in sorted((i for i, tokens in enumerate(queries) if tokens == 1), key=lambda i: -keys[i]):
         width = keys[groups[-1][0]] if groups else 0
@@ -117,7 +117,7 @@ def _groups(queries: Sequence[int], keys: Sequence[int]) -> list[list[int]]:
 
 
 def _causal_mask(queries: int, keys: int, window: int | None) -> Tensor | None:
-    """Return which keys each query does not see `[1, 1, T, S]`; the last query has the position of the last key."""
+    """Return the additive mask `[1, 1, T, S]` of keys that each query does not attend to; the last query is at the last key's position."""
     windowed = window is not None and window < keys
     if not windowed and queries in (1, keys):
         return None
@@ -127,19 +127,19 @@ def _causal_mask(queries: int, keys: int, window: int | None) -> Tensor | None:
 
 
 class InvariantLayout:
-    """Which keys the tokens of a step see, computed in shapes that depend on a token's own document alone.
+    """The keys that the tokens of a step attend to, computed in shapes that depend only on a token's own document.
 
-    Tokens of prompts are computed in chunks that begin at multiples of `CHUNK`, whichever of a chunk's tokens are in the step, and other
-    tokens one by one. Keys are padded to multiples of `WIDTH`. Torch's attention computes each head of each request by itself.
+    Prompt tokens are computed in chunks that begin at multiples of `CHUNK`, no matter which of a chunk's tokens are in the step; other
+    tokens are computed one by one. Keys are padded to multiples of `WIDTH`. Torch's attention computes each head of each request separately.
 
     Args:
-        queries: The number of tokens of each request in the step, in their order in the batch.
-        keys: The number of keys of each, the last of which are those of its tokens.
-        pasts: The number of tokens of each that were processed before.
-        prompts: The number of tokens of each that are its prompt.
-        window: The number of keys that a token sees; None if that is not limited.
+        queries: The number of tokens of each request in the step, in batch order.
+        keys: The number of keys of each request; its last keys belong to its tokens in the step.
+        pasts: The number of previously processed tokens of each request.
+        prompts: The number of prompt tokens of each request.
+        window: The number of keys that a token attends to; None for no limit.
         dtype: The data type of queries and keys.
-        device: Where these are.
+        device: The device of queries and keys.
     """
 
     each_alone = True
@@ -157,7 +157,7 @@ class InvariantLayout:
     ) -> None:
         query_starts, key_starts = np.cumsum([0, *queries]), np.cumsum([0, *keys])
         self.tokens = int(query_starts[-1])
-        # By their size and the number of their keys: request, first position, those of its tokens that are in the step, first key.
+        # Keyed by chunk size and number of keys: request, first position, its tokens that are in the step, first key.
         blocks: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         for i, (count, past, prompt) in enumerate(zip(queries, pasts, prompts, strict=True)):
             position = past
@@ -184,13 +184,13 @@ class InvariantLayout:
             rows += token.size
             oldest = newest - np.array(keys)[request]
             is_key = (oldest <= seen) & (seen < newest)
-            # What stands for a missing key is one of the same request: it is masked, but 0 * NaN of another one would be NaN.
+            # A missing key is replaced by one of the same request: it is masked, but 0 * NaN from another request would be NaN.
             taken.append((key_starts[request] + np.where(is_key, seen - oldest, 0)).reshape(-1))
             distance = position[..., None] - seen[:, None]
             hidden = (distance < 0) | ~is_key[:, None]
             if window is not None:
                 hidden |= distance >= window
-            # A row without a token sees everything, for a softmax of nothing would be NaN.
+            # A row without a token attends to everything, because a softmax over nothing would be NaN.
             hidden &= is_token[..., None]
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
             self.rows.append(Rows(len(group), token.size, width, mask[:, None].to(device)))
@@ -215,7 +215,7 @@ def attend(
         q: The queries `[H, T, D]`.
         k: The keys `[K, S of all rows, D]`, in the order of `layout.rows`.
         v: The values `[K, S of all rows, E]`.
-        layout: Which keys the tokens see.
+        layout: The keys that the tokens attend to.
         scale: The factor of the logits.
         softcap: The soft cap of the logits, `softcap * tanh(logits / softcap)`.
         sinks: The logit of an additional key without a value `[H]`.
@@ -235,7 +235,7 @@ def attend(
         token, key = token + rows.tokens, key + rows.count * rows.keys
         one = rows.tokens == rows.count
         if one:
-            # The query heads of a key/value head take the place of tokens, so that keys are not repeated.
+            # The query heads of a key/value head are folded into the token axis, so that keys need not be repeated.
             own_q = own_q.transpose(0, 1).unflatten(1, (-1, groups))
         else:
             own_q = own_q.unflatten(1, (rows.count, -1)).transpose(0, 1)
@@ -282,12 +282,12 @@ def _explicit(
 
 @dataclass(frozen=True)
 class PagedStep:
-    """What the attention of a step needs to know beside transformers' own arguments.
+    """The arguments of a step's attention in addition to transformers' own.
 
     Args:
         layouts: The layout of each kind of layer.
-        gathered: The kinds of layers whose keys come out of the cache in the order of their layout.
-        numbers: The number in the cache of each layer that attends; None if it is the layer's own.
+        gathered: The kinds of layers whose keys the cache returns in the order of their layout.
+        numbers: The index in the cache of each attention layer; None if it is the layer's own index.
     """
 
     layouts: Mapping[str, "Layout | InvariantLayout"]
@@ -304,16 +304,16 @@ def prepare_step(
     numbers: Mapping[int, int] | None = None,
     prompts: Sequence[int] | None = None,
 ) -> PagedStep:
-    """Make the layouts of a step, and have the cache gather keys in their order.
+    """Build the layouts of a step, and let the cache gather keys in their order.
 
     Args:
         cache: transformers' cache.
         inputs: The arguments of the model; `read_index` is replaced.
         queries: The number of tokens of each request in the step.
-        pasts: The number of tokens of each that were processed before.
+        pasts: The number of previously processed tokens of each request.
         model: The model, for its data type and device.
         numbers: See `PagedStep`.
-        prompts: The number of tokens of each request that are a prompt, for a layout that is the same in any company; None for the fastest.
+        prompts: The number of prompt tokens of each request, for a layout that does not depend on other requests; None for the fastest.
     """
     layouts: dict[str, Layout | InvariantLayout] = {}
     gathered = set()
@@ -324,13 +324,13 @@ def prepare_step(
         keys = [allocator.get_seqlen_k(past, count) for past, count in zip(pasts, queries, strict=True)]
         where = {"window": window, "dtype": model.dtype, "device": model.device}
         layout = layouts[kind] = (
-            # Of prompts from their first token on, nothing is read.
+            # Prompts that start in this step do not read the cache.
             Layout(queries, keys, in_order=not reads, **where)
             if prompts is None
             else InvariantLayout(queries, keys, pasts, prompts, **where)
         )
         if reads and window is None and layout.keys is not None:
-            # The cache of a window needs its own order, in which it finds the tokens that it writes.
+            # A sliding-window cache needs its own order to find the tokens that it writes.
             read_index[allocator.index] = read_index[allocator.index][layout.keys]
             gathered.add(kind)
     inputs["read_index"] = read_index
@@ -355,18 +355,18 @@ def paged_attention_forward(
     """Run paged attention in transformers' signature: query `[1, H, T, D]` in, `[1, T, H, E]` out.
 
     Raises:
-        ModelError: The model does not pass on what it has to, or asks for what attention here does not have.
+        ModelError: The model does not pass on the required arguments, or requests something that this attention does not support.
     """
     name = type(module).__name__
     if cache is None or paged is None:
         raise ModelError(f"{name} does not pass model arguments down to its attention, so it would not find its cache")
     if attention_mask is not None or dropout or kwargs.get("position_bias") is not None:
-        raise ModelError(f"{name} has a mask, a bias or dropout of its own, which continuous batching does not have")
+        raise ModelError(f"{name} has its own mask, bias or dropout, which continuous batching does not support")
     number: int = module.layer_idx  # type: ignore[assignment]
     index = number if paged.numbers is None else paged.numbers[number]
     kind = cache.layer_to_allocator[index].layer_type
     layout = paged.layouts[kind]
-    # Behind the tokens of requests there may be empty rows.
+    # Empty rows may follow the tokens of requests.
     rows, query = query.shape[2], query[:, :, : layout.tokens]
     key, value = key[:, :, : layout.tokens], value[:, :, : layout.tokens]
     key, value = cache.update(key_states=key, value_states=value, layer_idx=index, kwargs=kwargs)

@@ -1,4 +1,4 @@
-"""Where the parameters and the cache of a generator are."""
+"""The placement of a generator's parameters and cache."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, Self, cast
@@ -11,11 +11,11 @@ GeneratorPart = Literal["parameters", "cache"]
 
 @dataclass(frozen=True)
 class GeneratorPlacement:
-    """Where the parts of a generator are.
+    """The placement of the parts of a generator.
 
     Args:
-        parameters: On the `device`, on the `host`, or `absent`: then nothing of them is kept, and new weights have to be loaded.
-        cache: On the `device` or `absent`. It is of no use without the parameters.
+        parameters: On the `device`, on the `host`, or `absent`. Absent parameters are not kept, so new weights have to be loaded.
+        cache: On the `device` or `absent`. It cannot be used without the parameters.
     """
 
     parameters: GeneratorPlace = "device"
@@ -25,8 +25,8 @@ class GeneratorPlacement:
         """Return the placement after a move.
 
         Args:
-            place: Where to.
-            part: What is moved; None is both. A cache does not leave the device: it is dropped, and begins empty.
+            place: The target.
+            part: The part to move; None is both. A cache does not leave the device: it is dropped, and starts empty.
 
         Raises:
             ConfigError: There is no such place or part, or the move is not possible.

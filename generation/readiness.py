@@ -1,4 +1,4 @@
-"""Whether a generator can compute with what it holds."""
+"""The readiness of a generator: whether it can compute with its current weights and cache."""
 
 from ..engine.errors import ConfigError, ModelError
 from .placement import GeneratorPlacement
@@ -7,20 +7,20 @@ from .placement import GeneratorPlacement
 class Readiness:
     """The state of a generator's weights and cache.
 
-    The weights it was built with are complete, and all is on the device.
+    Initially the weights are complete, and everything is on the device.
     """
 
     def __init__(self) -> None:
         self.placement = GeneratorPlacement()
-        """Where the parameters and the cache are."""
+        """The placement of the parameters and the cache."""
         self.complete = True
         """Whether the last weights were loaded completely."""
         self.lacks_weights = False
-        """Whether the parameters have been absent since the last complete load, so that they have no values."""
+        """Whether the parameters have been absent since the last complete load, so they hold no values."""
         self._reason = ""
 
     def loading(self) -> None:
-        """Note that new weights begin to replace the present ones.
+        """Record that new weights begin to replace the current ones.
 
         Raises:
             ConfigError: The parameters are absent.
@@ -30,19 +30,19 @@ class Readiness:
         self.mark_invalid("are a mix of two models because loading new ones failed")
 
     def loaded(self) -> None:
-        """Note that a complete set has been loaded."""
+        """Record that a complete set has been loaded."""
         self.complete, self.lacks_weights = True, False
 
     def mark_invalid(self, reason: str) -> None:
-        """Note that the present weights must not be used, and why."""
+        """Record that the current weights must not be used, and why."""
         self.complete, self._reason = False, reason
 
     def moving(self, target: GeneratorPlacement) -> None:
-        """Note that a move begins. Parameters that were absent have no values."""
+        """Record that a move begins. Parameters that were absent hold no values."""
         self.lacks_weights = self.lacks_weights or target.parameters == "absent"
 
     def moved(self, target: GeneratorPlacement) -> None:
-        """Note that a move has ended."""
+        """Record that a move has ended."""
         self.placement = target
 
     @property

@@ -1,4 +1,4 @@
-"""Registry of generators: maps each name to a class, which is imported on demand. Imports no torch.
+"""Registry of generators: maps each name to a class, which is imported on demand. Does not import torch.
 
 A third party adds its own through the entry-point group `drivetrain.generators`, or names it as `module:class`.
 """
@@ -53,7 +53,7 @@ ENGINES = {"transformers": "continuous", "tensor_parallel": "tensor_parallel", "
 
 
 def generators() -> dict[str, GeneratorSpec]:
-    """Return all generators that have a name.
+    """Return all registered generators.
 
     Raises:
         ConfigError: Two of them have the same name.
@@ -91,7 +91,7 @@ def generator_class(name: str) -> "type[BaseGenerator]":
         spec = specs[name]
     else:
         close_matches = get_close_matches(name, specs, n=1)
-        hint = f"did you mean {close_matches[0]!r}?" if close_matches else "give one of your own as module:class"
+        hint = f"did you mean {close_matches[0]!r}?" if close_matches else "name your own as module:class"
         raise ConfigError(f"generator={name!r} is unknown; available: {', '.join(specs)}; {hint}")
     if spec.needs is not None and find_spec(spec.needs) is None:
         raise ConfigError(
@@ -115,6 +115,6 @@ def build_generator(config: RolloutConfig) -> "BaseGenerator":
     """
     # It reads the model's config, for which it needs torch.
     with_cache_size = import_module(f"{_PACKAGE}.memory").with_cache_size
-    # Batch after batch, but by the same steps: those of the padded batch depend on its longest prompt.
+    # Still one batch at a time, but with the steps of ContinuousGenerator: those of a padded batch depend on its longest prompt.
     name = "continuous" if config.invariant and config.generator == "static" else config.generator
     return generator_class(name)(with_cache_size(config))

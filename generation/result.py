@@ -16,19 +16,19 @@ FinishReason = Literal["stop", "length", "aborted"]
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """One generated response.
+    """One generated completion.
 
     Args:
         prompt: The token ids of the prompt.
-        response: The token ids of the response, including the stop token that ended it.
-        log_probs: The log-probability of each response token at the sampling temperature (1 if that is 0), before top_p and
+        response: The token ids of the completion, including the stop token that ended it.
+        log_probs: The log-probability of each completion token at the sampling temperature (1 if that is 0), before top_p and
             top_k.
-        versions: The version of the weights that made each response token.
-        finish_reason: Why the response ended: `stop` for a stop token, `length` for the length limit, `aborted` if it was
+        versions: The version of the weights that generated each completion token.
+        finish_reason: Why the completion ended: `stop` for a stop token, `length` for the length limit, `aborted` if it was
             cancelled.
-        routed_experts: `[prompt and response, L, K]` int16, the experts that the tokens went to in each layer with experts, if
-            `RolloutConfig.return_routed_experts` asks for them; -1 for the last token, which was not processed, and others that were not.
-        sampled: Whether each response token was sampled by the policy, and not written by an environment; None if all were.
+        routed_experts: `[prompt and response, L, K]` int16, the experts that the tokens were routed to in each layer with experts, if
+            `RolloutConfig.return_routed_experts` is set; -1 for tokens that were not processed, such as the last one.
+        sampled: Whether each completion token was sampled by the policy, rather than written by an environment; None if all were.
     """
 
     prompt: list[int]
@@ -41,19 +41,19 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """Whether a stop token ended the response."""
+        """Whether a stop token ended the completion."""
         return self.finish_reason == "stop"
 
 
 def to_batch(generations: Sequence[Generation]) -> PackedBatch:
-    """Return prompts with their responses as a batch, in which what the policy has sampled is supervised.
+    """Return prompts with their completions as a batch. Loss is computed on the tokens that the policy has sampled.
 
     Args:
-        generations: The responses.
+        generations: The completions.
 
     Returns:
-        The batch with the token fields `rollout_log_probs`, `versions` (-1 where no version made the token) and, if they are known, the routes of
-        experts, and the sequence field `finished`. What belongs to a token is stored where the token is predicted.
+        The batch with the token fields `rollout_log_probs`, `versions` (-1 where the token was not generated) and, if known, the expert
+        routes, and the sequence field `finished`. A token's values are stored where the token is predicted.
     """
     batch = from_lists(
         [[*g.prompt, *g.response] for g in generations],
@@ -61,7 +61,7 @@ def to_batch(generations: Sequence[Generation]) -> PackedBatch:
         token_fields={"rollout_log_probs": [[0.0] * (len(g.prompt) - 1) + [*g.log_probs, 0.0] for g in generations]},
     )
     if known := [g.routed_experts for g in generations if g.routed_experts is not None]:
-        # A response that was aborted may have none.
+        # An aborted completion may have no tokens.
         unknown = known[0].new_full((1, *known[0].shape[1:]), FREE)
         routes = [
             unknown.expand(len(g.prompt) + len(g.response), -1, -1) if g.routed_experts is None else g.routed_experts
@@ -75,10 +75,10 @@ def to_batch(generations: Sequence[Generation]) -> PackedBatch:
 
 
 def to_padded(generations: Sequence[Generation], pad: int = 0) -> dict[str, Any]:
-    """Convert responses to the padded format of RL frameworks: prompts padded on the left, responses on the right.
+    """Convert completions to the padded format of RL frameworks: prompts padded on the left, completions on the right.
 
     Args:
-        generations: B generated responses.
+        generations: B generated completions.
         pad: The token id of padding.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Records the experts that tokens go to as a mixture of transformers generates; see `engine.ops.expert_routes`.
+"""Records the experts that tokens are routed to while a transformers mixture of experts generates; see `engine.ops.expert_routes`.
 
 Axes: T tokens of a step, L layers with experts, K experts of a token.
 """
@@ -22,7 +22,7 @@ def check_has_experts(config: PreTrainedConfig, path: str) -> None:
     """Check that a model is a mixture of experts.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: The model is not a mixture of experts.
     """
     if experts_of(config) is None:
         raise ConfigError(
@@ -36,10 +36,10 @@ class RouteRecorder:
     Args:
         model: The model.
         config: The config of its decoder.
-        path: Where it comes from, for messages.
+        path: The path of the model, for messages.
 
     Raises:
-        ConfigError: It has no routers that can be recorded.
+        ConfigError: The model does not have routers that can be recorded.
     """
 
     def __init__(self, model: Any, config: PreTrainedConfig, path: str) -> None:
@@ -56,7 +56,7 @@ class RouteRecorder:
     def recording(self) -> Iterator[None]:
         """Record a forward pass."""
         self._routes = ExpertRoutes(self._layers)
-        # No attention reads its boundaries.
+        # The boundaries are not used by attention.
         context = PackedContext(bounds=(0, 1), cu_seqlens=torch.tensor([0, 1], dtype=torch.int32), routes=self._routes)
         follow(self._model, context.handle)
         try:
@@ -68,7 +68,7 @@ class RouteRecorder:
         """Return the routes of the tokens of the last forward pass, `[T, L, K]` int16 on the host.
 
         Raises:
-            ModelError: A router does not say what it chooses.
+            ModelError: A router does not return its choices.
         """
         assert self._routes is not None
         routes, self._routes = self._routes.chosen(range(self._layers)), None

@@ -1,4 +1,4 @@
-"""The experts that the tokens of a request go to in a mixture; see `engine.ops.expert_routes`.
+"""The experts that the tokens of a request are routed to; see `engine.ops.expert_routes`.
 
 Axes: L layers with experts, K experts of a token.
 """
@@ -17,18 +17,18 @@ class RequestRoutes:
         self._count = 0
 
     def add(self, first: int, routes: Tensor) -> None:
-        """Add routes, `[n, L, K]`, of the tokens from `first` on. Those of tokens that have some stay: their successors were drawn by them."""
+        """Add routes, `[n, L, K]`, of the tokens from `first` on. Existing routes are kept, because later tokens were sampled with them."""
         if first > self._count:
-            # Their keys and values were found in a cache.
+            # The keys and values of the tokens before were found in a cache.
             routes = torch.cat([routes.new_full((first - self._count, *routes.shape[1:]), FREE), routes])
         routes = routes[max(0, self._count - first) :]
         if len(routes):
-            # Not a view, which would keep the routes of all other requests of the step.
+            # A copy: a view would keep the routes of all other requests of the step alive.
             self._parts.append(routes.clone())
             self._count += len(routes)
 
     def take_over(self, routes: Tensor) -> None:
-        """Begin with what `of` has returned for the same tokens elsewhere."""
+        """Start from the result of `of` for the same tokens elsewhere."""
         known = (routes != FREE).flatten(1).any(1).nonzero()
         if len(known):
             self.add(0, routes[: int(known[-1]) + 1])

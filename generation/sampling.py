@@ -1,4 +1,4 @@
-"""Token sampling in which a response depends on its seed, but not on its batch, its process or its generator.
+"""Token sampling in which a completion depends on its seed, but not on its batch, its process or its generator.
 
 Axes: B rows of a batch, V vocabulary.
 """
@@ -27,7 +27,7 @@ def seed_of(*parts: int | None) -> int:
 
 
 class UniformNumbers:
-    """The random numbers of one response: one in [0, 1) for each of its tokens, derived from a seed.
+    """The random numbers of one completion: one number in [0, 1) per token, derived from a seed.
 
     Args:
         seed: The seed.
@@ -38,7 +38,7 @@ class UniformNumbers:
         self._numbers: list[float] = []
 
     def __getitem__(self, position: int) -> float:
-        """Return the number of the token at a position. It does not depend on how many are used."""
+        """Return the number of the token at a position. It does not depend on how many numbers are used."""
         while position >= len(self._numbers):
             self._numbers += torch.rand(_CHUNK, generator=self._generator, dtype=torch.float64).tolist()
         return self._numbers[position]
@@ -63,7 +63,7 @@ def sample_tokens(logits: Tensor, draws: Sequence[Draw], excluded: Sequence[int]
     Args:
         logits: The logits `[B, V]`.
         draws: How each row is sampled.
-        excluded: Tokens that are not sampled. They count in the log-probabilities of the others.
+        excluded: Tokens that are never sampled. They still count in the log-probabilities of the others.
 
     Returns:
         The B tokens, and their log-probabilities at the row's temperature before top_p and top_k. The log-probability of a row whose
@@ -75,7 +75,7 @@ def sample_tokens(logits: Tensor, draws: Sequence[Draw], excluded: Sequence[int]
 
 
 def choose(logits: Tensor, draws: Sequence[Draw], excluded: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-    """Do what `sample_tokens` does, without waiting for the device.
+    """Sample like `sample_tokens`, without waiting for the device.
 
     Returns:
         The tokens `[B]`, and their log-probabilities `[B]` in float32.
@@ -104,8 +104,8 @@ def _invert(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
     cumulative = _cumulative(scores.softmax(-1, dtype=torch.float64))
     uniform = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64, device=scores.device)
     threshold = uniform[:, None] * cumulative[:, -1:]
-    # The first token whose cumulative probability exceeds the threshold, which is never one of probability 0; the clamp covers NaN, for
-    # which the index would be past the end.
+    # The first token whose cumulative probability exceeds the threshold; its probability is never 0. The clamp covers NaN, where the
+    # index would be past the end.
     return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=scores.shape[-1] - 1)
 
 
@@ -136,12 +136,12 @@ def _allowed(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
     row_scores, vocabulary = scores[rows], scores.shape[-1]
     ordered, order = row_scores.sort(-1, descending=True)
     kept = torch.tensor([min(o.top_k or vocabulary, vocabulary) for o in options], device=scores.device)
-    # Tokens as likely as the last one that top_k allows are allowed too: which of them came first would be arbitrary.
+    # Ties with the last token that top_k allows are allowed too, because their order would be arbitrary.
     least = ordered.gather(1, (kept - 1)[:, None])
     ordered = ordered.masked_fill(ordered < least, -torch.inf)
     probabilities = ordered.softmax(-1, dtype=torch.float64)
     top_p = torch.tensor([o.top_p for o in options], dtype=torch.float64, device=scores.device)
-    # A token is outside if those before it reach the mass already; the most likely one never is, and with top_p=1 none is.
+    # A token is outside if the tokens before it already reach the mass. The most likely token is never outside; with top_p=1 none is.
     outside = (_cumulative(probabilities) - probabilities >= top_p[:, None]) & (top_p[:, None] < 1)
     outside[:, 0] = False
     ordered = ordered.masked_fill(outside, -torch.inf)

@@ -1,6 +1,6 @@
-"""The scheduler between a model worker's queue and a model that serves many requests at the same time. Imports no torch.
+"""The scheduler between a model worker's queue and a model that serves many concurrent requests. Does not import torch.
 
-Requests come from the I/O thread; the executor runs the scheduler: poll, batch, execute, reply.
+The I/O thread adds requests; the executor runs the scheduler: poll, batch, execute, reply.
 """
 
 import threading
@@ -23,11 +23,11 @@ class RequestCancelledError(DrivetrainError):
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSettings:
-    """The settings of a scheduler, beside those of its model, such as `max_batch_size`.
+    """The settings of a scheduler, in addition to those of its model, such as `max_batch_size`.
 
     Args:
-        max_wait_ms: For how many milliseconds the first request of an idle model waits for others, to be batched with them.
-        queue_size: The number of requests that may wait. Another one is refused at once.
+        max_wait_ms: How long the first request to an idle model waits for others to be batched with it, in milliseconds.
+        queue_size: The maximum number of pending requests. Further requests are refused at once.
     """
 
     max_wait_ms: float = 0.0
@@ -42,13 +42,13 @@ class SchedulerSettings:
 
 @dataclass(frozen=True)
 class RequestProgress:
-    """Tokens of a request that goes on, or is about to end.
+    """Tokens of a request that continues, or is about to end.
 
     Args:
         id: The request.
         tokens: The tokens.
         log_probs: Their log-probabilities.
-        version: The version of the weights that made them.
+        version: The version of the weights that generated them.
     """
 
     id: RequestId
@@ -65,7 +65,7 @@ class Ended:
         id: The request.
         result: Its result.
         error: Why it failed.
-        prompt_tokens: The number of tokens of its prompt, with those of its images; 0 if it did not begin.
+        prompt_tokens: The number of tokens of its prompt, including those of its images; 0 if it did not begin.
     """
 
     id: RequestId
@@ -91,7 +91,7 @@ class Scheduler(ABC, Generic[R]):
         self._arrived_at = 0.0
         self._cancelled: list[RequestId] = []
         self._polled: set[RequestId] = set()
-        """The requests on their way from the queue to the model."""
+        """The requests that were polled but not yet passed to the model."""
 
     # ---- called by any thread ----------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Scheduler(ABC, Generic[R]):
             return True
 
     def cancel(self, request_id: RequestId) -> bool:
-        """End a request with what it has so far; return whether there is one. Its end is reported as an event."""
+        """End a request with its tokens so far; return whether there is one. Its end is reported as an event."""
         with self._lock:
             queued = request_id in self._polled or any(request_id == waiting for waiting, _ in self._inbox)
             if not queued and not self.has(request_id):
@@ -125,7 +125,7 @@ class Scheduler(ABC, Generic[R]):
     # ---- called by the executor --------------------------------------------------------------------------------------
 
     def wait_s(self) -> float | None:
-        """Return after how many seconds `run` should be called; None if there is nothing to do until something arrives."""
+        """Return the seconds until `run` should be called; None if there is no work until a request arrives."""
         with self._lock:
             if self._cancelled or self.is_running():
                 return 0.0
@@ -135,10 +135,10 @@ class Scheduler(ABC, Generic[R]):
 
     @abstractmethod
     def is_running(self) -> bool:
-        """Return whether the model has something to do."""
+        """Return whether the model has work to do."""
 
     def run(self) -> list[Event]:
-        """Poll the queue, advance the model, and return what has happened."""
+        """Poll the queue, advance the model, and return the resulting events."""
         with self._lock:
             arrived, self._inbox = list(self._inbox), deque()
             self._polled = {request_id for request_id, _ in arrived}

@@ -1,4 +1,4 @@
-"""The states of requests in continuous batching, for models with layers that carry a state; see `engine.hf.state_layers`.
+"""The states of requests in continuous batching, for models with stateful layers; see `engine.hf.state_layers`.
 
 Axes: R requests of a step, S slots, T tokens of a step.
 """
@@ -15,16 +15,17 @@ from ..engine.ops.scan.carrier import Scan, StateKind
 from ..engine.ops.scan.segments import Segments
 
 CHILD = "__child#"
-"""What separates, in the manager's names, a response from the request that it was forked from."""
+"""The separator in the manager's names between a completion and the request that it was forked from."""
 
 
 class RequestStates:
-    """The states of all requests, each in a slot of its own.
+    """The states of all requests, each in its own slot.
 
     Args:
         device: The device of the model.
-        multiple: To have tokens taken one by one, so that their numbers do not depend on how many of a request are in a step, nor on the other
-            requests: the number of which that of requests taken together is made a multiple. None to take a request's tokens together.
+        multiple: Process tokens one by one, so that their numerics depend neither on the number of a request's tokens in a step nor on
+            other requests; the number of requests processed together is padded to a multiple of this. None processes a request's tokens
+            together.
     """
 
     def __init__(self, device: torch.device, multiple: int | None = None) -> None:
@@ -34,19 +35,19 @@ class RequestStates:
         self._values: dict[tuple[int, StateKind], Tensor] = {}
 
     def begin_step(self, requests: Sequence[str], queries: Sequence[int], pasts: Sequence[int]) -> "StepStates":
-        """Return the states for a step.
+        """Return the states of a step.
 
         Args:
             requests: The names of the requests in the step.
             queries: The number of tokens of each in the step.
-            pasts: The number of tokens of each that were processed before; one without any begins with a state of zeros.
+            pasts: The number of previously processed tokens of each; a request without any starts with a zero state.
 
         Raises:
-            RuntimeError: A request goes on whose state is not there.
+            RuntimeError: The state of a continuing request is missing.
         """
         for name, past in zip(requests, pasts, strict=True):
             if past and name not in self._slots:
-                raise RuntimeError(f"request {name} goes on after {past} tokens, whose state is gone")
+                raise RuntimeError(f"request {name} continues after {past} tokens, whose state is gone")
             self._slot(name)
         rows = torch.tensor([self._slots[name] for name in requests], device=self._device)
         fresh = torch.tensor([i for i, past in enumerate(pasts) if not past], dtype=torch.long, device=self._device)
@@ -57,7 +58,7 @@ class RequestStates:
         return StepStates(self, Segments(bounds, self._device), rows, fresh, turns)
 
     def fork(self, requests: Iterable[str]) -> None:
-        """Copy the states of requests to those that were forked from them; to be called before any of them goes on.
+        """Copy the states of requests to those forked from them. Must be called before any of them continues.
 
         Args:
             requests: The names of all requests that have begun.
@@ -76,7 +77,7 @@ class RequestStates:
         return self._slots[name]
 
     def remove(self, name: str) -> None:
-        """Forget a request, if it is there."""
+        """Forget a request, if present."""
         slot = self._slots.pop(name, None)
         if slot is not None:
             self._free.append(slot)
@@ -105,20 +106,20 @@ class RequestStates:
     def _grown(self, key: tuple[int, StateKind]) -> Tensor:
         values = self._values[key]
         if len(values) < self._count:
-            # By a half at least, so that requests which come one by one do not copy all states each time.
+            # Grow by at least half, so that requests arriving one by one do not copy all states each time.
             more = max(self._count - len(values), len(values) // 2)
             values = self._values[key] = torch.cat([values, values.new_zeros(more, *values.shape[1:])])
         return values
 
 
 class Turn(NamedTuple):
-    """A token of each request of a step that has so many.
+    """One token of each request of a step that has at least that many.
 
     Args:
-        tokens: `[N]` int64, the tokens; further ones fill the number up.
-        requests: `[N]` int64, the row of each one's request.
-        real: How many of them are not further ones.
-        segments: As many segments of one token.
+        tokens: `[N]` int64, the tokens, followed by padding.
+        requests: `[N]` int64, the row of each token's request.
+        real: The number of tokens without padding.
+        segments: N segments of one token each.
     """
 
     tokens: Tensor
@@ -143,7 +144,7 @@ class StepStates:
         segments: The tokens of each request.
         rows: `[R]` int64, the slots.
         fresh: The rows of requests that begin.
-        turns: The tokens one by one; None to take those of a request together.
+        turns: The tokens one by one; None to process the tokens of a request together.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class StepStates:
         self.states, self.segments, self.rows, self.fresh, self.turns = states, segments, rows, fresh, turns
 
     def of_layer(self, layer: int) -> "LayerStates":
-        """Return what a layer carries its states with."""
+        """Return the carrier of a layer's states."""
         return LayerStates(self, layer)
 
 
@@ -193,7 +194,7 @@ class LayerStates:
                 states = after.new_zeros(len(self._step.rows), *after.shape[1:])
             states = states.index_copy(0, requests[:real], after[:real])
             if out is None:
-                # Empty rows behind the tokens of requests have no state.
+                # Empty rows after the tokens of requests have no state.
                 most = max(len(x) for x in inputs if x is not None)
                 out = computed.new_zeros(most, *computed.shape[1:])
             out.index_copy_(0, tokens[:real], computed[:real])

@@ -1,6 +1,6 @@
-"""Static batching with a plain transformers model: a batch of prompts is generated to its end before the next one begins.
+"""Static batching with a plain transformers model: a batch of prompts is generated to completion before the next one begins.
 
-Axes: P different prompts, B rows of a batch, L tokens of the longest prompt and its response so far.
+Axes: P different prompts, B rows of a batch, L tokens of the longest prompt and its completion so far.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,20 +20,20 @@ from .sampling import sample_tokens
 from .token_stream import TokenStream
 
 DROP_SHARE = 0.25
-"""Rows that have ended are dropped from a batch when they are this share of it. Dropping them copies the cache."""
+"""Ended rows are dropped from a batch when they make up this fraction of it. Dropping them copies the cache."""
 
 
 class StaticGenerator(CausalLMGenerator):
     """A generator that pads prompts of similar length into a batch.
 
-    Each different prompt of a batch is processed once, however many responses it gets.
+    Each distinct prompt of a batch is processed once, however many completions it gets.
 
     Args:
         config: The configuration.
 
     Raises:
         ModelError: The model cannot be loaded.
-        ConfigError: The configuration says `invariant`, for which `build_generator` builds another class.
+        ConfigError: The configuration has `invariant`, for which `build_generator` builds another class.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -67,10 +67,10 @@ class StaticGenerator(CausalLMGenerator):
             self.add_token(stream, token, log_prob)
 
     def _batches(self) -> Iterator[list[TokenStream]]:
-        """Yield the batches of the requests that wait, those of similar length together."""
+        """Yield batches of waiting requests, grouped by similar length."""
         batch: list[TokenStream] = []
         most = 0
-        # Stable, so that equal prompts stay together in the order of their arrival.
+        # A stable sort, so that equal prompts stay together in order of arrival.
         for stream in sorted(self.waiting.values(), key=lambda s: -s.length):
             # The first prompt of a batch is the longest; all others are padded to its length.
             longest = batch[0].length if batch else stream.length
@@ -99,18 +99,18 @@ class StaticGenerator(CausalLMGenerator):
 
 
 def new_cache(config: PreTrainedConfig) -> Any:
-    """Return an empty cache for a model of transformers."""
+    """Return an empty cache for a transformers model."""
     if config.model_type != "minimax":
         return DynamicCache(config=config)
-    # The only family whose model takes no other one than its own.
+    # The only family whose model accepts only its own cache.
     from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
     return MiniMaxCache()
 
 
 def select_rows(cache: Any, rows: Tensor) -> None:
-    """Keep these rows of a cache, in this order; one may occur several times."""
-    # Made for beams, it selects any rows, of keys and values and of the states of linear attention.
+    """Keep these rows of a cache, in this order; a row may occur several times."""
+    # Made for beam search, it selects arbitrary rows of keys and values and of the states of linear attention.
     cache.reorder_cache(rows)
     if hasattr(cache, "linear_cache"):
         cache.linear_cache = [
@@ -124,7 +124,7 @@ class _Batch:
     Args:
         lm: The model.
         streams: The request of each row.
-        adapters: The adapters of the model, if it may have several.
+        adapters: The adapters of the model, if it supports several.
     """
 
     def __init__(self, lm: CausalLM, streams: Sequence[TokenStream], adapters: GeneratorAdapters | None = None) -> None:
@@ -193,7 +193,7 @@ class _Batch:
             self._last = self._last[live]
             self._select(live)
             self.streams, self._ended = [self.streams[row] for row in live], set()
-        # The axes of a token that is no part of media are equal.
+        # All position axes of a token outside of media are equal.
         positions = self._next if self._axes == 1 else self._next.expand(self._axes, -1, -1)
         self._next = self._next + 1
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], 1)
@@ -206,7 +206,7 @@ class _Batch:
         return logits
 
     def _select_adapters(self, adapters: Sequence[str], width: int) -> None:
-        """Choose the adapter of each row of the next pass, `width` tokens long."""
+        """Select the adapter of each row of the next pass, which is `width` tokens long."""
         if self._adapters is not None:
             kept = 1 if "logits_to_keep" in self._lm.parameters else width
             self._adapters.select([(name, width) for name in adapters], [(name, kept) for name in adapters])

@@ -1,4 +1,4 @@
-"""Continuous service of a generator: requests join the batch as they arrive, and their tokens are reported after every step."""
+"""Continuous serving with a generator: requests join the batch as they arrive, and tokens are reported after every step."""
 
 from dataclasses import dataclass, field
 
@@ -11,13 +11,13 @@ from .token_stream import TokenStream
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """A request for one response.
+    """A request for one completion.
 
     Args:
         prompt: The token ids of the prompt.
         options: The sampling options. `samples` is not used.
-        row: The number of the prompt, which seeds the response together with `options.seed` and `sample`.
-        sample: The number of the response among those to the prompt.
+        row: The number of the prompt, which seeds the completion together with `options.seed` and `sample`.
+        sample: The number of the completion among those to the prompt.
         images: The images of the prompt as data URIs; see `BaseGenerator.submit`.
     """
 
@@ -71,7 +71,7 @@ class TokenGenerationScheduler(Scheduler[GenerationRequest]):
                 sample=request.sample,
                 images=request.images,
             )
-        except Exception as e:  # the request's
+        except Exception as e:  # reported as the request's error
             return [Ended(request_id, error=e)]
         self._reported[request_id] = 0
         return []
@@ -92,13 +92,13 @@ class TokenGenerationScheduler(Scheduler[GenerationRequest]):
         return next(iter(self._streams), None)
 
     def _fail_all(self) -> list[Event]:
-        """End requests that would wait for a complete set of weights, which nobody knows to come."""
+        """Fail requests that would wait for a complete set of weights, which may never arrive."""
         ids = list(self._streams)
         for request_id in ids:
             self._generator.cancel(request_id)
         self._streams, self._reported = {}, {}
         error = ModelError(
-            "new weights could not be loaded completely, so the model answers nothing until a complete set has come"
+            "new weights could not be loaded completely, so the model does not generate until it has a complete set"
         )
         return [Ended(request_id, error=error) for request_id in ids]
 
@@ -107,7 +107,7 @@ class TokenGenerationScheduler(Scheduler[GenerationRequest]):
         for request_id, stream in list(self._streams.items()):
             first = self._reported[request_id]
             if first < len(stream.tokens):
-                # Between two reports there is at most one step, so one version.
+                # There is at most one step between two reports, so only one version.
                 events.append(
                     RequestProgress(request_id, stream.tokens[first:], stream.log_probs[first:], stream.versions[-1])
                 )

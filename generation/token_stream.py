@@ -1,4 +1,4 @@
-"""A request to a generator: its prompt, its tokens as they come, and what a prompt must be like."""
+"""A request to a generator: its prompt, its stream of tokens, and the checks of prompts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionLimits:
-    """What a generator can take.
+    """The limits of a generator.
 
     Args:
         vocabulary: The number of tokens of the model; ids are below it.
         context: The number of positions of the model; None if it has no limit.
-        tokens: The largest number of tokens of a prompt and its response together.
-        end_tokens: The token ids that end a response.
+        tokens: The maximum number of tokens of a prompt and its completion together.
+        end_tokens: The token ids that end a completion.
     """
 
     vocabulary: int
@@ -34,17 +34,17 @@ class CompletionLimits:
 
 
 class TokenStream:
-    """The tokens of one request, as an iterator that lets the generator make a step when no token is left.
+    """The tokens of one request, as an iterator that runs a step of the generator when no token is left.
 
     Args:
-        step: Makes a step of the generator; returns False if it is paused.
+        step: Runs a step of the generator; returns False if it is paused.
         request_id: The id of the request.
         prompt: The token ids of the prompt.
         options: The sampling options.
-        stop_tokens: The token ids that end the response.
+        stop_tokens: The token ids that end the completion.
         seed: The seed of its random numbers.
         images: The images of the prompt as data URIs, for a generator that reads them itself.
-        media: The media of the prompt, for a generator that is given what encoders read.
+        media: The media of the prompt, for a generator that receives the encoders' fields.
     """
 
     def __init__(
@@ -61,27 +61,27 @@ class TokenStream:
         self.images, self.media = list(images), media
         self.id, self.prompt, self.options, self.stop_tokens = request_id, prompt, options, stop_tokens
         self.inputs = prompt if media is None else media.ids
-        """The prompt as the model is given it: with media, other numbers stand for their features; see `PromptMedia`."""
+        """The prompt as the model receives it. Features of media are represented by other ids; see `PromptMedia`."""
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.versions: list[int] = []
         self.finish_reason: FinishReason | None = None
-        """Why the response ended; see `Generation`. None if it goes on, or failed."""
+        """Why the completion ended; see `Generation`. None while it is running, or if it failed."""
         self.error: Exception | None = None
         """Why the request failed."""
         self.routes = RequestRoutes()
-        """The experts that its tokens went to, if they are recorded."""
+        """The experts that its tokens were routed to, if recorded."""
         self.seed = seed
         self._step, self._uniform, self._read = step, UniformNumbers(seed), 0
 
     @property
     def ended(self) -> bool:
-        """Whether no more tokens will come."""
+        """Whether the request has ended."""
         return self.finish_reason is not None or self.error is not None
 
     @property
     def so_far(self) -> list[int]:
-        """The prompt, as the model is given it, and the tokens that have been generated."""
+        """The prompt, as the model receives it, and the generated tokens."""
         return self.inputs + self.tokens
 
     @property
@@ -91,13 +91,13 @@ class TokenStream:
 
     @property
     def remaining(self) -> int:
-        """The number of tokens that may still come."""
+        """The maximum number of tokens still to be generated."""
         return self.options.max_tokens - len(self.tokens)
 
     def take_over(self, begun: Generation) -> None:
-        """Go on from the tokens of a response that was begun."""
+        """Continue from the tokens of a begun completion."""
         self.tokens, self.log_probs, self.versions = list(begun.response), list(begun.log_probs), list(begun.versions)
-        # Of a response without tokens, none was drawn by the routes of its prompt.
+        # A completion without tokens has not used the routes of its prompt for sampling.
         if begun.response and begun.routed_experts is not None:
             self.routes.take_over(begun.routed_experts)
 
@@ -115,12 +115,12 @@ class TokenStream:
             if self.ended:
                 raise StopIteration
             if not self._step():
-                raise ConfigError("the generator is paused, so this response cannot go on; call resume()")
+                raise ConfigError("the generator is paused, so this completion cannot continue; call resume()")
         self._read += 1
         return Token(self.tokens[self._read - 1], self.log_probs[self._read - 1], self.versions[self._read - 1])
 
     def result(self) -> Generation:
-        """Return the response so far."""
+        """Return the completion so far."""
         return Generation(
             prompt=list(self.prompt),
             response=list(self.tokens),
@@ -134,7 +134,7 @@ class TokenStream:
 def check_prompt(
     title: str, prompt: list[int], options: SamplingOptions, limits: CompletionLimits, config: RolloutConfig
 ) -> None:
-    """Check that a prompt can be generated from.
+    """Check that a completion can be generated for a prompt.
 
     Raises:
         ConfigError: It is empty, has a token outside the vocabulary, or does not fit; the message begins with the title.
@@ -147,7 +147,7 @@ def check_prompt(
         )
     if limits.context is not None and len(prompt) >= limits.context:
         raise ConfigError(
-            f"{title} has {len(prompt)} tokens, which leaves no room for a response in the {limits.context} positions of "
+            f"{title} has {len(prompt)} tokens, which leaves no room for a completion in the {limits.context} positions of "
             f"{config.model.path}; shorten it"
         )
     if (needed := len(prompt) + options.max_tokens) > limits.tokens:
@@ -155,5 +155,5 @@ def check_prompt(
         if limits.tokens < config.max_batch_total_tokens:
             room = f"generator={config.generator} takes up to {limits.tokens} with this model on this processor"
         raise ConfigError(
-            f"{title} has {len(prompt)} tokens; with a response of up to max_tokens={options.max_tokens} it needs room for {needed} ({room})"
+            f"{title} has {len(prompt)} tokens; with a completion of up to max_tokens={options.max_tokens} it needs room for {needed} ({room})"
         )

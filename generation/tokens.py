@@ -1,4 +1,4 @@
-"""A generated token, as generators and workers report it. Imports no torch."""
+"""A generated token, as generators and workers report it. Does not import torch."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ class Token(NamedTuple):
     Args:
         token: The token id.
         log_prob: Its log-probability at the sampling temperature (1 if that is 0), before top_p and top_k.
-        version: The version of the weights that made it.
+        version: The version of the weights that generated it.
     """
 
     token: int

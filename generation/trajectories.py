@@ -1,7 +1,7 @@
-"""The turns of a policy as a tree, and the documents that it makes.
+"""The turns of a policy as a tree, and the documents that the tree is split into.
 
 prompt | turn 0 | observation | turn 1 | observation | turn 2        a conversation
-               \\_ observation | turn 3                               a branch of it: what followed turn 0 was changed
+               \\_ observation | turn 3                               a branch: the input after turn 0 was changed
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ class PolicyTurn:
     Args:
         number: Its number, in the order in which turns ended.
         parent: The turn before it; None for the first one of a conversation.
-        observed: The tokens between the turn before it and itself; without one before it the prompt.
+        observed: The tokens between the previous turn and this one; for the first turn, the prompt.
         tokens: Its tokens.
         log_probs: Their log-probabilities.
-        versions: The versions of the weights that made them.
-        finished: Whether the policy has ended it, and not a limit.
+        versions: The versions of the weights that generated them.
+        finished: Whether the policy ended it, rather than a limit.
     """
 
     number: int
@@ -34,7 +34,7 @@ class PolicyTurn:
     finished: bool
 
     def context(self) -> list[int]:
-        """Return all tokens of its conversation, up to its own last one."""
+        """Return all tokens of its conversation, up to the end of this turn."""
         return [token for turn in path_of(self) for token in (*turn.observed, *turn.tokens)]
 
 
@@ -47,7 +47,7 @@ def path_of(turn: AnyTurn) -> list[AnyTurn]:
     last: AnyTurn | None = turn
     while last is not None:
         path.append(last)
-        # All turns of a tree are of one class.
+        # All turns of a tree have the same class.
         last = last.parent  # type: ignore[assignment]
     return path[::-1]
 
@@ -58,9 +58,9 @@ class Trajectory(Generic[AnyTurn]):
 
     Args:
         turns: Its turns.
-        new: The number of its first turn that is learned here; those before it are learned in a document before it.
-        spans: Where the tokens of each turn begin and end behind the prompt.
-        generation: The document. The prompt is what the policy read first, and `sampled` says which of the tokens behind it are learned.
+        new: The index of its first turn that this document trains on; earlier turns are trained on in a previous document.
+        spans: The start and end of each turn's tokens after the prompt.
+        generation: The document. Its prompt is the first input of the policy; `sampled` marks the tokens after it that are trained on.
     """
 
     turns: tuple[AnyTurn, ...]
@@ -70,12 +70,12 @@ class Trajectory(Generic[AnyTurn]):
 
 
 def trajectories_of(turns: Sequence[AnyTurn]) -> list[Trajectory[AnyTurn]]:
-    """Return the conversations of turns, one for each turn that no other follows, in their order.
+    """Return the conversations of turns in order, one for each turn without a successor.
 
-    Each turn is learned in one of them: what conversations share in the first.
+    Each turn is trained on exactly once: turns that conversations share are trained on in the first of them.
 
     Args:
-        turns: The turns. Those without tokens that nothing follows are left out.
+        turns: The turns. Turns without tokens and without a successor are left out.
     """
     inner: set[int] = set()
     for turn in reversed(turns):

@@ -1,4 +1,4 @@
-"""What a generator asks of weights: whether they are finite, and their data type."""
+"""Checks of weights for generators: whether they are finite, and their data type."""
 
 from collections.abc import Iterable
 
@@ -9,8 +9,8 @@ from torch import Tensor
 def largest(tensor: Tensor) -> Tensor:
     """Return the largest absolute value `[]` of a tensor, which is NaN or infinite if any value is; 0 for a tensor without values.
 
-    It stays on the tensor's device, so that nothing waits for it. On a CPU this takes a fraction of the time of looking at each value,
-    and unlike a sum it does not overflow.
+    The result stays on the tensor's device, so that the caller does not wait for it. On a CPU this takes a fraction of the time of an
+    elementwise check, and unlike a sum it does not overflow.
     """
     if not tensor.numel():
         return tensor.new_zeros(())
@@ -24,6 +24,6 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def common_dtype(parameters: Iterable[Tensor]) -> str:
-    """Return the name of the data type that all of these have, such as `bfloat16`; empty if they differ, or there are none."""
+    """Return the name of the common data type of tensors, such as `bfloat16`; empty if they differ, or there are none."""
     dtypes = {parameter.dtype for parameter in parameters}
     return str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else ""

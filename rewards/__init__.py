@@ -1,1 +1,1 @@
-"""Rewards of completions: functions, each run where it can be killed. No module imports torch."""
+"""Rewards of completions: functions that run in processes that can be killed. No module here imports torch."""

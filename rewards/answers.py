@@ -1,4 +1,4 @@
-"""Rewards that compare the answer with a reference: exactly, as a number, or as mathematics. Imports no torch."""
+"""Rewards that compare the final answer with a reference: exactly, as a number, or as mathematics. Does not import torch."""
 
 import logging
 import math
@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*)?\.?\d+(?:[eE][-+]?\d+)?")
-# It warns that its own time limits are off, in every process; see `_same_mathematics`.
+# The library warns in every process that its own time limits are off; see `_same_mathematics`.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _BOXED = r"\boxed{"
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d*)?")
@@ -19,10 +19,10 @@ def match_answer(completion: str, *, answer: Any, extract: str = "auto", toleran
     """Return 1 if the final answer is the reference: the same text, the same number, or the same mathematics; otherwise 0.
 
     Args:
-        completion: The text of the answer.
+        completion: The text of the completion.
         answer: The reference, from the column `answer`.
-        extract: Where the final answer stands; see `final_answer`.
-        tolerance: How far a number may be from the reference, relative to it.
+        extract: Where the final answer is; see `final_answer`.
+        tolerance: The relative tolerance between a number and the reference.
 
     Raises:
         ValueError: The reference is empty.
@@ -60,12 +60,12 @@ def final_answer(completion: str, extract: str = "auto") -> str | None:
 
     Args:
         completion: The text.
-        extract: `all`, the whole text; `boxed`, what the last \boxed{} holds; `number`, the last number; `tag:NAME`, what stands between
-            the last <NAME> and </NAME>; `regex:PATTERN`, the first group of its last match; `auto`, the first of these that there is:
+        extract: `all`, the whole text; `boxed`, the content of the last \boxed{}; `number`, the last number; `tag:NAME`, the text between
+            the last <NAME> and </NAME>; `regex:PATTERN`, the first group of its last match; `auto`, the first of these that is present:
             `tag:answer`, `boxed`, and the whole text.
 
     Raises:
-        ValueError: `extract` is none of these.
+        ValueError: `extract` is not one of these.
     """
     kind, _, detail = extract.partition(":")
     if extract == "all":
@@ -123,7 +123,7 @@ def _same_text(answer: str, reference: str) -> bool:
 
 def _number(text: str) -> Decimal | None:
     try:
-        # Commas between thousands only: 3,14 is not 314.
+        # Commas only separate thousands: 3,14 is not 314.
         plain = text.strip().replace("$", "")
         number = Decimal(plain.replace(",", "") if _THOUSANDS.fullmatch(plain) else plain)
     except InvalidOperation:
@@ -137,19 +137,19 @@ def _same_number(answer: str, reference: str, tolerance: float) -> bool:
         return False
     if first == second:
         return True
-    # As floats only here: two large whole numbers may differ in their last digit.
+    # Converted to floats only here: two large integers may differ in the last digit.
     return tolerance > 0 and math.isclose(float(first), float(second), rel_tol=tolerance)
 
 
 def _same_mathematics(answer: str, reference: str) -> bool:
     if _WORD.search(_COMMAND.sub(" ", reference)):
-        # A word is not the product of its letters.
+        # The parser would read a word as the product of its letters.
         return answer.casefold() == reference.casefold()
-    # A moment to import.
+    # Imported here because the import is slow.
     from math_verify import parse, verify
 
     gold = _parsed(reference)
-    # Its own time limits need signals, and hang all the same; this process can be killed.
+    # The library's own time limits need signals and can still hang; this process can be killed instead.
     return bool(gold) and bool(verify(list(gold), parse(_marked(answer), parsing_timeout=None), timeout_seconds=None))
 
 
@@ -161,5 +161,5 @@ def _parsed(reference: str) -> tuple[Any, ...]:
 
 
 def _marked(text: str) -> str:
-    """Return a text in which mathematics is marked as such, which it must be to be found."""
+    """Return a text whose mathematics is delimited, because the parser only finds delimited mathematics."""
     return text if "$" in text or _BOXED in text else f"${text}$"

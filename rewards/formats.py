@@ -1,4 +1,4 @@
-"""Rewards for the form of an answer. Imports no torch."""
+"""Rewards for the format of a completion. Does not import torch."""
 
 import json
 import re
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def check_format(completion: str, *, tags: Sequence[str] = ("think", "answer"), regex: str = "") -> float:
-    """Return 1 if an answer has a form; otherwise 0.
+    """Return 1 if a completion has the required format; otherwise 0.
 
     Args:
-        completion: The text of the answer.
-        tags: The names of the parts that it consists of, in this order, each once, as `<think>...</think>`, with nothing but white
-            space around them.
-        regex: A pattern that the whole text must match instead.
+        completion: The text of the completion.
+        tags: The tags of the parts that it must consist of, in this order, each once, such as `<think>...</think>`, with only
+            whitespace around them.
+        regex: A pattern that the whole text must match, instead of tags.
     """
     if regex:
         return float(_pattern(regex).fullmatch(completion) is not None)
@@ -25,14 +25,14 @@ def check_format(completion: str, *, tags: Sequence[str] = ("think", "answer"), 
 
 
 def check_json(completion: str, *, schema: Mapping[str, Any] | str = "{}") -> float:
-    """Return 1 if an answer is JSON that fits a schema; otherwise 0. A fence of three backticks around it is allowed.
+    """Return 1 if a completion is JSON that matches a schema; otherwise 0. A fence of three backticks around it is allowed.
 
     Args:
-        completion: The text of the answer.
-        schema: The JSON schema, as an object or a text; a column of this name gives each row its own.
+        completion: The text of the completion.
+        schema: The JSON schema, as an object or a string; a column of this name provides one per row.
 
     Raises:
-        ValueError: The schema is not one.
+        ValueError: The schema is not a JSON schema.
     """
     from jsonschema import SchemaError, ValidationError
     from jsonschema.validators import validator_for
@@ -52,7 +52,7 @@ def check_json(completion: str, *, schema: Mapping[str, Any] | str = "{}") -> fl
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Processes for reward functions, each of which can be killed. Imports no torch."""
+"""Processes for reward functions; each can be killed. Does not import torch."""
 
 import pickle
 import resource
@@ -25,17 +25,17 @@ RewardTarget = str | Callable[..., Any]
 
 
 class RewardPool:
-    """Runs reward functions in processes of their own, with limits on time and memory. Use it with `with`, or close it.
+    """Runs reward functions in separate processes, with limits on time and memory. Use it as a context manager, or close it.
 
-    A process whose call takes too long is killed and replaced; so is one that ends by itself, or with all others when the system runs out
-    of memory. A call that took too long has no value. One whose process ended is made once more, since something else may have ended it, and has
-    no value if that process ends too; those that wait are made when there is a process again.
+    A process whose call takes too long is killed and replaced, and the call has no value. A process that ends by itself is replaced too,
+    also when all of them end because the system runs out of memory. A call whose process ended is retried once, since something else may
+    have ended the process; it has no value if the second process ends too. Pending calls run when a process is available again.
 
     Args:
         workers: The number of processes.
-        timeout_s: For how many seconds a call may run.
-        memory_mb: How much memory a process may have for data, in MiB.
-        targets: Functions whose modules every process imports at its start, which is not a part of any call's time.
+        timeout_s: The time limit of a call, in seconds.
+        memory_mb: The memory limit for the data of a process, in MiB.
+        targets: Functions whose modules every process imports at its start, so that the import does not count toward a call's time.
 
     Raises:
         ConfigError: A function cannot be sent to another process.
@@ -46,7 +46,7 @@ class RewardPool:
     ) -> None:
         if is_importing_program():
             raise ConfigError(
-                "a process of rewards imports this program, which must start its run under if __name__ == '__main__':"
+                "a reward process imports this program, which must start its run under if __name__ == '__main__':"
             )
         for target in targets:
             if getattr(target, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
@@ -56,17 +56,17 @@ class RewardPool:
                 )
             try:
                 pickle.dumps(target)
-            except Exception as e:  # of many types
+            except Exception as e:  # pickling runs code of the function's class, which can raise anything
                 raise ConfigError(
                     f"the reward {title_of(target)} cannot be used: {type(e).__name__}: {e}; it must be at the top level of a module"
                 ) from e
         self.timeout_s = timeout_s
-        # The functions can be loaded once the program has been imported.
+        # The functions can be unpickled only after the program has been imported.
         start = (memory_mb * MIB, pickle.dumps(tuple(targets)))
         self._pool = ForkPool(workers, __name__, _prepare, start, imports_program=True)
 
     def describe(self, target: RewardTarget) -> Signature:
-        """Import a function, in one of the processes, and return how it is called.
+        """Import a function in one of the processes, and return its signature.
 
         Raises:
             ConfigError: It cannot be imported or called, or importing it takes too long.
@@ -79,10 +79,10 @@ class RewardPool:
             raise ConfigError(f"the module of the reward {title_of(target)} took more than {LOAD_S:g} s to import") from None
         except StartError as e:
             raise ConfigError(
-                f"the processes of rewards end as soon as they start ({e}): they import this program, which must start its run under "
+                f"the reward processes end as soon as they start ({e}): they import this program, which must start its run under "
                 "if __name__ == '__main__':"
             ) from e
-        except Exception as e:  # what the module raises, or what cannot be pickled
+        except Exception as e:  # the module raised it, or its result cannot be pickled
             raise ConfigError(
                 f"the reward {title_of(target)} cannot be used: {_text(e)}; it must be at the top level of a module"
             ) from e
@@ -97,15 +97,15 @@ class RewardPool:
         *,
         calls: int = 1,
     ) -> None:
-        """Judge answers in one of the processes, when it is free.
+        """Score completions in one of the processes, as soon as it is free.
 
         Args:
             target: The function.
-            samples: The answers.
-            settings: Further arguments of the function.
-            done: Called in a thread of the pool, with an outcome for each answer, and whether each belongs to its answer alone: not if
-                one failure stands for all, because the call was killed, its process died, or a function of all answers raised.
-            calls: For how many calls of `timeout_s` the answers may take.
+            samples: The completions.
+            settings: Additional arguments of the function.
+            done: Called in a thread of the pool with an outcome for each completion, and whether the outcomes are separate. They are not
+                if one failure stands for all: the call was killed, its process died, or a function of all completions raised.
+            calls: The time limit for the completions, in multiples of `timeout_s`.
 
         Raises:
             ConfigError: The pool was closed.
@@ -117,7 +117,7 @@ class RewardPool:
                 outcome = self._pool.submit(_judge, target, list(samples), dict(settings), self.timeout_s, timeout_s=limit)
             except PoolClosedError:
                 raise
-            except Exception as e:  # of pickle: the answers have something that cannot be sent
+            except Exception as e:  # pickle: the completions hold something that cannot be sent
                 outcome = Future()
                 outcome.set_exception(e)
             outcome.add_done_callback(finish)
@@ -139,11 +139,11 @@ class RewardPool:
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more calls."""
+        """Whether it no longer accepts calls."""
         return self._pool.closed
 
     def close(self) -> None:
-        """End all processes; calls that run are killed, and those that wait are not made."""
+        """End all processes; running calls are killed, and pending ones are dropped."""
         self._pool.close()
 
     def __enter__(self) -> Self:
@@ -159,7 +159,7 @@ def title_of(target: RewardTarget) -> str:
 
 
 def _outcomes(ended: "Future[Any]", count: int, limit: float) -> tuple[list[RewardOutcome], bool]:
-    """Return the outcome of each answer, and whether it belongs to this answer alone."""
+    """Return the outcome of each completion, and whether the outcomes are separate (see `RewardPool.submit`)."""
     try:
         outcomes, separate = ended.result()
         return outcomes, separate
@@ -169,7 +169,7 @@ def _outcomes(ended: "Future[Any]", count: int, limit: float) -> tuple[list[Rewa
         )
     except ProcessEndedError as e:
         outcome = RewardOutcome(kind="error", message=f"its process ended ({e})")
-    except BaseException as e:  # what the call raises, and what pickle does
+    except BaseException as e:  # raised by the call or by pickle
         outcome = RewardOutcome(kind="error", message=_text(e))
     return [outcome] * count, False
 
@@ -184,9 +184,9 @@ def _text(error: BaseException) -> str:
 
 
 def _prepare(size: int, targets: bytes) -> None:
-    # Private memory; a limit of the address space would count what is only reserved.
+    # Limits private memory; a limit of the address space would also count reserved memory.
     resource.setrlimit(resource.RLIMIT_DATA, (size, size))
-    # The call itself says what is wrong.
+    # An import error is reported by the call itself.
     with suppress(Exception):
         for target in pickle.loads(targets):
             with suppress(Exception):

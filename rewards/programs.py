@@ -1,4 +1,4 @@
-"""The reward for programs: those that an answer holds are run in the sandbox. Imports no torch."""
+"""The reward for programs: runs the program in a completion in the sandbox. Does not import torch."""
 
 import json
 import re
@@ -19,21 +19,21 @@ def check_program(
     seconds: float = 5.0,
     memory_mb: int = 512,
 ) -> float:
-    """Return 1 if the program in an answer passes all its tests; otherwise 0.
+    """Return 1 if the program in a completion passes all its tests; otherwise 0.
 
     See `find_program`.
 
     Args:
-        completion: The text of the answer.
-        tests: From the column `tests`: a mapping, or its JSON, with `inputs` and `outputs`, lists of texts of equal length (what the
-            program reads, and what it has to print, apart from white space at the ends of lines); or a text, or list of texts, of
-            statements with `assert`, which run behind the program.
-        partial: Return the share of the tests that pass instead.
-        seconds: The time that the program has for each test.
-        memory_mb: The memory that it has, in MiB.
+        completion: The text of the completion.
+        tests: From the column `tests`. Either a mapping, or its JSON, with `inputs` and `outputs`: lists of strings of equal length with
+            the standard input and the expected output, compared apart from whitespace at line ends. Or a string, or list of strings, of
+            `assert` statements, which run after the program.
+        partial: Return the fraction of tests that pass instead.
+        seconds: The time limit of each test, in seconds.
+        memory_mb: The memory limit, in MiB.
 
     Raises:
-        ValueError: There are no tests, or they have another form.
+        ValueError: There are no tests, or they have a different format.
         ConfigError: There is no sandbox on this machine.
     """
     cases = _cases(tests)
@@ -49,7 +49,7 @@ def check_program(
 
 
 def find_program(completion: str) -> str:
-    """Return the program in an answer: its last block of Python, else its last block without a language, else all of it."""
+    """Return the program in a completion: its last Python block, else its last block without a language, else the whole text."""
     blocks: dict[str, str] = {}
     language: str | None = None
     lines: list[str] = []
@@ -63,7 +63,7 @@ def find_program(completion: str) -> str:
         else:
             lines.append(line)
     if language is not None:
-        # It was cut off, or the last fence was forgotten.
+        # The completion was truncated, or the last fence is missing.
         blocks["python" if language.startswith("py") else language] = "\n".join(lines)
     return blocks.get("python", blocks.get("", completion))
 
@@ -104,7 +104,7 @@ def _are_texts(values: Any) -> bool:
 
 def _passes(program: str, case: str | tuple[str, str], limits: SandboxLimits) -> bool:
     if isinstance(case, str):
-        # A program that ends by itself, with exit code 0 even, has not come to the end of its tests.
+        # A program may exit early, even with exit code 0, before reaching the end of its tests.
         end = secrets.token_hex(16)
         run = run_program(f'{program}\n\n{case}\n\nprint("\\n{end}")\n', "", limits)
         return _succeeded(run) and run.stdout.endswith(f"\n{end}\n")

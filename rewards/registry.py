@@ -1,4 +1,4 @@
-"""Names of reward functions. Imports no torch.
+"""Names of reward functions. Does not import torch.
 
 A third party adds its own through the entry-point group `drivetrain.rewards`, or names it as `module:function`.
 """
@@ -19,13 +19,13 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 @dataclass(frozen=True, kw_only=True)
 class Locations:
-    """Functions or classes that have a name, and are imported on demand.
+    """Functions or classes with registered names, imported on demand.
 
     Args:
-        kind: What they are, in messages: `reward`.
+        kind: Their kind, for messages: `reward`.
         setting: The setting that names one.
-        attribute: What follows the module in the location of one that has no name: `function` or `class`.
-        group: The entry-point group by which third parties add theirs.
+        attribute: The part after the module in the location of an unnamed one: `function` or `class`.
+        group: The entry-point group through which third parties add theirs.
         named: The location of each, as `module:attribute`.
     """
 
@@ -36,7 +36,7 @@ class Locations:
     named: Mapping[str, str]
 
     def all(self) -> dict[str, str]:
-        """Return the locations of all that have a name.
+        """Return all registered locations by name.
 
         Raises:
             ConfigError: Two of them have the same name.
@@ -52,13 +52,13 @@ class Locations:
         return dict(sorted(locations.items()))
 
     def of(self, name: str) -> str:
-        """Return where something is, as `module:attribute`, without importing it.
+        """Return the location of a function or class, as `module:attribute`, without importing it.
 
         Args:
             name: Its name, or `module:attribute`.
 
         Raises:
-            ConfigError: There is nothing of this name.
+            ConfigError: The name is unknown.
         """
         if ":" in name:
             return name
@@ -66,11 +66,11 @@ class Locations:
         if name in locations:
             return locations[name]
         close_matches = get_close_matches(name, locations, n=1)
-        hint = f"did you mean {close_matches[0]!r}?" if close_matches else f"give one of your own as module:{self.attribute}"
+        hint = f"did you mean {close_matches[0]!r}?" if close_matches else f"name your own as module:{self.attribute}"
         raise ConfigError(f"{self.setting}={name!r} is unknown; available: {', '.join(locations)}; {hint}")
 
     def load(self, location: str) -> Any:
-        """Import something.
+        """Import a function or class.
 
         Raises:
             ConfigError: It cannot be imported.
@@ -78,7 +78,7 @@ class Locations:
         module, _, attributes = location.partition(":")
         if module.endswith(".py") or "/" in module:
             raise ConfigError(
-                f"the {self.kind} {location} is the path of a file; give module:{self.attribute}, such as "
+                f"the {self.kind} {location} is the path of a file; use module:{self.attribute}, such as "
                 f"{PurePath(module).stem}:{attributes or self.attribute}, and run in the module's folder or name that in PYTHONPATH"
             )
         try:

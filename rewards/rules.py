@@ -1,21 +1,21 @@
-"""Rewards by rules that need no reference: length, repetition, script. Imports no torch."""
+"""Rewards by rules that need no reference: length, repetition, script. Does not import torch."""
 
 import unicodedata
 from collections.abc import Sequence
 
 
 def length_within(completion_ids: Sequence[int], *, minimum: int = 1, maximum: int = 2**31) -> float:
-    """Return 1 if an answer has from `minimum` to `maximum` tokens; otherwise 0."""
+    """Return 1 if a completion has from `minimum` to `maximum` tokens; otherwise 0."""
     return float(minimum <= len(completion_ids) <= maximum)
 
 
 def overlong_penalty(completion_ids: Sequence[int], *, maximum: int, buffer: int) -> float:
-    """Return the penalty for an answer that comes close to a length limit: 0 up to `maximum - buffer` tokens, then down to -1.
+    """Return the penalty for a completion that comes close to a length limit: 0 up to `maximum - buffer` tokens, then down to -1.
 
     Args:
-        completion_ids: The token ids of the answer.
-        maximum: The length from which on the penalty is -1.
-        buffer: The number of tokens before it in which the penalty grows.
+        completion_ids: The token ids of the completion.
+        maximum: The length at which the penalty reaches -1.
+        buffer: The number of tokens before that over which the penalty grows.
 
     Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, equation 13.
     """
@@ -25,12 +25,12 @@ def overlong_penalty(completion_ids: Sequence[int], *, maximum: int, buffer: int
 
 
 def repetition_penalty(completion: str, *, words: int = 3, most: float = 1.0) -> float:
-    """Return the penalty for repeated phrases: `-most` times the share of phrases that stood before.
+    """Return the penalty for repeated phrases: `-most` times the fraction of phrases that occurred before.
 
     Args:
-        completion: The text of the answer.
-        words: The number of words of a phrase.
-        most: The penalty if all phrases were the same.
+        completion: The text of the completion.
+        words: The number of words in a phrase.
+        most: The penalty in the limit of all phrases being the same.
 
     Source: Yeo et al. 2025, arXiv:2502.03373, appendix on the n-gram repetition penalty.
     """
@@ -44,11 +44,11 @@ def repetition_penalty(completion: str, *, words: int = 3, most: float = 1.0) ->
 
 
 def script_share(completion: str, *, script: str = "LATIN") -> float:
-    """Return the share of an answer's letters that are of a script, such as LATIN, CYRILLIC or CJK; 1 without letters.
+    """Return the fraction of a completion's letters that belong to a script, such as LATIN, CYRILLIC or CJK; 1 if it has no letters.
 
     Args:
-        completion: The text of the answer.
-        script: The first word of the Unicode names of its letters; a column of this name gives each row its own.
+        completion: The text of the completion.
+        script: The first word of the Unicode names of its letters; a column of this name provides one per row.
     """
     letters = [character for character in completion if character.isalpha()]
     if not letters:
@@ -58,14 +58,14 @@ def script_share(completion: str, *, script: str = "LATIN") -> float:
 
 
 def environment_value(environment_reward: float | None) -> float:
-    """Return the reward that the environment has given, summed over the turns of the episode.
+    """Return the environment's reward, summed over the turns of the episode.
 
     Args:
-        environment_reward: That reward.
+        environment_reward: The sum.
 
     Raises:
-        ValueError: It has given none.
+        ValueError: The environment has not returned a reward.
     """
     if environment_reward is None:
-        raise ValueError("the environment has given no reward (Observation or Done with reward=...)")
+        raise ValueError("the environment has not returned a reward (Observation or Done with reward=...)")
     return environment_reward

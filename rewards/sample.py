@@ -1,4 +1,4 @@
-"""What a reward judges, and what becomes of a judgment. Imports no torch."""
+"""The input and the outcome of a reward function. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,18 +10,18 @@ OUTCOME_KINDS: tuple[OutcomeKind, ...] = ("value", "not_applicable", "timeout", 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSample:
-    """An answer to a prompt.
+    """A completion to a prompt.
 
     Args:
-        prompt: A text, or the messages of a chat, each with `role` and `content`.
-        completion: The text of the answer.
+        prompt: A string, or the messages of a chat, each with `role` and `content`.
+        completion: The text of the completion.
         completion_ids: Its token ids.
-        truncated: Whether it ended because of the length limit.
+        truncated: Whether it ended at the length limit.
         columns: The other columns of the prompt's row in the data, by name.
-        turns: With an environment: the turns of the policy (role `assistant`) and what it was told between them, as messages. Its answer is the
+        turns: With an environment: the turns of the policy (role `assistant`) and the messages between them. The completion is the
             last turn.
-        environment_reward: The sum of the rewards that the environment has given, if it has.
-        failure: Why the environment failed; no reward judges such an answer, and it is left out.
+        environment_reward: The sum of the environment's rewards, if it has returned any.
+        failure: Why the environment failed; such a completion is not scored, and is left out.
     """
 
     prompt: str | Sequence[Mapping[str, Any]]
@@ -36,13 +36,13 @@ class RewardSample:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardOutcome:
-    """What one reward function made of one answer.
+    """The outcome of one reward function for one completion.
 
     Args:
-        kind: `value`; `not_applicable`, if the function says that the answer is not its concern; `timeout`; or `error`.
+        kind: `value`; `not_applicable`, if the function does not apply to the completion; `timeout`; or `error`.
         value: The reward, if there is one.
-        message: What went wrong, if anything did.
-        seconds: How long the call took; of a call for many answers, its share.
+        message: The error message, if there was an error.
+        seconds: The duration of the call, in seconds; for a call with many completions, this completion's share.
     """
 
     kind: OutcomeKind

@@ -1,8 +1,8 @@
-"""A sandbox for programs that a model wrote: bubblewrap under a user id that nobody has. Imports no torch.
+"""A sandbox for programs written by a model: bubblewrap under an otherwise unused user id. Does not import torch.
 
-The program has no network, sees of the file system only /usr and a small empty /tmp, inherits no environment and no open files, and is
-limited in memory, processes, output and time. It runs under a user id of its own, because the kernel's limit of processes does not hold
-for root, and because it can then be told apart. Where all this cannot be had, nothing runs.
+The program has no network access. It sees only /usr and a small empty /tmp of the file system, and inherits neither environment
+variables nor open files. Its memory, processes, output and time are limited. It runs under a dedicated user id, because the kernel's
+process limit does not apply to root, and because its processes can then be identified. If any of this is unavailable, no program runs.
 """
 
 import os
@@ -33,19 +33,19 @@ _POLL_S = 0.02
 _FIRST_UID = 2**30
 _PAGE = resource.getpagesize()
 _REAP_S = 10.0
-"""For how many seconds one waits for processes that were killed; longer only if the kernel cannot end them yet."""
+"""The time limit for reaping killed processes, in seconds. It is only reached if the kernel cannot end them yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """What a program may use.
+    """The resource limits of a program.
 
     Args:
-        seconds: The time on the clock.
-        memory_mb: Memory of all its processes together, in MiB; and the address space of each.
+        seconds: The wall-clock time, in seconds.
+        memory_mb: The memory of all its processes together, in MiB; also the address space of each.
         processes: The number of processes and threads.
-        disk_mb: The size of /tmp, and of a file, in MiB. It counts as memory of the machine.
-        output_mb: How much it may print, in MiB.
+        disk_mb: The size of /tmp, and of a single file, in MiB. It takes up memory of the machine.
+        output_mb: The size of its output, in MiB.
     """
 
     seconds: float = 5.0
@@ -62,14 +62,14 @@ class SandboxLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramResult:
-    """How a program ran.
+    """The result of running a program.
 
     Args:
-        kind: `ended` by itself, or was ended because of its `timeout`, `memory` or `output`; `not_started`, if the sandbox or the
-            interpreter failed before the program began.
-        exit_code: The exit code; as a shell has it, 128 and the signal if a signal ended it.
-        stdout: What it printed.
-        stderr: What it printed as errors.
+        kind: `ended`, if it ended by itself; `timeout`, `memory` or `output`, if it exceeded that limit; `not_started`, if the sandbox or
+            the interpreter failed before the program began.
+        exit_code: The exit code; as in a shell, 128 plus the signal if a signal ended it.
+        stdout: Its standard output.
+        stderr: Its standard error.
     """
 
     kind: RunKind
@@ -83,8 +83,8 @@ def run_program(program: str, stdin: str = "", limits: SandboxLimits | None = No
 
     Args:
         program: The source.
-        stdin: What it can read.
-        limits: What it may use.
+        stdin: Its standard input.
+        limits: Its resource limits.
 
     Raises:
         ConfigError: There is no sandbox on this machine; the message names what is missing.
@@ -101,16 +101,18 @@ def check_sandbox() -> str:
         ConfigError: Something is missing; the message names it.
     """
     if platform.system() != "Linux":
-        raise ConfigError(f"programs of a model run on Linux only, not on {platform.system()}; leave out the reward code")
+        raise ConfigError(
+            f"programs written by a model run only on Linux, not on {platform.system()}; leave out the reward code"
+        )
     for tool, package in (("bwrap", "bubblewrap"), ("prlimit", "util-linux")):
         if shutil.which(tool) is None:
             raise ConfigError(
-                f"programs of a model are only run in a sandbox, which needs {tool}: apt-get install {package}, or leave out the "
+                f"programs written by a model run only in a sandbox, which needs {tool}: apt-get install {package}, or leave out the "
                 "reward code"
             )
     python = next((path for path in _PYTHONS if os.access(path, os.X_OK)), None)
     if python is None:
-        raise ConfigError(f"the sandbox needs a Python of the system ({' or '.join(_PYTHONS)}): apt-get install python3")
+        raise ConfigError(f"the sandbox needs a system Python ({' or '.join(_PYTHONS)}): apt-get install python3")
     secret = secrets.token_hex(8)
     result = _run(python, f"import os; print(os.getpid() < 9, {secret!r})", "", SandboxLimits(seconds=60))
     if result.stdout != f"True {secret}\n":
@@ -125,13 +127,13 @@ def check_sandbox() -> str:
 
 def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> ProgramResult:
     memory = int(limits.memory_mb * MIB)
-    # Encoded before there is anything to clean up; half of a character is no text.
+    # Encoded before there is anything to clean up: a lone surrogate cannot be encoded.
     texts = program.encode(errors="replace"), stdin.encode(errors="replace")
     source, write = os.pipe()
     start_read, begin = os.pipe()
     about, tell = os.pipe()
     denied = _as_file(seccomp_filter() or b"")
-    # The program itself has this descriptor no more.
+    # The descriptor is closed before the program itself runs.
     bootstrap = (
         f"import os, runpy; os.write({begin}, b'1'); os.close({begin}); runpy.run_path('/main.py', run_name='__main__')"
     )
@@ -148,7 +150,7 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Progra
         *(f"--cpu={int(limits.seconds) + 2}", "--nofile=64", "--core=0", "--"),
         *(python, "-I", "-B", "-c", bootstrap),
     ]
-    # Root may be anyone; others stay who they are, and are nobody in particular inside.
+    # Root can switch to any user id; other users keep their own, mapped to an unprivileged one inside.
     uid = _FIRST_UID + secrets.randbelow(_FIRST_UID) if os.geteuid() == 0 else None
     with adopting_orphans():
         try:
@@ -244,7 +246,7 @@ def _write(number: int, inputs: dict[int, memoryview], unregister: Callable[[int
     except BlockingIOError:
         return
     except BrokenPipeError:
-        # It does not read all of it, or has ended.
+        # The program does not read all of its input, or has ended.
         sent = len(unwritten)
     inputs[number] = unwritten[sent:]
     if not inputs[number]:
@@ -261,14 +263,14 @@ def _as_file(content: bytes) -> int:
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
-    # The first process of the namespace ends with bwrap, and all others with it, stopped ones too.
+    # The namespace's first process ends with bwrap, and all others end with it, including stopped ones.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _first_process(about: int) -> int | None:
-    """Return the first process of the sandbox, from what bwrap tells about it, and close the pipe; None if it has made none."""
+    """Return the process id of the sandbox's first process, as reported by bwrap, and close the pipe; None if it was not created."""
     os.set_blocking(about, False)
     try:
         status = os.read(about, 65536)
@@ -281,15 +283,17 @@ def _first_process(about: int) -> int | None:
 
 
 def _reap(group: int, first: int | None) -> None:
-    """Reap the first process of the sandbox, which ends after all others in it. bwrap does not wait for it, and this process adopts it.
+    """Reap the first process of the sandbox, which ends after all others in it.
+
+    bwrap does not wait for it, and this process adopts it.
 
     Args:
-        group: The process group of bwrap, in which the first process is until it is told about.
-        first: Its process id, if bwrap has told.
+        group: The process group of bwrap, which contains the first process until bwrap reports it.
+        first: Its process id, if bwrap has reported it.
     """
     deadline = time.monotonic() + _REAP_S
     for child in (-group, *(() if first is None else (first,))):
-        # The error is that there is no such child: it was reaped, or the system does not let orphans be adopted.
+        # No such child: it was already reaped, or the system does not allow adopting orphans.
         with suppress(ChildProcessError):
             while os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
                 os.kill(child, signal.SIGKILL)
@@ -305,6 +309,6 @@ def _memory_of(uid: int) -> int:
                 if folder.stat().st_uid == uid:
                     total += int((folder / "statm").read_text().split()[1]) * _PAGE
             except (OSError, IndexError):
-                # It has ended.
+                # The process has ended.
                 continue
     return total

@@ -1,4 +1,4 @@
-"""The weighted sum of several rewards, and what becomes of answers that could not be judged. Imports no torch."""
+"""The weighted sum of several rewards, and the handling of completions that could not be scored. Does not import torch."""
 
 import math
 import threading
@@ -18,18 +18,18 @@ from .signatures import Signature
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The rewards of a batch of answers.
+    """The rewards of a batch of completions.
 
     Args:
-        rewards: The weighted sum for each answer; NaN for one that has no reward and must be left out.
-        outcomes: By the name of each function, what it made of each answer; None for those that it was not asked about.
+        rewards: The weighted sum for each completion; NaN for a completion that has no reward and must be left out.
+        outcomes: Each function's outcome for each completion, by name; None for completions that it did not score.
     """
 
     rewards: list[float]
     outcomes: dict[str, list[RewardOutcome | None]]
 
     def counts(self, name: str) -> dict[OutcomeKind, int]:
-        """Return how often a function came to each kind of outcome."""
+        """Return how many outcomes of each kind a function has."""
         by_kind = Counter(outcome.kind for outcome in self.outcomes[name] if outcome is not None)
         return {kind: by_kind[kind] for kind in OUTCOME_KINDS}
 
@@ -40,13 +40,13 @@ class Scores:
 
 
 _CALL_S = 0.02
-"""For how many seconds a process is given answers at a time."""
+"""The target duration of a call to a process, in seconds."""
 _MEMORY = 0.1
-"""The weight of a call in the mean time per answer."""
+"""The weight of a call in the mean time per completion."""
 
 
 class PendingScores:
-    """The rewards of answers that are being judged."""
+    """The rewards of completions that are being scored."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class PendingScores:
         self._done = threading.Condition()
 
     def add(self, name: str, rows: Sequence[int], outcomes: Sequence[RewardOutcome]) -> None:
-        """Note what a function made of some answers."""
+        """Record a function's outcomes for some completions."""
         with self._done:
             for row, outcome in zip(rows, outcomes, strict=True):
                 self._outcomes[name][row] = outcome
@@ -73,23 +73,23 @@ class PendingScores:
 
     @property
     def ready(self) -> bool:
-        """Whether all answers have been judged."""
+        """Whether all completions have been scored."""
         return not self._left
 
     def result(self, timeout_s: float | None = None, *, models: Mapping[str, Sequence[float]] | None = None) -> Scores:
-        """Wait for all answers and return their rewards.
+        """Wait for all completions and return their rewards.
 
         Args:
-            timeout_s: For how long to wait, in seconds; None without limit.
-            models: For each name in `models` of the scorer, its value for each answer; used where it was asked.
+            timeout_s: The time limit, in seconds; None for no limit.
+            models: For each name in `models` of the scorer, its value for each completion; used for the rows routed to it.
 
         Raises:
             RewardError: A function failed, and `rewards.on_failure` is `raise`.
-            TimeoutError: They were not judged in time.
+            TimeoutError: They were not scored in time.
         """
         with self._done:
             if not self._done.wait_for(lambda: self.ready, timeout_s):
-                raise TimeoutError(f"{self._left} judgments of rewards are missing after {timeout_s} s")
+                raise TimeoutError(f"{self._left} reward values are missing after {timeout_s} s")
         outcomes = dict(self._outcomes)
         for name, rows in self._asked_of_models.items():
             values = (models or {})[name]
@@ -105,16 +105,16 @@ class PendingScores:
 
 
 class RewardScorer:
-    """Judges answers with several reward functions at the same time, each in a process that can be killed.
+    """Scores completions with several reward functions at the same time, in processes that can be killed.
 
     Args:
         config: The configuration.
-        functions: Reward functions of this program, beside those that the configuration names. Each must be at the top level of a
+        functions: Reward functions of this program, in addition to those named in the configuration. Each must be at the top level of a
             module; its name there is its name in `weights` and `settings`.
-        models: Names in `config.use` that are not functions: what they make of the answers is given to `PendingScores.result`.
+        models: Names in `config.use` that are not functions; their values are passed to `PendingScores.result`.
 
     Raises:
-        ConfigError: There is no reward, or one cannot be used; or a setting is invalid.
+        ConfigError: There is no reward, a reward cannot be used, or a setting is invalid.
     """
 
     def __init__(self, config: RewardsConfig, functions: Sequence[RewardTarget] = (), *, models: Sequence[str] = ()) -> None:
@@ -134,7 +134,7 @@ class RewardScorer:
             names = self.names if setting == "weights" else list(self._targets)
             if unknown := sorted(set(getattr(config, setting)) - set(names)):
                 raise ConfigError(
-                    f"rewards.{setting} has {', '.join(unknown)}, which rewards.use has not ({', '.join(names)})"
+                    f"rewards.{setting} has {', '.join(unknown)}, which are not in rewards.use ({', '.join(names)})"
                 )
         self._pool = RewardPool(config.workers, config.timeout_s, config.memory_mb, tuple(self._targets.values()))
         try:
@@ -164,10 +164,10 @@ class RewardScorer:
                 )
 
     def check(self, samples: Sequence[RewardSample], names: Sequence[str]) -> None:
-        """Check that rows have the columns that the rewards need, without judging anything.
+        """Check that rows have the columns that the rewards need, without scoring.
 
         Args:
-            samples: Rows, without answers.
+            samples: Rows, without completions.
             names: The name of each row, for messages.
 
         Raises:
@@ -178,8 +178,10 @@ class RewardScorer:
         self._check_columns(renamed, {name: rows for name, rows in routes.items() if name in self._targets}, names)
 
     def submit(self, samples: Sequence[RewardSample]) -> PendingScores:
-        """Begin to judge answers, and return at once. A function may be asked again about an answer whose call failed together with
-        others, so that only those are lost that it cannot judge by themselves.
+        """Start scoring completions, and return immediately.
+
+        If a call with several completions fails, its function may be called again for each of them, so that only those are lost that
+        fail individually.
 
         Raises:
             ConfigError: A row is routed to a reward that does not exist, or lacks a column.
@@ -196,7 +198,7 @@ class RewardScorer:
         return pending
 
     def _answers_per_call(self, name: str, count: int) -> int:
-        """Return how many answers a process judges at a time: more than one if that takes no longer than handing them over."""
+        """Return the number of completions per call: more than one if scoring takes no longer than handing them over."""
         with self._lock:
             seconds = self._seconds.get(name)
         if seconds is None:
@@ -204,14 +206,14 @@ class RewardScorer:
         return max(1, min(int(_CALL_S / max(seconds, 1e-6)), -(-count // (2 * self._config.workers))))
 
     def _ask(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], pending: PendingScores) -> None:
-        """Ask a function about answers; and about each by itself, if one failure stands for several of them."""
+        """Call a function for completions, and separately for each if one failure stands for several of them."""
 
         def done(outcomes: list[RewardOutcome], separate: bool) -> None:
             if separate or len(rows) == 1:
                 self._note(name, outcomes)
                 pending.add(name, rows, outcomes)
             else:
-                # One of them has killed the process, or taken the time of all: the next ones are asked about singly too.
+                # One of them has killed the process or used up the time limit; later calls take one completion each too.
                 with self._lock:
                     self._seconds[name] = _CALL_S
                 self._ask_singly(name, rows, samples, pending)
@@ -219,10 +221,10 @@ class RewardScorer:
         self._submit(name, rows, samples, done)
 
     def _ask_singly(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], pending: PendingScores) -> None:
-        """Ask a function about each of several answers by itself.
+        """Call a function separately for each of several completions.
 
-        What a function of all answers makes of one may depend on the others. Its values therefore come from a call for all that it can
-        judge: those that fail by themselves are left out, and it is asked about the others together once more.
+        The value that a function of all completions gives one may depend on the others. Its values therefore come from a joint call for
+        all that it can score: completions that fail individually are left out, and it is called once more with the rest.
         """
         singly: dict[int, RewardOutcome] = {}
 
@@ -251,18 +253,18 @@ class RewardScorer:
     def _submit_again(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], done: Done) -> None:
         try:
             self._submit(name, rows, samples, done)
-        except ConfigError as e:  # it was closed since the first call
+        except ConfigError as e:  # the pool was closed after the first call
             done([RewardOutcome(kind="error", message=str(e))] * len(rows), False)
 
     def _note(self, name: str, outcomes: Sequence[RewardOutcome]) -> None:
-        """Note how long a function takes for an answer."""
+        """Record how long a function takes per completion."""
         mean = sum(outcome.seconds for outcome in outcomes) / max(1, len(outcomes))
         with self._lock:
             before = self._seconds.get(name, mean)
             self._seconds[name] = before + _MEMORY * (mean - before)
 
     def score(self, samples: Sequence[RewardSample]) -> Scores:
-        """Judge answers, and wait for the rewards.
+        """Score completions, and wait for the rewards.
 
         Raises:
             ConfigError: A row is routed to a reward that does not exist, or lacks a column.
@@ -271,7 +273,7 @@ class RewardScorer:
         return self.submit(samples).result()
 
     def add_up(self, count: int, outcomes: dict[str, list[RewardOutcome | None]]) -> Scores:
-        """Return the weighted sums of what the functions made of `count` answers."""
+        """Return the weighted sums of the functions' outcomes for `count` completions."""
         totals = [0.0] * count
         judged = [False] * count
         for name, values in outcomes.items():
@@ -284,12 +286,12 @@ class RewardScorer:
                     totals[row] += weight * outcome.value
                 elif self._config.on_failure == "raise":
                     raise RewardError(
-                        f"the reward {name} could not judge answer {row} ({outcome.kind}): {outcome.message}; with "
-                        "rewards.on_failure=drop such answers are left out"
+                        f"the reward {name} could not score completion {row} ({outcome.kind}): {outcome.message}; with "
+                        "rewards.on_failure=drop such completions are left out"
                     )
                 elif self._config.on_failure == "drop":
                     totals[row] = math.nan
-        # An answer that no function had anything to say about, or whose environment failed, has no reward, which is not a reward of 0.
+        # A completion that no function applies to, or whose environment failed, has no reward, which differs from a reward of 0.
         rewards = [total if has_value else math.nan for total, has_value in zip(totals, judged, strict=True)]
         return Scores(rewards=rewards, outcomes=outcomes)
 
@@ -317,7 +319,7 @@ class RewardScorer:
 
     def _routes(self, samples: Sequence[RewardSample], names: Sequence[str] | None = None) -> dict[str, list[int]]:
         route = self._config.route
-        # What has failed is judged by nobody.
+        # Failed episodes are not scored.
         able = [row for row, sample in enumerate(samples) if not sample.failure]
         if not route:
             return {name: list(able) for name in self.names}
@@ -332,7 +334,7 @@ class RewardScorer:
             )
             if not isinstance(routed, Sequence) or not routed:
                 raise ConfigError(
-                    f"rewards.route={route}: {title} has {names_asked!r:.80} there; give it the name of a reward"
+                    f"rewards.route={route}: {title} has {names_asked!r:.80} there; set it to the name of a reward"
                 )
             for name in routed:
                 if name not in rows_by_name:
@@ -350,11 +352,11 @@ class RewardScorer:
             for row in rows:
                 if missing := sorted(needed - set(samples[row].columns)):
                     raise ConfigError(
-                        f"the reward {name} needs a column {missing[0]}, which {_title(row, names)} has not (it has "
-                        f"{', '.join(samples[row].columns) or 'none'}); name another one with rewards.columns.{missing[0]}, or set "
+                        f"the reward {name} needs a column {missing[0]}, which {_title(row, names)} does not have (it has "
+                        f"{', '.join(samples[row].columns) or 'none'}); select another one with rewards.columns.{missing[0]}, or set "
                         f"rewards.settings.{name}.{missing[0]}"
                     )
 
 
 def _title(row: int, names: Sequence[str] | None) -> str:
-    return f"answer {row}" if names is None else names[row]
+    return f"completion {row}" if names is None else names[row]

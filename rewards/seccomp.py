@@ -1,4 +1,4 @@
-"""A filter of system calls for the sandbox: what would give a program memory that nobody counts, or privileges. Imports no torch."""
+"""A system-call filter for the sandbox: denies calls that would give a program uncounted memory or privileges. Does not import torch."""
 
 import errno
 import platform
@@ -17,7 +17,7 @@ _X32 = 0x40000000
 
 
 def seccomp_filter() -> bytes | None:
-    """Return the filter as a program of classic BPF, which bubblewrap loads; None on an unknown architecture.
+    """Return the filter as a classic BPF program for bubblewrap to load; None on an unknown architecture.
 
     Source: the kernel's documentation of seccomp filters; struct seccomp_data has the call's number first, and then the architecture.
     """
@@ -31,7 +31,7 @@ def seccomp_filter() -> bytes | None:
         (_EQUAL, 1, 0, _ARCHITECTURES[machine]),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, 0),
-        # To the last instruction but for that which allows.
+        # x32 system calls jump to the last instruction, which denies; the allowing one is just before it.
         (_AT_LEAST, count + 1, 0, _X32),
         *((_EQUAL, count - i, 0, number) for i, number in enumerate(denied)),
         (_RETURN, 0, 0, _ALLOW),

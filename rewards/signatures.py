@@ -1,12 +1,12 @@
-"""How a reward function is called: as those of TRL and of verl, or with the names that it asks for. Imports no torch.
+"""Calling conventions of reward functions: as in TRL, as in verl, or with the parameters that a function declares. Does not import torch.
 
 | parameters | called | with |
 |---|---|---|
 | `completions` | once | lists: `prompts`, `completions`, `completion_ids` and all columns, as TRL does; None is "not applicable" |
 | `solution_strs` | once | `data_sources`, `solution_strs`, `ground_truths`, `extra_infos`, as verl's batch reward manager does |
-| `solution_str` | for each answer | `data_source`, `solution_str`, `ground_truth`, `extra_info`, as verl does |
+| `solution_str` | for each completion | `data_source`, `solution_str`, `ground_truth`, `extra_info`, as verl does |
 | `samples` | once | a list of `RewardSample` |
-| anything else | for each answer | of `sample`, `prompt`, `completion`, `completion_ids`, `truncated`, `turns`, `environment_reward`, the columns and the settings, those that it asks for |
+| anything else | for each completion | those that it declares of `sample`, `prompt`, `completion`, `completion_ids`, `truncated`, `turns`, `environment_reward`, the columns and the settings |
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from ..engine.errors import ConfigError
 from .sample import RewardOutcome, RewardSample
 
 _INSTALLED = ("site-packages", "lib/python3")
-"""In the paths of modules that are not the function's own."""
+"""Path fragments of modules that are not the user's code."""
 Convention = Literal["trl", "verl_batch", "verl", "samples", "each"]
 _MARKS: dict[str, Convention] = {
     "completions": "trl",
@@ -44,15 +44,15 @@ _GIVEN = frozenset(("sample", "prompt", "completion", "completion_ids", "truncat
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """How a function is called.
+    """How a reward function is called.
 
     Args:
-        convention: Whose signature it has.
-        at_once: Whether one call takes all answers.
+        convention: The library whose signature it has.
+        at_once: Whether one call takes all completions.
         named: Its parameters.
         required: The parameters that must be columns or settings.
-        optional: The parameters that may be.
-        takes_all: Whether it takes any name.
+        optional: The parameters that may be columns or settings.
+        takes_all: Whether it accepts arbitrary keyword arguments.
     """
 
     convention: Convention
@@ -64,7 +64,7 @@ class Signature:
 
     @property
     def takes_batch(self) -> bool:
-        """Whether it is called with lists of answers, and returns a list."""
+        """Whether it is called with lists of completions, and returns a list."""
         return self.convention in _BATCHED
 
 
@@ -72,17 +72,17 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     """Return how a function is called.
 
     Raises:
-        ConfigError: It has parameters that only go by their position.
+        ConfigError: It has positional-only parameters.
     """
     parameters = inspect.signature(function).parameters
     title = getattr(function, "__qualname__", type(function).__name__)
     if any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters.values()):
-        raise ConfigError(f"the reward {title} has parameters without a name; it is called by name")
+        raise ConfigError(f"the reward {title} has positional-only parameters, but is called with keyword arguments")
     convention: Convention = next((_MARKS[name] for name in parameters if name in _MARKS), "each")
     named = {name: p for name, p in parameters.items() if p.kind != p.VAR_KEYWORD}
     if convention == "each" and not _GIVEN & set(named):
         raise ConfigError(
-            f"the reward {title}({', '.join(named)}) does not ask for the answer; give it one of the parameters "
+            f"the reward {title}({', '.join(named)}) does not take the completion; add one of the parameters "
             f"{', '.join(sorted(_GIVEN))}, {', '.join(_MARKS)}"
         )
     sample_parameters = {
@@ -96,7 +96,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return Signature(
         convention=convention,
-        # Those that wait for a network wait together.
+        # Functions that wait for a network run concurrently.
         at_once=convention in _BATCHED or is_async,
         named=frozenset(named),
         required=frozenset(name for name, p in column_parameters.items() if p.default is p.empty),
@@ -108,20 +108,20 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 def judge(
     function: Callable[..., Any], samples: Sequence[RewardSample], settings: Mapping[str, Any], timeout_s: float
 ) -> tuple[list[RewardOutcome], bool]:
-    """Call a function for answers, and check what it returns. Errors become outcomes.
+    """Call a function for completions, and check its results. Errors become outcomes.
 
-    A function that is called for each answer is judged answer by answer: an error of one changes nothing for the others, and what a call
-    changes in its arguments is not seen by the next one. Outcomes therefore do not depend on which answers are passed together.
+    A function of single completions is isolated per completion: an error for one does not affect the others, and changes that a call
+    makes to its arguments are not visible to the next one. Outcomes therefore do not depend on which completions are passed together.
 
     Args:
         function: The function.
-        samples: The answers, with columns under the names of its parameters.
-        settings: Further arguments.
-        timeout_s: For how many seconds an asynchronous function may work on one answer.
+        samples: The completions, with columns under the names of its parameters.
+        settings: Additional arguments.
+        timeout_s: The time limit of an asynchronous function per completion, in seconds.
 
     Returns:
-        An outcome for each answer; and whether each belongs to its answer alone: False if a call for all answers has failed, which may
-        be because of a single one of them.
+        An outcome for each completion, and whether the outcomes are separate: False if a call for all completions failed, possibly
+        because of a single one of them.
     """
     signature = signature_of(function)
     if signature.takes_batch:
@@ -139,11 +139,11 @@ def _judge_batch(
     try:
         values = _settled(function(**_arguments_at_once(signature, samples, settings)))
         if isinstance(values, Mapping) or not hasattr(values, "__len__") or isinstance(values, str):
-            raise TypeError(f"it returned a {type(values).__name__}; it must return a list with a value for each answer")
+            raise TypeError(f"it returned a {type(values).__name__}; it must return a list with a value for each completion")
         if len(values) != len(samples):
-            raise ValueError(f"it returned {len(values)} values for {len(samples)} answers")
+            raise ValueError(f"it returned {len(values)} values for {len(samples)} completions")
         outcomes = [_checked(value, none_is_allowed=signature.convention == "trl") for value in values]
-    except Exception as e:  # the function's own
+    except Exception as e:  # user code can raise anything
         outcomes, separate = [RewardOutcome(kind="error", message=_described(e))] * len(samples), False
     share = (time.perf_counter() - started) / max(1, len(samples))
     return [replace(outcome, seconds=share) for outcome in outcomes], separate
@@ -155,7 +155,7 @@ def _judge_one(
     started = time.perf_counter()
     try:
         outcome = _checked(_settled(function(**_arguments(signature, *_copies(sample, settings)))))
-    except Exception as e:  # the function's own
+    except Exception as e:  # user code can raise anything
         outcome = RewardOutcome(kind="error", message=_described(e))
     return replace(outcome, seconds=time.perf_counter() - started)
 
@@ -174,7 +174,7 @@ async def _judge_concurrently(
             outcome = _checked(await asyncio.wait_for(call, timeout_s))
         except TimeoutError:
             outcome = RewardOutcome(kind="timeout", message=f"it took more than {timeout_s:g} s")
-        except Exception as e:  # the function's own
+        except Exception as e:  # user code can raise anything
             outcome = RewardOutcome(kind="error", message=_described(e))
         return replace(outcome, seconds=time.perf_counter() - started)
 
@@ -182,23 +182,23 @@ async def _judge_concurrently(
 
 
 def _copies(sample: RewardSample, settings: Mapping[str, Any]) -> tuple[RewardSample, Mapping[str, Any]]:
-    """Return an answer and settings that share nothing with those of other answers, as the answers to one prompt share their columns."""
+    """Return deep copies of a sample and settings, because the completions of one prompt share their columns."""
     copies: tuple[RewardSample, Mapping[str, Any]] = pickle.loads(pickle.dumps((sample, settings)))
     return copies
 
 
 def _checked(value: Any, *, none_is_allowed: bool = False) -> RewardOutcome:
-    """Return what a returned value stands for, whatever its class raises when it is looked at."""
+    """Return the outcome of a returned value, even if its class raises when it is inspected."""
     try:
         return outcome_of(value, none_is_allowed=none_is_allowed)
-    except Exception as e:  # of the value's class
+    except Exception as e:  # raised by the value's class
         return RewardOutcome(
             kind="error", message=f"it returned a {type(value).__name__} that is not a number: {_described(e)}"
         )
 
 
 def _described(error: Exception) -> str:
-    """Return an error and the line of the function's own code that raised it, or called what did."""
+    """Return an error with the last line of the user's code in its traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     frames_of_user = [frame for frame in frames if not any(part in frame.filename for part in _INSTALLED)] or frames
     where = (
@@ -215,7 +215,7 @@ def _settled(value: Any) -> Any:
 
 
 def outcome_of(value: Any, *, none_is_allowed: bool = False) -> RewardOutcome:
-    """Return what a returned value stands for: a finite number, or a mapping with one as `score`, as in verl."""
+    """Return the outcome of a returned value: a finite number, or a mapping with one as `score`, as in verl."""
     if isinstance(value, Mapping) and "score" in value:
         value = value["score"]
     if value is None and none_is_allowed:
@@ -262,7 +262,7 @@ def _arguments_at_once(signature: Signature, samples: Sequence[RewardSample], se
         "prompts": [sample.prompt for sample in samples],
         "completions": [sample.completion if isinstance(sample.prompt, str) else _messages(sample) for sample in samples],
         "completion_ids": [list(sample.completion_ids) for sample in samples],
-        # There is no trainer where it runs.
+        # The function does not run in the trainer's process.
         "trainer_state": None,
         "log_extra": _ignore,
         "log_metric": _ignore,
@@ -279,7 +279,7 @@ def _ignore(*args: Any, **more: Any) -> None:
 
 
 def _asked(signature: Signature, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    # A function that takes any name still gets an answer only under those that it knows.
+    # A function of single completions that has **kwargs still receives only the arguments that it names.
     every = signature.takes_all and signature.convention != "each"
     return {name: value for name, value in arguments.items() if every or name in signature.named}
 

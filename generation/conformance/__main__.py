@@ -26,7 +26,7 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
         words: Fields of `RolloutConfig` with a value, as in `["max_batch_size=4", "options.tp=2"]`.
 
     Raises:
-        ConfigError: A word is no such setting.
+        ConfigError: A word is not such a setting.
     """
     settings: dict[str, Any] = {}
     field_names = {field.name for field in fields(RolloutConfig)} - {"model", "generator", "options"}

@@ -17,12 +17,12 @@ from ..registry import build_generator
 from ..token_stream import TokenStream
 
 LOG_PROB_TOLERANCES = {"float32": 1e-5, "bfloat16": 0.05, "float16": 0.05}
-"""The largest difference of a log-probability from that of plain transformers in float32, by the generator's dtype; relative to it
-where it is beyond 1."""
+"""The largest difference of a log-probability from that of plain transformers in float32, by the generator's dtype; relative where the
+value exceeds 1."""
 
 
 class GeneratorConformanceError(AssertionError):
-    """A generator does not conform; the message says how."""
+    """A generator does not conform; the message explains why."""
 
 
 class Case:
@@ -45,13 +45,13 @@ class Case:
         self._other = folder / "other"
         self._config = RolloutConfig(model=ModelConfig(path=str(folder)), **settings)
         self.exact = self._config.dtype == "float32"
-        """Whether rounding is too small to change which token is drawn."""
+        """Whether rounding errors are too small to change the sampled token."""
         self.tolerance = LOG_PROB_TOLERANCES[self._config.dtype]
         """The largest difference of a log-probability, relative where it is beyond 1."""
 
     @contextmanager
     def generator(self, **settings: Any) -> Iterator[BaseGenerator]:
-        """Build the generator, with further settings, and close it at the end."""
+        """Build the generator with additional settings, and close it at the end."""
         generator = build_generator(replace(self._config, **settings))
         try:
             yield generator
@@ -68,7 +68,7 @@ class Case:
     def log_probs(
         self, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0, *, model: int = 0
     ) -> list[float]:
-        """Return the log-probabilities of a response by plain transformers."""
+        """Return the log-probabilities of a completion by plain transformers."""
         distributions = self.distributions(prompt, response, temperature, model=model)
         chosen: list[float] = distributions.gather(1, torch.tensor(response, dtype=torch.long)[:, None])[:, 0].tolist()
         return chosen
@@ -114,7 +114,7 @@ def expect_greedy(
 ) -> None:
     """Check that each token is the most probable one after those before it, and the log-probabilities.
 
-    A token is as good if its log-probability is that of the most probable one but for the tolerance.
+    A token is accepted if its log-probability is within the tolerance of the most probable one's.
     """
     expect(bool(response), f"{what}: there are no tokens")
     best = case.distributions(prompt, response, model=model).max(-1)
@@ -129,7 +129,7 @@ def expect_greedy(
 
 
 def expect_greedy_stream(case: Case, stream: TokenStream, what: str) -> None:
-    """Check that a stream is the greedy response of the first model, as long as it may be."""
+    """Check that a stream is the greedy completion of the first model, as long as it may be."""
     expect_greedy(case, stream.prompt, stream.tokens, stream.log_probs, what)
     expect(
         len(stream.tokens) == stream.options.max_tokens or stream.tokens[-1] in stream.stop_tokens,

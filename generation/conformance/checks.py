@@ -22,7 +22,7 @@ DRAWS = 2000
 
 
 def expect_answer(case: Case, answer: Generation, what: str, *, model: int = 0) -> None:
-    """Check that a response is the greedy one, and as long as `GREEDY` lets it be."""
+    """Check that a completion is the greedy one, and as long as `GREEDY` lets it be."""
     expect_greedy(case, answer.prompt, answer.response, answer.log_probs, what, model=model)
     expect(
         answer.finished or len(answer.response) == GREEDY.max_tokens, f"{what}: it ends after {len(answer.response)} tokens"
@@ -30,7 +30,7 @@ def expect_answer(case: Case, answer: Generation, what: str, *, model: int = 0) 
 
 
 def greedy(case: Case) -> None:
-    """At temperature 0, responses and log-probabilities are those of plain transformers."""
+    """At temperature 0, completions and log-probabilities are those of plain transformers."""
     with case.generator() as generator:
         for prompt, (answer,) in zip(PROMPTS, generator.generate(PROMPTS, GREEDY), strict=True):
             expect(answer.prompt == prompt, f"the prompt of a response is {answer.prompt[:8]}, not {prompt[:8]}")
@@ -78,7 +78,7 @@ def frequencies(case: Case) -> None:
 
 
 def seeds(case: Case) -> None:
-    """A response depends on its seed, row and sample, and on nothing else."""
+    """A completion depends on its seed, row and sample, and on nothing else."""
     options = SamplingOptions(max_tokens=8, temperature=2.0, samples=2, seed=7)
     with case.generator() as generator:
         all_at_once = [[a.response for a in samples] for samples in generator.generate(PROMPTS, options)]
@@ -97,7 +97,7 @@ def seeds(case: Case) -> None:
 
 
 def stops(case: Case) -> None:
-    """A response ends with a stop token, which is its last one, or at the length limit."""
+    """A completion ends with a stop token, which is its last one, or at the length limit."""
     prompt = PROMPTS[0]
     with case.generator() as generator:
         ((whole,),) = generator.generate([prompt], GREEDY)
@@ -173,8 +173,8 @@ def cancel(case: Case) -> None:
 
 
 def begun(case: Case) -> None:
-    """A call that is cancelled ends with the tokens so far, and another one goes on from these, with the weights that there are then."""
-    # A server in a process of its own goes on while nobody reads, so a few steps may find many tokens.
+    """A cancelled call ends with the tokens so far, and another call continues from them with the current weights."""
+    # A server in a separate process keeps generating between reads, so a few steps may return many tokens.
     most, steps = 96, 4
     options = SamplingOptions(max_tokens=most, temperature=1.5, samples=2, seed=3, ignore_eos=True)
     asked = 0
@@ -319,7 +319,7 @@ def incomplete_weights(case: Case) -> None:
 
 
 def prompts(case: Case) -> None:
-    """What cannot be generated from is refused when it is submitted, and the rest goes on."""
+    """Invalid prompts are refused when they are submitted, and other requests continue."""
     with case.generator() as generator:
         room = generator.limits().tokens
         for what, prompt in {
@@ -340,7 +340,7 @@ def prompts(case: Case) -> None:
 
 
 def places(case: Case) -> None:
-    """A model that was on the host answers as before; requests wait for it. One that was absent answers with new weights."""
+    """A model returned from the host generates as before, while requests wait for it. An absent one generates with new weights."""
     with case.generator() as generator:
         stream = generator.submit(PROMPTS[2], GREEDY)
         next(stream)
@@ -371,7 +371,7 @@ def places(case: Case) -> None:
 
 
 def shared_prompts(case: Case) -> None:
-    """A prompt with several responses is processed once."""
+    """A prompt with several completions is processed once."""
     prompt, samples = PROMPTS[5], 8
     with case.generator() as generator:
         generator.generate([prompt], SamplingOptions(max_tokens=4, samples=samples, seed=1))

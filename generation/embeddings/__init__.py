@@ -1,1 +1,1 @@
-"""Embeddings of texts, by the models and folders that sentence-transformers uses."""
+"""Embeddings of texts, with models and folders in the format of sentence-transformers."""

@@ -1,4 +1,4 @@
-"""The settings of an embedding model. Imports no torch."""
+"""The settings of an embedding model. Does not import torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,9 +16,9 @@ class EmbeddingConfig:
     Args:
         model: The model. Only path and trust_remote_code are used.
         pooling: How the hidden states of a text become one vector: that of its last token (`last`), of its first one (`cls`), or the
-            mean of all (`mean`). None takes what the folder says in the files of sentence-transformers; without these, `last` for a
+            mean of all (`mean`). None uses the setting in the folder's sentence-transformers files; without these, `last` for a
             causal language model and `mean` for any other.
-        normalize: Whether embeddings have length 1. None takes what these files say; without them, yes.
+        normalize: Whether embeddings have length 1. None uses the setting in these files; without them, True.
         dtype: The data type of the weights: float32 or bfloat16.
         max_batch_size: The number of texts in a forward pass.
         target_tokens_per_batch: The number of tokens in a forward pass. Texts are added until it is reached.

@@ -1,4 +1,4 @@
-"""Embeddings by a plain transformers model: forward passes over many texts, pooling, normalization.
+"""Embeddings with a plain transformers model: forward passes over many texts, pooling, normalization.
 
 Axes: B texts of a batch, T tokens of all of them, L tokens of the longest, D embedding.
 """
@@ -26,21 +26,21 @@ from .folder import DenseLayer, read_folder
 logger = logging.getLogger(__name__)
 
 PACKED_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
-"""The largest difference between a packed and a single text, relative to the length of its embedding, of a model that can be packed."""
+"""The largest difference between packed and single texts at which a model counts as packable, relative to the embedding's length."""
 _TRIAL_TOKENS = 24
 
 
 class Embedder:
     """A model that embeds texts.
 
-    Texts are packed one after the other, without padding, if the model keeps them apart by their positions, as decoders do; this is tried
-    out when it is loaded. Otherwise they are padded.
+    Texts are packed without padding if the model separates them by their positions, as decoders do; this is tested when the model is
+    loaded. Otherwise they are padded.
 
     Args:
         config: The configuration.
 
     Raises:
-        ModelError: The model cannot be loaded, or its folder asks for something that is not supported.
+        ModelError: The model cannot be loaded, or its folder requires something that is not supported.
     """
 
     def __init__(self, config: EmbeddingConfig) -> None:
@@ -55,7 +55,7 @@ class Embedder:
                     trust_remote_code=config.model.trust_remote_code,
                     output_loading_info=True,
                 )
-        except Exception as e:  # of many types, also of safetensors; a model that is damaged fails in any of them
+        except Exception as e:  # transformers and safetensors raise anything on a damaged model
             raise ModelError(f"model.path={path} cannot be loaded for embeddings: {type(e).__name__}: {e}") from e
         if loaded[0].config.is_encoder_decoder:
             raise ModelError(f"model.path={path} is an encoder with a decoder, which cannot be used for embeddings here")
@@ -74,7 +74,7 @@ class Embedder:
         self.context: int | None = context_of(text_config)
         pad = getattr(text_config, "pad_token_id", None)
         self._pad: int = 0 if pad is None else pad
-        # RoBERTa's positions begin behind that of padding.
+        # RoBERTa's positions start after that of padding.
         table: Any = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
         padding = getattr(table, "padding_idx", None)
         if self.context is not None and padding is not None:
@@ -116,7 +116,7 @@ class Embedder:
         """
         for text in texts:
             self.check(text)
-        # Texts of similar length together, so that little is padded.
+        # Batch texts of similar length, to limit padding.
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         embeddings: list[Tensor | None] = [None] * len(texts)
         batch: list[int] = []
@@ -150,7 +150,7 @@ class Embedder:
     def _packed(self, texts: Sequence[Sequence[int]]) -> Tensor:
         ids = torch.tensor([[token for text in texts for token in text]], device=self.device)
         positions = torch.tensor([[i for text in texts for i in range(len(text))]], device=self.device)
-        # With a cache, texts would see those before them.
+        # With a cache, texts would attend to those before them.
         hidden = self._model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
         lengths = [len(text) for text in texts]
         return torch.stack([self._pool(part, len(part)) for part in hidden.split(lengths)])
@@ -182,7 +182,7 @@ class Embedder:
         return nn.functional.normalize(rows, dim=-1) if self.normalize else rows
 
     def _is_decoder(self, config: Any) -> bool:
-        """Return whether tokens see those before them, by attention alone: otherwise a text could see its neighbors."""
+        """Return whether tokens depend only on earlier ones, and only through attention; otherwise a text could depend on its neighbors."""
         kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
         return (
             config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

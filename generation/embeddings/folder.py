@@ -1,4 +1,4 @@
-"""What a model's folder says about its embeddings, in the files of sentence-transformers. Imports no torch."""
+"""The embedding settings of a model's folder, from its sentence-transformers files. Does not import torch."""
 
 import json
 import re
@@ -38,15 +38,15 @@ class DenseLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingFolder:
-    """What a folder says.
+    """The embedding settings of a folder.
 
     Args:
         model: The folder of the transformers model.
-        pooling: The pooling; None if the folder does not say.
-        normalize: Whether embeddings are normalized; None if the folder does not say.
+        pooling: The pooling; None if not specified.
+        normalize: Whether embeddings are normalized; None if not specified.
         dense: The linear layers, in order.
-        max_tokens: The number of tokens to which texts are truncated; None if the folder does not say.
-        prompt: The text that is put before every text.
+        max_tokens: The number of tokens to which texts are truncated; None if not specified.
+        prompt: The text that is prepended to every text.
     """
 
     model: Path
@@ -61,7 +61,7 @@ def read_folder(folder: Path) -> EmbeddingFolder:
     """Read the files of sentence-transformers in a folder, if there are any.
 
     Raises:
-        ModelError: A file is damaged, or asks for something that is not supported; the message names it.
+        ModelError: A file is damaged, or requires something that is not supported; the message names it.
     """
     if not (folder / "modules.json").is_file():
         return EmbeddingFolder(model=folder)
@@ -156,5 +156,5 @@ def _read(path: Path, default: Any) -> Any:
     except (OSError, ValueError) as e:
         raise ModelError(f"{path} cannot be read: {e}; the file is damaged") from e
     if isinstance(default, dict) and not isinstance(content, dict):
-        raise ModelError(f"{path} is no object; the file is damaged")
+        raise ModelError(f"{path} is not a JSON object; the file is damaged")
     return content

@@ -1,4 +1,4 @@
-"""Service of an embedding model: what waits is embedded together."""
+"""Serving of an embedding model: pending texts are embedded together."""
 
 from collections.abc import Callable, Sequence
 
@@ -33,7 +33,7 @@ class EmbeddingsScheduler(Scheduler[list[int]]):
         return request_id in self._texts
 
     def is_running(self) -> bool:
-        """Return whether texts are left of those that were polled."""
+        """Return whether polled texts are left."""
         return bool(self._texts)
 
     def aborted(self, request_id: RequestId) -> Event:
@@ -44,7 +44,7 @@ class EmbeddingsScheduler(Scheduler[list[int]]):
         """Take a text."""
         try:
             self._embedder.check(request)
-        except Exception as e:  # the request's
+        except Exception as e:  # reported as the request's error
             return [Ended(request_id, error=e)]
         self._texts[request_id] = request
         return []
@@ -54,7 +54,7 @@ class EmbeddingsScheduler(Scheduler[list[int]]):
         return [self.aborted(request_id)] if self._texts.pop(request_id, None) is not None else []
 
     def execute(self) -> list[Event]:
-        """Embed the first texts, as many as a batch may have."""
+        """Embed the first texts, up to the size of a batch."""
         batch: list[RequestId] = []
         tokens = 0
         for request_id, text in self._texts.items():
@@ -74,14 +74,14 @@ class EmbeddingsScheduler(Scheduler[list[int]]):
 
 
 def _one_by_one(embed: Callable[[Sequence[list[int]]], Tensor], texts: list[list[int]]) -> list[Tensor | Exception]:
-    """Embed texts together, or, if that fails, in halves, so that an error is that of the text which causes it."""
+    """Embed texts together; if that fails, in halves, so that an error is attributed to the text that causes it."""
     if not texts:
         return []
     try:
         embeddings = list(embed(texts))
         progress.advance()
         return embeddings
-    except Exception as e:  # the request's
+    except Exception as e:  # reported as the request's error
         if len(texts) == 1:
             return [e]
     middle = len(texts) // 2

@@ -1,1 +1,1 @@
-"""Generation by vLLM: in this process, or by a server of its own."""
+"""Generation with vLLM: in this process, or with a separate server."""

@@ -1,4 +1,4 @@
-"""How the tokens of vLLM's requests are drawn, by the places of these in its batch. Imports no vLLM.
+"""The sampling of tokens for vLLM's requests, tracked by their slots in its batch. Does not import vLLM.
 
 Axes: B rows of a batch, V vocabulary.
 """
@@ -13,7 +13,7 @@ from ..options import SamplingOptions
 from ..sampling import Draw, UniformNumbers, choose
 
 KEY = "drivetrain"
-"""The name of a request's settings among the additional arguments of its sampling parameters."""
+"""The key of our settings in the extra arguments of a request's sampling parameters."""
 
 
 class _Request:
@@ -23,27 +23,27 @@ class _Request:
         self._prompt = settings["prompt"]
 
     def draw(self, length: int | None) -> Draw:
-        # While a part of the prompt is processed, vLLM asks for a token that it then drops.
+        # While a prompt is only partly processed, vLLM samples a token that it then drops.
         count = len(self._output) if length is None else max(length - self._prompt, 0)
         return Draw(self._options, self._uniform[self._begun + count] if self._options.temperature else 0.0)
 
 
 class RequestDraws:
-    """The requests in vLLM's batch that carry settings of ours, and the tokens that are drawn for them."""
+    """The requests in vLLM's batch that carry our settings, and the tokens sampled for them."""
 
     def __init__(self) -> None:
         self._requests: dict[int, _Request] = {}
 
     def begin(self, slot: int, extra_args: Mapping[str, Any] | None, output: Sequence[int] = ()) -> bool:
-        """Note that a request begins in a slot, whose former request has ended.
+        """Record that a request begins in a slot, whose previous request has ended.
 
         Args:
             slot: The slot.
             extra_args: The additional arguments of the request's sampling parameters.
-            output: The tokens that vLLM has generated, which grow as it does; not needed if `choose` is given lengths.
+            output: vLLM's list of generated tokens, which grows during generation; not needed if `choose` receives lengths.
 
         Returns:
-            Whether the request carries settings of ours.
+            Whether the request carries our settings.
         """
         settings = (extra_args or {}).get(KEY)
         if settings is None:
@@ -53,12 +53,12 @@ class RequestDraws:
         return settings is not None
 
     def end(self, slots: Iterable[int]) -> None:
-        """Note that the requests in these slots have ended."""
+        """Record that the requests in these slots have ended."""
         for slot in slots:
             self._requests.pop(slot, None)
 
     def move(self, source: int, target: int, *, swap: bool) -> None:
-        """Note that a request has another slot now, and with `swap` that the one which was there has the former slot."""
+        """Record that a request has moved to another slot; with `swap` the two requests have exchanged slots."""
         first, second = self._requests.pop(source, None), self._requests.pop(target, None)
         if first is not None:
             self._requests[target] = first
@@ -66,13 +66,13 @@ class RequestDraws:
             self._requests[source] = second
 
     def choose(self, logits: Tensor, slots: Sequence[int], lengths: Sequence[int] | None = None) -> Tensor:
-        """Leave one token to choose from in the rows of requests that carry settings; other rows stay as they are.
+        """Leave a single candidate token in the rows of requests that carry settings; other rows are unchanged.
 
         Args:
-            logits: The logits `[B, V]`, which are changed. The logit that is left is the log-probability of its token at the
+            logits: The logits `[B, V]`, modified in place. The remaining logit is the log-probability of its token at the
                 request's temperature, before top_p and top_k.
             slots: The slot of each row.
-            lengths: The number of tokens of each row's request so far, with its prompt; None counts the `output` of each request.
+            lengths: The number of tokens of each row's request so far, including its prompt; None counts the `output` of each request.
 
         Returns:
             The logits.

@@ -1,4 +1,4 @@
-"""Runs vLLM's server. Once the process that asked for it is gone, ends it with all that it started, and removes its folder.
+"""Runs vLLM's server. When the parent process is gone, ends the server and everything that it started, and removes its folder.
 
 python -m drivetrain.generation.vllm.launch PARENT FOLDER ARGUMENTS...
 """
@@ -18,7 +18,7 @@ def _end_with(parent: int, folder: str) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     shutil.rmtree(folder, ignore_errors=True)
-    # It was started as the leader of a group.
+    # This process was started as a group leader.
     os.killpg(os.getpid(), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""A model for vLLM: its files, its settings, and what its weights have to be."""
+"""A model for vLLM: its files, its settings, and the checks of its weights."""
 
 import math
 import os
@@ -25,18 +25,18 @@ from .adapters import adapter_arguments
 from .draws import KEY
 
 SUPPORTED = ((0, 32), (0, 33))
-"""The first version of vLLM that this works with, and the first one that it was not tried with."""
+"""The first supported version of vLLM, and the first untested one."""
 _OWN = {"tp"}
 _BLOCK_TOKENS, _BLOCK_TOKENS_CPU = 16, 32
-"""The number of tokens of a block of the cache, which is what prompts share."""
+"""The number of tokens in a cache block, the unit of prefix sharing."""
 _TIED_HEAD = "lm_head.weight"
 _PACKAGE = __name__.rpartition(".")[0]
 SAMPLER = f"{_PACKAGE}.sampler:DrivetrainSampler"
-"""Our logits processor, by the name under which vLLM loads it."""
+"""Our logits processor, under the name that vLLM loads it by."""
 
 
 class VLLMModel:
-    """What a generator on vLLM knows of its model.
+    """The model of a generator on vLLM.
 
     Args:
         config: The configuration of the generator.
@@ -61,10 +61,10 @@ class VLLMModel:
         self._context = context_of(self._text)
 
     def limits(self, max_length: int) -> CompletionLimits:
-        """Return what the generator can take.
+        """Return the limits of the generator.
 
         Args:
-            max_length: The number of tokens that vLLM's engine allows for a prompt and its response.
+            max_length: The number of tokens that vLLM's engine allows for a prompt and its completion.
         """
         ends = self._text.eos_token_id
         if (self.folder / "generation_config.json").is_file():
@@ -77,11 +77,11 @@ class VLLMModel:
         )
 
     def engine_arguments(self, tp: int, *, joined: bool = False) -> dict[str, Any]:
-        """Return the arguments of vLLM's engine, which is built next: they depend on the memory that is free.
+        """Return the arguments of vLLM's engine. Call it just before building the engine: they depend on the free memory.
 
         Args:
             tp: The number of devices of the model.
-            joined: Whether each device belongs to a process of its own, which run the model together.
+            joined: Whether each device belongs to a separate process, and these run the model together.
 
         Raises:
             ConfigError: Parameters and cache do not fit on the GPU.
@@ -92,20 +92,20 @@ class VLLMModel:
             # In GiB; the cache of vLLM on a CPU has no size in tokens.
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             if tp > 1:
-                # It binds each worker to a NUMA node of its own, and refuses to start where there are fewer.
+                # vLLM binds each worker to its own NUMA node, and refuses to start if there are too few.
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             device_arguments: dict[str, Any] = {"enforce_eager": True, "block_size": _BLOCK_TOKENS_CPU}
         else:
             device_arguments = gpu_arguments(config, gpu, memory_needs(config), tp=tp, joined=joined)
             if device_arguments.get("disable_custom_all_reduce"):
-                # Its rendezvous takes GPUs that have the same index in different processes for one GPU.
+                # vLLM's rendezvous treats GPUs with the same index in different processes as one GPU.
                 os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
         return {
             "model": str(self.folder),
             "skip_tokenizer_init": True,
             "dtype": config.dtype,
             "trust_remote_code": config.model.trust_remote_code,
-            # vLLM refuses a cache in which a response of all positions has no room.
+            # vLLM refuses a cache that cannot hold a completion of maximum length.
             "max_model_len": min(self._context or config.max_batch_total_tokens, config.max_batch_total_tokens),
             "max_num_seqs": config.max_batch_size,
             "max_num_batched_tokens": max(config.target_tokens_per_batch, config.max_batch_size),
@@ -113,12 +113,12 @@ class VLLMModel:
             "tensor_parallel_size": tp,
             "logits_processors": [SAMPLER],
             "worker_extension_cls": f"{_PACKAGE}.worker_extension.WorkerExtension",
-            # Of the one token that the sampler leaves: its log-probability.
+            # The logit of the one token that the sampler leaves is its log-probability.
             "logprobs_mode": "processed_logits",
-            # The first of vLLM's runners reads the tokens of a request before the next one is drawn; with the second one, a step would
-            # be under way when new weights come.
+            # vLLM's first runner reads the tokens of a request before the next one is sampled. With the second one, a step would be in
+            # flight when new weights arrive.
             "async_scheduling": False,
-            # Only by its second runner, which refuses to start without.
+            # Supported only by the second runner, which requires it.
             **({"enable_return_routed_experts": True} if config.return_routed_experts else {}),
             **(adapter_arguments(config.max_adapters) if config.max_adapters else {}),
             **device_arguments,
@@ -140,10 +140,10 @@ class VLLMModel:
         """Return the experts of a request's tokens, `[T, L, K]` int16.
 
         Args:
-            routes: What vLLM returns: `[T, layers, K]`, with rows for all layers of the model, also for those without experts.
+            routes: vLLM's result `[T, layers, K]`, with rows for all layers of the model, including those without experts.
 
         Raises:
-            ModelError: It has rows for some other number of layers.
+            ModelError: It has rows for a different number of layers.
         """
         returned, layers = torch.as_tensor(routes), self._layers_with_experts
         if returned.shape[1] == len(layers):
@@ -156,7 +156,7 @@ class VLLMModel:
         return returned[:, layers].to(torch.int16)
 
     def common_dtype(self, dtypes: Sequence[str]) -> str:
-        """Return the data type that the parameters have in all of vLLM's workers; empty if they differ, or are not the generator's."""
+        """Return the common data type of the parameters in all of vLLM's workers; empty if they differ, or are not the generator's."""
         return self._config.dtype if set(dtypes) == {self._config.dtype} else ""
 
     def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -168,7 +168,7 @@ class VLLMModel:
         yield from self._checked(weights, dict(self._stored))
 
     def completed(self, weights: Iterable[tuple[str, Tensor]]) -> "CompletedWeights":
-        """Return weights that end with an error only after vLLM has had a complete set; see `CompletedWeights`."""
+        """Return weights that raise an error only after vLLM has received a complete set; see `CompletedWeights`."""
         missing = dict(self._stored)
         return CompletedWeights(self._checked(weights, missing), missing, _TIED_HEAD if self._tied else None)
 
@@ -200,14 +200,14 @@ class VLLMModel:
 
 
 class CompletedWeights:
-    """Weights for vLLM, which cannot continue after a part of a set: what is missing when their stream fails comes as zeros.
+    """Weights for vLLM, which cannot continue after a partial set: if the stream fails, the missing tensors are replaced by zeros.
 
-    Nothing must be generated with them then. The engine stays as it is, and takes the next set.
+    The engine must not generate with such weights. It remains usable, and accepts the next set.
 
     Args:
         weights: The weights.
-        missing: The shapes of the parameters that have not come, which the stream removes as they come.
-        optional: The name of a parameter that need not come.
+        missing: The shapes of the parameters that have not arrived; the stream removes them as they arrive.
+        optional: The name of a parameter that may be absent.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class CompletedWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         try:
             yield from self._weights
-        except Exception as e:  # raised by the caller, when vLLM has loaded all
+        except Exception as e:  # the caller raises it after vLLM has loaded everything
             self.error = e
             for name, shape in self._missing.items():
                 if name != self._optional:
@@ -230,14 +230,14 @@ class CompletedWeights:
 def gpu_arguments(
     config: RolloutConfig, gpu: GpuMemory, needs: GeneratorMemoryNeeds, *, tp: int, joined: bool
 ) -> dict[str, Any]:
-    """Return those arguments of vLLM's engine that depend on its GPUs.
+    """Return the arguments of vLLM's engine that depend on its GPUs.
 
     Args:
         config: The configuration of the generator.
         gpu: The memory of the GPU before the engine is built.
-        needs: What the engine needs there.
+        needs: The memory that the engine needs there.
         tp: The number of devices of the model.
-        joined: Whether each device belongs to a process of its own.
+        joined: Whether each device belongs to a separate process.
 
     Raises:
         ConfigError: Parameters and cache do not fit on the GPU.
@@ -245,22 +245,22 @@ def gpu_arguments(
     arguments: dict[str, Any] = {
         "num_gpu_blocks_override": -(-config.max_batch_total_tokens // _BLOCK_TOKENS) + 1,
         "block_size": _BLOCK_TOKENS,
-        # Without it, sleep frees nothing.
+        # Without it, sleep does not free memory.
         "enable_sleep_mode": True,
     }
     if "gpu_memory_utilization" not in config.options:
-        # vLLM refuses to start unless this share is free, although the size of its cache is given. Its default is for a GPU of its own.
+        # vLLM refuses to start unless this fraction is free, even though the cache size is set. Its default assumes a dedicated GPU.
         arguments["gpu_memory_utilization"] = utilization(
             gpu, needs, config.max_batch_total_tokens, f"generator={config.generator} of {config.model.path}"
         )
     if joined and gpu.visible < tp:
-        # It looks for the other ranks' GPUs among those that this process sees.
+        # vLLM looks for the other ranks' GPUs among those that this process sees.
         arguments["disable_custom_all_reduce"] = True
     return arguments
 
 
 def sampling_settings(stream: TokenStream) -> dict[str, Any]:
-    """Return the sampling parameters of a request: vLLM takes the one token that our sampler leaves."""
+    """Return the sampling parameters of a request: vLLM selects the one token that our sampler leaves."""
     options = stream.options
     return {
         "temperature": 0.0,
@@ -292,28 +292,28 @@ def check_version(version: str) -> None:
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if not first <= numbers < beyond:
         raise ConfigError(
-            f"vLLM {version} is installed; generator=vllm was tried with {'.'.join(map(str, first))} and not with "
+            f"vLLM {version} is installed; generator=vllm is tested from {'.'.join(map(str, first))} up to, but not including, "
             f"{'.'.join(map(str, beyond))}: pip install 'vllm>={'.'.join(map(str, first))},<{'.'.join(map(str, beyond))}'"
         )
 
 
 def sleep_calls(present: GeneratorPlacement, target: GeneratorPlacement) -> list[tuple[str, dict[str, Any]]]:
-    """Return the calls, each a method of vLLM's engine and its arguments, that bring a model from one placement to another.
+    """Return the calls of vLLM's engine, as methods with arguments, that move a model from one placement to another.
 
-    Level 1 copies the weights to the host, level 2 keeps nothing; both free the cache.
+    Sleep level 1 copies the weights to the host, level 2 discards them; both free the cache.
     """
     if target == present or (present.parameters, target.parameters) == ("absent", "absent"):
         return []
     calls: list[tuple[str, dict[str, Any]]] = []
     if target.parameters != "device":
         if present.parameters == "host":
-            # vLLM does not go from one kind of sleep to another. The cache stays away meanwhile.
+            # vLLM cannot switch directly between sleep levels. The cache remains freed in between.
             calls.append(("wake_up", {"tags": ["weights"]}))
         return [*calls, ("sleep", {"level": 1 if target.parameters == "host" else 2})]
     if present.parameters != "device":
         calls.append(("wake_up", {"tags": ["weights"]}))
     elif target.cache != "device":
-        # It has to be paused for this.
+        # vLLM must be paused for this.
         calls += [("sleep", {"level": 0}), ("release_kv_cache_memory", {})]
     if target.cache == "device":
         calls.append(("wake_up", {"tags": ["kv_cache"]}))

@@ -1,7 +1,7 @@
-"""Drivetrain's sampling as a logits processor of vLLM, so that every generator draws alike.
+"""Drivetrain's sampling as a logits processor of vLLM, so that all generators sample identically.
 
-vLLM then has one token to choose from, and reports its logit, which is set to the log-probability. That is the model's at the request's
-temperature before top_p and top_k, which vLLM itself cannot report: its processed log-probabilities are those after the filters.
+vLLM then has a single candidate token, and reports its logit, which is set to the log-probability: the model's at the request's
+temperature, before top_p and top_k. vLLM itself cannot report this value, since its processed log-probabilities include the filters.
 """
 
 from typing import Any
@@ -17,36 +17,36 @@ from .draws import KEY, RequestDraws
 
 
 class DrivetrainSampler(V1LogitsProcessor, V2LogitsProcessor):
-    """Chooses the tokens of requests that carry settings; see `VLLMGenerator`. Others are left alone.
+    """Samples the tokens of requests that carry settings; see `VLLMGenerator`. Other requests are unchanged.
 
-    One class has the interfaces of both of vLLM's model runners, because which one runs is vLLM's decision: the first one on a CPU,
-    and the second one where Triton is installed, unless a setting needs the first one. Each loads only a subclass of its own interface.
+    The class implements the interfaces of both of vLLM's model runners, because vLLM decides which one runs: the first one on a CPU,
+    and the second one where Triton is installed, unless a setting needs the first one. Each loads only subclasses of its own interface.
 
     Args:
         vllm_config: The configuration of vLLM's engine.
-        states: What a runner hands to its processors. It is not used.
+        states: Passed by a runner to its processors; not used.
 
     Raises:
-        ValueError: Several tokens of a request are drawn in one step (speculative decoding).
+        ValueError: Several tokens of a request are sampled in one step (speculative decoding).
     """
 
     def __init__(self, vllm_config: Any, *states: Any) -> None:
         if getattr(vllm_config, "speculative_config", None) is not None:
-            raise ValueError("speculative_config is set, but tokens are drawn one at a time; remove it from the options")
+            raise ValueError("speculative_config is set, but tokens are sampled one at a time; remove it from the options")
         self._draws = RequestDraws()
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Check that vLLM itself takes the most likely token of requests that carry settings."""
+        """Check that vLLM itself selects the most likely token of requests that carry settings."""
         if KEY in (sampling_params.extra_args or {}) and sampling_params.temperature:
             raise ValueError(f"a request with settings of {KEY} must have temperature 0")
 
     def is_argmax_invariant(self) -> bool:
-        """Return that the most likely token changes. Asked by the first runner."""
+        """Return False, because the most likely token changes. Called by the first runner."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow requests that come, go and move, as the first runner reports them before each step."""
+        """Track added, removed and moved requests, as the first runner reports them before each step."""
         if batch_update is None:
             return
         self._draws.end(batch_update.removed)
@@ -56,18 +56,18 @@ class DrivetrainSampler(V1LogitsProcessor, V2LogitsProcessor):
             self._draws.move(source, target, swap=direction == MoveDirectionality.SWAP)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Follow a request that comes, as the second runner reports it; its slot stays the same, and is used again after its end."""
+        """Track a new request, as the second runner reports it. Its slot does not change, and is reused after its end."""
         return self._draws.begin(req_idx, sampling_params.extra_args)
 
     def apply(self, logits: Tensor, ctx: LogitsContext | None = None) -> Tensor:
-        """Leave one token to choose from in the rows of requests that carry settings.
+        """Leave a single candidate token in the rows of requests that carry settings.
 
         Args:
-            logits: The logits `[B, V]`, which are changed.
+            logits: The logits `[B, V]`, modified in place.
             ctx: The slots of the rows and the lengths of their requests, from the second runner. The rows of the first one are its
                 slots.
         """
         if ctx is None:
             return self._draws.choose(logits, range(len(logits)))
-        # The lengths are padded. They are exact without speculative decoding.
+        # The lengths are padded; without speculative decoding they are exact.
         return self._draws.choose(logits, ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist())

@@ -1,4 +1,4 @@
-"""Generation by a server of vLLM in a process of its own."""
+"""Generation with a vLLM server in a separate process."""
 
 import json
 import math
@@ -27,18 +27,18 @@ from .server_process import ServerProcess, short_folder
 START_S = 600.0
 _POLL_S = 0.2
 _LOWEST = -9998.0
-"""vLLM's server sends -9999 for what is lower, or NaN."""
+"""vLLM's server sends -9999 for lower values and NaN."""
 _DATA = "data: "
 
 
 class VLLMServerGenerator(BaseGenerator):
-    """A generator that asks a server of vLLM, which it starts. The server schedules in its own process while tokens are read in this one.
+    """A generator that starts and queries a vLLM server. The server schedules in its own process while this process reads tokens.
 
-    Tokens are drawn as by the other generators, from the same seeds. New weights go through files. If the server dies, its requests
-    fail, and it is started again with the last weights. `RolloutConfig.options`:
+    Tokens are sampled as in the other generators, from the same seeds. New weights are passed through files. If the server dies, its
+    requests fail, and it is restarted with the last weights. `RolloutConfig.options`:
 
     - `tp`: the number of GPUs of a model.
-    - `start_s`: For how many seconds the server may start.
+    - `start_s`: the time limit for starting the server, in seconds.
     - any other name is an argument of vLLM's engine, such as `gpu_memory_utilization`.
 
     Args:
@@ -76,11 +76,11 @@ class VLLMServerGenerator(BaseGenerator):
             raise
 
     def _start(self) -> ServerProcess:
-        # Twice as many requests as vLLM works on, so that it always has the next ones.
+        # Twice as many requests as vLLM runs at a time, so that it always has more queued.
         return ServerProcess(self._folder, self._arguments, self._start_s, 2 * self.config.max_batch_size)
 
     def limits(self) -> CompletionLimits:
-        """Return what this generator can take."""
+        """Return the limits of this generator."""
         return self._limits
 
     @property
@@ -91,7 +91,7 @@ class VLLMServerGenerator(BaseGenerator):
 
     @property
     def server(self) -> ServerProcess:
-        """The server. If it has ended, it is started again, with the last weights.
+        """The server. If it has ended, it is restarted with the last weights.
 
         Raises:
             ConfigError: This generator was closed.
@@ -107,7 +107,7 @@ class VLLMServerGenerator(BaseGenerator):
         return self._server
 
     def run_step(self) -> None:
-        """Pass on the requests that wait, and take the tokens that have arrived, at least one."""
+        """Send waiting requests, and read the tokens that have arrived, waiting for at least one."""
         if self._server is not None and self._server.lost and self.running:
             # Before another request is sent to the next one.
             raise self._server.error()
@@ -116,13 +116,13 @@ class VLLMServerGenerator(BaseGenerator):
             self.admit(stream)
             self._add(server, stream)
         first = self._next_event(server)
-        # With those that are there; more come meanwhile, and would keep this step from its end.
+        # Only the events present now: more arrive in the meantime, and would keep this step from ending.
         for name, event in [first, *(self._events.get() for _ in range(self._events.qsize()))]:
             if name in self._streams:
                 self._take(self._streams[name], event)
 
     def _next_event(self, server: ServerProcess) -> tuple[str, Any]:
-        """Wait for something of a request that is running."""
+        """Wait for an event of a running request."""
         while True:
             try:
                 name, event = self._events.get(timeout=_POLL_S)
@@ -147,9 +147,9 @@ class VLLMServerGenerator(BaseGenerator):
             self.add_token(stream, token, log_prob if log_prob > _LOWEST else math.nan)
 
     def server_error(self, error: Exception) -> Exception:
-        """Return why a request failed: the end of the server, if that is the reason."""
+        """Return the error of a failed request; if the server ended, an error that says so."""
         if isinstance(error, httpx.TransportError) and self._server is not None:
-            # Its end may be a moment behind that of its connections.
+            # The server may end a moment after its connections.
             self._server.wait(_POLL_S)
             if self._server.lost:
                 return self._server.error()
@@ -184,17 +184,17 @@ class VLLMServerGenerator(BaseGenerator):
                     if "error" in chunk:
                         raise ModelError(f"vLLM's server failed: {chunk['error']}")
                     if not chunk["choices"]:
-                        # What came from a cache is only known at the end.
+                        # The number of cached tokens is only known at the end.
                         self._events.put((name, (last, _cached_tokens(chunk))))
                     elif chunk["choices"][0]["finish_reason"] is not None:
                         last = chunk["choices"][0]
                     else:
                         self._events.put((name, (chunk["choices"][0], 0)))
-        except Exception as e:  # raised by the next step
+        except Exception as e:  # the next step raises it
             self._events.put((name, e))
 
     def stop_request(self, stream: TokenStream) -> None:
-        """Close the connection of a request, by which the server stops it if it goes on."""
+        """Close the connection of a request, which makes the server stop it."""
         name = self._names.pop(stream.id)
         del self._streams[name]
         self._readers.pop(name).cancel()
@@ -208,14 +208,14 @@ class VLLMServerGenerator(BaseGenerator):
             return
         reply = self._server.post("/reset_prefix_cache", parameters={"reset_running_requests": True})
         if not reply["success"]:
-            raise ModelError("vLLM did not drop its cache of prefixes; tokens of old weights would follow")
+            raise ModelError("vLLM did not drop its prefix cache; tokens of old weights would follow")
 
     def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Write new weights to files, and let the server load them.
 
         Raises:
             ModelError: Tensors are missing, unknown, of a wrong shape or not finite.
-            WorkerLostError: The server died; the next one begins with the last complete set.
+            WorkerLostError: The server died; the next one starts with the last complete set.
         """
         spool = Path(tempfile.mkdtemp(prefix="weights-", dir=self._folder))
         back, loading = self.placement, replace(self.placement, parameters="device")
@@ -225,7 +225,7 @@ class VLLMServerGenerator(BaseGenerator):
                 # Also code, where that is trusted.
                 if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):
                     shutil.copy(file, spool)
-            # It writes to the device.
+            # Loading writes to the device.
             self._sleep(back, loading)
             self._load(spool)
         except BaseException:
@@ -241,14 +241,14 @@ class VLLMServerGenerator(BaseGenerator):
             self.server.post("/collective_rpc", {"method": "load_drivetrain_weights", "args": [str(spool)]})
             self.drop_caches()
         except BaseException:
-            # vLLM cannot go on after half of a set; the next server begins with the last complete one.
+            # vLLM cannot continue after a partial set; the next server starts with the last complete one.
             if self._server is not None:
                 self._server.close()
                 self._server = None
             raise
 
     def move(self, target: GeneratorPlacement) -> None:
-        """Let the server sleep, or wake it; see `GeneratorPlacement`. On a CPU vLLM cannot sleep."""
+        """Put the server to sleep, or wake it; see `GeneratorPlacement`. On a CPU vLLM cannot sleep."""
         self._sleep(self.placement, target)
 
     def _sleep(self, present: GeneratorPlacement, target: GeneratorPlacement) -> None:

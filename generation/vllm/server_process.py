@@ -1,4 +1,4 @@
-"""vLLM's server as a child process, at a socket that only this user can enter."""
+"""vLLM's server as a child process, on a socket that only this user can access."""
 
 import asyncio
 import json
@@ -29,16 +29,16 @@ _LAUNCH = f"{__name__.rpartition('.')[0]}.launch"
 
 
 class ServerProcess:
-    """A running server of vLLM, and a client of it.
+    """A running vLLM server and its client.
 
-    Its interface for development, which loads weights, is open to whoever reaches it. So it has no port, but a socket in a folder
-    that only this user can enter.
+    The server's development interface, which loads weights, is open to any client that can reach it. It therefore has no port, but a
+    socket in a folder that only this user can enter.
 
     Args:
         folder: A folder with a short path that only this user can enter. It is removed if this process dies.
         arguments: The arguments of vLLM's engine.
-        start_s: For how many seconds the server may start.
-        streams: The number of requests that are sent to it at the same time.
+        start_s: The time limit for starting the server, in seconds.
+        streams: The maximum number of requests that are sent to it at the same time.
 
     Raises:
         ConfigError: vLLM refuses an argument.
@@ -69,8 +69,8 @@ class ServerProcess:
         self._loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-client", daemon=True)
         self._thread.start()
-        # Streams, of which more than these wait here, and all other requests, which do not wait behind them. A connection that is
-        # kept may be closed by the server just when the next request is sent.
+        # One client for streams, and one for all other requests, which must not wait for the streams. Connections are not kept alive,
+        # because the server may close one just as the next request is sent.
         self.client, self._control = (
             httpx.AsyncClient(
                 transport=httpx.AsyncHTTPTransport(
@@ -81,9 +81,9 @@ class ServerProcess:
             )
             for count in (streams, 1)
         )
-        # In front of the client, whose own queue takes time that grows with the square of its length.
+        # Excess streams wait here, because the time of the client's own queue grows with the square of its length.
         self.turns = asyncio.Semaphore(streams)
-        """Held by a stream while it is open, in the order of their requests."""
+        """Held by each stream while it is open, in the order of their requests."""
         try:
             self._wait_for_start(start_s)
         except BaseException:
@@ -97,7 +97,7 @@ class ServerProcess:
                 words = self._last_output()
                 kind = ConfigError if "error: " in words and self._process.returncode == 2 else ModelError
                 raise kind(f"vLLM's server ended with code {self._process.returncode}; last output:\n{words}")
-            # Until it listens, or answers.
+            # The server is not listening or responding yet.
             with suppress(httpx.TransportError):
                 if self.run(self._control.get("/health", timeout=_CONNECT_S)).status_code == 200:
                     return
@@ -116,11 +116,11 @@ class ServerProcess:
         return self._process.poll() is not None
 
     def error(self) -> WorkerLostError:
-        """Return an error that says how the server ended."""
+        """Return an error that describes how the server ended."""
         return WorkerLostError(f"vLLM's server ended with code {self._process.poll()}; last output:\n{self._last_output()}")
 
     def wait(self, seconds: float) -> None:
-        """Wait for the end of the server, but not for long."""
+        """Wait for the end of the server, up to a time limit."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
@@ -133,11 +133,11 @@ class ServerProcess:
         return self.begin(work).result()
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, *, parameters: Mapping[str, Any] | None = None) -> Any:
-        """Ask the server and return its answer.
+        """Send a request to the server and return its response.
 
         Raises:
-            ModelError: It refused; the message is the server's.
-            WorkerLostError: It has ended.
+            ModelError: The server refused the request; the message is the server's.
+            WorkerLostError: The server has ended.
         """
         try:
             answer = self.run(self._control.post(path, json=body, params=dict(parameters or {})))
@@ -151,7 +151,7 @@ class ServerProcess:
 
     def close(self) -> None:
         """End the server and everything that it started."""
-        # The loop may have requests that nobody waits for.
+        # The loop may have requests whose results are no longer needed.
         for client in (self.client, self._control):
             with suppress(Exception):
                 self.begin(client.aclose()).result(5)
@@ -177,7 +177,7 @@ class ServerProcess:
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # anyio's streams over Unix sockets do this when data come for a reader that has just been cancelled.
+    # anyio's streams over Unix sockets do this when data arrives for a reader that has just been cancelled.
     if not isinstance(context.get("exception"), asyncio.InvalidStateError):
         loop.default_exception_handler(context)
 
@@ -197,5 +197,5 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def short_folder() -> str | None:
-    """Return a folder for a socket, whose path must not be long; None for the usual one."""
+    """Return a parent folder with a short path, because socket paths are limited; None for the default one."""
     return None if len(os.fsencode(tempfile.gettempdir())) < 70 else "/tmp"

@@ -1,4 +1,4 @@
-"""What vLLM's own workers can do for Drivetrain: load new weights. vLLM makes it a base class of them."""
+"""An extension of vLLM's workers that loads new weights. vLLM makes it a base class of its workers."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +9,7 @@ from ..weight_values import common_dtype
 
 
 class WorkerExtension:
-    """Methods that are called in every one of vLLM's workers."""
+    """Methods that are called in all of vLLM's workers."""
 
     model_runner: Any
 
@@ -18,7 +18,7 @@ class WorkerExtension:
         reload_weights(self.model_runner, weights_path=folder)
 
     def drivetrain_weight_dtype(self) -> str:
-        """Return the data type that all parameters have; empty if they differ, such as those of quantized layers."""
+        """Return the common data type of all parameters; empty if they differ, as in quantized layers."""
         return common_dtype(self.model_runner.get_model().parameters())
 
 
@@ -30,11 +30,11 @@ def reload_weights(
     runner.reload_weights(**arguments)
     model = runner.get_model()
     if getattr(runner.model_config.hf_text_config, "tie_word_embeddings", False):
-        # Their head keeps a copy of the embedding in the layout of its kernel.
+        # The head of these models keeps a copy of the embedding in its kernel's layout.
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
     if runner.device.type == "cpu":
         for layer in model.modules():
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
             if kernel is not None:
-                # vLLM brings experts into the layout of this kernel when it builds a model, and leaves it out when it loads others.
+                # vLLM converts experts to this kernel's layout when it builds a model, but not when it loads new weights.
                 kernel.fused_experts.process_weights_after_loading(layer)

@@ -81,7 +81,7 @@ def test_generators_serve_adapters_and_the_model_side_by_side(saved: Any, kind: 
             generator.load_adapter("a", folders["a"])
             generator.submit([5], replace(options, adapter="a"), row=9)
         else:
-            with pytest.raises(ConfigError, match="it has no adapters side by side"):
+            with pytest.raises(ConfigError, match="it does not hold several adapters"):
                 generator.submit([1], SamplingOptions(adapter="a"))
         made.append(generator.generate([[5, 6, 7], [3]], options, rows=[3, 5]))
         generator.close()

@@ -216,5 +216,5 @@ def test_a_group_sends_them_with_receipts(tmp_path: Path, weight_sync: Any) -> N
             group.sync_weights("actor", "rounded", version=1, adapters=True)
         group["other"].generate(PROMPTS, OPTIONS)
         for more in ({"eta": 0.5}, {"changes": True}):
-            with pytest.raises(ConfigError, match="adapters that are sent alone take the place of those before"):
+            with pytest.raises(ConfigError, match="sending only adapters replaces the previous ones"):
                 group.sync_weights("actor", "rollout", version=2, adapters=True, **more)  # type: ignore[arg-type]

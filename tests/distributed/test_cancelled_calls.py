@@ -81,7 +81,7 @@ def test_calls_go_on_from_what_cancelled_ones_have_made(tmp_path: Path) -> None:
         group.flush()
         assert not group.cancel(other)
         assert other.result() == [[7], {}]
-        with pytest.raises(WorkerError, match="a response that was begun is one to another prompt"):
+        with pytest.raises(WorkerError, match="a begun completion belongs to another prompt"):
             group["rollout"].generate(prompts, OPTIONS, columns={"number": [*range(4)], "begun": begun[::-1]})
 
 

@@ -291,7 +291,7 @@ def test_what_is_submitted_and_not_flushed_is_told() -> None:
         assert group.flush() == []
         assert group["carrier"].count(from_lists([[1, 2], [3]])) == {"tokens": 3.0}
         for hooks, message in (
-            ({"after": [Evaluate(data=group.data.put(odd_batch()))]}, "the hook evaluate comes after an update"),
+            ({"after": [Evaluate(data=group.data.put(odd_batch()))]}, "the hook evaluate is valid only after an update"),
             ({"before": [Offload(role="nobody")]}, "there is no role 'nobody'"),
             ({"before": [Offload(role="carrier")]}, "Carrier has no method 'to'"),
             ({"after": [SyncParams(source="carrier", target="carrier", eta=2)]}, "eta=2; .* between 0 and 1"),
@@ -756,9 +756,9 @@ def test_a_local_call_does_not_change_the_callers_tensors() -> None:
         ),
         (lambda g, r: g.data.put_columns(r.only(), rows={"a": [1.0, 2.0]}), r"a is \[2\]; it must have 5 rows"),
         (lambda g, r: g.data.get(r, "x"), "fields='x'; give a list"),
-        (lambda g, r: g.data.get(odd_batch(), ["x"]), "PackedBatch is not a reference; put the batch first"),
+        (lambda g, r: g.data.get(odd_batch(), ["x"]), r"PackedBatch is not a reference; put\(\) the batch first"),
         (lambda g, r: g.submit("carrier", "wait", 0.0, after=Offload(role="carrier")), "give a list of hooks"),
-        (lambda g, r: g.submit("carrier", "wait", 0.0, after=["save"]), "'save' is not a hook that can come here"),
+        (lambda g, r: g.submit("carrier", "wait", 0.0, after=["save"]), "'save' is not a valid hook here"),
         (lambda g, r: g.submit_hooks(), "at least one hook"),
         (lambda g, r: g.data.fetch(1, "carrier", start=-1), "start=-1; give a position"),
     ],

@@ -159,7 +159,7 @@ def test_a_linear_layer_behind_the_pooling(folders: Path, tmp_path: Path, activa
         ({"modules.json": [{"idx": "a", "path": "", "type": "x.Transformer"}]}, "is not a list of modules with idx"),
         ({"sentence_bert_config.json": {"max_seq_length": "12"}}, "max_seq_length='12' is not a number of tokens"),
         ({"sentence_bert_config.json": {"do_lower_case": True}}, "do_lower_case=true is not supported"),
-        ({"1_Pooling/config.json": []}, "is no object; the file is damaged"),
+        ({"1_Pooling/config.json": []}, "is not a JSON object; the file is damaged"),
         ({"config.json": {"model_type": "t5"}}, "cannot be loaded for embeddings|cannot be used for embeddings"),
         ({"model.safetensors": "short"}, "cannot be loaded for embeddings: SafetensorError"),
         ({"modules.json": [{"idx": 0, "path": "", "type": "x.CNN"}]}, "a module of type x.CNN is not supported"),

@@ -93,15 +93,15 @@ def test_coroutines_and_methods_that_wait_do_so_together() -> None:
     [
         ("error", "error", "KeyError: 'lost'"),
         ("reset", "error", "RuntimeError: no reset today"),
-        ("text", "invalid", "the text 'a text', which nobody has said how to render"),
+        ("text", "invalid", "the text 'a text', which could be rendered in several ways"),
         ("text_tokens", "invalid", "they must be a list of token ids"),
         ("nan", "invalid", "finite"),
         ("unknown_role", "invalid", "a role and a content"),
         ("die", "lost", "exit code -9"),
         ("exit", "error", "SystemExit: 3"),
         ("cancel", "error", "CancelledError"),
-        ("unprintable", "error", "UnprintableError: (its text cannot be made: ValueError)"),
-        ("unreadable", "lost", "its answer cannot be read: ValueError"),
+        ("unprintable", "error", "UnprintableError: (its message cannot be formatted: ValueError)"),
+        ("unreadable", "lost", "its reply cannot be read: ValueError"),
     ],
 )
 def test_a_failure_is_of_a_kind(trouble: str, kind: str, message: str) -> None:
@@ -208,8 +208,8 @@ def test_calls_from_many_threads() -> None:
 def test_what_cannot_be_built_is_said_before_a_run_begins() -> None:
     for location, settings, message in (
         (f"{HELPERS}:Nothing", {}, "cannot be imported"),
-        (f"{HELPERS}:CountingEnvironment", {"speed": 3}, "does not take environment.settings"),
-        (f"{HELPERS}:Turn", {"number": 0, "tokens": [], "text": ""}, "makes a Turn"),
+        (f"{HELPERS}:CountingEnvironment", {"speed": 3}, "does not accept environment.settings"),
+        (f"{HELPERS}:Turn", {"number": 0, "tokens": [], "text": ""}, "returns a Turn"),
     ):
         with EnvironmentPool(location, settings) as pool, pytest.raises(ConfigError, match=message):
             pool.describe()

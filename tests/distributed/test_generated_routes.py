@@ -112,7 +112,7 @@ def test_dense_models_and_other_generators_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"qwen3\) has no experts"):
         build(folder, "static")
     config = RolloutConfig(model=ModelConfig(path=str(folder)), generator="tensor_parallel", return_routed_experts=True)
-    with pytest.raises(ConfigError, match="does not say where tokens go"):
+    with pytest.raises(ConfigError, match="does not report expert routing"):
         generator_class("tensor_parallel").check(config, 1)
 
 

@@ -149,7 +149,7 @@ def test_a_model_that_cannot_be_loaded_is_loaded_by_no_rank(folder: Path, pair: 
         ),
         (loading(folder.parent / "gpt2"), "unsupported_arch", "transformers has no plan by which the layers of gpt2"),
         (loading(folder, config_json='{"model_type":"no_such"}'), "unsupported_arch", "model_type=no_such is not supported"),
-        (loading(folder, config_json="{"), "bad_request", "config_json is no JSON"),
+        (loading(folder, config_json="{"), "bad_request", "config_json is not JSON"),
         (loading(folder, quant="q5k"), "load_failed", "quant='q5k': there is no such quantization here; there is int8"),
     ):
         replies = ask(frame, *pair)

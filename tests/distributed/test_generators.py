@@ -164,7 +164,7 @@ def test_states_have_slots_of_their_own() -> None:
     states.remove("nobody")
     # The slot of a request that ended serves another, and one that begins anew forgets.
     assert step(["d", "a"], [5, 6], [0, 0]) == [5, 6]
-    with pytest.raises(RuntimeError, match="request e goes on after 3 tokens, whose state is gone"):
+    with pytest.raises(RuntimeError, match="request e continues after 3 tokens, whose state is gone"):
         states.begin_step(["e"], [1], [3])
     states.clear()
     assert step(["a"], [7], [0]) == [7]

@@ -259,7 +259,7 @@ def test_no_operation_leaves_a_reply_behind_when_one_rank_fails(start: Start) ->
     comm_id[1].close()
     built = c.Initialize(role="again", worker=Troubled, config=Trouble(rank=1))
     steps: list[tuple[p.Request, str]] = [
-        (p.Init(comm_id=comm_id[0].hex()), "has its communicator already"),
+        (p.Init(comm_id=comm_id[0].hex()), "already has its communicator"),
         (c.Initialize(role="mortal", worker=FailsWhileBuilt, config=Trouble()), "not built"),
         (c.Initialize(role="troubled", worker=Troubled, config=Trouble()), "there is a role 'troubled' already"),
         (c.Call(role="troubled", method="fail", args=["value"]), "ValueError: not me"),
@@ -271,7 +271,7 @@ def test_no_operation_leaves_a_reply_behind_when_one_rank_fails(start: Start) ->
         (d.Fetch(role="troubled", count=1), "role 'troubled' has no data set"),
         (d.ModelConfigRequest(role="troubled"), "has no engine"),
         (d.Peers(addresses={}), "does not listen"),
-        (p.LoadDenseShard(model_id="m", config_json="", safetensors_paths=[]), "config_json is no JSON"),
+        (p.LoadDenseShard(model_id="m", config_json="", safetensors_paths=[]), "config_json is not JSON"),
         (p.GenerateStep(model_id="m", tokens=[1], offset=0), "there is no model 'm'"),
         (c.Flush(ids=[7], digest=""), "request 7 of the flush did not come"),
     ]
@@ -663,7 +663,7 @@ def test_what_is_wrong_with_a_role_is_one_line_before_anything_starts(
     wrong: list[tuple[Any, str]] = [
         (
             {"actor": actor.config},
-            r"role 'actor' is a ActorConfig \(ActorConfig\(.*\); give RoleSpec\(worker=..., config=...\)",
+            r"role 'actor' is a ActorConfig \(ActorConfig\(.*\); pass RoleSpec\(worker=..., config=...\)",
         ),
         ({"actor": ActorWorker}, r"role 'actor' is a type"),
         (

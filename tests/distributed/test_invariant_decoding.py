@@ -220,7 +220,7 @@ def test_where_it_cannot_hold_it_is_refused(tmp_path: Path, family: str, setting
 def test_it_is_refused_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = build(save_tiny_model(tmp_path, "llama"))
     monkeypatch.setattr(built._lm, "device", torch.device("cuda", 0))  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"invariant=true for .* on cuda:0: there the order of sums"):
+    with pytest.raises(ConfigError, match=r"invariant=true for .* on cuda:0: on this device the order of summation"):
         built._find_pass_sizes()  # type: ignore[attr-defined]
     built.close()
 

@@ -168,7 +168,7 @@ def test_numbers_begin_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         weights = list(built._lm.model.state_dict().items())
         built.generate([first[0]], OPTIONS, media=media_of([first]))
         for _ in range(2):
-            with pytest.raises(ConfigError, match="more different media since its last weights than can be numbered"):
+            with pytest.raises(ConfigError, match="more distinct media since its last weights than there are ids"):
                 built.submit(second[0], OPTIONS, media=second[1][0])
         built.generate([first[0]], OPTIONS, media=media_of([first]))
         names = DiskLayout(built._lm.model)
@@ -198,9 +198,9 @@ def test_media_that_do_not_fit_are_refused(tmp_path: Path, process_group: None) 
         # Text alone.
         assert len(built.generate([[5, 6, 7]], OPTIONS)[0]) == OPTIONS.samples
     with generator_of(save(tmp_path / "text", "qwen3"), "static") as built:
-        with pytest.raises(ConfigError, match=r"the prompt has media, but .*text takes none"):
+        with pytest.raises(ConfigError, match=r"the prompt has media, but .*text does not accept any"):
             built.submit(ids, OPTIONS, media=fields)
-        with pytest.raises(ConfigError, match="takes no images"):
+        with pytest.raises(ConfigError, match="does not accept images"):
             built.submit(ids, OPTIONS, images=["data:image/png;base64,"])
     ids, items = document("gemma4", 1, 1, kind="audio")
     with generator_of(save(tmp_path / "audio", "gemma4"), "static") as built:

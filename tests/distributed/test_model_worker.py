@@ -500,7 +500,7 @@ def test_a_controller_in_python_may_be_rank_0() -> None:
         (["--transport", "zmq://host"], {}, "has no port"),
         (["--transport", "zmq:///" + "x" * 200], {}, "is too long for a socket"),
         (["--transport", "zmq://h:1", "--keys-fd", "99"], {}, "--keys-fd 99 does not hold CURVE keys"),
-        (["--watchdog", "init=soon"], {}, "--watchdog init=soon; give seconds"),
+        (["--watchdog", "init=soon"], {}, "--watchdog init=soon; pass seconds"),
         (["--watchdog", "bogus=3"], {}, "there is no operation 'bogus'; there are hello"),
         (["--watchdog", "init=nan"], {}, "watchdog of init=nan; it must be at least 0"),
         (["--watchdog", "call=-5"], {}, "watchdog of call=-5.0"),
@@ -694,7 +694,7 @@ def test_a_transport_is_an_entry_of_the_tables(monkeypatch: pytest.MonkeyPatch) 
     thread.join(30)
     assert not thread.is_alive()
     for address in ("carrier://here", "thread", "", "zmq"):
-        with pytest.raises(ConfigError, match=r"names no transport; give one of zmq://host:port.* thread://host:port"):
+        with pytest.raises(ConfigError, match=r"does not name a transport; use one of zmq://host:port.* thread://host:port"):
             listen(address, Names())
 
 

@@ -91,7 +91,8 @@ def test_what_becomes_of_failures() -> None:
     with (
         RewardScorer(RewardsConfig(use=(MOODY,), on_failure="raise")) as scorer,
         pytest.raises(
-            RewardError, match=r"moody could not judge answer 1 \(error\): RuntimeError: no mood .*; with rewards.on_failure"
+            RewardError,
+            match=r"moody could not score completion 1 \(error\): RuntimeError: no mood .*; with rewards.on_failure",
         ),
     ):
         scorer.score(samples_of("a", "raise"))
@@ -107,7 +108,7 @@ def test_rows_are_routed() -> None:
         scores = scorer.score(samples)
         assert scores.rewards == [0.0, 1.0, 1.0]
         assert scores.outcomes["exact"][1:] == [None, None]
-        for wrong, message in (("other", "answer 0 is routed to 'other'"), ("", "has '' there"), (3, "has 3 there")):
+        for wrong, message in (("other", "completion 0 is routed to 'other'"), ("", "has '' there"), (3, "has 3 there")):
             with pytest.raises(ConfigError, match=message):
                 scorer.score(samples_of("1", kind=wrong))
 
@@ -115,11 +116,15 @@ def test_rows_are_routed() -> None:
 def test_columns_under_other_names() -> None:
     with RewardScorer(RewardsConfig(use=("exact",), columns={"answer": "solution"})) as scorer:
         assert scorer.score(samples_of("7", solution="7")).rewards == [1.0]
-        with pytest.raises(ConfigError, match=r"rewards.columns.answer=solution: answer 0 has no such column; it has answer"):
+        with pytest.raises(
+            ConfigError, match=r"rewards.columns.answer=solution: completion 0 has no such column; it has answer"
+        ):
             scorer.score(samples_of("7"))
     with (
         RewardScorer(RewardsConfig(use=("exact",))) as scorer,
-        pytest.raises(ConfigError, match=r"the reward exact needs a column answer, which answer 0 has not \(it has none\)"),
+        pytest.raises(
+            ConfigError, match=r"the reward exact needs a column answer, which completion 0 does not have \(it has none\)"
+        ),
     ):
         scorer.score([RewardSample(prompt="p", completion="7")])
 
@@ -130,7 +135,7 @@ def test_judging_goes_on_beside_the_program() -> None:
         pending = scorer.submit(samples_of(*["x"] * 20))
         assert time.monotonic() - began < 2
         assert not pending.ready
-        with pytest.raises(TimeoutError, match="20 judgments of rewards are missing"):
+        with pytest.raises(TimeoutError, match="20 reward values are missing"):
             pending.result(0.01)
         assert pending.result(20).rewards == [1.0] * 20
         # They wait together.
@@ -366,11 +371,11 @@ def test_functions_run_in_other_processes_and_end_with_the_scorer() -> None:
     ("settings", "message"),
     [
         ({}, "there is no reward; name one in rewards.use"),
-        ({"use": ("answer", "answer")}, "rewards.use names one twice"),
+        ({"use": ("answer", "answer")}, "rewards.use has a duplicate"),
         ({"use": ("anwser",)}, "did you mean 'answer'"),
         ({"use": ("nowhere:f",)}, "the reward nowhere:f cannot be imported"),
         ({"use": ("helpers.reward_functions:os",)}, "is a module, which cannot be called"),
-        ({"use": ("answer",), "weights": {"format": 1.0}}, "rewards.weights has format, which rewards.use has not"),
+        ({"use": ("answer",), "weights": {"format": 1.0}}, "rewards.weights has format, which are not in rewards.use"),
         ({"use": ("answer",), "weights": {"answer": math.nan}}, "rewards.weights.answer=nan"),
         (
             {"use": ("answer",), "settings": {"answer": {"tolerence": 1}}},
@@ -392,7 +397,7 @@ def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> No
 def test_functions_that_cannot_be_sent_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot be used: .*; it must be at the top level of a module"):
         RewardScorer(RewardsConfig(), [lambda completion: 1.0])
-    with RewardPool() as pool, pytest.raises(ConfigError, match="does not ask for the answer"):
+    with RewardPool() as pool, pytest.raises(ConfigError, match="does not take the completion"):
         pool.describe("helpers.reward_functions:os.getcwd")
 
 

@@ -64,7 +64,7 @@ def test_each_half_of_a_role_takes_the_places_and_parts_that_it_has(
         ("moon", None, r"to\('moon'\): .* can be moved to 'device', 'host', 'disk', 'absent'"),
         ("disk", "weights", r"to\('disk', 'weights'\): the parts .* are parameters, gradients, optimizer, cache"),
         ("absent", "optimizer", r"to\('absent', 'optimizer'\): an engine keeps its state; use 'host' or 'disk'"),
-        ("disk", "cache", r"to\('disk', 'cache'\): a cache is on the device or nowhere; use 'absent'"),
+        ("disk", "cache", r"to\('disk', 'cache'\): a cache is either on the device or absent; use 'absent'"),
     ],
 )
 def test_moves_that_no_half_can_make(place: str, part: str | None, message: str) -> None:

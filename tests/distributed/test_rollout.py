@@ -188,7 +188,7 @@ def test_weights_of_another_model_are_refused(folder: Path) -> None:
     [
         (lambda: SamplingOptions(max_tokens=0), "max_tokens=0"),
         (lambda: SamplingOptions(top_p=0.0), "top_p=0.0"),
-        (lambda: SamplingOptions(temperature=0.0, samples=2), "all of them would be the same"),
+        (lambda: SamplingOptions(temperature=0.0, samples=2), "all completions would be the same"),
         (lambda: RolloutWorker(RolloutConfig(model=ModelConfig(), dtype="float16")), "dtype=float16"),
         (lambda: RolloutWorker(RolloutConfig(model=ModelConfig())).generate([[1]], GREEDY), "not initialized"),
     ],
@@ -421,13 +421,13 @@ def test_a_reward_model_answers_nothing(folder: Path, tmp_path: Path) -> None:
         ({"input_ids": torch.tensor([[0, 5]])}, "prompts is a dict, in which padding cannot be distinguished"),
         (["text"], "prompt 0 is 'text'; it must be a list of token ids"),
         ([5, 6], "prompt 0 is 5; it must be a list of token ids"),
-        ("text", "prompts is a str; give a list of token ids"),
-        (None, "prompts is a NoneType; give a list"),
+        ("text", "prompts is a str; pass a list of token ids"),
+        (None, "prompts is a NoneType; pass a list"),
         ([[None]], r"prompt 0 is \[None\]; it must be a list of token ids"),
         ([[1.5, 2.0]], r"prompt 0 is \[1.5, 2.0\]"),
         ([[True, False]], r"prompt 0 is \[True, False\]"),
         ([{1, 2}], "prompt 0 is {1, 2}"),
-        ([[5] * 300], r"prompt 0 has 300 tokens, which leaves no room for a response in the 256 positions"),
+        ([[5] * 300], r"prompt 0 has 300 tokens, which leaves no room for a completion in the 256 positions"),
     ],
 )
 def test_prompts_that_are_none_are_one_error(folder: Path, prompts: Any, message: str) -> None:

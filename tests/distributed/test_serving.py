@@ -148,7 +148,7 @@ def test_what_is_wrong_with_a_request_fails_that_request(folder: Path) -> None:
             for request, error, message in (
                 (asked([]), ConfigError, "the prompt has 0 tokens"),
                 (asked([5, 256]), ConfigError, "token ids from 5 to 256"),
-                (asked([5] * 4096), ConfigError, "leaves no room for a response"),
+                (asked([5] * 4096), ConfigError, "leaves no room for a completion"),
                 (GenerationRequest(prompt=[5], options="greedy"), ConfigError, "give SamplingOptions"),  # type: ignore[arg-type]
             ):
                 with pytest.raises(WorkerError, match=message) as found:

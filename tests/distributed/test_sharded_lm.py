@@ -202,14 +202,14 @@ def test_families_without_a_plan_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("{", ConfigError, "config_json is no JSON"),
+        ("{", ConfigError, "config_json is not JSON"),
         ("[]", ConfigError, "config_json has no model_type"),
         ('{"model_type": "no_such"}', CapabilityError, "model_type=no_such is not supported"),
         ('{"model_type": "llama"}', ModelError, "0 safetensors files"),
         ('{"model_type": "bert"}', CapabilityError, "bert cannot be run in generation steps: it is not a decoder"),
         ('{"model_type": "mamba"}', CapabilityError, "mamba cannot be run in generation steps"),
         ('{"model_type": "qwen3_next"}', CapabilityError, "qwen3_next cannot be run .*: its layers are linear_attention"),
-        ('{"model_type": "t5"}', CapabilityError, "t5 is no language model"),
+        ('{"model_type": "t5"}', CapabilityError, "t5 is not a language model"),
         ('{"model_type": "llama", "hidden_size": "x"}', ConfigError, "config_json cannot be used"),
         ('{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}', CapabilityError, "the model is quantized"),
         ('{"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}}', CapabilityError, "the model's code is in its folder"),

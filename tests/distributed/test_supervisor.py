@@ -192,7 +192,7 @@ def test_a_call_may_be_made_when_another_one_is_done() -> None:
         # What it started ends with it.
         child = worker.call("child")
         assert alive(child)
-        with pytest.raises(ConfigError, match="model-worker was started before"):
+        with pytest.raises(ConfigError, match="model-worker has been started before"):
             worker.start()
         pending = worker.submit("sleep", 60.0)
         began = time.monotonic()

@@ -70,7 +70,9 @@ def test_weights_arrive_whole_and_errors_leave_the_group_usable() -> None:
         assert sync(group, 1).digest == receipt.digest
         assert group["giver"].communicators() == group["taker"].communicators() == [first]
         # One bit on the way.
-        with pytest.raises(WorkerError, match=r"ModelError: large.* arrived with other bytes .*rank 0, 1 of pool 'taking'"):
+        with pytest.raises(
+            WorkerError, match=r"ModelError: large.* arrived with different bytes .*rank 0, 1 of pool 'taking'"
+        ):
             sync(group, 1, "damages")
         # A role that refuses weights takes part to the end, so nobody else fails.
         with pytest.raises(

@@ -49,7 +49,7 @@ def test_only_a_whole_set_of_weights_is_generated_with(group: WorkerGroup, monke
     assert (receipt.version, receipt.tensors) == (7, 24)
     first = answers(group, 7)
     assert {version for some in first for g in some for version in g.versions} == {7}
-    with pytest.raises(WorkerError, match="has version 7 of the weights, but version 8 was asked for"):
+    with pytest.raises(WorkerError, match="has version 7 of the weights, but version 8 was requested"):
         answers(group, 8)
     for damage, message in (("lost", "1 parameters have no tensor"), ("doubled", "1 tensors match no parameter")):
         group["source"].set_damage(damage)

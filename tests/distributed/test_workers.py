@@ -195,13 +195,13 @@ def test_a_reward_may_be_a_function(models: Path) -> None:
         with pytest.raises(BatchError, match=message):
             worker.compute_rewards(padded_data(uids=True), columns=given)  # type: ignore[arg-type]
     single = FunctionRewardConfig(function=lambda some: 1.0)  # type: ignore[arg-type,return-value]
-    with pytest.raises(BatchError, match="returned a float; it must return one reward per answer"):
+    with pytest.raises(BatchError, match="returned a float; it must return one reward per completion"):
         FunctionRewardWorker(single).initialize().compute_rewards(padded_data(uids=True))
     for wrong, message in ((None, "returned None for"), (float("nan"), "returned nan for"), ("good", "returned 'good' for")):
         strange = FunctionRewardConfig(function=lambda some, value=wrong: [value for _ in some])  # type: ignore[misc]
         with pytest.raises(BatchError, match=message):
             FunctionRewardWorker(strange).initialize().compute_rewards(padded_data(uids=True))
-    with pytest.raises(BatchError, match="returned 1 rewards for 12 answers"):
+    with pytest.raises(BatchError, match="returned 1 rewards for 12 completions"):
         FunctionRewardWorker(FunctionRewardConfig(function=reward_too_few)).initialize().compute_rewards(
             padded_data(uids=True)
         )

@@ -173,7 +173,7 @@ def test_answers_that_nobody_could_judge_end_the_run(task: Path, tmp_path: Path,
         (["model.lora.rank=2", "reference.engine.micro_batch.max_tokens=64"], r"reference\.engine is set, but the policy"),
         (["rl.algorithm=ppo", "rl.critic_warmup=6"], r"rl\.critic_warmup=6 is as many steps as the run has \(6\)"),
         (["rewards.timeout_s=-1"], r"rewards\.timeout_s=-1\.0; it must be above 0"),
-        (["rewards.use=[format,./own.py:f]"], r"is the path of a file; give module:function, such as own:f"),
+        (["rewards.use=[format,./own.py:f]"], r"is the path of a file; use module:function, such as own:f"),
         (["actor.engine.backend=fsdp", "actor.engine.parallel.tp=2"], r"the role actor .*tp"),
     ],
 )
@@ -435,7 +435,7 @@ def test_the_best_step_of_another_folder_is_forgotten(task: Path, tmp_path: Path
 def test_a_row_without_its_column_is_named_before_the_first_step(task: Path, tmp_path: Path) -> None:
     rows = (task / "prompts.jsonl").read_text().splitlines()
     (tmp_path / "rows.jsonl").write_text("\n".join([*rows[:3], '{"prompt": "1+1="}']) + "\n")
-    with pytest.raises(ConfigError, match=r"the reward answer needs a column answer, which .*rows\.jsonl:4 has not"):
+    with pytest.raises(ConfigError, match=r"the reward answer needs a column answer, which .*rows\.jsonl:4 does not have"):
         train(task, tmp_path / "run", f"data.train=[{tmp_path / 'rows.jsonl'}]", "rewards.use=[format,answer]")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

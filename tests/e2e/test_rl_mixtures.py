@@ -119,7 +119,7 @@ def test_settings_that_cannot_work_are_named(tmp_path: Path, more: list[str], me
 
 
 def test_a_generator_that_knows_no_routes_is_refused(task: Path) -> None:
-    with pytest.raises(ConfigError, match="generator=tensor_parallel, which does not say where tokens go"):
+    with pytest.raises(ConfigError, match="generator=tensor_parallel, which does not report expert routing"):
         run(task, "run", "rl.routing_replay=rollout", "rollout.generator=tensor_parallel")
 
 

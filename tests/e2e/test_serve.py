@@ -202,7 +202,7 @@ def test_stop_strings(models: Path, server: Server) -> None:
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": image_uri(1, 28, 28)}}]}]},
             400,
-            "takes no images",
+            "does not accept images",
         ),
         ("completions", {"prompt": "\ud800"}, 400, "a text is not valid Unicode"),
         ("completions", {"prompt": "x" * 300_000}, 400, "the text has 300000 characters, which cannot fit into 512 tokens"),

@@ -89,6 +89,6 @@ def check_generator(saved: Any, kind: str, *, tolerance: float = 1e-5, **setting
         generator.load_adapter("c", folders["a"])
     with pytest.raises(ConfigError, match="there is no adapter 'c'; there are a, b"):
         generator.submit([1], SamplingOptions(adapter="c"))
-    with pytest.raises(ConfigError, match="stay as they are"):
+    with pytest.raises(ConfigError, match="cannot be replaced"):
         generator.load_weights([])
     generator.close()

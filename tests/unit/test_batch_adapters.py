@@ -199,7 +199,7 @@ def test_media_of_rows_are_those_of_their_documents() -> None:
         (rows[:2], "multi_modal_inputs is 2 values for 3 rows"),
         ({"pixel_values": torch.ones(3, 2)}, "multi_modal_inputs is a dict for 3 rows"),
         ([None, torch.ones(2), None], "row 1: multi_modal_inputs is a Tensor"),
-        ([None, {"pixel_values": "a.png"}, None], "row 1: pixel_values of multi_modal_inputs is a str, and no tensor"),
+        ([None, {"pixel_values": "a.png"}, None], "row 1: pixel_values of multi_modal_inputs is a str, not a tensor"),
         ([None, {"pixel_values": 3.0}, None], "row 1: pixel_values of multi_modal_inputs is a single number"),
         ([rows[0], {"pixel_values": torch.ones(3)}, None], "rows of pixel_values have the shapes"),
     ]

@@ -81,7 +81,7 @@ def test_calls_of_tools_are_read(text: str, calls: list[ToolCall]) -> None:
         ("23", "an object with name"),
         ("{'name': 'f'}", "not valid JSON"),
         ('{"name": 3}', "an object with name"),
-        ('{"name": "f", "arguments": [1]}', "no object"),
+        ('{"name": "f", "arguments": [1]}', "not an object"),
         ('{"name": "f", "arguments": "x"}', "not valid JSON"),
         ("", "not valid JSON"),
         ("[" * 5000, "not valid JSON"),
@@ -295,12 +295,12 @@ def test_the_best_document_has_the_most_of_the_rare_words(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("[1]", "needs text"), ('{"title": "x"}', "needs text"), ('{"text": 3}', "must be texts"), ("{", "needs text")],
+    [("[1]", "needs text"), ('{"title": "x"}', "needs text"), ('{"text": 3}', "must be strings"), ("{", "needs text")],
 )
 def test_a_corpus_that_cannot_be_used(tmp_path: Path, line: str, message: str) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"text": "x"}\n\n' + line + "\n")
-    with pytest.raises(ConfigError, match=rf"corpus.jsonl:3 is no document: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"corpus.jsonl:3 is not a document: .*{message}"):
         SearchEnvironment(corpus=str(corpus))
     with pytest.raises(ConfigError, match="cannot be read"):
         SearchEnvironment(corpus=str(tmp_path / "nothing"))
@@ -308,13 +308,13 @@ def test_a_corpus_that_cannot_be_used(tmp_path: Path, line: str, message: str) -
         SearchEnvironment(corpus=str(corpus), index=str(tmp_path / "no" / "index"))
     with pytest.raises(ConfigError, match="at least 1"):
         SearchEnvironment(corpus=str(corpus), results=0)
-    with pytest.raises(ConfigError, match="whole numbers"):
+    with pytest.raises(ConfigError, match="integers of at least 1"):
         SearchEnvironment(corpus=str(corpus), results="3")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="is not a file"):
         SearchEnvironment(corpus=str(tmp_path))
     for bytes_ in (b'{"text": "\xe9"}\n', b'{"text": "\\ud800"}\n'):
         corpus.write_bytes(bytes_)
-        with pytest.raises(ConfigError, match=r"corpus.jsonl:1 is no document"):
+        with pytest.raises(ConfigError, match=r"corpus.jsonl:1 is not a document"):
             SearchEnvironment(corpus=str(corpus))
     assert not list(tmp_path.glob("*.new"))
 
@@ -337,10 +337,10 @@ def test_names_of_environments() -> None:
         ENVIRONMENTS.of("calculater")
     for location, settings_, message in (
         ("string:digits", {}, "must be a subclass of Environment"),
-        ("builtins:dict", {}, "makes a dict"),
+        ("builtins:dict", {}, "returns a dict"),
         ("no_such_module:X", {}, "cannot be imported"),
         ("helpers/environments.py:X", {}, "is the path of a file"),
-        (ENVIRONMENTS.of("calculator"), {"speed": 3}, "does not take environment.settings"),
+        (ENVIRONMENTS.of("calculator"), {"speed": 3}, "does not accept environment.settings"),
         (ENVIRONMENTS.of("calculator"), {"max_calls": -1}, "max_calls=-1"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -361,8 +361,8 @@ MESSAGE = {"role": "tool", "content": "x"}
         (Observation(tokens="12"), "token ids"),  # type: ignore[arg-type]
         (Observation(tokens=[1.0]), "token ids"),  # type: ignore[list-item]
         (Observation(tokens=[True]), "token ids"),
-        (Observation(messages="x"), "list of role and content"),  # type: ignore[arg-type]
-        (Observation(messages=MESSAGE), "list of role and content"),  # type: ignore[arg-type]
+        (Observation(messages="x"), "list of mappings with role and content"),  # type: ignore[arg-type]
+        (Observation(messages=MESSAGE), "list of mappings with role and content"),  # type: ignore[arg-type]
         (Observation(messages=[{"role": "tool"}]), "a role and a content"),
         (Observation(messages=[{"role": "tool", "content": None}]), "a role and a content"),
         (Observation(messages=["x"]), "a role and a content"),  # type: ignore[list-item]
@@ -372,8 +372,8 @@ MESSAGE = {"role": "tool", "content": "x"}
         (Done(reward=1e31), "finite"),
         (Done(metrics={"x": math.nan}), "finite"),
         (Done(metrics=None), "must be numbers"),  # type: ignore[arg-type]
-        (Observation(messages=[{**MESSAGE, "content": "\ud800"}]), "half of a character"),
-        (Observation(messages=[{**MESSAGE, "more": object()}]), "no JSON"),
+        (Observation(messages=[{**MESSAGE, "content": "\ud800"}]), "a lone surrogate"),
+        (Observation(messages=[{**MESSAGE, "more": object()}]), "not JSON"),
         (Done(metrics={"x": "y"}), "must be finite numbers"),  # type: ignore[dict-item]
     ],
 )

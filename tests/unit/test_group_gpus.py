@@ -29,7 +29,7 @@ def test_without_gpus_those_of_the_machine_are_hidden() -> None:
         assert "CUDA_VISIBLE_DEVICES" not in process_environment({"A": "1"}, gpus)
     for gpus in (0, 1):
         with pytest.raises(
-            ConfigError, match=rf"environment=.*DEVICES': '3'}}, but gpus={gpus} says which GPUs a process sees"
+            ConfigError, match=rf"environment=.*DEVICES': '3'}}, but gpus={gpus} decides which GPUs a process sees"
         ):
             process_environment({"CUDA_VISIBLE_DEVICES": "3"}, gpus)
 

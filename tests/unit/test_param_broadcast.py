@@ -127,7 +127,7 @@ def test_one_bit_on_the_way_is_an_error_at_the_targets(cluster: Cluster) -> None
     assert isinstance(found[ROOT], dict)
     for target in TARGETS:
         assert isinstance(found[target], ModelError)
-        assert str(found[target]).startswith("a or one of the 4 tensors after it arrived with other bytes")
+        assert str(found[target]).startswith("a or one of the 4 tensors after it arrived with different bytes")
     del source.broadcast
     assert cluster.check(2) == first
 
@@ -245,13 +245,13 @@ def test_sums_of_buckets_see_order_count_and_every_byte() -> None:
     sent = sums_of(one, two)
     sums_of(one.clone(), two.clone()).check(sent.values())
     assert sent.bytes == 200
-    with pytest.raises(ModelError, match="t0 arrived with other bytes"):
+    with pytest.raises(ModelError, match="t0 arrived with different bytes"):
         sums_of(two, one).check(sent.values())
     with pytest.raises(ModelError, match="1 of 2 buckets"):
         sums_of(one).check(sent.values())
     swapped = two.clone()
     swapped[[3, 70]] = swapped[[70, 3]]
-    with pytest.raises(ModelError, match="t1 arrived with other bytes"):
+    with pytest.raises(ModelError, match="t1 arrived with different bytes"):
         sums_of(one, swapped).check(sent.values())
     assert sums_of(two, one).receipt(1)["digest"] != sent.receipt(1)["digest"] == sums_of(one, two).receipt(None)["digest"]
     # Nothing at all, and a bucket of nothing.

@@ -75,7 +75,7 @@ def test_what_arrives_is_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_flipped_bit_a_lost_and_a_doubled_bucket_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     for damage, message in (
-        (lambda sent: sent[0].data[:1].bitwise_xor_(1), "a arrived with other bytes than it was sent with"),
+        (lambda sent: sent[0].data[:1].bitwise_xor_(1), "a arrived with different bytes than were sent"),
         (lambda sent: sent.pop(1), "the 3 tensors that arrived are not those that were sent"),
         (lambda sent: sent.insert(1, sent[0]), "the 5 tensors that arrived"),
         (lambda sent: sent.insert(0, sent.pop(1)), "the 4 tensors that arrived"),

@@ -224,15 +224,15 @@ def test_values_that_are(value: Any) -> None:
 
 
 def test_functions_that_fail() -> None:
-    assert values(lambda completions: [1.0]) == [("error", "ValueError: it returned 1 values for 2 answers")] * 2
+    assert values(lambda completions: [1.0]) == [("error", "ValueError: it returned 1 values for 2 completions")] * 2
     assert values(lambda completions: 1.0)[0][1].startswith("TypeError: it returned a float; it must return a list")
     kind, message = values(lambda completion: 1 / 0)[0]
     assert (kind, message.partition(" (")[0]) == ("error", "ZeroDivisionError: division by zero")
     assert re.search(r"test_rewards\.py:\d+, in <lambda>\)$", message)
     assert "no column or setting other" in values(lambda completion, other: 1.0)[0][1]
-    with pytest.raises(ConfigError, match="does not ask for the answer"):
+    with pytest.raises(ConfigError, match="does not take the completion"):
         signature_of(lambda text: 1.0)
-    with pytest.raises(ConfigError, match="has parameters without a name"):
+    with pytest.raises(ConfigError, match="has positional-only parameters"):
         signature_of(lambda *args: 1.0)
 
 

@@ -409,13 +409,13 @@ def test_new_weights_wait_until_they_are_asked_for() -> None:
     for version in (0, 1):
         worker.load_weights(weights(version), version=version)
     assert [answer(worker, version) for version in (0, 0, 1)] == [0, 0, 1]
-    with pytest.raises(ModelError, match="has version 1 of the weights, but version 0 was asked for"):
+    with pytest.raises(ModelError, match="has version 1 of the weights, but version 0 was requested"):
         answer(worker, 0)
     worker.load_weights(weights(2), version=2)
     assert answer(worker, 1) == 1
     # The third one: what is older than the versions that are held is given up.
     worker.load_weights(weights(3), version=3)
-    with pytest.raises(ModelError, match="has version 2 of the weights and holds 3, but version 1 was asked for"):
+    with pytest.raises(ModelError, match="has version 2 of the weights and holds 3, but version 1 was requested"):
         answer(worker, 1)
     assert [answer(worker, version) for version in (2, 3)] == [2, 3]
     # A version that nobody has asked for is given up with those before the next one.
@@ -423,11 +423,11 @@ def test_new_weights_wait_until_they_are_asked_for() -> None:
     for version in (1, 2):
         other.load_weights(weights(version), version=version)
     assert answer(other, 2) == 2
-    with pytest.raises(ModelError, match="has version 2 of the weights, but version 1 was asked for"):
+    with pytest.raises(ModelError, match="has version 2 of the weights, but version 1 was requested"):
         answer(other, 1)
     worker.load_weights(weights(4), version=4)
     worker.discard_weights("broken")
-    with pytest.raises(ModelError, match="version 4 was asked for"):
+    with pytest.raises(ModelError, match="version 4 was requested"):
         answer(worker, 4)
 
 
@@ -436,7 +436,7 @@ def test_without_held_versions_new_weights_are_used_at_once() -> None:
     worker.load_weights(weights(1), version=1)
     assert answer(worker, 1) == 1
     worker.load_weights(weights(2), version=2)
-    with pytest.raises(ModelError, match="version 1 was asked for"):
+    with pytest.raises(ModelError, match="version 1 was requested"):
         answer(worker, 1)
     tensors: list[Tensor] = [tensor for kept in worker._held.values() for _, tensor in kept]
     assert not tensors

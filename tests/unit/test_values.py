@@ -207,7 +207,7 @@ def test_only_processes_of_ones_own_get_pickles() -> None:
     assert through(timedelta(seconds=3), own) == timedelta(seconds=3)
     assert through({"x": [Mine(3)]}, own) == {"x": [Mine(3)]}
     plain, parts = dump(Call(role="r", method="m", args=[timedelta(seconds=3)]), own)
-    with pytest.raises(ValueDecodeError, match="pickled values are accepted from a process of one's own only"):
+    with pytest.raises(ValueDecodeError, match="pickled values are accepted only between a process and its own children"):
         load(plain, parts, NAMES)
     with pytest.raises(ConfigError, match=r"args\[0\] cannot be sent to a worker: .*pickle"):
         through(lambda: 1, own)

@@ -1,1 +1,1 @@
-"""Where the samples of a run are, and how they move between workers."""
+"""The location of a run's samples, and their transfer between workers."""

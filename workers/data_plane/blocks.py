@@ -1,4 +1,4 @@
-"""Pieces of host memory that are used again when what they held has been read, also by another process of this machine."""
+"""Blocks of host memory that are reused once their contents have been read, also by other processes on this machine."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ from ...engine.errors import WorkerLostError
 from .staging import PinnedStaging
 
 IN_FLIGHT = 3
-"""Number of blocks that may be on their way, and that are kept for the next transfer."""
+"""Number of blocks that may be in flight, and that are kept for the next transfer."""
 KEPT_BYTES = 16 * 2**20
 """Size up to which a block is kept for the next transfer."""
 CAN_SHARE = hasattr(os, "memfd_create")
@@ -27,7 +27,7 @@ _POLL_S = 0.0002
 
 
 class InFlight(Protocol):
-    """Bytes that are on their way from a piece of memory."""
+    """Bytes in flight from a piece of memory."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for at most this long; return whether the memory may change."""
@@ -39,7 +39,7 @@ class Block:
 
     Args:
         size: Its size in bytes.
-        pinned: Whether a GPU can copy to it without a detour.
+        pinned: Whether a GPU can copy to it directly.
     """
 
     shared = False
@@ -52,7 +52,7 @@ class Block:
         self.is_new = True
         """Whether it has not been used yet."""
         self.is_late = False
-        """Whether it was waited for in vain since it was last free, so that nobody waits for it again."""
+        """Whether a wait has timed out since it was last free, so that it is not waited for again."""
 
     def is_free(self, wait_s: float = 0.0) -> bool:
         """Wait for at most this long; return whether the memory may change."""
@@ -82,11 +82,11 @@ class SharedBlock(Block):
         self.data = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEAD, count=size)
         self.pinned, self.in_flight, self.is_new, self.is_late = False, [], True, False
         self.address = (f"/proc/{os.getpid()}/fd/{file}", name, size)
-        """What another process opens: the file, the name that stands in it, and the size."""
+        """The arguments for opening it in another process: the file, the name stored in it, and the size."""
         self._ended, self._lent = np.frombuffer(memory, np.uint64, 1), 0
 
     def lend(self) -> InFlight:
-        """Note that another process will read the block once; return what tells when it has done so."""
+        """Record that another process will read the block once; return a handle to wait for that."""
         self._lent += 1
         return _Reading(self._ended, self._lent)
 
@@ -105,14 +105,14 @@ class _Reading:
 
 
 class BlockPool:
-    """The blocks of a process, for one transfer after the other."""
+    """The blocks of a process, reused by successive transfers."""
 
     def __init__(self) -> None:
         self._blocks: list[Block] = []
         self._staging: dict[torch.device, PinnedStaging] = {}
 
     def staging(self, device: torch.device) -> PinnedStaging:
-        """Return what copies from a GPU to blocks that are not pinned."""
+        """Return the staging buffers for copies from a GPU to unpinned blocks."""
         if device not in self._staging:
             self._staging[device] = PinnedStaging(device)
         return self._staging[device]
@@ -122,9 +122,9 @@ class BlockPool:
 
         Args:
             size: The number of bytes that it must have.
-            pinned: Whether it is pinned. One that is shared is not.
+            pinned: Whether it is pinned; shared blocks are never pinned.
             shared: Whether other processes can open it.
-            patience_s: For how long to wait for the oldest block if as many as may be are on their way. Then there is one more.
+            patience_s: How long to wait for the oldest block if the maximum number is in flight, in seconds; then a new one is added.
         """
         pinned = pinned and not shared
         awaited = [block for block in self._blocks if not block.is_late and not block.is_free()]
@@ -138,15 +138,15 @@ class BlockPool:
         return SharedBlock(size) if shared else Block(size, pinned=pinned)
 
     def give(self, block: Block) -> None:
-        """Take a block back, which may still be on its way."""
+        """Return a block to the pool; it may still be in flight."""
         block.is_new = False
         self._blocks.append(block)
 
     def trim(self, wait_s: float = 0.0) -> None:
-        """Keep few small blocks for the next transfer, and those that are still on their way.
+        """Keep only a few small blocks for the next transfer, and those still in flight.
 
         Args:
-            wait_s: For how long to wait for each of these first.
+            wait_s: How long to wait for each block in flight first, in seconds.
         """
         free = [block for block in self._blocks if block.is_free(wait_s)]
         kept = [block for block in free if block.data.numel() <= KEPT_BYTES][:IN_FLIGHT]
@@ -186,7 +186,7 @@ def _opened(path: str, name: str, size: int) -> mmap.mmap:
     try:
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), _HEAD + size)
-        # After the end of a process its number may be another one's.
+        # After a process has ended, its id may be reused by another one.
         if memory[_COUNT : _COUNT + _NAME] == name.encode():
             return memory
     except (OSError, ValueError) as e:

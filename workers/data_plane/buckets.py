@@ -1,4 +1,4 @@
-"""Tensors that travel together, packed into one piece of memory, and the ways from process to process that they take."""
+"""Tensors that are sent together, packed into one piece of memory, and the channels between processes that carry them."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -22,20 +22,20 @@ BUCKET_BYTES = 8 * 2**20
 ADDRESS = 8
 """Memory of tensors begins at a multiple of this many bytes."""
 PATIENCE_S = 10.0
-"""For how long to wait in vain for memory that is on its way. A target that takes nothing for this long may have failed; there is fresh
-memory then, until one block comes back."""
+"""The time limit for memory in flight to become free, in seconds. A target that does not read for this long may have failed; new memory is
+then allocated until a block is returned."""
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Tensors that travel together, or the end of a stream of them.
+    """Tensors that are sent together, or the end of a stream of them.
 
     Args:
-        contents: Name, data type, shape and digest of each tensor; nothing at the end.
+        contents: Name, data type, shape and digest of each tensor; empty at the end.
         data: Their bytes `[bytes]`, aligned for any data type.
-        block: The memory that these begin.
+        block: The block of memory that starts with these bytes.
         total: At the end, the digest of all tensors.
         error: At the end, why the source failed.
     """
@@ -66,7 +66,7 @@ class BucketChannel(Protocol):
         ...
 
     def send(self, bucket: Bucket) -> InFlight | None:
-        """Send a bucket; return what tells when its memory may change, or nothing if it may at once."""
+        """Send a bucket; return a handle to wait until its memory may change, or None if it may change immediately."""
         ...
 
     def receive(self) -> Bucket:
@@ -165,12 +165,12 @@ class LinkChannel:
 
 
 class Packer:
-    """Copies tensors into buckets and sends these.
+    """Copies tensors into buckets and sends the buckets.
 
-    Memory that has arrived is used again: fresh pages would take longer than the copies.
+    Memory is reused after arrival, because allocating fresh pages would take longer than the copies.
 
     Args:
-        channels: Where to send to.
+        channels: The channels to send to.
         blocks: The memory.
     """
 

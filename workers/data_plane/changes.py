@@ -1,7 +1,7 @@
-"""What has changed of a set of tensors since it was sent last: encoded by the process that sends, and applied by those that receive.
+"""Incremental transfers of tensors: the sending process encodes the changes since the last transfer, and the receiving ones apply them.
 
-Both keep what travelled last in host memory. A tensor is sent in pieces under names of its own: nothing but its name if no byte of it has
-changed, the positions and the new values of its elements if few have, and otherwise all of it.
+Both sides keep the last transferred tensors in host memory. A tensor is sent in pieces under derived names: only its name if no byte has
+changed, the positions and new values of its elements if few have changed, and otherwise the entire tensor.
 
 Axes: C changed elements.
 """
@@ -18,15 +18,15 @@ from ...engine.errors import ModelError
 from .digests import StreamDigest
 
 WORTH = 2
-"""By how much positions and values have to be smaller than the whole tensor."""
+"""The factor by which positions and values have to be smaller than the whole tensor."""
 SAME, POSITIONS, VALUES = "@same", "@positions", "@values"
-"""What follows the name of a tensor in the names of its pieces."""
+"""The suffixes of a tensor's name in the names of its pieces."""
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SentTensors:
-    """The tensors that a process has sent, or has received, last."""
+    """The tensors that a process has sent or received last."""
 
     def __init__(self) -> None:
         self.digest = ""
@@ -34,10 +34,10 @@ class SentTensors:
         self._tensors: dict[str, Tensor] = {}
 
     def check(self, digest: str) -> None:
-        """Check that a transfer of changes begins with these tensors.
+        """Check that an incremental transfer starts from these tensors.
 
         Raises:
-            ModelError: It begins with others, or with none, or these are incomplete.
+            ModelError: It starts from other tensors or from none, or these are incomplete.
         """
         if digest and digest != self.digest:
             raise ModelError(
@@ -54,8 +54,8 @@ class SentTensors:
         Args:
             name: Its name.
             tensor: The tensor, on any device.
-            results: The digest of all tensors as they are afterwards, to which this one is added.
-            stays: Whether the tensor is in host memory that nobody changes, so that no copy is needed.
+            results: The digest of all tensors after the transfer, to which this one is added.
+            stays: Whether the tensor is in host memory that never changes, so that it need not be copied.
         """
         now = tensor.detach().to("cpu").contiguous()
         results.add(name, now)
@@ -68,7 +68,7 @@ class SentTensors:
         differs = _words(before) != _words(now)
         count = int(np.count_nonzero(differs))
         if stays:
-            # What was kept before may be of use as it is.
+            # The memory of the previously kept tensor may be reusable.
             self._tensors[name] = now
         if not count:
             yield name + SAME, _NOTHING
@@ -84,7 +84,7 @@ class SentTensors:
             yield name, now
 
     def tensors(self, pieces: Iterator[tuple[str, Tensor]], results: StreamDigest) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of such pieces, and keep them. Each is valid until the next one is asked for.
+        """Yield the tensors of such pieces, and keep them. Each is valid until the next one is requested.
 
         Args:
             pieces: The pieces in the order in which they were sent.

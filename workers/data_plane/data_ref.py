@@ -1,4 +1,4 @@
-"""The controller's handle of samples that are elsewhere. Imports no torch."""
+"""The controller's reference to samples in the workers' stores. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,19 +12,19 @@ from .sequence_buffer import SequenceBuffer
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DataRef:
-    """Samples in the stores of a group's workers. The methods of roles take it where they take a batch.
+    """A reference to samples in the stores of a group's workers. Methods of roles accept it in place of a batch.
 
-    A reference never changes, and neither does what it refers to: the results of a call are new columns.
+    A reference never changes, and neither does the data that it refers to: the results of a call are new columns.
 
     Args:
         ids: The samples, in order.
         lengths: The number of tokens of each.
         keys: The names of the fields that calls see, with the keys of their columns in the stores.
-        buffer: The group's record of where they are.
-        group_ids: The group of each sample, which is never split over ranks; None if each is a group of its own.
+        buffer: The group's record of their locations.
+        group_ids: The group of each sample, which is never split over ranks; None if each is its own group.
         names: The origin of each sample, for messages; None for its number.
-        extra_fields: The names of fields that nothing needs to read.
-        prefixes: Which samples begin alike, if that is known. They stay together where that is no disadvantage.
+        extra_fields: The names of fields that need not be read by anything.
+        prefixes: Which samples share a prefix, if known. They stay together where that is not a disadvantage.
     """
 
     ids: tuple[str, ...]
@@ -49,7 +49,7 @@ class DataRef:
         return cls(
             ids=tuple(ids),
             lengths=tuple(buffer.record(sample).length for sample in ids),
-            # One version for all: that of another call would be another column.
+            # All samples use one version: a version from another call would be a different column.
             keys={name: key for name, key in newest[0].items() if name in shared and all(k[name] == key for k in newest)}
             if newest
             else {},
@@ -102,7 +102,7 @@ class DataRef:
         if wrong:
             raise BatchError(f"select: there is no row {wrong[0]}; the rows are 0 to {len(self) - 1}")
         if len(set(rows)) < len(rows):
-            raise BatchError("select: a row is given twice; a sample can be in a batch once")
+            raise BatchError("select: a row is given twice; a sample can be in a batch only once")
         return replace(
             self,
             ids=tuple(self.ids[row] for row in rows),
@@ -113,7 +113,7 @@ class DataRef:
         )
 
     def __or__(self, other: object) -> Self:
-        """Join the columns of two references to the same samples; of two fields of one name, the right one counts.
+        """Join the columns of two references to the same samples; if both have a field of one name, the right one wins.
 
         Raises:
             BatchError: The samples differ.
@@ -125,7 +125,7 @@ class DataRef:
                 raise BatchError("the two sides hold the same samples in another order; select() one of them into the other's")
             raise BatchError(
                 f"the two sides hold different samples ({len(self)} and {len(other)}, {len(set(self.ids) & set(other.ids))} in "
-                "common); columns can be joined for the same samples only"
+                "common); columns can be joined only for the same samples"
             )
         return replace(
             self, keys={**self.keys, **other.keys}, extra_fields=(self.extra_fields - other.keys.keys()) | other.extra_fields
@@ -148,7 +148,7 @@ class DataRef:
         return replace(self, keys=keys, extra_fields=frozenset(names.get(name, name) for name in self.extra_fields))
 
     def only(self, *names: str) -> Self:
-        """Return the reference with these fields alone; the samples stay where they are.
+        """Return the reference with only these fields; the samples are not moved.
 
         Raises:
             BatchError: There is no such field.
@@ -170,28 +170,28 @@ class DataRef:
         """Return the reference with the group of each sample.
 
         Raises:
-            BatchError: The number of groups is not that of the samples.
+            BatchError: The number of groups differs from the number of samples.
         """
         if len(group_ids) != len(self):
             raise BatchError(f"group_ids has {len(group_ids)} entries for {len(self)} samples")
         return replace(self, group_ids=tuple(int(group) for group in group_ids))
 
     def without_groups(self) -> Self:
-        """Return the reference with each sample as a group of its own, which may be on any rank."""
+        """Return the reference with each sample as its own group, which may be on any rank."""
         return replace(self, group_ids=None)
 
     def with_prefixes(self, prefixes: Prefixes) -> Self:
-        """Return the reference with what is known of samples that begin alike.
+        """Return the reference with information on samples that share a prefix.
 
         Raises:
-            BatchError: The number of samples is not the same.
+            BatchError: The number of samples differs.
         """
         if len(prefixes.families) != len(self):
             raise BatchError(f"prefixes has {len(prefixes.families)} entries for {len(self)} samples")
         return replace(self, prefixes=prefixes)
 
     def with_extra_fields(self, *names: str) -> Self:
-        """Return the reference with these fields declared as extra fields, which nothing needs to read."""
+        """Return the reference with these fields declared as extra fields, which need not be read by anything."""
         return replace(self, extra_fields=self.extra_fields | set(names))
 
     def key_of(self, name: str) -> str:

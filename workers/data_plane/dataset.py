@@ -1,7 +1,7 @@
-"""Data sets that workers load themselves, each data-parallel share its own samples.
+"""Data sets that workers load themselves; each data-parallel share loads its own samples.
 
-The samples of an epoch are in an order that depends only on the seed and the epoch. Positions count on over epochs, and share r of
-n loads the positions whose remainder by n is r: shares do not overlap, cover the data set, and any position can be resumed.
+The order of the samples of an epoch depends only on the seed and the epoch. Positions are counted across epochs, and share r of n loads
+the positions with remainder r modulo n. Shares do not overlap, they cover the data set, and loading can resume at any position.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +19,11 @@ _STRUCTURE = ("input_ids", "loss_mask", "group_id")
 
 
 class WorkerDataset(Protocol):
-    """Samples by number, as of torch.
+    """A map-style data set, as in torch.
 
-    A sample is a mapping with `input_ids`, a list of token ids; optionally `loss_mask`, a bool for each token: whether it is to be
-    learned, or was generated; and `group_id`, an integer. Any other entry is a field: a list with one number per token, or one
-    number.
+    A sample is a mapping with `input_ids`, a list of token ids. Optional entries are `loss_mask`, a bool per token that says whether it
+    is trained on or was generated, and `group_id`, an integer. Any other entry is a field: a list with one number per token, or a
+    single number.
     """
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class DatasetSpec:
     Args:
         load: The function that returns the data set, at the top level of a module.
         options: Its keyword arguments.
-        shuffle: Whether every epoch has an order of its own.
+        shuffle: Whether every epoch has a different order.
         seed: The seed of the order.
     """
 
@@ -53,7 +53,7 @@ class DatasetSpec:
 
     def __post_init__(self) -> None:
         if not callable(self.load):
-            raise ConfigError(f"DatasetSpec(load={self.load!r:.60}); give a function that returns a data set")
+            raise ConfigError(f"DatasetSpec(load={self.load!r:.60}); pass a function that returns a data set")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class ShardedDataset:
     def _read(self, index: int) -> Mapping[str, Any]:
         try:
             return self._dataset[index]
-        except Exception as e:  # code of the data set
+        except Exception as e:  # the data set's code can raise anything
             raise DataError(f"sample {index} cannot be loaded: {type(e).__name__}: {e}") from e
 
     def _sample_at(self, position: int) -> tuple[int, int]:

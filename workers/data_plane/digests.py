@@ -1,4 +1,4 @@
-"""Digests of tensors on their way from one role to another, by which both ends know that the same bytes left and arrived."""
+"""Digests of tensors sent from one role to another, which let both ends verify that the received bytes equal the sent ones."""
 
 import torch
 import xxhash

@@ -1,4 +1,4 @@
-"""The weights that a process has sent to another pool last, kept for processes that take the place of those that have died."""
+"""The weights that a process has last sent to another pool, kept for processes that replace dead ones."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,7 @@
-"""Connections between workers of different pools: bytes from one to the other, without the controller. Imports no torch.
+"""Connections between workers of different pools, which bypass the controller. Does not import torch.
 
-Each worker listens at one ZeroMQ socket. On one machine that is a file in a folder of mode 0700; over machines the connections
-are encrypted and authenticated by CURVE, with keys that only the workers of the group have.
+Each worker listens at one ZeroMQ socket. On one machine that is a file in a folder of mode 0700; between machines the connections
+are encrypted and authenticated with CURVE, with keys that only the workers of the group have.
 """
 
 import time
@@ -49,7 +49,7 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Sending:
-    """A transfer that is on its way.
+    """A transfer in flight.
 
     Args:
         tracker: ZeroMQ's, of its bytes.
@@ -76,8 +76,8 @@ class Links:
         incarnation: How often the worker of this id has been started.
         endpoint: Where to listen, for ZeroMQ: `ipc:///folder/file`, or `tcp://host:*`.
         keys: The keys; None on one machine.
-        timeout_s: For how long to wait for a peer, in seconds.
-        discard: Called with the header of a transfer that nobody takes any more.
+        timeout_s: The time limit for waiting for a peer, in seconds.
+        discard: Called with the header of a transfer that is no longer expected.
     """
 
     def __init__(

@@ -33,14 +33,14 @@ class DataManager:
     def discard(self, header: Header) -> None:
         """Give back the memory of another process that a transfer is in, which is not read here."""
         if header.block is not None:
-            # Of a process that has ended nothing is left.
+            # The memory of an ended process is already gone.
             with suppress(WorkerLostError):
                 self.reader.read(*header.block)
 
     def run(self, name: str, rounds: Sequence[Round], title: str) -> None:
         """Take part in a redistribution. Collective over the workers of each step, which all have the same plan.
 
-        If samples are missing where they should be sent from, nobody waits forever and nothing is stored for them: the error is
+        If samples are missing at their source, no process waits forever and nothing is stored for them: the error is
         raised at the end, at the source and at the targets.
 
         Args:
@@ -67,7 +67,7 @@ class DataManager:
         pool = pool_of(name)
         inside_pool = [load for load in singles if pool_of(load.source) == pool_of(load.targets[0]) == pool]
         far = [load for load in singles if pool_of(load.source) != pool_of(load.targets[0])]
-        # All at once: in whatever order the other processes come, none waits for one that waits for it.
+        # All steps are started at once, so that processes cannot deadlock whatever order they arrive in.
         works: list[Any] = []
         arriving: list[tuple[Load, list[Tensor], Tensor]] = []
         for load in inside_pool:
@@ -127,7 +127,7 @@ class DataManager:
         self.store.unpack(load, pieces)
 
     def _pieces(self, load: Load, errors: list[Exception]) -> tuple[list[Tensor], Tensor]:
-        """Return the bytes to send, and whether they are those of the load: without it, zeros, so that nobody waits forever."""
+        """Return the bytes to send, and whether they are those of the load. If it is missing, zeros are sent, so that no target waits forever."""
         try:
             return self.store.pieces(load), torch.ones(1, dtype=torch.uint8)
         except DrivetrainError as e:

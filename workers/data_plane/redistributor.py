@@ -1,7 +1,7 @@
-"""The planner of redistributions: from where everything is, and who needs what, to a list of steps. Pure; imports no torch.
+"""The planner of redistributions: derives a list of steps from the locations and needs of samples. Pure; does not import torch.
 
-Every column of a sample is sent to a process at most once, and never to one that holds it. Whoever holds it may send it, also a
-process that has received it in an earlier round: what goes to another pool goes there once, and is broadcast within that pool.
+Every column of a sample is sent to a process at most once, and never to one that holds it. Any holder may send it, including a
+process that has received it in an earlier round: data for another pool is sent there once, and broadcast within that pool.
 """
 
 from collections import defaultdict

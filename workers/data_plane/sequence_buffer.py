@@ -1,4 +1,4 @@
-"""What a controller knows of the samples: their lengths, their columns, and where these are. Imports no torch."""
+"""The controller's metadata of samples: their lengths, their columns, and the location of these. Does not import torch."""
 
 import math
 from collections import Counter
@@ -49,7 +49,7 @@ class SampleRecord:
 
 
 class SequenceBuffer:
-    """The metadata of all samples that the workers hold, in the order in which they came."""
+    """The metadata of all samples that the workers hold, in order of arrival."""
 
     def __init__(self) -> None:
         self._samples: dict[str, SampleRecord] = {}
@@ -164,7 +164,7 @@ class SequenceBuffer:
             self._sets.clear()
 
     def forget_workers(self, workers: Collection[str]) -> None:
-        """Forget what workers held that are gone. A column that nobody else holds is lost, and a sample that has no other."""
+        """Forget the data of lost workers. A column without another holder is lost, and so is a sample without other columns."""
         gone = frozenset(workers)
         for sample, record in list(self._samples.items()):
             for key, stored in list(record.columns.items()):

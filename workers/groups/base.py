@@ -1,7 +1,8 @@
-"""Groups of workers: a controller calls a role's method once with the global batch and gets the global result.
+"""Groups of workers: a controller calls a role's method once with the global batch and gets the global result back.
 
-A batch is a `DataRef`, samples in the data stores of the workers, or holds tensors, which are put there for the call and got back.
-It is distributed over the data-parallel ranks, balanced by cost. This module holds what all groups have in common; `local`,
+A batch is either a `DataRef`, which names samples in the workers' data stores, or tensors. Tensors are put into the stores for the
+call, and the results are read back.
+The batch is distributed over the data-parallel ranks, balanced by cost. This module holds the code that all groups share; `local`,
 `process` and `ray` differ in how requests reach the workers.
 """
 
@@ -29,14 +30,14 @@ from .group_data import GroupData
 
 @dataclass(frozen=True, kw_only=True)
 class WeightReceipt:
-    """What all processes of a transfer of weights agree on.
+    """The facts that all processes of a weight transfer agree on.
 
     Args:
-        version: The version of the weights; None if the transfer named none.
+        version: The version of the weights; None if the transfer did not name one.
         tensors: The number of tensors.
-        bytes: Their size.
+        bytes: Their total size.
         digest: The digest of their names and bytes.
-        sent_bytes: The size of what was sent from process to process, or handed on.
+        sent_bytes: The number of bytes sent between processes, or handed over locally.
     """
 
     version: int | None
@@ -47,7 +48,7 @@ class WeightReceipt:
 
 
 class RoleHandle:
-    """A role as seen by a controller: its worker's methods, called with global batches.
+    """A role as the controller sees it: its worker's methods, called with global batches.
 
     Args:
         group: The group that the role belongs to.
@@ -71,19 +72,19 @@ class WorkerGroup(ABC):
         roles: The roles by name.
 
     Raises:
-        ConfigError: There are no roles, one is not a RoleSpec or has a configuration of another role, or they compute
+        ConfigError: There are no roles, a role is not a RoleSpec or has the configuration of another role, or the roles compute
             log-probabilities at different temperatures.
     """
 
     def __init__(self, roles: Mapping[str, RoleSpec]) -> None:
         if not isinstance(roles, Mapping) or not roles:
             raise ConfigError(
-                "a worker group needs at least one role; give a mapping from names to RoleSpec(worker=..., config=...)"
+                "a worker group needs at least one role; pass a mapping from names to RoleSpec(worker=..., config=...)"
             )
         for name, role in roles.items():
             if not isinstance(role, RoleSpec):
                 raise ConfigError(
-                    f"role {name!r} is a {type(role).__name__} ({role!r:.60}); give RoleSpec(worker=..., config=...)"
+                    f"role {name!r} is a {type(role).__name__} ({role!r:.60}); pass RoleSpec(worker=..., config=...)"
                 )
             role.check(name)
         self.roles = dict(roles)
@@ -93,11 +94,11 @@ class WorkerGroup(ABC):
         self._submitted: list[GroupCall] = []
         self._in_flight: list[FlushManifest] = []
         self._interrupted: list[GroupCall] = []
-        # Held by a call from its submission to its result, so that threads may share a group.
+        # A call holds this from its submission to its result, so threads can share a group.
         self._lock = threading.RLock()
         self._planner = CallPlanner(self, self.data)
         self._kept_weights: dict[tuple[str, str], str] = {}
-        """The digest of the weights that both roles of a transfer of changes have kept."""
+        """The digest of the weights that both roles of an incremental transfer (`changes`) have kept."""
 
     def __getitem__(self, name: str) -> RoleHandle:
         """Return the handle of a role.
@@ -139,12 +140,12 @@ class WorkerGroup(ABC):
             options: The keyword arguments.
 
         Returns:
-            For a DataRef, one with the new columns, or with the responses of a generator. For tensors, values in the caller's
-            format. For an update the results of its steps; otherwise the result of the first process.
+            For a DataRef: one with the new columns, or with the completions of a generator. For tensors: values in the caller's
+            format. For an update: the results of its steps. Otherwise: the result of the first process.
 
         Raises:
             WorkerError: A process failed.
-            DataMissingError: Samples are not in the stores; the message names them.
+            DataMissingError: Samples are missing from the stores; the message names them.
         """
         with self._lock:
             self._check_nothing_submitted(f"{role}.{method}")
@@ -166,7 +167,7 @@ class WorkerGroup(ABC):
         except Exception:
             raise
         except BaseException:
-            # Ctrl-C: the call goes on in the workers, and its replies are read before the next flush is sent.
+            # Ctrl-C: the call keeps running in the workers; its replies are read before the next flush is sent.
             self._interrupted.append(call)
             raise
 
@@ -180,19 +181,19 @@ class WorkerGroup(ABC):
         mini_batches: MiniBatches | None = None,
         **options: Any,
     ) -> GroupCall:
-        """Submit a call, which runs with the next `flush`.
+        """Submit a call that runs with the next `flush`.
 
         Args:
             role: The name of the role.
             method: The name of the method.
             args: The positional arguments; see `call`.
-            before: What to do before the calls of the flush.
-            after: What to do after this call.
+            before: The hooks to run before the calls of the flush.
+            after: The hooks to run after this call.
             mini_batches: The mini-batches of an update.
             options: The keyword arguments.
 
         Raises:
-            ConfigError: An argument or a hook is not possible here.
+            ConfigError: An argument or a hook is not valid here.
         """
         with self._lock:
             call = self._planner.plan(role, method, args, options, mini_batches=mini_batches, before=before, after=after)
@@ -200,7 +201,7 @@ class WorkerGroup(ABC):
             return call
 
     def submit_hooks(self, *hooks: CallHook) -> GroupCall:
-        """Submit hooks without a call, which run with the next `flush`."""
+        """Submit hooks without a call; they run with the next `flush`."""
         if not hooks:
             raise ConfigError("submit_hooks needs at least one hook")
         return self._submit_hooks(hooks, "")
@@ -212,13 +213,13 @@ class WorkerGroup(ABC):
             return call
 
     def flush(self) -> list[GroupCall]:
-        """Send all submitted calls, which run together: see `docs/model-worker.md`. Does not wait for them.
+        """Send all submitted calls, which run together, without waiting for them; see `docs/model-worker.md`.
 
         Returns:
-            The calls, whose `result` waits. One whose samples were dropped meanwhile has failed.
+            The calls; their `result` waits. A call whose samples were dropped in the meantime has failed.
 
         Raises:
-            ConfigError: A flush that has not been answered needs the same processes. The calls stay submitted.
+            ConfigError: A flush in flight needs the same processes. The calls stay submitted.
         """
         with self._lock:
             calls = self._submitted
@@ -249,7 +250,7 @@ class WorkerGroup(ABC):
             return calls
 
     def withdraw(self, call: GroupCall) -> None:
-        """Take back a call that has not been flushed.
+        """Withdraw a call that has not been flushed.
 
         Raises:
             ConfigError: It has been flushed.
@@ -261,14 +262,16 @@ class WorkerGroup(ABC):
             call.fail(ConfigError(f"{call.title} was withdrawn"))
 
     def cancel(self, call: GroupCall) -> bool:
-        """Let a call that generates end early: `result` then returns the tokens so far, and responses that go on have the finish reason
-        `aborted`. Other calls go on to their end.
+        """End a generating call early.
+
+        `result` then returns the tokens generated so far; unfinished completions have the finish reason `aborted`. Other calls run to
+        completion.
 
         Args:
             call: A call that has been flushed.
 
         Returns:
-            Whether a process had not answered yet. It may have been about to.
+            Whether a process had not answered yet. It may have been about to answer.
 
         Raises:
             WorkerLostError: A process died.
@@ -299,31 +302,33 @@ class WorkerGroup(ABC):
         keep: int = 0,
         resend: bool = False,
     ) -> WeightReceipt:
-        """Send the weights of one role to another, for example from an actor to its rollout, from worker to worker.
+        """Send the weights of one role to another, worker to worker; for example from an actor to its rollout.
 
-        All processes say what they have sent or loaded, and must agree.
+        All processes report what they have sent or loaded, and the reports must agree.
 
         Args:
             source: The name of a role with `weights`.
             target: The name of a role with `load_weights`, on any pool.
             eta: The weight of the new weights in a moving average: target = eta x source + (1 - eta) x target.
-            version: The version that the target's weights then have, if it is a rollout; None is one more than before.
-            changes: Whether just what has changed since the last such transfer is sent, where weights go to another pool through host memory.
-                The source's first process and the target's processes then keep all weights in host memory. What the target loads is the same.
-            adapters: Whether the source's adapters are sent alone, with the modules that are trained beside them. The target, a rollout whose
-                `model.lora` says what they are, adds them to the weights of its model's folder, which is that of the source's model.
-            keep: How many of the last versions that were sent to another pool, this one included, the source's first process keeps in host
-                memory.
-            resend: Whether to send the version as it was kept, whatever the source has now.
+            version: The new version of the target's weights, if it is a rollout; None increments the current one.
+            changes: Whether to send only what has changed since the last such transfer. It applies where weights go to another pool through
+                host memory. The source's first process and the target's processes then keep all weights in host memory. The target
+                ends up with the same weights either way.
+            adapters: Whether to send only the source's adapters, with the modules that are trained beside them. The target must be a
+                rollout whose `model.lora` describes them. It adds them to the weights of its model's folder, which must be that of the
+                source's model.
+            keep: How many of the last versions sent to another pool the source's first process keeps in host memory, including this
+                one.
+            resend: Whether to send the version as it was kept, regardless of the source's current weights.
 
         Raises:
             ConfigError: A role cannot do this.
-            WorkerError: A process failed, or processes have other weights than the rest. The target must then be given a complete set
-                before it is used; a rollout generates nothing until then.
+            WorkerError: A process failed, or some processes have different weights from the rest. The target then needs a complete
+                set of weights before it is used; a rollout does not generate until then.
         """
         with self._lock:
             self._check_nothing_submitted("sync_weights")
-            # Until this transfer has succeeded, nobody knows what both sides have.
+            # Until this transfer has succeeded, it is unknown which weights both sides have.
             base = self._kept_weights.pop((source, target), "") if changes and eta == 1 else None
             hook = SyncParams(
                 source=source, target=target, eta=eta, version=version, base=base, adapters=adapters, keep=keep, resend=resend
@@ -343,7 +348,7 @@ class WorkerGroup(ABC):
                 raise
 
     def _forget_data(self) -> None:
-        """Forget all samples, which are lost, and what refers to them."""
+        """Forget all samples, which are lost, and the state that refers to them."""
         self.data.forget()
         self._submitted, self._in_flight, self._interrupted = [], [], []
         self._kept_weights = {}
@@ -361,12 +366,12 @@ class WorkerGroup(ABC):
         return tuple(worker_id(spec.pool, rank) for rank in ranks)
 
     def all_workers(self) -> list[WorkerId]:
-        """Return all processes on which there is a role, and which can be sent requests."""
+        """Return all processes that hold a role and accept requests."""
         pools = sorted({role.pool for role in self.roles.values()})
         return [worker_id(pool, rank) for pool in pools for rank in range(self._pool_size(pool))]
 
     def sync_backend(self, source: str, target: str) -> CommBackend:
-        """Return the backend of the communicator over which a role's weights go to another one; empty if they go without."""
+        """Return the backend of the communicator that carries one role's weights to another; empty if none is used."""
         return ""
 
     @abstractmethod
@@ -383,45 +388,45 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def is_usable(self) -> bool:
-        """Return whether the processes can be sent requests."""
+        """Return whether the processes accept requests."""
 
     @property
     def lost_pools(self) -> Mapping[str, str]:
-        """The pools whose processes are gone, without which the others go on, and for each why."""
+        """The pools whose processes are gone while the others keep running, with the reason for each."""
         return {}
 
     def restart_pool(self, pool: str) -> None:
-        """Start the processes of a pool again, lost or not, and build its roles in them. The other pools keep everything.
+        """Restart the processes of a pool, lost or not, and rebuild its roles in them. The other pools keep their state.
 
-        The roles of the pool begin with the weights of their models, and samples that only its processes had are lost. Calls that have been
-        submitted for it are withdrawn.
+        The roles of the pool start from the weights of their models, and samples that only its processes held are lost. Calls submitted
+        for the pool are withdrawn.
 
         Args:
             pool: The name of the pool.
 
         Raises:
-            ConfigError: There is no such pool, or its processes are not the group's to start.
+            ConfigError: There is no such pool, or the group did not start its processes.
             WorkerLostError: The group cannot be used, or the new processes died; the pool is then lost.
             WorkerError: A role cannot be built.
         """
-        raise ConfigError(f"{type(self).__name__} starts no processes, so pool {pool!r} cannot be started again")
+        raise ConfigError(f"{type(self).__name__} does not start processes, so pool {pool!r} cannot be restarted")
 
     @abstractmethod
     def ask(self, what: str, requests: Mapping[WorkerId, Sequence[Request]]) -> dict[WorkerId, list[Any]]:
         """Send processes requests that need no flush, and return the replies.
 
         Args:
-            what: What is asked, for messages.
+            what: The name of the operation, for messages.
             requests: The requests of each process.
         """
 
     @abstractmethod
     def _run(self, manifest: FlushManifest) -> None:
-        """Send the calls of a flush, and let them know how to wait."""
+        """Send the calls of a flush, and set how each one waits for its replies."""
 
     @abstractmethod
     def _collect_done(self) -> None:
-        """Read the replies to flushes that have been answered, and that were not asked for."""
+        """Read the replies to flushes that have been answered but whose results were not requested."""
 
     @abstractmethod
     def close(self) -> None:
@@ -435,13 +440,13 @@ class WorkerGroup(ABC):
 
 
 def agreed_receipt(replies: Mapping[str, Mapping[str, Any] | None]) -> WeightReceipt:
-    """Return the receipt that all processes have given.
+    """Return the receipt that all processes agree on.
 
     Args:
-        replies: The receipt of each process, by worker; None of one that has neither sent nor loaded anything.
+        replies: The receipt of each process, by worker; None for a process that has neither sent nor loaded anything.
 
     Raises:
-        WorkerError: They differ; the message says which processes have what.
+        WorkerError: The receipts differ; the message lists the processes with each receipt.
     """
     receipts = {worker: WeightReceipt(**reply) for worker, reply in replies.items() if reply is not None}
     # The most frequent one first.
@@ -463,6 +468,6 @@ def _moved_to_data(name: str) -> property:
     return property(refuse)
 
 
-# Set, and not written, so that type checkers do not take them for attributes.
+# Set at run time, so that type checkers do not take them for attributes.
 for _name in ("put", "put_columns", "fetch", "spec", "get", "get_batch", "digests", "clear_data_cache", "buffer"):
     setattr(WorkerGroup, _name, _moved_to_data(_name))

@@ -1,4 +1,4 @@
-"""Plans calls of roles' methods: arguments of any form, hooks included, become a `GroupCall`."""
+"""Plans calls of roles' methods: turns arguments of any form and hooks into a `GroupCall`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ class CallPlanner:
             raise ConfigError(
                 "the roles compute log-probabilities at different temperatures "
                 f"({', '.join(f'{n}: {t:g}' for n, t in temperatures.items())}), so these could not be compared; give all "
-                "roles the temperature at which responses are sampled"
+                "roles the temperature at which completions are sampled"
             )
         self._temperature = next(iter(temperatures.values()), None)
 
@@ -64,7 +64,7 @@ class CallPlanner:
         before: Sequence[CallHook] = (),
         after: Sequence[CallHook] = (),
     ) -> GroupCall:
-        """Return a call. A batch of tensors is put into the data stores.
+        """Plan a call. A batch of tensors is put into the data stores.
 
         Args:
             role: The name of the role.
@@ -72,11 +72,11 @@ class CallPlanner:
             args: The positional arguments.
             options: The keyword arguments.
             mini_batches: The mini-batches of an update; None makes one step on the entire batch.
-            before: What to do before the calls of the flush.
-            after: What to do after this call.
+            before: The hooks to run before the calls of the flush.
+            after: The hooks to run after this call.
 
         Raises:
-            ConfigError: An argument or a hook is not possible here.
+            ConfigError: An argument or a hook is not valid here.
         """
         spec, title = self._group.role(role), f"{role}.{method}"
         dispatch = spec.dispatch(method)
@@ -137,11 +137,11 @@ class CallPlanner:
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
     def plan_hooks(self, hooks: Sequence[CallHook], title: str) -> GroupCall:
-        """Return a call of nothing but hooks.
+        """Plan a call that consists of hooks only.
 
         Args:
             hooks: The hooks.
-            title: What the call is called in messages; empty for the names of the hooks.
+            title: The name of the call in messages; empty uses the names of the hooks.
 
         Raises:
             ConfigError: A role does not exist, or cannot do this.
@@ -150,7 +150,7 @@ class CallPlanner:
         return GroupCall(id=self._group.next_id(), title=title or ", ".join(hook.name for hook in planned), before=planned)
 
     def _plan_hook(self, hook: CallHook) -> PlannedHook:
-        """Return a hook on the state of roles, with the processes that take part."""
+        """Plan a hook on the state of roles, with the processes that take part."""
         group = self._group
         if isinstance(hook, Offload):
             group.role(hook.role).dispatch("to")
@@ -170,7 +170,7 @@ class CallPlanner:
         if isinstance(hook, SyncParams):
             return self._plan_sync(hook)
         raise ConfigError(
-            f"{hook!r:.80} is not a hook that can come here; the hooks are Offload, Save, SyncParams, and after an update Evaluate"
+            f"{hook!r:.80} is not a valid hook here; the hooks are Offload, Save, SyncParams, and after an update Evaluate"
         )
 
     def _plan_sync(self, hook: SyncParams) -> PlannedHook:
@@ -188,20 +188,20 @@ class CallPlanner:
                 )
         if (hook.keep or hook.resend) and version is None:
             raise ConfigError(
-                f"sync_weights({hook.source!r}, {hook.target!r}): versions that are kept need a number; give version="
+                f"sync_weights({hook.source!r}, {hook.target!r}): keep and resend need a version number; set version="
             )
         if hook.adapters and (hook.eta != 1 or hook.base is not None):
             raise ConfigError(
-                f"sync_weights({hook.source!r}, {hook.target!r}): adapters that are sent alone take the place of those before; use eta=1, and not "
+                f"sync_weights({hook.source!r}, {hook.target!r}): sending only adapters replaces the previous ones; use eta=1, without "
                 "changes=True"
             )
         if hook.adapters:
             self._check_adapters(hook)
         sources, targets = group.workers(hook.source), group.workers(hook.target)
         if hook.resend:
-            # What was kept is here only, in host memory.
+            # Kept versions exist only here, in host memory.
             sources = sources[:1]
-        # A moving average and adapters are added to what the target has.
+        # A moving average and adapters are combined with weights that the target already has.
         as_it_is = hook.eta != 1 or hook.adapters
         dtypes = set() if as_it_is else {info.weight_dtype for info in group.rank_infos(hook.target)}
         sync = replace(
@@ -215,7 +215,7 @@ class CallPlanner:
         return PlannedHook(message=sync, workers=tuple(dict.fromkeys((*sources, *targets))))
 
     def _check_adapters(self, hook: SyncParams) -> None:
-        """Check that the target takes the adapters for what they are."""
+        """Check that the target interprets the adapters as the source does."""
         source, target = (self._group.role(name).config for name in (hook.source, hook.target))
         has = {"model.path": source.model.path, "model.lora": source.model.lora, "base_dtype": source.engine.precision.params}
         takes = {"model.path": target.model.path, "model.lora": target.model.lora, "base_dtype": target.base_dtype}
@@ -227,7 +227,9 @@ class CallPlanner:
 
     def _plan_evaluation(self, role: str, infos: Sequence[RankInfo], hook: Evaluate) -> PlannedHook:
         if not isinstance(hook.data, DataRef):
-            raise ConfigError(f"Evaluate(data=...) is a {type(hook.data).__name__}; put it first, and give the DataRef")
+            raise ConfigError(
+                f"Evaluate(data=...) is a {type(hook.data).__name__}; put() the batch first, and pass the DataRef"
+            )
         self._data.check_ref(hook.data)
         dispatch = self._group.roles[role].dispatch(hook.method)
         if dispatch.returns != "numbers":
@@ -243,10 +245,10 @@ class CallPlanner:
     # ---- batches -----------------------------------------------------------------------------------------------------
 
     def _adapter(self, role: str, method: str, batch: Any) -> BatchAdapter:
-        """Return what converts a caller's batch, and the results back."""
+        """Return the adapter that converts a caller's batch, and the results back."""
         spec = self._group.roles[role]
         if spec.dispatch(method).returns == "objects" and not isinstance(batch, PackedBatch):
-            # Prompts, which consist of tokens only.
+            # Prompts consist of tokens only.
             batch = from_lists(check_prompts(batch))
         return adapt_batch(batch, self._declared(), every=not issubclass(spec.owner(method), Worker))
 
@@ -278,7 +280,7 @@ class CallPlanner:
         return Shards(workers=self._group.workers(role), infos=infos, assignment=assignment)
 
     def _declared(self) -> set[str]:
-        # The extra_fields of one role are accepted by all, because the same batch goes from role to role.
+        # All roles accept the extra_fields of any role, because the same batch goes from role to role.
         return {name for other in self._group.roles.values() for name in getattr(other.config, "extra_fields", ())}
 
     def _extra_fields(self, role: str, method: str, ref: DataRef) -> frozenset[str]:
@@ -286,10 +288,10 @@ class CallPlanner:
         return ref.extra_fields | self._declared() | (ref.keys.keys() if every else set())
 
     def _check_temperature(self, title: str, arguments: Sequence[Any]) -> None:
-        """Check that responses to be trained on are sampled at the temperature that the roles compute at.
+        """Check that completions to be trained on are sampled at the temperature that the roles compute at.
 
         Raises:
-            ConfigError: The temperatures differ, and the responses are not for evaluation.
+            ConfigError: The temperatures differ, and the completions are not for evaluation.
         """
         for options in arguments:
             if not isinstance(options, SamplingOptions) or options.evaluation or self._temperature is None:
@@ -299,7 +301,7 @@ class CallPlanner:
                     f"{title} samples at temperature={options.temperature:g}, but the group's other roles compute "
                     f"log-probabilities at {self._temperature:g}, so importance ratios and KL estimates would compare "
                     "different distributions; use the same temperature, or set SamplingOptions(evaluation=True) if nothing is "
-                    "trained on the responses"
+                    "trained on the completions"
                 )
 
 
@@ -310,7 +312,7 @@ def _check(
     before: Sequence[CallHook],
     after: Sequence[CallHook],
 ) -> None:
-    """Check what is around a call against what its method is.
+    """Check the mini-batches and hooks of a call against its method.
 
     Raises:
         ConfigError: The method is not an update, or an argument is not a list of hooks.
@@ -324,7 +326,7 @@ def _check(
         if not isinstance(hooks, list | tuple):
             raise ConfigError(f"{name}={hooks!r:.80}; give a list of hooks")
     if any(isinstance(hook, Evaluate) for hook in (before if is_update else [*before, *after])):
-        raise ConfigError(f"the hook evaluate comes after an update alone: give it in after= of one, not with {title}")
+        raise ConfigError(f"the hook evaluate is valid only after an update: pass it in after= of one, not with {title}")
 
 
 def _check_columns(dispatch: Dispatch, options: Mapping[str, Any], rows: int) -> None:
@@ -358,7 +360,7 @@ def _message(
     version: int,
     wants_completions: bool,
 ) -> SampleRequest:
-    """Return what all processes that run a call with samples are sent alike."""
+    """Return the part of a call with samples that all its processes receive alike."""
     common: dict[str, Any] = {
         "role": role,
         "method": method,

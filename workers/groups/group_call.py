@@ -1,4 +1,4 @@
-"""A call of a group, from its planning to its result: what each worker is sent, the check of a flush, and what comes of the replies."""
+"""A call of a group, from planning to result: the request of each worker, the check of a flush, and the handling of replies."""
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,9 +41,9 @@ class PlannedHook:
     """A hook of a call.
 
     Args:
-        message: The hook. One that moves samples has the entire plan here, of which each process is sent its part.
+        message: The hook. A hook that moves samples holds the entire plan here; each process receives its part.
         workers: The processes that take part.
-        samples: The samples that it works on; each process is sent the names of its own.
+        samples: The samples that it works on; each process receives the names of its own.
     """
 
     message: WireHook
@@ -71,13 +71,13 @@ class PlannedHook:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GroupCall:
-    """A call of a group with the same arguments for all processes, or hooks alone; and its result, once it has been flushed.
+    """A call of a group with the same arguments for all processes, or hooks only; and its result, once it has been flushed.
 
     Args:
         id: Its id, the same on all processes.
-        title: What it is called in messages.
-        workers: The processes that run it; none for hooks alone.
-        message: What they are sent, without id and hooks.
+        title: Its name in messages.
+        workers: The processes that run it; none if it consists of hooks only.
+        message: Their request, without id and hooks.
         before: The hooks before the call.
         after: The hooks after it.
     """
@@ -89,11 +89,11 @@ class GroupCall:
     before: Sequence[PlannedHook] = ()
     after: Sequence[PlannedHook] = ()
     collect: Callable[[], None] | None = field(default=None, init=False)
-    """Waits for the flush, and sets the replies or the error of its calls; None before it is sent."""
+    """Waits for the flush, and sets the replies or the error of its calls; None before the flush is sent."""
     arrived: Callable[[], bool] | None = field(default=None, init=False)
-    """Returns whether all replies to the flush have arrived, without waiting; None before it is sent."""
+    """Returns whether all replies to the flush have arrived, without waiting; None before the flush is sent."""
     seconds: Callable[[], float] | None = field(default=None, init=False)
-    """Returns the time from the sending of the flush to the last reply to it that has arrived, in seconds; None before it is sent."""
+    """Returns the time from sending the flush to the last reply received, in seconds; None before the flush is sent."""
     replies: dict[WorkerId, ComputeReply] = field(default_factory=dict, init=False)
     error: BaseException | None = field(default=None, init=False)
     """Why there are no replies."""
@@ -114,14 +114,14 @@ class GroupCall:
 
     @property
     def works_on_samples(self) -> bool:
-        """Whether the call needs samples, which its workers look for before it runs."""
+        """Whether the call needs samples, which its workers look up before it runs."""
         return False
 
     def add_transfers(self) -> None:
-        """Add the hooks that move what the call needs to where it runs, when its flush is sent.
+        """Add the hooks that move needed samples to the processes that run the call. Called when its flush is sent.
 
         Raises:
-            DrivetrainError: Something was dropped meanwhile.
+            DrivetrainError: Needed samples were dropped in the meantime.
         """
 
     @property
@@ -137,13 +137,13 @@ class GroupCall:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def message_for(self, worker: WorkerId) -> ComputeRequest:
-        """Return what one of the processes that run the call is sent, without id and hooks. The first one returns the result."""
+        """Return the request of one of the processes that run the call, without id and hooks. The first process returns the result."""
         if isinstance(self.message, Call):
             return msgspec.structs.replace(self.message, wants_result=worker == self.workers[0])
         return self.message
 
     def request_for(self, worker: WorkerId) -> ComputeRequest:
-        """Return what a process is sent: the call, or an `empty` with the hooks that it takes part in."""
+        """Return the request of a process: the call, or an `empty` with the hooks that it takes part in."""
         return msgspec.structs.replace(
             self.message_for(worker) if worker in self.workers else Empty(),
             id=self.id,
@@ -180,15 +180,15 @@ class GroupCall:
         return self.error is not None or (self.arrived is not None and self.arrived())
 
     def hook_results(self) -> list[Any]:
-        """Return what the hooks have returned, in the order in which they were given, those before the call first.
+        """Return the results of the hooks in the order in which they were passed, those before the call first.
 
-        The numbers of `Evaluate`, the folder of `Save`, the receipt of `SyncParams`, otherwise None.
+        `Evaluate` returns its metrics, `Save` its folder and `SyncParams` its receipt; other hooks return None.
         """
         self.result()
         return [self._hook_result(hook.workers[0], i) for i, hook in enumerate(self.hooks) if hook.name != "data_transfer"]
 
     def replies_to_hook(self, name: HookName) -> dict[WorkerId, Any]:
-        """Return what each process has returned for the only hook of this name.
+        """Return each process's result of the only hook of this name.
 
         Raises:
             WorkerError: The call failed.
@@ -198,7 +198,7 @@ class GroupCall:
         return {worker: self._hook_result(worker, index) for worker in hook.workers}
 
     def _hook_result(self, worker: WorkerId, index: int) -> Any:
-        # A process's results are those of the hooks that it takes part in, and left out if all of them are None.
+        # A process reports results only of the hooks that it takes part in, and omits them if all are None.
         results = self.replies[worker].hook_results
         return results[sum(worker in other.workers for other in self.hooks[:index])] if results else None
 
@@ -207,7 +207,7 @@ class GroupCall:
         self.error = error
 
     def _finish(self) -> Any:
-        """Return the result, made of the replies."""
+        """Build the result from the replies."""
         reply = self.replies[self.workers[0]] if self.workers else None
         return reply.result if isinstance(reply, CallOk) else None
 
@@ -218,15 +218,15 @@ class GroupCall:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SampleCall(GroupCall):
-    """A call with samples: each process gets those of its shard, and what is not there is moved first.
+    """A call with samples: each process gets those of its shard, and missing ones are moved there first.
 
     Args:
-        message: What all processes are sent alike: role, method, other arguments, and the version of the results.
+        message: The part that all processes receive alike: role, method, other arguments, and the version of the results.
         data: The group's data stores.
         dispatch: How the method is called.
         samples: The samples.
-        adapter: The caller's format, if the caller gave tensors: the samples were put for the call, and its result is got, and both are
-            dropped.
+        adapter: The caller's format, if the caller passed tensors. The samples were then put for this call only; the result is read
+            back, and both are dropped.
     """
 
     message: SampleRequest
@@ -242,7 +242,7 @@ class SampleCall(GroupCall):
         return True
 
     def add_transfers(self) -> None:
-        """See `GroupCall.add_transfers`. What was dropped since the submission is missing, and what others have moved is there."""
+        """See `GroupCall.add_transfers`. Samples dropped since the submission are missing; those moved by other calls are present."""
         titles = {"batch": self.samples} | {f"evaluate {i}": hook.samples for i, hook in enumerate(self.after)}
         moves = []
         for title, samples in titles.items():
@@ -273,7 +273,7 @@ class SampleCall(GroupCall):
         if isinstance(message, TrainStep):
             steps = shards.assignment.steps
             changes["steps"] = None if steps is None else steps[shards.shard_of(worker)]
-        # What all processes return alike is sent by one of them, and what they store by none.
+        # A result that is the same on all processes is sent by only one of them; stored columns are not sent at all.
         if self.dispatch.returns != "objects":
             alike = self.dispatch.split == "minibatches" or self.dispatch.returns == "numbers"
             changes["wants_result"] = alike and worker == self.workers[0]
@@ -315,7 +315,7 @@ class SampleCall(GroupCall):
         return [by_row[row] for row in range(len(self.samples.ref))]
 
     def _with_columns(self, replies: Mapping[WorkerId, Any]) -> DataRef:
-        """Return the samples with the columns that were stored, and note where these are."""
+        """Return the samples with the stored columns, and record where these are."""
         ref = self.samples.ref
         keys: dict[str, str] = {}
         for worker, rows in self.samples.shards.outputs():
@@ -323,14 +323,14 @@ class SampleCall(GroupCall):
             if keys and keys.keys() != fields.keys():
                 raise BatchError(f"{self.title} returned {', '.join(keys)} on one rank and {', '.join(fields)} on another")
             keys = {title: column.key for title, column in fields.items()}
-            # What was dropped meanwhile is gone, with its results.
+            # Samples dropped in the meantime are gone, with their results.
             left = [row for row in rows if ref.ids[row] in ref.buffer]
             ids, lengths = [ref.ids[row] for row in left], [ref.lengths[row] for row in left]
             ref.buffer.add(ids, lengths, list(fields.values()), [worker])
         return replace(ref, keys=keys, extra_fields=frozenset())
 
     def _completions(self, replies: Mapping[WorkerId, Any]) -> DataRef:
-        """Return new samples, in the order of their prompts, and note where these are."""
+        """Return new samples in the order of their prompts, and record where these are."""
         ref, buffer = self.samples.ref, self.samples.ref.buffer
         keys: dict[str, str] = {}
         completions: list[tuple[int, str, int]] = []
@@ -338,7 +338,7 @@ class SampleCall(GroupCall):
             reply = replies[worker]
             completions += zip(reply.group_ids or [], reply.ids, reply.lengths, strict=True)
             keys = keys or {title: column.key for title, column in reply.fields.items()}
-        # Stable: the completions of one prompt stay in their order.
+        # A stable sort: the completions of one prompt stay in order.
         completions.sort(key=lambda completion: completion[0])
         groups, ids, lengths = (
             [group for group, _, _ in completions],
@@ -363,13 +363,13 @@ class SampleCall(GroupCall):
 
 
 def transfer(needs: Sequence[Need], buffer: SequenceBuffer, title: str, moved: list[Load]) -> PlannedHook | None:
-    """Plan what has to be moved, and note it as moved.
+    """Plan the samples that have to be moved, and record them as moved.
 
     Args:
         needs: Which processes need which samples.
         buffer: Where the samples are.
         title: The name of the transfer.
-        moved: To which the loads are appended, for `SequenceBuffer.mark_lost` if the flush fails.
+        moved: The list that the loads are appended to, for `SequenceBuffer.mark_lost` if the flush fails.
 
     Returns:
         The hook, if anything moves.
@@ -393,7 +393,7 @@ class FlushManifest:
 
     Args:
         calls: The calls, in order.
-        members: For each call, the processes that are sent it, or an `empty`.
+        members: For each call, the processes that receive it, or an `empty`.
     """
 
     calls: Sequence[GroupCall]
@@ -401,18 +401,18 @@ class FlushManifest:
 
     @classmethod
     def of(cls, calls: Sequence[GroupCall]) -> "FlushManifest":
-        """Return the manifest in which every process that takes part in anything is sent every call."""
+        """Return the manifest that sends every call to every participating process."""
         everyone = frozenset(worker for call in calls for worker in call.members)
         return cls(calls=calls, members=[everyone] * len(calls))
 
     @property
     def workers(self) -> frozenset[WorkerId]:
-        """The processes that are sent anything."""
+        """The processes that receive at least one request."""
         return frozenset(worker for members in self.members for worker in members)
 
     @property
     def title(self) -> str:
-        """What the flush is called in messages."""
+        """The name of the flush in messages."""
         return ", ".join(call.title for call in self.calls)
 
     def in_order(self) -> list[GroupCall]:
@@ -420,13 +420,13 @@ class FlushManifest:
         return sorted(self.calls, key=lambda call: order_of(Empty(id=call.id, mesh_size=len(call.workers))))
 
     def check(self, in_flight: Sequence["FlushManifest"] = ()) -> None:
-        """Check that every member of a collective is sent it, and that no other flush is under way on these processes.
+        """Check that every member of a collective receives it, and that no other flush is in flight on these processes.
 
         Args:
-            in_flight: The flushes that have not been answered.
+            in_flight: The flushes whose replies are still pending.
 
         Raises:
-            ConfigError: Some process would wait for one that does not come; the message names the calls.
+            ConfigError: Some process would wait for a peer that never joins; the message names the calls.
         """
         if len(self.calls) > MAX_REQUESTS:
             raise ConfigError(
@@ -453,7 +453,7 @@ class FlushManifest:
                 )
 
     def requests_for(self, worker: WorkerId) -> list[ComputeRequest]:
-        """Return what a process is sent before the flush."""
+        """Return the requests that a process receives before the flush."""
         return [call.request_for(worker) for call, members in zip(self.calls, self.members, strict=True) if worker in members]
 
     def flush(self, pool: Collection[WorkerId]) -> Flush:

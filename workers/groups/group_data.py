@@ -1,4 +1,4 @@
-"""A group's data plane, as a controller sees it: put, fetch, get and drop samples that the workers hold."""
+"""A group's data plane, as the controller sees it: put, fetch, get and drop samples that the workers hold."""
 
 import threading
 from collections import defaultdict
@@ -43,7 +43,7 @@ class DatasetSize:
 
 
 class RoleProcesses(Protocol):
-    """The roles of a group and the processes that they run on: what its data stores and the planning of its calls need of it."""
+    """The roles of a group and their processes: the interface that its data stores and call planner need."""
 
     @property
     def roles(self) -> Mapping[str, RoleSpec]:
@@ -51,7 +51,7 @@ class RoleProcesses(Protocol):
         ...
 
     def role(self, name: str) -> RoleSpec:
-        """Return a role; an error names the roles that there are."""
+        """Return a role; an error lists the available roles."""
         ...
 
     def workers(self, role: str) -> tuple[WorkerId, ...]:
@@ -59,7 +59,7 @@ class RoleProcesses(Protocol):
         ...
 
     def all_workers(self) -> list[WorkerId]:
-        """Return all processes on which there is a role."""
+        """Return all processes that hold a role."""
         ...
 
     def rank_infos(self, role: str) -> Sequence[RankInfo]:
@@ -67,7 +67,7 @@ class RoleProcesses(Protocol):
         ...
 
     def sync_backend(self, source: str, target: str) -> CommBackend:
-        """Return the backend of the communicator over which a role's weights go to another one; empty if they go without."""
+        """Return the backend of the communicator that carries one role's weights to another; empty if none is used."""
         ...
 
     def next_id(self) -> int:
@@ -75,21 +75,21 @@ class RoleProcesses(Protocol):
         ...
 
     def is_usable(self) -> bool:
-        """Return whether the processes can be sent requests."""
+        """Return whether the processes accept requests."""
         ...
 
     def ask(self, what: str, requests: Mapping[WorkerId, Sequence[Request]]) -> dict[WorkerId, list[Any]]:
         """Send processes requests that need no flush, and return the replies.
 
         Args:
-            what: What is asked, for messages.
+            what: The name of the operation, for messages.
             requests: The requests of each process.
         """
         ...
 
 
 class GroupData:
-    """The data stores of a group's workers, as a controller sees them.
+    """The data stores of a group's workers, as the controller sees them.
 
     Args:
         group: The group.
@@ -98,7 +98,7 @@ class GroupData:
     def __init__(self, group: RoleProcesses) -> None:
         self._group = group
         self.buffer = SequenceBuffer()
-        """What the workers' data stores hold."""
+        """The contents of the workers' data stores."""
         self._positions: dict[str, int] = {}
         self._fetching = threading.Lock()
         self._versions = count(1)
@@ -109,7 +109,7 @@ class GroupData:
         self._positions = {}
 
     def forget_workers(self, workers: Sequence[WorkerId]) -> None:
-        """Forget what processes held that are gone."""
+        """Forget the samples of processes that are gone."""
         self.buffer.forget_workers(workers)
         for role in self._group.roles:
             if set(self._group.workers(role)) & set(workers):
@@ -120,11 +120,11 @@ class GroupData:
         return next(self._versions)
 
     def put(self, batch: Any, role: str | None = None) -> DataRef:
-        """Put a batch into the data stores of a role's workers, distributed as for a call of the role.
+        """Put a batch into the data stores of a role's workers, distributed as for a call to the role.
 
         Args:
             batch: The batch, in a format of `workers.roles.batch_adapters`; or prompts, as lists of token ids.
-            role: The role, which should be that of the first call; the group's first role if not given.
+            role: The role, preferably that of the first call; the group's first role if omitted.
         """
         role = next(iter(self._group.roles)) if role is None else role
         infos = self._group.rank_infos(role)
@@ -170,19 +170,19 @@ class GroupData:
     def put_columns(
         self, ref: DataRef, *, tokens: Mapping[str, Tensor] | None = None, rows: Mapping[str, Tensor] | None = None
     ) -> DataRef:
-        """Put values that the controller has computed, as new columns of samples, to where these are.
+        """Store values that the controller has computed as new columns, in the stores that hold the samples.
 
         Args:
             ref: The samples.
             tokens: Name -> `[T, ...]`, the values of the tokens of all samples, one sample after the other in the order of the
-                reference. What belongs to a response token stands where that token is predicted, one position before it.
+                reference. The value of a completion token is stored where that token is predicted, one position before it.
             rows: Name -> `[N, ...]`, the values of the samples.
 
         Returns:
             A reference with the new columns.
 
         Raises:
-            BatchError: A tensor does not have as many rows, or there is none.
+            BatchError: A tensor has the wrong number of rows, or there are no tensors.
         """
         self.check_ref(ref)
         number, bounds = self.next_version(), [0, *accumulate(ref.lengths)]
@@ -191,11 +191,11 @@ class GroupData:
         if both := sorted((tokens or {}).keys() & (rows or {}).keys()):
             raise BatchError(f"put_columns: {both[0]!r} is given for tokens and for rows; use two names")
         if not added:
-            raise BatchError("put_columns: there are no columns; give tokens={name: values} or rows={name: values}")
+            raise BatchError("put_columns: there are no columns; pass tokens={name: values} or rows={name: values}")
         for per, name, values in added:
             expected = ref.num_tokens if per == "token" else len(ref)
             if "@" in name:
-                raise BatchError(f"put_columns: {name!r} has an @, which begins the version of a column; use another name")
+                raise BatchError(f"put_columns: {name!r} has an @, which marks the version of a column; use another name")
             if values.dim() == 0 or len(values) != expected:
                 raise BatchError(f"{name} is {list(values.shape)}; it must have {expected} rows, one per {per}")
         by_worker: dict[WorkerId, list[int]] = defaultdict(list)
@@ -233,7 +233,7 @@ class GroupData:
 
         Args:
             samples: The number of samples, at least 1.
-            role: The role; the only one with a data set if not given.
+            role: The role; if omitted, the only one with a data set.
             start: The position of the first sample, counted over epochs; None continues after the last fetch.
 
         Raises:
@@ -246,7 +246,7 @@ class GroupData:
         if start is not None and (isinstance(start, bool) or not isinstance(start, int) or start < 0):
             raise ConfigError(f"fetch: start={start!r}; give a position of at least 0")
         with self._fetching:
-            # Said to all shares, so that they stay together whatever happens to one of them.
+            # Every share gets the explicit start, so that all stay in step even if one of them fails.
             first = self._positions.get(name, 0) if start is None else start
             request = d.Fetch(role=name, count=samples, start=first)
             by_worker = self._group.ask(f"fetch of {name}", {worker: [request] for worker in self._group.workers(name)})
@@ -277,7 +277,7 @@ class GroupData:
         )
 
     def spec(self, role: str | None = None) -> DatasetSize:
-        """Return the size of a role's data set, by which a controller knows the steps of an epoch."""
+        """Return the size of a role's data set, from which the controller derives the steps of an epoch."""
         name = self._role_with_data(role)
         first = self._group.workers(name)[0]
         reply: Any = self._group.ask(f"spec of {name}", {first: [d.Spec(role=name)]})[first][0]
@@ -286,7 +286,7 @@ class GroupData:
     def get(self, ref: DataRef, fields: Sequence[str]) -> dict[str, Tensor]:
         """Return fields of samples: `[T, ...]` of their tokens or `[N, ...]`, in the order of the reference.
 
-        What belongs to a response token stands where that token is predicted, one position before it.
+        The value of a completion token is stored where that token is predicted, one position before it.
 
         Args:
             ref: The samples.
@@ -309,7 +309,7 @@ class GroupData:
         return batch_of(store, ref.ids, columns, group_ids=ref.group_ids, names=ref.names, extra_fields=ref.extra_fields)
 
     def _gathered(self, ref: DataRef, keys: Mapping[str, str]) -> DataStore:
-        """Return a store with these columns, each asked of one process that holds it."""
+        """Return a store with these columns, each requested from one process that holds it."""
         self._check_owner(ref)
         self.buffer.check(ref.ids, list(keys.values()))
         by_worker: dict[tuple[WorkerId, str], list[str]] = defaultdict(list)
@@ -332,7 +332,7 @@ class GroupData:
         """Return a digest of samples for each process of a role, all of which must hold them.
 
         Raises:
-            WorkerError: A process does not; the cause is a DataMissingError.
+            WorkerError: A process does not hold them; the cause is a DataMissingError.
         """
         self.check_ref(ref)
         request = d.Digest(ids=list(ref.ids), keys=list(ref.keys.values()))
@@ -344,13 +344,13 @@ class GroupData:
 
         Args:
             ref: The samples.
-            fields: The fields to drop; all data of the samples if not given.
+            fields: The fields to drop; all data of the samples if omitted.
         """
         self._check_owner(ref)
         self.drop(ref, self._group.all_workers(), [ref.key_of(name) for name in fields])
 
     def drop(self, ref: DataRef, workers: Sequence[WorkerId], keys: Sequence[str] = ()) -> None:
-        """Drop samples, or some of their columns, that no process but these holds."""
+        """Drop samples, or some of their columns, that only these processes hold."""
         self.buffer.drop(ref.ids, keys)
         if self._group.is_usable():
             request = d.ClearDataCache(ids=list(ref.ids), keys=list(keys))
@@ -358,7 +358,7 @@ class GroupData:
             try:
                 self._group.ask("clearing the data cache", {worker: [request] for worker in workers if worker in usable})
             except WorkerLostError:
-                # A process that is gone holds nothing any more; whoever needs it will notice.
+                # A lost process no longer holds anything; the next call that needs it raises the error.
                 if not self._group.is_usable():
                     raise
 
@@ -374,7 +374,7 @@ class GroupData:
 
     def _check_owner(self, ref: DataRef) -> None:
         if not isinstance(ref, DataRef):
-            raise ConfigError(f"{type(ref).__name__} is not a reference; put the batch first, and give the DataRef")
+            raise ConfigError(f"{type(ref).__name__} is not a reference; put() the batch first, and pass the DataRef")
         if ref.buffer is not self.buffer:
             raise ConfigError("the reference belongs to another group, or to this one before it was rebuilt")
 

@@ -26,12 +26,12 @@ _groups = count(1)
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """Roles in the processes started by torchrun, which all make the same calls to the group; or in a single process.
+    """Roles in the processes started by torchrun, which all make the same calls, or in a single process.
 
     Args:
         roles: The roles by name, all on one pool.
-        timeout_s: For how many seconds a process waits for the others. Collectives have the timeout of the default process group if
-            there is one already.
+        timeout_s: How long a process waits for the others, in seconds. If a default process group already exists, collectives use its
+            timeout.
 
     Raises:
         ConfigError: The roles are on more than one pool, or on ranks that do not exist.
@@ -50,7 +50,7 @@ class LocalWorkerGroup(WorkerGroup):
         for name, role in roles.items():
             if role.ranks is not None and role.ranks[-1] >= size:
                 raise ConfigError(f"role {name!r} is on ranks {list(role.ranks)}, but there are {size} processes")
-        # The processes of a program may come to a call minutes apart.
+        # The processes of a program may reach a call minutes apart.
         self._worker = ModelWorker(
             WorkerSettings(rank=dist.get_rank(), world_size=size, flush_s=timeout_s, timeout_s=timeout_s)
         )
@@ -71,7 +71,7 @@ class LocalWorkerGroup(WorkerGroup):
         if self._worker.id in self.workers(name):
             try:
                 reply = self._worker.execute(request)
-            except Exception as e:  # raised on all ranks by the exchange, and on those of the role already
+            except Exception as e:  # the exchange raises it on all ranks; the role's own ranks have raised it already
                 if role.ranks is None:
                     raise
                 error = e
@@ -116,7 +116,7 @@ class LocalWorkerGroup(WorkerGroup):
             error = outcome if isinstance(outcome, Exception) else None
             try:
                 replies = all_gather_object(None if error is not None else outcome, error=error)
-            except Exception as e:  # raised by the call's result
+            except Exception as e:  # stored; the call's result raises it
                 call.fail(e)
                 continue
             call.replies = dict(zip(everyone, replies, strict=True))
@@ -125,10 +125,10 @@ class LocalWorkerGroup(WorkerGroup):
             call.seconds = lambda: seconds
 
     def _collect_done(self) -> None:
-        """A flush has run when it returns, so nothing is left to read."""
+        """Do nothing: a flush has finished when it returns, so no replies are pending."""
 
     def _raise_alone(self, request: ComputeRequest, outcome: Reply | BaseException | None) -> None:
-        """Raise an error whose peers may be inside a collective that no message can end.
+        """Raise an error while peers may be inside a collective that no message can interrupt.
 
         An engine raises its own errors on all ranks. After any other error this process must exit, so that its launcher ends the
         others.
@@ -136,19 +136,19 @@ class LocalWorkerGroup(WorkerGroup):
         if not isinstance(outcome, BaseException):
             return
         role, method = getattr(request, "role", None), getattr(request, "method", "")
-        # Ranks without the role have no error, and wait in the exchange.
+        # Ranks without the role have no error and wait in the exchange.
         collective = role in self.roles and self.roles[role].ranks is None and self._worker.host.collective(role, method)
         if not isinstance(outcome, Exception) or (collective and not isinstance(outcome, HookError | DataMissingError)):
             raise outcome
 
     def ask(self, what: str, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Any]]:
-        """See `WorkerGroup.ask`. Executes this process's own requests, and exchanges the replies."""
+        """Execute this process's own requests and exchange the replies; see `WorkerGroup.ask`."""
         self._check_open()
         error: Exception | None = None
         own_replies: list[Any] = []
         try:
             own_replies = [self._worker.execute(_with_own_memory(request)) for request in requests.get(self._worker.id, ())]
-        except Exception as e:  # raised on all ranks by the exchange
+        except Exception as e:  # the exchange raises it on all ranks
             error = e
         replies = all_gather_object(own_replies, error=error)
         return {name: replies[rank_of(name)] for name in requests}
@@ -160,20 +160,20 @@ class LocalWorkerGroup(WorkerGroup):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise WorkerLostError("this group was closed; make a new one")
+            raise WorkerLostError("this group was closed; create a new one")
 
 
 def _with_own_memory(request: Request) -> Request:
-    """Return a request whose tensors are not the caller's, who may change them."""
+    """Return a request with copies of its tensors, because the caller may change its own."""
     if not isinstance(request, Put):
         return request
     return msgspec.structs.replace(request, tensors=[values.clone() for values in request.tensors or ()])
 
 
 def _nothing() -> None:
-    """Wait for nothing: a flush of a local group has run when it returns."""
+    """Return at once: a flush of a local group has finished when it returns."""
 
 
 def _at_once() -> bool:
-    """Return that the replies are there: a flush of a local group has run when it returns."""
+    """Return True, as the replies are there: a flush of a local group has finished when it returns."""
     return True

@@ -1,4 +1,4 @@
-"""A group whose workers are processes of this machine that the controller starts and supervises itself."""
+"""A group whose workers are processes on this machine, started and supervised by the controller."""
 
 import os
 import time
@@ -28,28 +28,30 @@ _LOOPBACK = "lo0" if os.uname().sysname == "Darwin" else "lo"
 
 
 class ProcessWorkerGroup(RemoteWorkerGroup):
-    """Roles on pools of processes of this machine.
+    """Roles on pools of processes on this machine.
 
-    Each process is a model worker (`drivetrain worker run`). Requests travel over a socket that only this user can reach, or, with
-    `address`, one that demands keys which only the started processes have.
+    Each process is a model worker (`drivetrain worker run`). Requests travel over a socket that only this user can reach. With
+    `address`, the socket instead requires keys that only the started processes have.
 
     Args:
         roles: The roles by name, each with the name of the pool that it runs on.
-        pools: The number of processes of each pool, by name; one process in a pool `main` if not given. A role's parallel layout
+        pools: The number of processes of each pool, by name; if omitted, one process in a pool `main`. A role's parallel layout
             must fit its pool.
-        gpus: The number of GPUs per process, 0 or 1; None uses one if this machine has any. A process sees no other, and none with 0.
-            They are taken from the first one on: for two groups on one machine, set CUDA_VISIBLE_DEVICES in their controllers.
-        start_s: The time that the processes have to start and to meet, in seconds.
-        timeout_s: The time after which a process that waits for its peers fails.
-        grace_s: The time that the other processes have to finish after one failed, before they are killed.
-        watchdog_s: The time after which a process that makes no progress ends itself; 0 is never.
-        silence_s: The time after which a process that gives no sign of life is killed.
+        gpus: The number of GPUs per process, 0 or 1; None uses one if this machine has any. A process sees only its own GPU, and none
+            with 0. GPUs are assigned starting with the first: for two groups on one machine, set CUDA_VISIBLE_DEVICES in their
+            controllers.
+        start_s: The timeout for processes to start and finish the rendezvous, in seconds.
+        timeout_s: The time after which a process that waits for its peers fails, in seconds.
+        grace_s: The time that the other processes get to finish after one has failed, before they are killed, in seconds.
+        watchdog_s: The time without progress after which a process exits, in seconds; 0 disables this.
+        silence_s: The time without a heartbeat after which a process is killed, in seconds.
         environment: Additional environment variables of the processes.
-        names: Classes and functions, beside those of the roles, that arguments and results may hold.
+        names: Additional classes and functions, beyond those of the roles, that arguments and results may hold.
         address: `zmq://host:port`, or an address of another transport of `supervision.controller.CONTROLLERS`, instead of a socket of
             this machine.
-        weight_sync: How weights go from pool to pool. `nccl`: from GPU to GPU, over a communicator beside the default groups; `tcp`: through
-            host memory; `auto`: `nccl` where every process has a GPU of its own, otherwise `tcp`; `gloo`: as `nccl`, on CPUs, for tests.
+        weight_sync: How weights go from pool to pool. `nccl`: from GPU to GPU, over a communicator separate from the default groups.
+            `tcp`: through host memory. `auto`: `nccl` where every process has its own GPU, otherwise `tcp`. `gloo`: like `nccl`, on
+            CPUs, for tests.
 
     Raises:
         ConfigError: A role's pool does not exist, a role refers to a lambda, there are too few GPUs, or `environment` chooses them.
@@ -104,7 +106,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         if self._finalizer is None or self._finalizer.peek() is None:
             self._controller = listen(self._address, self._allowed_names, self._ids)
             self._processes, self._curve_keys = {}, None
-            # At the end of this program too; but not in a process that was forked from it.
+            # Also runs at the end of this program, but not in a process forked from it.
             self._finalizer = weakref.finalize(self, _end, os.getpid(), self._controller, self._processes)
         assert self._controller is not None
         self._comm_ids[pool], listener = comm_id.mint()
@@ -112,7 +114,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         processes = self._processes[pool] = []
         limits, size = self._limits, self._sizes[pool]
         for rank in range(size):
-            # Nothing that comes from a process that died must be taken for its successor's.
+            # A message from a dead process must not be attributed to its successor.
             again = f"-{self._incarnations[pool]}" if self._incarnations[pool] > 1 else ""
             identity = f"{pool}-{rank}{again}"
             channel = self._controller.channel(identity)
@@ -120,7 +122,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
             environment = dict(self._environment)
             if self._gpus:
                 environment[VISIBLE] = visible_gpu(self._first_process(pool) + rank)
-            # All ranks are here; otherwise gloo would listen at the address that the machine's name stands for.
+            # All ranks are on this machine; otherwise gloo would listen at the address that the host name resolves to.
             environment.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK))
             local_rank = 0 if self._gpus else rank
             processes.append(
@@ -185,7 +187,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
 
 
 def _end(owner: int, controller: Controller, processes: Mapping[str, Sequence[ChildProcess]]) -> None:
-    """Kill what is left of a group's processes, and close its socket."""
+    """Kill a group's remaining processes, and close its socket."""
     if os.getpid() != owner:
         return
     for process in chain.from_iterable(processes.values()):
@@ -223,6 +225,6 @@ def gpus_each(processes: int, gpus: int | None) -> int:
 
 
 def visible_gpu(device: int) -> str:
-    """Return the name of a device for a process that is to see no other."""
+    """Return the name of a device for a process that must see only this one."""
     visible = os.environ.get(VISIBLE)
     return str(device) if visible is None else visible.split(",")[device]

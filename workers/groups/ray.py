@@ -1,6 +1,6 @@
 """A group whose processes are Ray actors and whose controller is a single program, as in HybridFlow.
 
-There is one actor for each rank of a pool; roles of one pool share its actors. An actor holds a model worker, and Ray carries the
+Each rank of a pool is one actor; roles of one pool share its actors. An actor holds a model worker, and Ray carries the
 frames of its protocol. A shard of a batch is put into Ray's object store once for all ranks that work on it.
 """
 
@@ -32,7 +32,7 @@ from .remote import CallLimits, RemoteWorkerGroup, comm_backend, process_environ
 from .replies import ReplyChannel
 
 _THREADS: dict[str, Any] = {"concurrency_groups": {"in_order": 1, "replies": 64}}
-"""The threads of an actor: one takes requests, and each of the others waits for a reply."""
+"""The threads of an actor: one takes requests, the others each wait for a reply."""
 PLACEMENT_TIMEOUT_S = 15.0
 """How long to wait for resources that other Ray jobs occupy."""
 
@@ -41,7 +41,7 @@ class _Actor:
     """One rank of a pool: a model worker whose requests come through Ray."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        # Each process sees only the GPUs that Ray assigned to it, so its own is always the first.
+        # Each process sees only the GPUs that Ray assigned to it, so its own GPU is always the first.
         settings.export()
         self._worker = ModelWorker(settings)
         self._worker.names = Names(pickler=_pickler())
@@ -49,7 +49,7 @@ class _Actor:
         threading.Thread(target=RequestLoop(self._worker, self._transport).run, daemon=True).start()
 
     def comm_id(self) -> str:
-        """Return an id with the address of this process, which listens there already."""
+        """Return an id with the address of this process, which is already listening there."""
         import ray
 
         minted, self._worker.listener = comm_id.mint(ray.util.get_node_ip_address())
@@ -67,10 +67,10 @@ class _Actor:
 
         for number, header, ref in frames:
             try:
-                # References inside an argument are not resolved by Ray.
+                # Ray does not resolve references inside an argument.
                 parts = ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref
                 self._transport.post(number, [header, *(memoryview(part) for part in parts)])
-            except Exception as e:  # raised by `reply`, for which the controller waits
+            except Exception as e:  # stored; `reply`, which the controller waits for, raises it
                 self._transport.fail(number, e)
 
     def reply(self, number: int) -> list[Any]:
@@ -80,7 +80,7 @@ class _Actor:
 
 
 def _actor_class(ray: Any) -> type[_Actor]:
-    """Return the class of the actors: requests come in order, and their replies leave when they are there."""
+    """Return the class of the actors: requests arrive in order, and replies leave as soon as they are ready."""
     _Actor.post = ray.method(concurrency_group="in_order")(_Actor.post)  # type: ignore[method-assign]
     _Actor.reply = ray.method(concurrency_group="replies")(_Actor.reply)  # type: ignore[method-assign]
     return _Actor
@@ -131,7 +131,7 @@ class _RayChannel:
         return [_RayReply(self.actor.reply.remote(number).future(), self) for number, _, _ in messages]
 
     def silence_s(self) -> float:
-        """Return 0: Ray itself watches over its processes."""
+        """Return 0: Ray itself monitors its processes."""
         return 0.0
 
 
@@ -142,14 +142,15 @@ class RayWorkerGroup(RemoteWorkerGroup):
         roles: The roles by name, each with the name of the pool that it runs on.
         pools: The number of processes of each pool, by name. A role's parallel layout must fit its pool.
         cpus: The number of CPUs per process.
-        gpus: The number of GPUs per process; None uses one if the cluster has any. A process sees no others, and none with 0.
-        start_s: The time that the processes have to start and to meet, in seconds.
-        timeout_s: The time after which a process that waits for its peers fails.
-        grace_s: The time that the other processes have to finish after one failed, before they are killed.
-        watchdog_s: The time after which a process that makes no progress ends itself; 0 is never.
+        gpus: The number of GPUs per process; None uses one if the cluster has any. A process sees only its own GPUs, and none with 0.
+        start_s: The timeout for processes to start and finish the rendezvous, in seconds.
+        timeout_s: The time after which a process that waits for its peers fails, in seconds.
+        grace_s: The time that the other processes get to finish after one has failed, before they are killed, in seconds.
+        watchdog_s: The time without progress after which a process exits, in seconds; 0 disables this.
         environment: Additional environment variables of the processes.
-        weight_sync: How weights go from pool to pool. `nccl`: from GPU to GPU, over a communicator beside the default groups; `tcp`: through
-            host memory; `auto`: `nccl` where every process has a GPU of its own, otherwise `tcp`; `gloo`: as `nccl`, on CPUs, for tests.
+        weight_sync: How weights go from pool to pool. `nccl`: from GPU to GPU, over a communicator separate from the default groups.
+            `tcp`: through host memory. `auto`: `nccl` where every process has its own GPU, otherwise `tcp`. `gloo`: like `nccl`, on
+            CPUs, for tests.
 
     Raises:
         ConfigError: Ray is not installed, a role's pool does not exist, or the cluster is too small; the message names both
@@ -171,7 +172,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         environment: Mapping[str, str] | None = None,
         weight_sync: WeightSync = "auto",
     ) -> None:
-        # Ray itself notices processes that are gone.
+        # Ray itself detects lost processes.
         limits = CallLimits(start_s=start_s, timeout_s=timeout_s, grace_s=grace_s, watchdog_s=watchdog_s, silence_s=math.inf)
         super().__init__(roles, pools=pools, limits=limits)
         if not cpus > 0 or (gpus is not None and gpus < 0):
@@ -186,7 +187,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         if gpus is None:
             gpus = 1.0 if ray.cluster_resources().get("GPU", 0) else 0.0
         self._each = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
-        # Ray's future versions will not hide the GPUs that a process has not asked for.
+        # Future versions of Ray will not hide GPUs from a process that requests none.
         self._comm_backend = comm_backend(weight_sync, gpus)
         self._environment = process_environment(environment, gpus)
         self._actors: dict[str, list[Any]] = {}
@@ -232,7 +233,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
             free = self._ray.available_resources()
             needs = ", ".join(f"{size * each:g} {kind}s ({free.get(kind, 0):g} are free)" for kind, each in self._each.items())
             raise ConfigError(
-                f"pool {pool!r} needs {needs}, which are in use by others in the Ray cluster; free them, or make the pool "
+                f"pool {pool!r} needs {needs}, which other jobs in the Ray cluster are using; free them, or make the pool "
                 "smaller"
             )
         self._actors[pool] = [
@@ -286,18 +287,18 @@ class RayWorkerGroup(RemoteWorkerGroup):
 
 
 def _pickler() -> Any:
-    """Return what brings lambdas and classes of the driver's program to processes that this one started through Ray."""
+    """Return the pickler that carries lambdas and classes of the driver's program to processes started through Ray."""
     from ray import cloudpickle
 
     return cloudpickle
 
 
 def _why(error: Exception) -> str:
-    """Return why an actor died: the first line, and if it could not be created, the error in the last."""
+    """Return why an actor died: the first line, and if creating it failed, the error in the last line."""
     lines = str(error).strip().splitlines()
     return f"{lines[-1]} ({lines[0]})" if "creation task" in lines[0] else lines[0]
 
 
 def _array(part: FramePart) -> Any:
-    """Return a part as an array, which processes map from Ray's object store without a copy."""
+    """Return a part as an array, which processes map from Ray's object store without copying."""
     return np.frombuffer(part, dtype=np.uint8)

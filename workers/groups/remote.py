@@ -28,22 +28,22 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def process_environment(environment: Mapping[str, str] | None, gpus: float) -> dict[str, str]:
-    """Return the environment variables of a group's processes, beside those of the controller.
+    """Return the environment variables that a group's processes get in addition to the controller's.
 
     Args:
         environment: Those that the caller adds.
-        gpus: The number of GPUs per process. With 0 the GPUs of the machine are hidden: a process that sees one computes there, as rank 0
-            of every pool would on the first.
+        gpus: The number of GPUs per process. With 0 the machine's GPUs are hidden, because a process that sees one uses it: rank 0 of
+            every pool would compute on the first.
 
     Raises:
-        ConfigError: A value is not a text, or the caller chooses the GPUs.
+        ConfigError: A value is not a string, or the caller chooses the GPUs.
     """
     variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
     if wrong := [name for name, value in variables.items() if not isinstance(value, str)]:
         raise ConfigError(f"environment={{{wrong[0]!r}: {variables[wrong[0]]!r}}}; the value must be a str")
     if VISIBLE in variables:
         raise ConfigError(
-            f"environment={{{VISIBLE!r}: {variables[VISIBLE]!r}}}, but gpus={gpus:g} says which GPUs a process sees; set the variable for the "
+            f"environment={{{VISIBLE!r}: {variables[VISIBLE]!r}}}, but gpus={gpus:g} decides which GPUs a process sees; set the variable for the "
             "controller, whose GPUs are divided among its processes"
         )
     return variables if gpus else {**variables, VISIBLE: ""}
@@ -57,13 +57,13 @@ def comm_backend(weight_sync: WeightSync, gpus: float) -> CommBackend:
         gpus: The number of GPUs per process.
 
     Raises:
-        ConfigError: There is no such way, or NCCL is asked for where a process has no GPU of its own.
+        ConfigError: There is no such way, or NCCL is requested where a process does not have its own GPU.
     """
     if weight_sync not in get_args(WeightSync):
         raise ConfigError(f"weight_sync={weight_sync!r}; it must be one of {', '.join(get_args(WeightSync))}")
     if weight_sync == "nccl" and gpus < 1:
         raise ConfigError(
-            f"weight_sync=nccl with gpus={gpus:g}: in a communicator of NCCL each process needs a GPU of its own; use tcp or auto"
+            f"weight_sync=nccl with gpus={gpus:g}: each process of an NCCL communicator needs its own GPU; use tcp or auto"
         )
     if weight_sync == "auto":
         return "nccl" if gpus >= 1 else ""
@@ -72,14 +72,14 @@ def comm_backend(weight_sync: WeightSync, gpus: float) -> CommBackend:
 
 @dataclass(frozen=True, kw_only=True)
 class CallLimits:
-    """How long the processes of a group may take, in seconds.
+    """The time limits of a group's processes, in seconds.
 
     Args:
-        start_s: To start, and to meet.
-        timeout_s: To wait for their peers in a collective.
-        grace_s: To finish after another one failed.
-        watchdog_s: To go on without progress; 0 is without limit.
-        silence_s: To give no sign of life.
+        start_s: For starting and the rendezvous.
+        timeout_s: For waiting for peers in a collective.
+        grace_s: For finishing after another process has failed.
+        watchdog_s: For running without progress; 0 for no limit.
+        silence_s: For running without a heartbeat.
     """
 
     start_s: float
@@ -99,7 +99,7 @@ class CallLimits:
 
     @property
     def building_s(self) -> float:
-        """The watchdog's time for building a role, which reads a model and imports much before it makes progress."""
+        """The watchdog's limit for building a role, which reads a model and imports many modules before it makes progress."""
         return max(self.watchdog_s, self.start_s) if self.watchdog_s else 0.0
 
     @property
@@ -109,14 +109,14 @@ class CallLimits:
 
 
 class RemoteWorkerGroup(WorkerGroup):
-    """Roles on pools of processes that are not this one. Threads may share a group; their calls run one after the other.
+    """Roles on pools of other processes. Threads may share a group; their calls run one after the other.
 
     A subclass calls `_start` at the end of its constructor.
 
     Args:
         roles: The roles by name, each with the name of the pool that it runs on.
         pools: The number of processes of each pool, by name. A role's parallel layout must fit its pool.
-        limits: How long the processes may take.
+        limits: The time limits of the processes.
 
     Raises:
         ConfigError: A role's pool does not exist, or a pool has no processes.
@@ -126,7 +126,7 @@ class RemoteWorkerGroup(WorkerGroup):
         super().__init__(roles)
         pools = {"main": 1} if pools is None else pools
         if not isinstance(pools, Mapping) or not pools:
-            raise ConfigError(f"pools={pools!r}; give the number of processes of each pool, for example {{'main': 2}}")
+            raise ConfigError(f"pools={pools!r}; pass the number of processes of each pool, for example {{'main': 2}}")
         for name, size in pools.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"pools={{{name!r}: {size!r}}}; give the number of its processes, at least 1")
@@ -145,9 +145,9 @@ class RemoteWorkerGroup(WorkerGroup):
         self._infos: dict[str, list[RankInfo]] = {}
         self._broken: str | None = None
         self._lost_pools: dict[str, str] = {}
-        """Why the processes of a pool are gone, of pools without which the others go on."""
+        """Why the processes of a pool are gone, for lost pools that the others keep running without."""
         self._incarnations = dict.fromkeys(pools, 0)
-        """How often the processes of each pool have been started."""
+        """How many times the processes of each pool have been started."""
         self._started = False
         self._generation = 0
         self._flights: list[tuple[FlushManifest, Callable[[], bool], Callable[[], None]]] = []
@@ -163,18 +163,18 @@ class RemoteWorkerGroup(WorkerGroup):
 
     @abstractmethod
     def _end_pool(self, pool: str) -> None:
-        """End the processes of a pool by force, and release their resources."""
+        """Kill the processes of a pool, and release their resources."""
 
     @abstractmethod
     def _comm_id(self, pool: str) -> str:
-        """Return the id with which the processes of a pool meet."""
+        """Return the id that the processes of a pool use for their rendezvous."""
 
     @abstractmethod
     def _end_processes(self, *, politely: bool) -> None:
         """End all processes and release their resources.
 
         Args:
-            politely: Whether they are idle, and can be asked to.
+            politely: Whether they are idle and can be asked to exit.
         """
 
     @abstractmethod
@@ -208,7 +208,7 @@ class RemoteWorkerGroup(WorkerGroup):
             self._started = True
 
     def _start_processes(self, pools: Collection[str], requests: Mapping[str, Initialize]) -> None:
-        """Start the processes of pools, let them meet, connect them to those of other pools, and build their roles."""
+        """Start the processes of pools, run their rendezvous, connect them to the other pools, and build their roles."""
         for pool in pools:
             self._incarnations[pool] += 1
             self._channels[pool] = list(self._start_pool(pool))
@@ -225,7 +225,7 @@ class RemoteWorkerGroup(WorkerGroup):
         return [worker_id(pool, rank) for pool in pools for rank in range(self._sizes[pool])]
 
     def _connect_pools(self, new: Sequence[WorkerId]) -> None:
-        """Let new processes listen for the data of other pools, and tell all where."""
+        """Let new processes listen for the data of other pools, and send all processes the addresses."""
         keys = self._link_keys()
         listen: dict[str, list[Request]] = {
             name: [
@@ -280,7 +280,7 @@ class RemoteWorkerGroup(WorkerGroup):
                 for role, folder in (checkpoints or {}).items():
                     self.call(role, "load_checkpoint", folder)
             except BaseException as e:
-                # Otherwise it would go on from the weights that it began with.
+                # Otherwise the role would continue from its initial weights.
                 self._end(f"rebuild could not load {role} from {folder}: {type(e).__name__}")
                 raise
 
@@ -293,7 +293,7 @@ class RemoteWorkerGroup(WorkerGroup):
             self._broken = self._broken or "it was closed"
 
     def _end(self, reason: str) -> None:
-        # Noted first: whatever happens next, these connections are not used again. The first reason stays.
+        # Recorded first, so that these connections are not used again even if the next steps fail. The first reason stays.
         self._broken = self._broken or reason
         self.close()
 
@@ -304,8 +304,8 @@ class RemoteWorkerGroup(WorkerGroup):
         requests = {name: role.request(name) for name, role in self.roles.items() if role.pool == pool}
         with self._lock:
             self._check_whole()
-            self._lose(pool, "its processes are started again")
-            # They have failed with their processes, which have gone; their replies are not those of the new ones.
+            self._lose(pool, "its processes are being restarted")
+            # These calls failed with the old processes; their replies must not be mixed with those of the new ones.
             for manifest, _, collect in list(self._flights):
                 if any(pool_of(worker) == pool for worker in manifest.workers):
                     collect()
@@ -329,7 +329,7 @@ class RemoteWorkerGroup(WorkerGroup):
         return dict(self._lost_pools)
 
     def _lose(self, pool: str, reason: str) -> None:
-        """End what is left of a pool. The others go on."""
+        """End the remaining processes of a pool. The other pools keep running."""
         if pool not in self._lost_pools:
             self._lost_pools[pool] = reason
             self._end_pool(pool)
@@ -340,7 +340,7 @@ class RemoteWorkerGroup(WorkerGroup):
         for pool in pools:
             if pool in self._lost_pools:
                 raise WorkerLostError(
-                    f"pool {pool!r} cannot be used: {self._lost_pools[pool]}; restart_pool({pool!r}) starts its processes again, without "
+                    f"pool {pool!r} cannot be used: {self._lost_pools[pool]}; restart_pool({pool!r}) restarts its processes, without "
                     "their state"
                 )
 
@@ -354,7 +354,7 @@ class RemoteWorkerGroup(WorkerGroup):
 
     @property
     def controller_bytes(self) -> int:
-        """The size of all messages between the controller and its workers so far, since they were started."""
+        """The total size of messages between the controller and its workers since they were started, in bytes."""
         return sum(channel.bytes_sent + channel.bytes_received for channels in self._channels.values() for channel in channels)
 
     # ---- requests ----------------------------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ class RemoteWorkerGroup(WorkerGroup):
                     call.replies = self._collect(call.title, reply_by_worker, channels)
                     continue
                 except WorkerError as e:
-                    # That the requests of the flush differ is a consequence, where one of them says why.
+                    # Where one request has its own error, the mismatch of the flush only follows from it.
                     error = flush_error if flush_error is not None and str(e).startswith("ManifestError") else e
             call.fail(error or WorkerLostError(f"{call.title} was not answered: {self._broken}"))
         self._in_flight.remove(manifest)
@@ -473,13 +473,14 @@ class RemoteWorkerGroup(WorkerGroup):
 
     def _post(self, requests: Mapping[str, Sequence[Request]]) -> dict[str, Sequence[PendingReply]]:
         """Send each process its requests."""
-        # What several processes are sent is converted once.
+        # Values sent to several processes are converted once.
         plain: dict[int, tuple[Request, list[FramePart]]] = {}
         for request in (request for worker_requests in requests.values() for request in worker_requests):
             if id(request) not in plain:
-                # Nothing changes before the replies are here, so no tensor needs a copy.
+                # Nothing changes until the replies have arrived, so tensors need not be copied.
                 plain[id(request)] = dump(request, self._names, copy=False)
-        # Encoded first: if a value could not be sent, some ranks would otherwise be in a collective without the others.
+        # Encode everything before sending: a value that cannot be encoded would otherwise leave some ranks in a collective without
+        # the others.
         encoded = {
             name: [self._channel(name).encode(*plain[id(request)]) for request in worker_requests]
             for name, worker_requests in requests.items()
@@ -520,12 +521,12 @@ class RemoteWorkerGroup(WorkerGroup):
         }
 
     def _fail(self, outcomes: Sequence[ReplyOutcome]) -> None:
-        # Where processes died, the errors of others follow from that; and what one pool only reports, or only waits for, from another
-        # one's.
+        # Where processes died, the errors of the others follow from that. An error that a pool only reports, or a wait in it, follows
+        # from another pool's error.
         worst = min(outcomes, key=lambda outcome: (not outcome.ended, not outcome.own_errors, outcome.whole))
         lost = [outcome.pool for outcome in outcomes if not outcome.whole]
         hint = ""
-        # A pool whose processes have all answered can go on without the one that is lost.
+        # A pool whose processes have all answered can keep running without the lost one.
         if len({*self._lost_pools, *lost}) == len(self._sizes) or not self._started:
             if lost:
                 self._end(worst.reason())
@@ -533,6 +534,6 @@ class RemoteWorkerGroup(WorkerGroup):
         else:
             for pool in lost:
                 self._lose(pool, worst.reason())
-            hint = f"restart_pool({worst.pool!r}) starts these processes again, rebuild() the group"
+            hint = f"restart_pool({worst.pool!r}) restarts these processes, rebuild() the group"
         others = [outcome for outcome in outcomes if outcome is not worst]
         worst.fail(hint, others)

@@ -1,4 +1,4 @@
-"""The replies of all processes of a pool to one request, and the error that they amount to."""
+"""The replies of all processes of a pool to one request, and the error that results from them."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,19 +43,19 @@ class ReplyChannel(Protocol):
     bytes_received: int
 
     def encode(self, request: Request, parts: Sequence[FramePart]) -> Any:
-        """Return a message that can be sent: a request whose values are plain data, with the parts that hold tensors.
+        """Encode a message: a request whose values are plain data, with the parts that hold tensors.
 
         Raises:
-            ValueError: The request holds what no message can express.
+            ValueError: The request holds a value that cannot be encoded.
         """
         ...
 
     def send(self, messages: Sequence[Any]) -> Sequence[PendingReply]:
-        """Send messages of `encode` one after the other, without any of another thread between them."""
+        """Send encoded messages in order, without messages of other threads between them."""
         ...
 
     def silence_s(self) -> float:
-        """Return for how many seconds the process has given no sign of life; 0 if that is not known."""
+        """Return the seconds since the process's last heartbeat; 0 if unknown."""
         ...
 
 
@@ -64,9 +64,9 @@ class ReplyTimeouts:
     """How long to wait for replies.
 
     Args:
-        grace_s: For how many seconds the others may finish after one process failed.
-        silence_s: After how many seconds without a sign of life a process counts as dead.
-        limit_s: For how many seconds to wait altogether; None is without limit.
+        grace_s: How long the other processes may take to finish after one failed, in seconds.
+        silence_s: The time without a heartbeat after which a process counts as dead, in seconds.
+        limit_s: The total time to wait, in seconds; None for no limit.
     """
 
     grace_s: float
@@ -76,16 +76,16 @@ class ReplyTimeouts:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyOutcome:
-    """What has come of one request.
+    """The outcome of one request.
 
     Args:
         pool: The pool.
-        what: What was asked, for messages.
-        patience: How long the processes had.
+        what: The name of the operation, for messages.
+        patience: The time limits of the processes.
         replies: The replies by rank.
         lost: Why a process died, by rank.
-        hung: The ranks without a reply that gave signs of life.
-        silent: The ranks without a reply that gave none.
+        hung: The ranks without a reply that still sent heartbeats.
+        silent: The ranks without a reply that did not.
     """
 
     pool: str
@@ -103,34 +103,34 @@ class ReplyOutcome:
 
     @property
     def own_errors(self) -> dict[int, Error]:
-        """The errors that are not reports of another rank's, by rank."""
+        """The ranks' own errors, without those that report another rank's error, by rank."""
         return {
             rank: error
             for rank, error in self.errors.items()
-            # That the requests differ is told by all ranks, and by some of them why.
+            # All ranks report that the requests differ; only some report the cause.
             if not error.echo and error.kind not in ("manifest_mismatch", "watchdog")
         }
 
     @property
     def whole(self) -> bool:
-        """Whether all processes can be used further."""
+        """Whether all processes can still be used."""
         return not (self.hung or self.ended)
 
     @property
     def ended(self) -> bool:
-        """Whether a process ended by itself, from which all other errors follow."""
+        """Whether a process exited by itself, which caused all other errors."""
         return bool(self.lost or self.silent) or any(error.kind == "watchdog" for error in self.errors.values())
 
     def fail(self, hint: str, others: Sequence["ReplyOutcome"] = ()) -> NoReturn:
-        """Raise the error that the replies amount to, the reason first.
+        """Raise the error that results from the replies, with the cause first.
 
         Args:
-            hint: The way out where processes have to be started again.
-            others: What has come of the request in other pools.
+            hint: The advice to the user where processes have to be restarted.
+            others: The outcomes of the request in other pools.
 
         Raises:
             WorkerError: A process failed; the cause is its error.
-            WorkerLostError: A process died, hung, or gave no sign of life.
+            WorkerLostError: A process died, hung, or stopped sending heartbeats.
         """
         watched = {rank: error for rank, error in self.errors.items() if error.kind == "watchdog"}
         own_errors = self.own_errors
@@ -171,7 +171,7 @@ class ReplyOutcome:
         raise kind("\n".join([*messages, hint] if hint else messages)) from cause
 
     def reason(self) -> str:
-        """Return the first line of the error, which stays the reason why the group cannot be used."""
+        """Return the first line of the error, recorded as the reason why the group cannot be used."""
         try:
             self.fail("")
         except WorkerError as e:
@@ -184,16 +184,16 @@ def read_replies(
     channels: Mapping[str, Sequence[ReplyChannel]],
     patience: ReplyTimeouts,
 ) -> list[ReplyOutcome]:
-    """Wait for the replies of all processes, also after one has failed, so that none is left for the next request.
+    """Wait for the replies of all processes, even after one has failed, so that none is left for the next request.
 
     Args:
-        what: What was asked, for messages.
+        what: The name of the operation, for messages.
         pending: The replies, by pool and rank.
         channels: The connections of each pool, in rank order.
-        patience: How long to wait.
+        patience: The time limits.
 
     Returns:
-        What has come of it in each pool.
+        The outcome in each pool.
     """
     asked = {(pool, rank): reply for pool, by_rank in pending.items() for rank, reply in by_rank.items()}
     names: dict[Future[Any], tuple[str, int]] = {reply.future: name for name, reply in asked.items()}
@@ -205,11 +205,11 @@ def read_replies(
     silent: list[tuple[str, int]] = []
     while waiting:
         now = time.monotonic()
-        # Recomputed every time: a process that was stopped for a while may go on.
+        # Recomputed every time: a suspended process may resume.
         silent = sorted(names[f] for f in waiting if _silence_s(channels, names[f]) > patience.silence_s)
         silent_since = min(silent_since, now) if silent else float("inf")
         limit = float("inf") if patience.limit_s is None else started + patience.limit_s
-        # After a failure the others, of other pools too, may be waiting for the one that failed.
+        # After a failure the other processes, also those of other pools, may be waiting for the failed one.
         deadline = min(limit, failed_at + patience.grace_s, silent_since + patience.grace_s)
         if now >= deadline:
             break

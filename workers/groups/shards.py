@@ -18,7 +18,7 @@ class Shards:
 
     Args:
         workers: The processes that run the call, in rank order.
-        infos: Where each stands in the role's layout.
+        infos: The position of each in the role's layout.
         assignment: The rows of each shard.
     """
 
@@ -49,8 +49,8 @@ class ShardedSamples:
 
     Args:
         ref: The samples.
-        shards: Who works on which of them.
-        extra_fields: The names of fields that nothing needs to read.
+        shards: Their assignment to workers.
+        extra_fields: The names of fields that need not be read by anything.
 
     Raises:
         DataMissingError: Samples were dropped, or lack a column.
@@ -67,16 +67,16 @@ class ShardedSamples:
         if not len(self.ref):
             raise BatchError("the batch has no samples")
         columns = {name: self.ref.buffer.column(self.ref.ids, key) for name, key in self.ref.keys.items()}
-        # A process that has no sample needs the types, and the others have the numbers of rows.
+        # A process without samples needs the types; the others know the numbers of rows.
         self.fields = {name: Column(c.key, c.dtype, c.per, c.tail) for name, c in columns.items()}
 
     @property
     def common(self) -> object:
-        """What is the same for all processes, as plain data."""
+        """The part that is the same for all processes, as plain data."""
         return self.ref.ids, sorted(self.ref.keys.items())
 
     def part(self, worker: WorkerId) -> dict[str, Any]:
-        """Return the fields of a message that say which samples a process works on."""
+        """Return the message fields that list the samples of a process."""
         rows = self.shards.rows_of(worker)
         return {
             "ids": [self.ref.ids[row] for row in rows],

@@ -1,4 +1,4 @@
-"""Comparison of short values between ranks, through the store of their rendezvous: unlike a collective, it cannot deadlock."""
+"""Comparison of short values between ranks through the rendezvous store, which cannot deadlock like a collective."""
 
 import time
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ class Agreement:
 
     Args:
         rank: The rank in the default process group.
-        flush_s: For how long to wait for ranks that were sent the same message, in seconds.
-        timeout_s: For how long to wait for ranks that are at work.
-        name: Distinguishes comparisons of different workers that follow each other in one process.
+        flush_s: The time limit for ranks that received the same message, in seconds.
+        timeout_s: The time limit for ranks that are computing, in seconds.
+        name: Distinguishes the comparisons of successive workers in one process.
     """
 
     def __init__(self, rank: int, flush_s: float, timeout_s: float, name: str = "") -> None:
@@ -30,23 +30,23 @@ class Agreement:
         self._last: dict[tuple[int, ...], str] = {}
 
     def compare(self, key: str, ranks: Sequence[int], value: str, text: str, *, long: bool = False) -> list[str]:
-        """Compare a value with that of other ranks, each of which calls this with the same key.
+        """Compare a value with that of other ranks, which all call this with the same key.
 
         Args:
-            key: A key, which the last comparison of these ranks did not have.
+            key: A key that differs from that of the last comparison of these ranks.
             ranks: The ranks.
-            value: What must be the same.
-            text: The error of the other ranks if it is not.
-            long: Whether the others may be at work, instead of having been sent the same message.
+            value: The value that must be equal.
+            text: This rank's error message if the values differ.
+            long: Whether the others may be computing, rather than having received the same message.
 
         Returns:
-            Nothing if the values are the same. Otherwise the text of every rank, or that it did not come.
+            An empty list if the values are equal. Otherwise the text of every rank, or that it did not arrive.
         """
         store, members = self._store, tuple(ranks)
         if self._last.get(members) == key:
             key += "/again"
         self._last[members] = key
-        # All ranks have left the comparison before the last one: they have come to the last one.
+        # All ranks have finished the comparison before the last one, because they have reached the last one.
         before_last, self._own[members] = self._own.get(members, ([], []))[0], (self._own.get(members, ([], []))[1], [])
         for name in before_last:
             store.delete_key(name)
@@ -55,7 +55,7 @@ class Agreement:
         store.add(f"{key}/value/{value}", 1)
         store.add(f"{key}/rank/{self._rank}", 1)
         if store.add(f"{key}/count", 1) == len(ranks):
-            # The last one decides: all others have counted their values.
+            # The last rank decides: all others have already counted their values.
             same = store.add(f"{key}/value/{value}", 0) == len(ranks)
             self._decide(key, "same" if same else "differ")
             # All ranks have left the comparison before this one.
@@ -79,11 +79,11 @@ class Agreement:
             except RuntimeError:
                 # A timeout, of a type that depends on the store; without a store, the next call fails too.
                 if left <= _SLICE_S:
-                    # Whoever comes later is told so at once.
+                    # Ranks that arrive later get the result immediately.
                     self._decide(key, "differ")
                     return
             if working:
-                # Who waits for one that works is not wedged; that one has a watchdog of its own.
+                # Waiting for a rank that computes is progress; that rank has its own watchdog.
                 progress.advance()
 
     def _decide(self, key: str, result: str) -> None:

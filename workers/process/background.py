@@ -1,4 +1,4 @@
-"""A thread that serves requests which may take long and need no device. Imports no torch."""
+"""A thread that serves slow requests that do not need a device. Does not import torch."""
 
 import threading
 from collections import deque
@@ -11,7 +11,7 @@ class Background:
     """Serves requests one after the other in a daemon thread.
 
     Args:
-        serve: Returns what sends the reply to a request.
+        serve: Serves a request, and returns a function that sends the reply.
     """
 
     def __init__(self, serve: Callable[[Request], Callable[[], None]]) -> None:
@@ -35,7 +35,7 @@ class Background:
             return len(self._requests)
 
     def take_rest(self) -> list[Request]:
-        """Return the requests without a reply, which this thread will not send any more: the worker ends."""
+        """Return the requests that this thread will no longer answer, because the worker ends."""
         with self._changed:
             remaining = [*([] if self._running is None else [self._running]), *self._requests]
             self._requests.clear()

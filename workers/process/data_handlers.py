@@ -49,7 +49,7 @@ def train_step(worker: ModelWorker, request: c.TrainStep) -> c.TrainStepOk:
 
 
 def generate(worker: ModelWorker, request: c.Generate) -> c.GenerateOk:
-    """Generate, and store the responses as samples, each as a document with its prompt. After a `cancel` it ends with those so far."""
+    """Generate, and store each completion with its prompt as a sample. After a `cancel` it ends with the tokens so far."""
     with cancellable(lambda: request.id in worker.cancelled):
         result = _run(worker, request, {})
     answers = [(row, k, g) for row, samples in zip(request.rows, result, strict=True) for k, g in enumerate(samples)]
@@ -58,7 +58,7 @@ def generate(worker: ModelWorker, request: c.Generate) -> c.GenerateOk:
     prompts = dict(zip(request.rows, request.ids, strict=True))
     batch = to_batch([g for _, _, g in answers])
     if any(key.startswith(MEDIA) for key in request.fields):
-        # What a prompt has belongs to each of its completions.
+        # The fields of a prompt are copied to each of its completions.
         with_prompts = batch_for(worker, request)
         places = {row: i for i, row in enumerate(request.rows)}
         batch = replace(batch, media=with_prompts.select([places[row] for row, _, _ in answers]).media)
@@ -70,7 +70,7 @@ def generate(worker: ModelWorker, request: c.Generate) -> c.GenerateOk:
         ids=ids,
         lengths=batch.lengths,
         fields={name: column for name, (column, _) in fields.items()},
-        # Unlike those of other calls: responses of several calls may become one batch.
+        # Distinct from those of other calls, because completions of several calls may become one batch.
         group_ids=[(request.version << 32) + row for row, _, _ in answers],
     )
 
@@ -117,7 +117,7 @@ def _check_rows(request: c.Inference, returns: str, result: Mapping[str, Tensor]
 def _store(
     worker: ModelWorker, ids: Sequence[str], lengths: Sequence[int], fields: Mapping[str, tuple[Column, Tensor]]
 ) -> None:
-    # A role may go on working with what it has returned, and a view would keep the memory of the whole.
+    # A copy: a role may keep using its results, and a view would keep the memory of the whole tensor alive.
     worker.data.store.put(ids, lengths, [(column, values.clone()) for column, values in fields.values()])
 
 
@@ -144,7 +144,7 @@ def fetch(worker: ModelWorker, request: d.Fetch) -> d.FetchOk:
 
 
 def spec(worker: ModelWorker, request: d.Spec) -> d.SpecOk:
-    """Say how large a data set is."""
+    """Return the size of a data set."""
     check_role(worker, request.role)
     dataset = worker.host.dataset(request.role)
     return d.SpecOk(samples=len(dataset), shard=dataset.shard_size, position=dataset.position)
@@ -183,14 +183,14 @@ def clear_data_cache(worker: ModelWorker, request: d.ClearDataCache) -> d.ClearD
     """Drop samples."""
     store = worker.data.store
     dropped, deferred = store.drop(request.ids, request.keys)
-    # torch's allocator keeps the memory for the next samples. To unmap it would wait for the device, which is computing.
+    # torch's allocator keeps the memory for the next samples. Unmapping it would wait for the device, which is computing.
     return d.ClearDataCacheOk(dropped=dropped, deferred=deferred, samples=len(store), bytes_held=store.bytes_held)
 
 
 def listen(worker: ModelWorker, request: d.Listen) -> d.Listening:
     """Open the socket for the data of other pools."""
     if worker.data.links is not None:
-        raise OpError("bad_request", f"{worker.id} listens already, at {worker.data.links.address}")
+        raise OpError("bad_request", f"{worker.id} is already listening at {worker.data.links.address}")
     worker.data.links = Links(
         worker.id,
         request.endpoint,
@@ -203,7 +203,7 @@ def listen(worker: ModelWorker, request: d.Listen) -> d.Listening:
 
 
 def peers(worker: ModelWorker, request: d.Peers) -> d.PeersOk:
-    """Learn where the other workers listen."""
+    """Set the addresses of the other workers."""
     if worker.data.links is None:
         raise OpError("bad_request", f"{worker.id} does not listen; send listen first")
     worker.data.links.set_addresses(request.addresses, request.incarnations)

@@ -1,9 +1,9 @@
-"""What a flush runs: the check that all ranks have the same requests, and the order of hooks and calls.
+"""The execution of a flush: the check that all ranks have the same requests, and the order of hooks and calls.
 
     all hooks before calls, in the order of the requests
     for each request, those on fewer processes first, then by id: the call, its hooks after it, its reply
 
-Every rank goes through the same order and leaves out what it has no part in, so no collective can meet another one.
+Every rank follows the same order and skips the steps that it does not take part in, so collectives always match.
 """
 
 import hashlib
@@ -23,19 +23,19 @@ CallOutcome = tuple[Request, Reply | BaseException]
 
 
 def run_flush(worker: ModelWorker, flush: Flush, requests: Sequence[ComputeRequest]) -> Iterator[CallOutcome]:
-    """Run the requests that wait for a flush, and yield what has come of the flush and of each of them.
+    """Run the pending requests, and yield the outcomes of the flush and of each request.
 
     Args:
         worker: The worker.
         flush: The flush.
-        requests: The requests that have come since the last flush, in the order of their coming.
+        requests: The requests that have arrived since the last flush, in order of arrival.
     """
     ranks = sorted(set(flush.ranks)) or list(range(worker.settings.world_size))
     problem: Exception | None
     try:
         with worker.executing(flush, "flush: comparing requests"):
             problem = _compare(worker, flush, requests, ranks)
-    except Exception as e:  # the reply to the flush and to all requests, none of which runs
+    except Exception as e:  # the reply to the flush and to all requests; none of them runs
         problem = e
     if problem is not None:
         yield from ((request, problem) for request in (flush, *requests))
@@ -59,7 +59,7 @@ def run_flush(worker: ModelWorker, flush: Flush, requests: Sequence[ComputeReque
                 error = error or all_failures.get(request.id)
         for hook in request.post_hooks:
             if error is not None and not isinstance(error, HookError):
-                # Who waits for this process in another pool is told why nothing comes.
+                # Processes of other pools that wait for this one get the reason.
                 abandon_hook(worker, hook, f"{worker.title_of(request)} failed: {error}")
                 continue
             try:
@@ -67,7 +67,7 @@ def run_flush(worker: ModelWorker, flush: Flush, requests: Sequence[ComputeReque
             except AbandonedError:
                 raise
             except RemoteError as e:
-                # What failed elsewhere may be the call.
+                # The failure on another rank may be that of the call.
                 error = e
             except BaseException as e:  # the request's reply
                 what = f"the hook {name_of(hook)} after {worker.title_of(request)} failed; the call itself did not"
@@ -89,11 +89,11 @@ def _prepare(
     ranks: Sequence[int],
     results: dict[Any, list[Any]],
 ) -> dict[Any, BaseException]:
-    """Run the hooks before the calls and look for the samples that they need; return the requests that have failed on any rank."""
+    """Run the hooks before the calls and look up the samples that they need; return the requests that have failed on any rank."""
     failures: dict[Any, BaseException] = {}
     for request in requests:
         for hook in request.pre_hooks:
-            # The other ranks cannot know yet that a hook has failed here, so all of them run.
+            # The other ranks do not know yet that a hook has failed here, so all hooks run.
             try:
                 results[request.id].append(_run_hook(worker, request, hook, "before"))
             except AbandonedError:
@@ -135,7 +135,7 @@ def _compare(
 
 
 def _difference(flush: Flush, requests: Sequence[ComputeRequest]) -> str | None:
-    """Return how the requests that are here differ from those of the flush; None if they do not."""
+    """Return how this rank's requests differ from those of the flush; None if they do not."""
     expected, have = list(flush.ids), [request.id for request in requests]
     doubled = [number for i, number in enumerate(have) if number in have[:i]]
     if doubled:
@@ -159,26 +159,26 @@ def _exchange_failures(
     failures: dict[Any, BaseException],
     ranks: Sequence[int],
 ) -> dict[Any, Exception]:
-    """Tell all ranks of this pool which requests have failed here, and return those that have failed elsewhere."""
+    """Share which requests have failed here with all ranks of this pool, and return those that have failed elsewhere."""
     if len(ranks) < 2:
         return {}
     rank = worker.settings.rank
     own_failures = [[number, f"rank {rank} failed: {error}"] for number, error in failures.items()]
     try:
-        # Under the name of a request: the flush has been answered.
+        # Reported under the name of a request, because the flush has already been answered.
         with worker.executing(request, f"waiting for other ranks before {worker.title_of(request)}"):
             value = f"rank {rank}" if own_failures else ""
             texts = worker.agreement.compare(
                 f"{_key(flush)}/{stage}", ranks, value, json.dumps(own_failures) if own_failures else "", long=True
             )
-    except Exception as e:  # of the store: whether the others go on is not known
+    except Exception as e:  # raised by the store: whether the others continue is unknown
         return dict.fromkeys(flush.ids, e)
     errors: dict[Any, Exception] = {}
     for text in filter(None, texts):
         try:
             failures_of_rank = json.loads(text)
         except ValueError:
-            # A rank that did not come: all requests are affected.
+            # A rank did not arrive, which affects all requests.
             failures_of_rank = [[number, text] for number in flush.ids]
         for number, reason in failures_of_rank:
             errors.setdefault(number, RemoteError(reason))

@@ -35,18 +35,18 @@ def hello(worker: ModelWorker, request: m.Hello) -> m.Welcome:
 
 
 def ping(worker: ModelWorker, request: m.Ping) -> m.Pong:
-    """Say who is here."""
+    """Return the rank and device of this worker."""
     settings = worker.settings
     return m.Pong(rank=settings.rank, world_size=settings.world_size, cuda_device=settings.device)
 
 
 def cancel(worker: ModelWorker, request: m.Cancel) -> m.CancelOk:
-    """Take a request out of the queue, or let it end early."""
+    """Remove a request from the queue, or end it early."""
     return m.CancelOk(found=worker.cancel_request(request))
 
 
 def shutdown(worker: ModelWorker, request: m.Shutdown) -> m.Bye:
-    """Free all roles; the request loop then ends, whatever they say to it."""
+    """Free all roles; the request loop then ends, even if they raise errors."""
     try:
         worker.close()
     except Exception:
@@ -66,7 +66,7 @@ def init(worker: ModelWorker, request: m.Init) -> m.InitOk:
         raise OpError("bad_request", str(e)) from None
     if worker.joined is not None:
         other = "" if worker.joined == comm_id else ", by another comm_id: are there two controllers?"
-        raise OpError("nccl_init_failed", f"rank {settings.rank} has its communicator already{other}")
+        raise OpError("nccl_init_failed", f"rank {settings.rank} already has its communicator{other}")
     settings.export()
     import torch
 
@@ -95,13 +95,13 @@ def init(worker: ModelWorker, request: m.Init) -> m.InitOk:
 
 
 def nccl_sanity_check(worker: ModelWorker, request: m.NcclSanityCheck) -> m.NcclSanityResult:
-    """Add up one number over all ranks."""
+    """Sum one number over all ranks."""
     import torch
     import torch.distributed as dist
 
     check_joined()
     device = torch.device("cuda", worker.settings.device) if torch.cuda.is_available() else torch.device("cpu")
-    # Neither NCCL nor gloo adds uint32; a sum of at most 2^31 ranks is the same in int32.
+    # Neither NCCL nor gloo supports uint32; a sum over fewer than 2^31 ranks is the same in int32.
     one = torch.ones(1, dtype=torch.int32, device=device)
     dist.all_reduce(one)
     observed = int(one.item())
@@ -114,7 +114,7 @@ def check_joined() -> None:
     """Check that the process group is initialized.
 
     Raises:
-        OpError: They have not.
+        OpError: It is not.
     """
     import torch.distributed as dist
 

@@ -10,7 +10,7 @@ from .worker import ModelWorker
 
 
 def run_hook(worker: ModelWorker, request: ComputeRequest, hook: WireHook) -> Any:
-    """Run one hook, and return its result for the reply. Collective over the processes that are sent it."""
+    """Run one hook, and return its result for the reply. Collective over the processes that receive it."""
     if isinstance(hook, DataTransferHook):
         worker.data.run(worker.id, hook.rounds, hook.title)
         return None
@@ -34,7 +34,7 @@ def run_hook(worker: ModelWorker, request: ComputeRequest, hook: WireHook) -> An
 
 
 def abandon_hook(worker: ModelWorker, hook: WireHook, reason: str) -> None:
-    """Tell processes of other pools, which wait for this one, that a hook does not run here."""
+    """Notify waiting processes of other pools that a hook does not run here."""
     if not isinstance(hook, SyncParams) or worker.data.links is None:
         return
     waiting: Sequence[str] = ()

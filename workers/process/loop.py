@@ -1,9 +1,9 @@
 """The request loop of a model worker process: an I/O thread, and the executor on the main thread.
 
-The I/O thread reads frames, answers immediate operations, beats, and watches the executor. The executor alone owns the device and
-takes part in collectives; requests that wait for a flush are collected there. Data sets are read by a third thread. Requests that
-share a model go to its scheduler, which the executor advances step by step. Frames without an id are answered strictly in order; only
-frames with an id may overtake.
+The I/O thread reads frames, answers immediate operations, sends heartbeats, and monitors the executor. Only the executor uses the device
+and takes part in collectives; it also collects requests until their flush. A third thread reads data sets. Requests that share a model
+go to its scheduler, which the executor advances step by step. Frames without an id are answered strictly in order; only frames with an id
+may be answered out of order.
 """
 
 import logging
@@ -35,16 +35,16 @@ from .worker import AbandonedError, ModelWorker, error_of
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
-"""How often the I/O thread looks at the executor and at the parent process."""
+"""The interval at which the I/O thread checks the executor and the parent process."""
 
 
 class _Waiting:
     """A request in the queue, or a reply that has to wait for its turn.
 
     Args:
-        reply: The reply, if nothing is to be executed.
+        reply: The reply, if there is nothing to execute.
         request: The request.
-        parts: The parts that came with it.
+        parts: The parts of its message.
     """
 
     def __init__(self, reply: Reply | None, request: Request | None = None, parts: Frame = ()) -> None:
@@ -62,7 +62,7 @@ class RequestLoop:
     Args:
         worker: The worker.
         transport: The connection to the controller.
-        parent: The process whose end ends this one; None to not watch any.
+        parent: The process whose end ends this one; None monitors none.
     """
 
     def __init__(self, worker: ModelWorker, transport: Transport, parent: int | None = None) -> None:
@@ -70,7 +70,7 @@ class RequestLoop:
         self._codec = Codec(worker.registry, binary=transport.binary)
         self._queue: deque[_Waiting] = deque()
         self._taken: _Waiting | None = None
-        """On its way from the queue to those that wait for a flush."""
+        """The request that is being moved from the queue to those pending a flush."""
         self._unflushed: list[_Waiting] = []
         self._flushing: list[_Waiting] = []
         self._background = Background(self._serve_data)
@@ -95,7 +95,7 @@ class RequestLoop:
         try:
             self._execute_all()
         except BaseException as e:
-            # Without an executor, the I/O thread would go on answering pings.
+            # Without an executor, the I/O thread would keep answering pings.
             with suppress(OSError):
                 traceback.print_exc()
             self._refuse_rest(f"the worker failed: {type(e).__name__}: {e}")
@@ -116,11 +116,11 @@ class RequestLoop:
             try:
                 if waiting is not None:
                     self._serve(waiting)
-                # In turns, so that neither waits for the end of the other.
+                # Alternate, so that neither blocks the other.
                 if not self._done and self._serving.wait_s() == 0.0:
                     self._serving.run()
             except AbandonedError:
-                # The watchdog has answered, and ends the process.
+                # The watchdog has already answered, and ends the process.
                 threading.Event().wait()
             if self._done:
                 return
@@ -131,7 +131,7 @@ class RequestLoop:
             logger.exception("a role could not be closed")
 
     def _next(self) -> _Waiting | None:
-        """Wait for something to do; return the next request of the queue, if there is one."""
+        """Wait for work; return the next request of the queue, if there is one."""
         with self._changed:
             while not self._queue and not self._ended:
                 wait_s = self._serving.wait_s()
@@ -142,7 +142,7 @@ class RequestLoop:
                 return None
             waiting = self._taken = self._queue.popleft()
             if self._held:
-                # Admitted here, so that an empty queue always means that nothing is left, also at the end of the input.
+                # Admitted here, so that an empty queue always means that no work is left, even at the end of the input.
                 self._queue.append(self._held.popleft())
                 self._transport.wake()
             return waiting
@@ -166,10 +166,10 @@ class RequestLoop:
             self._finish(waiting, reply)
 
     def _hold_back(self, waiting: _Waiting, request: ComputeRequest) -> None:
-        """Keep a request for the next flush. What is wrong with it by itself is told at once; the flush then lacks it."""
+        """Keep a request for the next flush. An invalid request is answered immediately, and is then missing from the flush."""
         try:
             self._worker.check_request(request)
-            # Its id stays: with it the request is found when it is cancelled.
+            # The id is kept, so that the request can be cancelled.
             waiting.request = self._worker.loaded(request, self._loader(waiting))
         except Exception as e:
             self._finish(waiting, error_of(self._worker.registry.of(request), e))
@@ -241,7 +241,7 @@ class RequestLoop:
             if reply.values:
                 from ..protocol.values import dump
 
-                # What is in the data store does not change.
+                # Data in the data store never changes.
                 copy = not isinstance(reply, GetOk)
                 plain, parts = dump(reply, self._worker.names, inline=not self._codec.binary, copy=copy)
             return [self._codec.encode(plain), *parts]
@@ -268,7 +268,7 @@ class RequestLoop:
             if not self._done:
                 self._lose_controller(e)
         except BaseException:
-            # Nobody would answer or end this process any more.
+            # Without the I/O thread, this process could neither answer nor be ended.
             with suppress(OSError):
                 traceback.print_exc()
             exit_process(1)
@@ -313,7 +313,7 @@ class RequestLoop:
         self._send(Error(id=request.id, kind="queue_full", message=f"{limit} requests are waiting; send it again later"))
 
     def _serve_data(self, request: Request) -> Callable[[], None]:
-        """Execute a request that may take long, in a thread of its own."""
+        """Execute a request that may take long, in a separate thread."""
         reply = self._worker.answer(request)
         return lambda: self._send(reply)
 
@@ -334,7 +334,7 @@ class RequestLoop:
                 self._send(waiting.reply or Error(id=request_id, kind="cancelled", message=self._refusal))
                 return
             self._outstanding += 1
-            # Without an id, a refusal could not be told from the reply to an earlier request, so the controller is held back.
+            # Without an id, a refusal could be mistaken for the reply to an earlier request, so the queue blocks the controller instead.
             if self._held or len(self._queue) >= self._worker.settings.queue_size:
                 self._held.append(waiting)
                 return
@@ -355,7 +355,7 @@ class RequestLoop:
             waiting = [*self._queue, *self._held, *([self._taken] if self._taken else []), *self._unflushed, *self._flushing]
             is_known = any(w.number == request_id and isinstance(w.request, Generate) for w in waiting)
             if is_known:
-                # Until it is answered.
+                # Kept until the request is answered.
                 self._worker.cancelled.add(request_id)
             return is_known
 
@@ -367,7 +367,7 @@ class RequestLoop:
             for waiting in [*self._queue, *self._held]:
                 if waiting.request is not None and waiting.request.id == request_id:
                     self._release(waiting)
-                    # In its place, so that the order of replies stays.
+                    # Replaced in place, to keep the order of replies.
                     waiting.reply = Error(id=request_id, kind="cancelled", message="the request was cancelled while it waited")
                     waiting.request, waiting.parts = None, ()
                     return True
@@ -408,11 +408,11 @@ class RequestLoop:
         self._send(beat)
 
     def _lose_controller(self, error: ControllerLostError) -> None:
-        """End at once: the main thread may be in a collective that never ends."""
-        # The reader of standard error has often gone with the controller.
+        """Exit immediately: the main thread may be in a collective that never ends."""
+        # The reader of standard error is often gone together with the controller.
         with suppress(OSError):
             print(f"model worker {self._worker.settings.rank} ends: {error}", file=sys.stderr, flush=True)
         if self._parent is not None and os.getsid(0) == os.getpid():
-            # With everything that this worker has started.
+            # Including everything that this worker has started.
             os.killpg(0, signal.SIGKILL)
         exit_process(1)

@@ -1,4 +1,4 @@
-"""Named numbers of a worker process, which travel to its controller with every beat. Imports no torch."""
+"""Metrics of a worker process, sent to its controller with every heartbeat. Does not import torch."""
 
 import threading
 
@@ -7,18 +7,18 @@ _values: dict[str, float] = {}
 
 
 def add(name: str, value: float = 1.0) -> None:
-    """Add to a number, which begins at 0."""
+    """Add to a metric, which starts at 0."""
     with _lock:
         _values[name] = _values.get(name, 0.0) + value
 
 
 def put(name: str, value: float) -> None:
-    """Set a number."""
+    """Set a metric."""
     with _lock:
         _values[name] = float(value)
 
 
 def snapshot() -> dict[str, float]:
-    """Return all numbers."""
+    """Return all metrics."""
     with _lock:
         return dict(_values)

@@ -1,4 +1,4 @@
-"""How the state of a role moves that has both an engine and a generator. Imports no torch."""
+"""The moves of a role's state if it has both an engine and a generator. Does not import torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +16,7 @@ class HalfMove:
 
     Args:
         half: Which of them moves.
-        place: Where to.
+        place: The target.
         part: The part that moves; None is all of them.
     """
 
@@ -28,14 +28,14 @@ class HalfMove:
 def plan_moves(place: str, part: str | None, generator: GeneratorPlacement) -> list[HalfMove]:
     """Return the moves of the two halves of a role, in order.
 
-    Each half takes the places and parts that it has. An engine is on the device, on the host or on disk. A generator is not on disk: its
-    parameters are a copy of the engine's, so they are dropped and copied again. Nor is an engine absent, because nothing else has its
-    state. The order is that of the memory manager: the generator leaves the device before the engine, and comes back after it.
+    Each half has its own places and parts. An engine is on the device, on the host or on disk. A generator is never on disk: its
+    parameters are a copy of the engine's, so they are dropped and copied again. An engine is never absent, because its state exists nowhere
+    else. The order is that of the memory manager: the generator leaves the device before the engine, and returns after it.
 
     Args:
-        place: Where to: `device`, `host`, `disk`, or `absent`, to which only the generator goes.
+        place: The target: `device`, `host`, `disk`, or `absent`, which only applies to the generator.
         part: `parameters` of both, `gradients` or `optimizer` of the engine, `cache` of the generator; None is everything.
-        generator: Where the parts of the generator are.
+        generator: The placement of the generator's parts.
 
     Raises:
         ConfigError: There is no such place or part, or the part cannot be there.
@@ -48,7 +48,7 @@ def plan_moves(place: str, part: str | None, generator: GeneratorPlacement) -> l
         )
     if part == "cache":
         if place in ("host", "disk"):
-            raise ConfigError(f"to({place!r}, 'cache'): a cache is on the device or nowhere; use 'absent'")
+            raise ConfigError(f"to({place!r}, 'cache'): a cache is either on the device or absent; use 'absent'")
         return [HalfMove("generator", place, part)]
     if part is not None and part != "parameters":
         if place == "absent":
@@ -60,6 +60,6 @@ def plan_moves(place: str, part: str | None, generator: GeneratorPlacement) -> l
         return [HalfMove("engine", place, part), HalfMove("generator", place, part)]
     moves = []
     if place != "host" or generator.parameters != "absent":
-        # What is absent has no values that could be kept on the host.
+        # An absent part has no values to keep on the host.
         moves.append(HalfMove("generator", "absent" if place == "disk" else place, part))
     return moves if place == "absent" else [*moves, HalfMove("engine", place, part)]

@@ -1,8 +1,8 @@
-"""Copies the parameters of one role to another in a pool of its own by broadcasts, from device to device.
+"""Copies the parameters of one role to another in a separate pool with broadcasts, from device to device.
 
-The source's first process and all processes of the target have a communicator, which is made once and used again. What to expect is
-sent beforehand by the connections between the pools, so that nothing waits for the device: which communicator, then the contents of each
-bucket, and at the end the sums over the bytes of all buckets. Both sides compute these on their devices, and read them once.
+The source's first process and all processes of the target share a communicator, which is created once and reused. Metadata is sent ahead
+over the connections between the pools, so that the host does not wait for the device: first the communicator, then the contents of each
+bucket, and finally checksums over the bytes of all buckets. Both sides compute the checksums on their devices, and read them once.
 
     target: the id of its communicator  ->  source: the id of a new one if any differs  ->  both connect
     source: the contents of a bucket    ->  both: broadcast, sums on the device         ->  ...
@@ -34,7 +34,7 @@ from .worker import ModelWorker
 BUCKET_BYTES = 64 * 2**20
 """Size of a bucket, unless a single tensor is larger; three are on the source's device at a time, one on each target's."""
 IN_FLIGHT = 2
-"""The number of broadcasts that are under way while the next bucket is filled."""
+"""The number of broadcasts in flight while the next bucket is filled."""
 BROADCAST_SHARE = 0.9
 """The part of a group's timeout that a broadcast may take. A process that waits in one then reports it before those that wait for the
 next message of that process."""
@@ -50,7 +50,7 @@ def broadcast_params(worker: ModelWorker, hook: SyncParams) -> dict[str, Any] | 
 
     Raises:
         ConfigError: The target cannot take the parameters.
-        ModelError: What arrived is not what was sent.
+        ModelError: The received data differs from the data that was sent.
         RemoteError: Another process failed.
     """
     links = worker.data.links
@@ -107,7 +107,7 @@ class BucketSums:
             if list(here) != list(there):
                 others = f" or one of the {len(contents) - 1} tensors after it" if len(contents) > 1 else ""
                 raise ModelError(
-                    f"{contents[0][0]}{others} arrived with other bytes than it was sent with; sync the weights again"
+                    f"{contents[0][0]}{others} arrived with different bytes than were sent; sync the weights again"
                 )
 
     def receipt(self, version: int | None) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class BucketSums:
 
 
 def _send_all(worker: ModelWorker, links: Links, hook: SyncParams) -> dict[str, Any]:
-    """Send all weights, and read their stream to its end whatever happens: the other processes of the source take part in it."""
+    """Send all weights, and always read their stream to its end, because the other processes of the source take part in it."""
     with ExitStack() as stack:
         stream: Iterator[tuple[str, Tensor]] = iter(())
         try:
@@ -146,7 +146,7 @@ def _send_all(worker: ModelWorker, links: Links, hook: SyncParams) -> dict[str, 
             for target in hook.targets:
                 links.send(target, hook.title, [], error=reason)
             _discard(worker, hook, reason)
-            # The error that counts is the first one.
+            # The first error is the one to report.
             with suppress(Exception):
                 for _ in stream:
                     progress.advance()
@@ -169,7 +169,7 @@ class BucketSender:
         self._size = 0
         self._in_flight: deque[Broadcast] = deque()
         self.sums = BucketSums()
-        """What has been sent."""
+        """The contents and checksums of the sent buckets."""
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor, whose memory may then change.
@@ -190,7 +190,7 @@ class BucketSender:
         self._size = end
 
     def finish(self) -> None:
-        """Send what is left, wait until all has arrived, and say what it was."""
+        """Send the rest, wait until all broadcasts are complete, and send the checksums."""
         self._flush()
         while self._in_flight:
             self._communicator.wait(self._in_flight.popleft())
@@ -243,7 +243,7 @@ def _received(worker: ModelWorker, links: Links, hook: SyncParams, sums: BucketS
     """Yield the tensors of buckets as they arrive; they stay as they are.
 
     Raises:
-        ModelError: What arrived is not what was sent. The stream has then been read to its end.
+        ModelError: The received data differs from the data that was sent. The stream has then been read to its end.
         RemoteError: Another process failed.
     """
     root = hook.sources[0]
@@ -294,7 +294,7 @@ def _members(hook: SyncParams) -> tuple[str, ...]:
 
 
 def _connect(worker: ModelWorker, hook: SyncParams, meeting: str, rank: int, listener: Any = None) -> PoolCommunicator:
-    """Return a new communicator, which the next transfer uses again."""
+    """Return a new communicator, which the next transfers reuse."""
     communicator = worker.communicators[_members(hook)] = PoolCommunicator(
         comm_ids.parse(meeting),
         rank,

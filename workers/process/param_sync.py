@@ -1,11 +1,11 @@
 """Copies the parameters of one role to another, of any layout and engine, in this pool or in another one.
 
-The source streams full tensors under Hugging Face names on all of its processes. A process that has both roles hands them on by
-itself. The others get them from the source's first process in buckets: within the pool by a broadcast, and in another pool by a
-connection to the target's first process, which broadcasts them there; `param_broadcast` has the way between GPUs. What travels is
-rounded at the source to the data type of the target, if all of its weights have the same: the target would round it likewise, and fewer
-bytes travel. A digest of each tensor travels with it, and one of all of them at the end; a target that received anything else refuses it.
-To another pool just the changes may be sent; see `data_plane.changes`.
+The source streams full tensors under Hugging Face names on all of its processes. A process that has both roles passes them on locally. The
+others receive them from the source's first process in buckets: within the pool by a broadcast, and in another pool over a connection to
+the target's first process, which broadcasts them there. `param_broadcast` implements transfers between GPUs. If all weights of the target
+have the same data type, the source rounds to it: the target would round in the same way, and fewer bytes are sent. Each tensor is sent
+with its digest, and the stream ends with a digest of all tensors; a target that received anything else refuses it. Transfers to another
+pool may send only the changes; see `data_plane.changes`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ from ..protocol.hooks import SyncParams
 from .worker import ModelWorker
 
 SETTLE_S = 1.0
-"""For how long to wait, once a transfer has ended, for what is still being read. More memory would be held until the next one."""
+"""How long to wait for blocks still being read after a transfer, in seconds. Otherwise their memory is held until the next transfer."""
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
@@ -37,12 +37,12 @@ def sync_params(worker: ModelWorker, hook: SyncParams) -> dict[str, Any] | None:
     """Take part in a transfer of parameters. Collective over the processes of both roles.
 
     Returns:
-        The receipt: the number of `tensors` that this process has sent or loaded, their `bytes`, their `digest`, and the `version` that
-        they have. None from a process that has only helped the source's first one to gather them.
+        The receipt: the number of `tensors` that this process has sent or loaded, their `bytes`, `digest` and `version`. None for a
+        process that has only helped the source's first process to gather them.
 
     Raises:
         ConfigError: The target cannot take the parameters; it must not be used until it has loaded a complete set.
-        ModelError: What arrived is not what was sent.
+        ModelError: The received data differs from the data that was sent.
         RemoteError: The source failed.
     """
     is_source, is_target = worker.id in hook.sources, worker.id in hook.targets
@@ -52,9 +52,9 @@ def sync_params(worker: ModelWorker, hook: SyncParams) -> dict[str, Any] | None:
         and pool_of(hook.sources[0]) != pool_of(hook.targets[0])
     ):
         return _sync_changes(worker, hook, hook.base)
-    # One kind of digest in a transfer: what travels is in host memory.
+    # A transfer uses one kind of digest, because the sent data is in host memory.
     stream_digest = StreamDigest(in_host=not set(hook.targets) <= set(hook.sources))
-    # And one kind of values, also in processes that hand on weights to themselves.
+    # It also uses one kind of values, even in processes that pass weights on locally.
     dtype = "" if set(hook.targets) <= set(hook.sources) else hook.dtype
     groups = EngineGroups(None)
     try:
@@ -74,7 +74,7 @@ def sync_params(worker: ModelWorker, hook: SyncParams) -> dict[str, Any] | None:
                 else:
                     for _ in pairs:
                         pass
-        # What the targets have read by now is free; what they keep is theirs.
+        # Blocks that the targets have read are free; data that they keep is their own copy.
         worker.data.blocks.trim(SETTLE_S)
     finally:
         groups.close()
@@ -92,12 +92,12 @@ def _receipt(hook: SyncParams, tensors: StreamDigest, sent_bytes: int) -> dict[s
 
 
 def _sync_changes(worker: ModelWorker, hook: SyncParams, base: str) -> dict[str, Any] | None:
-    """Take part in a transfer to another pool of what has changed since the last one; see `sync_params`.
+    """Take part in a transfer to another pool that sends only changes since the last one; see `sync_params`.
 
     Args:
         worker: The worker.
         hook: The transfer.
-        base: The digest of the tensors that it begins with; empty if all are sent.
+        base: The digest of the tensors that it starts from; empty if all are sent.
     """
     key = _key(hook)
     pieces, results = StreamDigest(in_host=True), StreamDigest(in_host=True)
@@ -105,12 +105,12 @@ def _sync_changes(worker: ModelWorker, hook: SyncParams, base: str) -> dict[str,
     try:
         outgoing, incoming = _channels(worker, hook, groups)
         if incoming is None and not outgoing:
-            # A process that only helps the source's first one to gather them.
+            # A process that only helps the source's first process to gather the tensors.
             with outgoing_weights(worker, hook, hook.dtype) as stream:
                 for _ in stream:
                     progress.advance()
             return None
-        # Kept anew only if the transfer succeeds.
+        # Stored again only if the transfer succeeds.
         sent = worker.sent_tensors.pop(key, None) or SentTensors()
         if incoming is not None:
             received = _received(incoming, outgoing, pieces, lambda: results.digest())
@@ -139,7 +139,7 @@ def _applied(sent: SentTensors, base: str, received: NamedTensors, results: Stre
         sent.check(base)
         yield from sent.tensors(received, results)
     except ModelError:
-        # The others take part in the transfer, whose end has to be read.
+        # The others take part in the transfer, so its stream must be read to the end.
         with suppress(Exception):
             for _ in received:
                 pass
@@ -152,7 +152,7 @@ def _key(hook: SyncParams) -> str:
 
 @contextmanager
 def outgoing_weights(worker: ModelWorker, hook: SyncParams, dtype: str) -> Iterator[NamedTensors]:
-    """Yield the weights that a process of the source sends, or helps to gather: those of the role, or a version that was kept.
+    """Yield the weights that a process of the source sends or helps to gather: those of the role, or a kept version.
 
     Args:
         worker: The worker.
@@ -176,7 +176,7 @@ def outgoing_weights(worker: ModelWorker, hook: SyncParams, dtype: str) -> Itera
 
 
 def _channels(worker: ModelWorker, hook: SyncParams, groups: EngineGroups) -> tuple[list[BucketChannel], BucketChannel | None]:
-    """Return where this process sends to, and from where it receives."""
+    """Return the channels that this process sends to, and the one that it receives from."""
     name, root = worker.id, hook.sources[0]
     remote = [target for target in hook.targets if target not in hook.sources]
     outgoing: list[BucketChannel] = []
@@ -211,7 +211,7 @@ def remote_target(hook: SyncParams) -> str | None:
 
 
 def load_stream(worker: ModelWorker, hook: SyncParams, pairs: NamedTensors) -> None:
-    """Load a stream into the target, and read it to its end whatever happens: others take part in it."""
+    """Load a stream into the target, and always read it to its end, because others take part in it."""
     try:
         if hook.adapters:
             worker.host.load_adapters(hook.target, pairs, hook.version)
@@ -219,7 +219,7 @@ def load_stream(worker: ModelWorker, hook: SyncParams, pairs: NamedTensors) -> N
             worker.host.load_weights(hook.target, pairs, hook.eta, hook.version)
         left = sum(1 for _ in pairs)
     except BaseException:
-        # Its own error counts, and the source's is the source's.
+        # The target's own error is raised here; an error of the source is reported by the source.
         with suppress(Exception):
             for _ in pairs:
                 pass
@@ -232,7 +232,7 @@ def load_stream(worker: ModelWorker, hook: SyncParams, pairs: NamedTensors) -> N
 
 
 def rounded(stream: NamedTensors, dtype: str) -> NamedTensors:
-    """Yield a stream with floating-point tensors of more bytes per element in a data type; as it is if that is empty."""
+    """Yield a stream with wider floating-point tensors converted to a data type; unchanged if it is empty."""
     to = DTYPES[dtype] if dtype else None
     for name, tensor in stream:
         narrows = to is not None and tensor.is_floating_point() and tensor.itemsize > to.itemsize
@@ -271,7 +271,7 @@ def _received(
     """Yield the tensors of buckets as they arrive, after comparing their digests, and send the buckets on.
 
     Raises:
-        ModelError: A tensor is not the one that was sent, or some are missing. The stream has then been read to its end.
+        ModelError: A tensor differs from the one that was sent, or some are missing. The stream has then been read to its end.
         RemoteError: The source failed.
     """
     wrong = ""
@@ -285,7 +285,7 @@ def _received(
             for name, tensor, digest in bucket.tensors():
                 progress.advance()
                 if stream_digest.add(name, tensor) != digest and not wrong:
-                    wrong = f"{name} arrived with other bytes than it was sent with"
+                    wrong = f"{name} arrived with different bytes than were sent"
                 if not wrong:
                     yield name, tensor
     except Exception as e:

@@ -1,8 +1,8 @@
-"""A communicator of processes of two pools, beside the default process group of each.
+"""A communicator of processes of two pools, separate from the default process group of each.
 
-Its backend is NCCL, or gloo, on which the same code runs in tests. A rank that waits for the others never blocks in torch: it looks
-from time to time whether the broadcast is complete, and whether another rank has given up. In a kernel of NCCL it would wait forever
-for a rank that failed before the broadcast.
+Its backend is NCCL, or gloo, on which the same code runs in tests. A rank that waits for the others never blocks in torch: it polls
+whether the broadcast is complete, and whether another rank has given up. Inside an NCCL kernel it would wait forever for a rank that
+failed before the broadcast.
 """
 
 import os
@@ -26,23 +26,23 @@ from ..protocol.hooks import CommBackend
 from .rendezvous import open_store
 
 POLL_S = 0.0002
-"""How often a rank looks whether a broadcast is complete."""
+"""The interval at which a rank checks whether a broadcast is complete."""
 CHECK_S = 0.2
-"""How often it looks whether another rank has given up."""
+"""The interval at which it checks whether another rank has given up."""
 _GAVE_UP = "gave up"
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 _last_stores: list[Store] = []
-"""The store of the communicator that ended last, kept because the other ranks read in it why."""
+"""The store of the communicator that ended last, kept because the other ranks read the reason from it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Broadcast:
-    """A broadcast that is on its way.
+    """A broadcast in flight.
 
     Args:
         work: torch's handle.
-        data: What is sent, which must neither be freed nor changed until it is complete.
+        data: The data, which must be neither freed nor changed until the broadcast is complete.
     """
 
     work: Any = field(repr=False)
@@ -50,17 +50,17 @@ class Broadcast:
 
 
 class PoolCommunicator:
-    """One rank's part in a communicator, from whose rank 0 the others receive. Collective over its ranks.
+    """One rank's part in a communicator in which all ranks receive from rank 0. Collective over its ranks.
 
     Args:
         comm_id: Where the ranks meet; rank 0 is at this address.
         rank: This process's rank in the communicator.
         size: The number of ranks.
         backend: `nccl` or `gloo`.
-        title: What it is for, as in messages.
-        wait_s: For how many seconds to wait for the other ranks to connect.
-        timeout_s: For how many seconds to wait for a broadcast.
-        listener: For rank 0, the socket that listens at the address already.
+        title: Its purpose, for messages.
+        wait_s: The time limit for the other ranks to connect, in seconds.
+        timeout_s: The time limit of a broadcast, in seconds.
+        listener: For rank 0, the socket that already listens at the address.
 
     Raises:
         TopologyError: Rank 0 cannot be reached.
@@ -83,13 +83,13 @@ class PoolCommunicator:
     ) -> None:
         self.id, self.title = comm_id.hex(), title
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        """Where broadcast tensors are."""
+        """The device of broadcast tensors."""
         self._timeout_s = timeout_s
         self._group: Any = None
         self._pending: list[Broadcast] = []
         _last_stores.clear()
         self._store = open_store(comm_id, rank, wait_s, listener)
-        # A connection of its own: while torch waits for a key in the other one, nothing else can be asked there.
+        # A separate connection: while torch waits for a key on the other one, that connection is blocked.
         self._notices = open_store(comm_id, max(rank, 1), wait_s)
         try:
             self._connect(rank, size, backend, wait_s)
@@ -98,19 +98,19 @@ class PoolCommunicator:
             raise
 
     def _connect(self, rank: int, size: int, backend: CommBackend, wait_s: float) -> None:
-        """Create the group and make a first broadcast, in which NCCL connects."""
+        """Create the group and run a first broadcast, in which NCCL connects."""
 
         def connect() -> tuple[Any, Broadcast]:
-            # A thread begins with the first device, not with that of the thread that started it.
+            # A new thread starts on the first device, not on that of its parent thread.
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 group = make_group(PrefixStore("group", self._store), rank, size, timeout)
                 return group, _broadcast(group, torch.zeros(1, dtype=torch.uint8, device=self.device))
 
         make_group = _nccl_group if backend == "nccl" else dist.ProcessGroupGloo
-        # gloo's is longer, so that this rank reports the end of its time itself.
+        # gloo's timeout is longer, so that this rank reports its own timeout first.
         timeout = timedelta(seconds=2 * max(wait_s, self._timeout_s))
         deadline = time.monotonic() + wait_s
-        # torch blocks there until all ranks have come. If one has given up, the thread stays behind.
+        # torch blocks there until all ranks have joined. If one has given up, the thread is left behind.
         self._group, first = self._in_thread(connect, deadline, wait_s)
         self._pending.append(first)
         self._wait(first, deadline, "connecting", wait_s)

@@ -1,4 +1,4 @@
-"""Start one model worker, or print a communicator id. Imports no torch before a request needs it.
+"""Starts one model worker, or prints a communicator id. Does not import torch before a request needs it.
 
 python -m drivetrain.workers.process --rank R --world-size N --transport stdio
 drivetrain worker run --rank R --world-size N --transport stdio       the same
@@ -41,7 +41,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     parent = os.getppid() if args.parent is None else args.parent
     # Ctrl-C in a terminal reaches all processes. A controller ends its workers itself, in order.
     signal.signal(signal.SIGINT, signal.SIG_DFL if args.transport == "stdio" else signal.SIG_IGN)
-    # Not by the interpreter's own way out, on which a thread of a role would be waited for.
+    # Bypasses the interpreter's normal exit, which would wait for threads of roles.
     exit_process(RequestLoop(worker, transport, parent).run())
 
 
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     # Strings, so that argparse itself refuses what is not a number.
     add("--rank", type=int, default=environment.get("RANK", "0"), help="its rank")
     add("--world-size", type=int, default=environment.get("WORLD_SIZE", "1"), help="the number of ranks")
-    add("--local-rank", type=int, default=environment.get("LOCAL_RANK"), help="the index of its device; its rank if not given")
+    add("--local-rank", type=int, default=environment.get("LOCAL_RANK"), help="the index of its device; defaults to its rank")
     add("--transport", default="stdio", help="stdio (lines of JSON), zmq:///path or zmq://host:port")
     add("--allow", action="append", default=[], metavar="MODULE:NAME", help="a class or function that requests may refer to")
     add(
@@ -100,11 +100,17 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="[OP=]S",
-        help="how long an operation may make no progress; 0 is without limit (default: 1200)",
+        help="how long an operation may make no progress; 0 disables the limit (default: 1200)",
     )
-    add("--beat", type=float, default=0.0, metavar="S", help="interval of beat messages; 0 sends none")
-    add("--queue-size", type=int, default=1024, metavar="N", help="how many requests may wait")
-    add("--max-wait-ms", type=float, default=0.0, metavar="MS", help="how long a request to an idle model waits for others")
+    add("--beat", type=float, default=0.0, metavar="S", help="interval of heartbeats; 0 sends none")
+    add("--queue-size", type=int, default=1024, metavar="N", help="maximum number of pending requests")
+    add(
+        "--max-wait-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="how long a request to an idle model waits for others to be batched with it",
+    )
     add("--max-line-mib", type=int, default=MAX_LINE_BYTES // 2**20, metavar="N", help="the longest line on standard input")
     add("--identity", default=None, help="its name for the controller behind a socket")
     add(
@@ -115,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         help="an inherited file descriptor with the keys for zmq://host:port",
     )
     add("--listen-fd", type=int, default=None, metavar="FD", help="an inherited socket that listens at the comm_id's address")
-    add("--parent", type=int, default=None, metavar="PID", help="the process whose end ends this one; its parent if not given")
+    add("--parent", type=int, default=None, metavar="PID", help="the process whose end ends this one; defaults to its parent")
     add("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
     return parser
 
@@ -135,7 +141,7 @@ def _settings(args: argparse.Namespace) -> WorkerSettings:
             value = float(seconds)
         except ValueError:
             raise ConfigError(
-                f"--watchdog {word}; give seconds, or an operation and seconds as in generate_step=120"
+                f"--watchdog {word}; pass seconds, or an operation and seconds as in generate_step=120"
             ) from None
         if separator and op not in ops:
             raise ConfigError(f"--watchdog {word}: there is no operation {op!r}; there are {', '.join(ops)}")

@@ -1,4 +1,4 @@
-"""The rendezvous of all ranks at the address in a communicator id. Also for a controller in Python that is itself rank 0."""
+"""The rendezvous of all ranks at the address in a communicator id. Also used by a Python controller that is itself rank 0."""
 
 import socket
 import threading
@@ -15,7 +15,7 @@ from ..protocol import comm_id as comm_ids
 from ..protocol.comm_id import CommId
 
 _failed: list[Store] = []
-"""The stores of rendezvous that failed, kept because the other ranks read in them who is missing."""
+"""The stores of failed rendezvous, kept because the other ranks read the missing ranks from them."""
 
 
 def join(
@@ -33,7 +33,7 @@ def join(
         comm_id: The address and the run.
         rank: This process's rank.
         world_size: The number of ranks.
-        wait_s: For how many seconds to wait for the others.
+        wait_s: The time limit for the other ranks, in seconds.
         timeout: The timeout of later collectives.
         listener: For rank 0, the socket that already listens at the address; None opens it.
 
@@ -41,10 +41,10 @@ def join(
         This process's device.
 
     Raises:
-        TopologyError: A rank did not come, came twice, has another number of ranks or is of another run.
+        TopologyError: A rank did not join, joined twice, has a different number of ranks or belongs to another run.
         CommIdError: Rank 0 cannot listen at the address.
     """
-    # The address of an earlier attempt may be this one's.
+    # An earlier attempt may have used the same address.
     _failed.clear()
     deadline = time.monotonic() + wait_s
     store = open_store(comm_id, rank, wait_s, listener)
@@ -52,7 +52,7 @@ def join(
     _meet(store, rank, world_size, deadline, wait_s)
     device = init_distributed(timeout, store=PrefixStore("default", store), rank=rank, world_size=world_size)
     if device.type == "cuda":
-        # NCCL connects in the first collective; what is wrong with that is an error of the rendezvous.
+        # NCCL connects in the first collective; an error there counts as an error of the rendezvous.
         dist.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
     _failed.clear()
@@ -65,11 +65,11 @@ def open_store(comm_id: CommId, rank: int, wait_s: float, listener: socket.socke
     Args:
         comm_id: The address and the run.
         rank: This process's rank.
-        wait_s: For how many seconds to wait for rank 0.
+        wait_s: The time limit for rank 0, in seconds.
         listener: For rank 0, the socket that already listens at the address; None opens it.
 
     Raises:
-        TopologyError: Rank 0 did not come, or is of another run.
+        TopologyError: Rank 0 did not join, or belongs to another run.
         CommIdError: Rank 0 cannot listen at the address.
     """
     deadline = time.monotonic() + wait_s
@@ -101,7 +101,7 @@ def _connect(comm_id: CommId, wait_s: float) -> Store:
     """Return the store of rank 0.
 
     Raises:
-        TimeoutError: Something listens at the address and does not answer: rank 0 that is about to join, or another program.
+        TimeoutError: The listener at the address does not answer: rank 0 is about to join, or it is another program.
     """
     stores: list[Store] = []
     errors: list[Exception] = []
@@ -137,7 +137,7 @@ def _meet(store: Store, rank: int, world_size: int, deadline: float, wait_s: flo
                 f"{'ranks' if len(missing) > 1 else 'rank'} {', '.join(map(str, missing))} of {world_size} did not come within "
                 f"{wait_s:g} s; send init to every rank, and check --world-size"
             ) from e
-        # Compared as they come: with different sizes, some ranks would wait for ranks that do not exist.
+        # Compared on arrival: with different sizes, some ranks would wait for ranks that do not exist.
         if (size := int(store.get(key))) != world_size:
             raise TopologyError(
                 f"rank {rank} has --world-size {world_size}, but rank {other} has {size}; give all ranks the same"

@@ -31,8 +31,8 @@ class RoleSpec:
         worker: The worker class.
         config: The configuration passed to the worker.
         pool: The name of the pool of processes that runs the role; roles of one pool share its processes.
-        generator: The configuration of a generator that the role has beside its engine. `generate` then works on the role, with
-            the weights that the engine has at that moment.
+        generator: The configuration of a generator that the role has in addition to its engine. `generate` then works on the role, with
+            the engine's current weights.
         dataset: The data set that the role's `fetch` loads.
         ranks: The ranks of the pool that the role runs on; None for all. The roles of a pool may overlap.
     """
@@ -51,7 +51,7 @@ class RoleSpec:
             name: The name of the role, for messages.
 
         Raises:
-            ConfigError: A field is not what its worker needs.
+            ConfigError: A field does not have the type that its worker needs.
         """
         if not isinstance(self.worker, type):
             raise ConfigError(f"role {name!r}: worker={self.worker!r:.60}; give a worker class such as ActorWorker")
@@ -112,7 +112,7 @@ def _config_class(worker: type) -> type | None:
     for declared in (worker, constructor.__init__):
         try:
             hint = get_type_hints(declared).get("config")
-        except Exception:  # annotations that only a type checker can resolve may raise anything; then nothing is checked
+        except Exception:  # annotations that only a type checker can resolve may raise anything; the type is then not checked
             continue
         if isinstance(hint, type) and is_dataclass(hint):
             return hint
@@ -180,7 +180,7 @@ class RoleHost:
                 with collective_errors(group) if joined else nullcontext():
                     self._datasets[name] = ShardedDataset(dataset, info.dp_rank, info.dp_size, info.is_output_rank)
         except BaseException:
-            # Nothing half-built stays behind under this name.
+            # Remove a partly built role.
             half_built = self._generators.pop(name, None)
             if half_built is not None:
                 half_built.close()
@@ -192,7 +192,7 @@ class RoleHost:
         return info
 
     def info(self, role: str) -> RankInfo:
-        """Return where this process stands in the layout of a role."""
+        """Return the position of this process in the layout of a role."""
         return self._infos[role]
 
     def owner(self, role: str, method: str) -> type:
@@ -203,7 +203,7 @@ class RoleHost:
         """Return this process's share of a role's data set.
 
         Raises:
-            ConfigError: The role has none.
+            ConfigError: The role does not have a data set.
         """
         if role not in self._datasets:
             raise ConfigError(f"role {role!r} has no data set; give RoleSpec(..., dataset=DatasetSpec(...))")
@@ -233,7 +233,7 @@ class RoleHost:
             worker = self._generators[role]
         dispatch = dispatch_of(type(worker), method)
         if dispatch.changes_weights:
-            # Beforehand: a method that fails may have changed some of them.
+            # Marked beforehand: a method that fails may have changed some weights.
             self._stale.add(role)
         if method == "to" and role in self._generators:
             self._move(role, *args, **options)
@@ -255,7 +255,7 @@ class RoleHost:
         worker = self._workers[role]
         if not hasattr(worker, "scheduler"):
             raise ConfigError(
-                f"{type(worker).__name__}, the worker of {role!r}, serves no single requests (it has no scheduler)"
+                f"{type(worker).__name__}, the worker of {role!r}, does not serve single requests (it has no scheduler)"
             )
         scheduler: Scheduler[Any] = worker.scheduler(settings)
         return scheduler
@@ -279,7 +279,7 @@ class RoleHost:
         generator = self._generators[role]
         if role not in self._stale and not generator.generator.lacks_weights:
             return
-        # Weights that were only dropped come back under the version that they had.
+        # Weights that were only dropped return under their previous version.
         version = None if role in self._stale else generator.generator.version
         with self._workers[role].weights() as stream:
             generator.load_weights(_counted(stream), version=version)
@@ -290,10 +290,10 @@ class RoleHost:
 
         Args:
             role: The role.
-            adapters: Whether to stream its adapters alone.
+            adapters: Whether to stream only its adapters.
 
         Raises:
-            ConfigError: The role cannot.
+            ConfigError: The role cannot stream weights.
         """
         worker = self._workers[role]
         if not hasattr(worker, "weights"):
@@ -304,7 +304,7 @@ class RoleHost:
         return stream
 
     def load_adapters(self, role: str, adapters: Iterator[tuple[str, Tensor]], version: int | None = None) -> None:
-        """Load adapters alone into a role that generates. Collective over its ranks.
+        """Load only adapters into a role that generates. Collective over its ranks.
 
         Args:
             role: The role.
@@ -341,7 +341,7 @@ class RoleHost:
             )
 
     def close(self) -> None:
-        """Free all workers, also when one of them fails.
+        """Free all workers, even if one of them fails.
 
         Raises:
             Exception: The first error of a worker.
@@ -354,7 +354,7 @@ class RoleHost:
             try:
                 if hasattr(worker, "close"):
                     worker.close()
-            except Exception as e:  # raised below, when the others are closed
+            except Exception as e:  # raised below, after the others are closed
                 errors.append(e)
         if dist.is_initialized():
             self._groups.close()

@@ -1,4 +1,4 @@
-"""Requests that share a model, on their way between the request loop and the schedulers of the roles."""
+"""Forwards requests that share a model between the request loop and the schedulers of the roles."""
 
 import threading
 from collections.abc import Callable
@@ -15,7 +15,7 @@ ScheduledRequest = Stream | Embed
 
 
 class Serving:
-    """Passes requests to the schedulers of their roles, and what has become of them to the controller.
+    """Passes requests to the schedulers of their roles, and their outcomes to the controller.
 
     Args:
         worker: The worker.
@@ -31,7 +31,7 @@ class Serving:
     # ---- called by the I/O thread ------------------------------------------------------------------------------------
 
     def accept(self, request: Any, load: Callable[[Any], Any] | None) -> None:
-        """Take a request; if it cannot be taken, it is answered at once."""
+        """Accept a request; if that fails, answer it immediately."""
         try:
             self._accept(request, load)
         except Exception as e:  # sent to the controller
@@ -65,7 +65,7 @@ class Serving:
             return self._schedulers[request.role]
 
     def cancel(self, request_id: Id) -> bool:
-        """End a request with what it has so far; return whether there is one."""
+        """End a request with its tokens so far; return whether there is one."""
         with self._lock:
             request = self._requests.get(request_id)
             return request is not None and self._schedulers[request.role].cancel(request_id)
@@ -77,7 +77,7 @@ class Serving:
                 self._requests.pop(request_id, None)
 
     def take_rest(self) -> list[Id]:
-        """Forget all requests, and return their ids for whoever answers them."""
+        """Forget all requests, and return their ids for the caller to answer."""
         with self._lock:
             remaining, self._requests = list(self._requests), {}
         return remaining
@@ -85,14 +85,14 @@ class Serving:
     # ---- called by the executor --------------------------------------------------------------------------------------
 
     def wait_s(self) -> float | None:
-        """Return after how many seconds `run` should be called; None if there is nothing to do until something arrives."""
+        """Return the seconds until `run` should be called; None if there is no work until a request arrives."""
         with self._lock:
             schedulers = list(self._schedulers.values())
         waits = [wait for scheduler in schedulers if (wait := scheduler.wait_s()) is not None]
         return min(waits, default=None)
 
     def run(self) -> None:
-        """Let every model that has something to do advance by a step."""
+        """Advance every model that has work by one step."""
         with self._lock:
             schedulers = dict(self._schedulers)
         for role, scheduler in schedulers.items():
@@ -103,7 +103,7 @@ class Serving:
         with self._lock:
             role_requests = {number: request for number, request in self._requests.items() if request.role == role}
         if not role_requests:
-            # Only what was cancelled after its end.
+            # Only requests that were cancelled after their end.
             scheduler.run()
             return
         watched = role_requests.get(scheduler.current() or "", next(iter(role_requests.values())))

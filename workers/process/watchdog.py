@@ -1,4 +1,4 @@
-"""Ends a worker whose executor has made no progress for too long. Imports no torch."""
+"""Ends a worker whose executor has made no progress for too long. Does not import torch."""
 
 import os
 import sys
@@ -13,15 +13,15 @@ from ..protocol.transports.base import Transport
 from .worker import ModelWorker
 
 ABORT_S = 10.0
-"""For how long the communicator may take to abort."""
+"""The time limit for aborting the communicator, in seconds."""
 OTHERS_S = 1.5
-"""For how long the process stays after its report, in seconds."""
+"""How long the process keeps running after its report, in seconds."""
 EXIT_CODE = 70
 _GAP_S = 5.0
 
 
 class Watchdog:
-    """Tells a wedged collective from a slow batch: only time without progress counts.
+    """Distinguishes a stuck collective from a slow batch: only time without progress counts.
 
     Args:
         worker: The worker whose executor is watched.
@@ -33,13 +33,13 @@ class Watchdog:
         self._checked_at = time.monotonic()
 
     def check(self) -> Error | None:
-        """Take a request that makes no progress from the executor, and return its reply; None if all is well."""
+        """Take a request without progress away from the executor, and return its reply; None if all is well."""
         running = self._worker.running()
         if running is None:
             self._checked_at = time.monotonic()
             return None
         now, done = time.monotonic(), progress.finished()
-        # After a gap the whole process was stopped, so the executor had no chance.
+        # After a gap between checks the whole process was suspended, so the executor could not make progress.
         if done != running.seen or now - self._checked_at > _GAP_S:
             running.seen, running.seen_at = done, now
         self._checked_at = now
@@ -68,11 +68,11 @@ class Watchdog:
 
     def end_process(self, transport: Transport) -> None:
         """Abort the communicator, so that peers on GPUs do not wait for this rank, and exit."""
-        # Whatever blocks from here on, a full pipe or a lock of the executor, this process ends.
+        # The process must exit even if something blocks from here on, such as a full pipe or a lock of the executor.
         last = threading.Timer(2 * ABORT_S, os._exit, (EXIT_CODE,))
         last.daemon = True
         last.start()
-        # The other ranks are about to say where they stand; their connections to this one would break before that.
+        # The other ranks are about to report their own positions; exiting now would break their connections first.
         time.sleep(OTHERS_S)
         transport.close()
         if "torch" in sys.modules:

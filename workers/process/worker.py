@@ -70,16 +70,16 @@ class WorkerSettings:
         rank: Its rank in its pool.
         world_size: The number of ranks of the pool.
         local_rank: The index of its device; None is the rank.
-        init_s: For how many seconds `init` waits for the other ranks.
+        init_s: How long `init` waits for the other ranks, in seconds.
         timeout_s: The timeout of collectives, in seconds.
-        flush_s: For how many seconds a flush waits until all ranks have it.
-        watchdog_s: For how many seconds an operation may make no progress; 0 is without limit. It is below `timeout_s`, so that
-            its message comes before torch ends the process.
-        watchdog: The same for single operations, by name. That of `init` is a little above `init_s` if not given.
-        beat_s: The interval of `beat` messages in seconds; 0 sends none.
-        queue_size: The number of requests that may wait.
-        max_wait_ms: For how many milliseconds a request to an idle model waits for others, to be batched with them.
-        names: The names that messages may refer to, beside Drivetrain's own; see `names`.
+        flush_s: How long a flush waits until all ranks have it, in seconds.
+        watchdog_s: The time without progress after which an operation fails, in seconds; 0 for no limit. It is below `timeout_s`, so
+            that its message comes before torch ends the process.
+        watchdog: The same for single operations, by name. For `init` it defaults to slightly more than `init_s`.
+        beat_s: The interval of `beat` messages, in seconds; 0 sends none.
+        queue_size: The maximum number of pending requests.
+        max_wait_ms: How long a request to an idle model waits for others to be batched with it, in milliseconds.
+        names: The names that messages may refer to, in addition to Drivetrain's own; see `names`.
         program: The program that names of `__main__` refer to.
     """
 
@@ -119,7 +119,7 @@ class WorkerSettings:
         return SchedulerSettings(queue_size=self.queue_size, max_wait_ms=self.max_wait_ms)
 
     def watchdog_of(self, op: "Op") -> float:
-        """Return for how many seconds an operation may make no progress; 0 is without limit."""
+        """Return the time without progress after which an operation fails, in seconds; 0 for no limit."""
         if op.name in self.watchdog:
             return self.watchdog[op.name]
         if op.watchdog_s is not None:
@@ -144,7 +144,7 @@ class Running:
     Args:
         request: The request.
         op: Its operation.
-        title: What is being executed, for messages.
+        title: The name of the operation, for messages.
         since: The time at which it began, as `time.monotonic`.
         seen: The progress that was last seen.
         seen_at: The time at which the progress last changed.
@@ -172,22 +172,22 @@ class ModelWorker:
         self.names = Names(settings.names, settings.program)
         self.joined: CommId | None = None
         self.listener: socket.socket | None = None
-        """The socket at which rank 0 lets the others meet, if it was opened beforehand."""
+        """The socket of rank 0 for the rendezvous, if it was opened beforehand."""
         self.cancel_request: Callable[[Cancel], bool] = lambda request: False
         self.cancelled: set[Any] = set()
         """The ids of requests that are to end early; see `Cancel.early_end`."""
         self.pool = "main"
-        """The name of this worker's pool, by which plans refer to it."""
+        """The name of this worker's pool in plans."""
         self.name = ""
-        """Distinguishes workers that follow each other in one process."""
+        """Distinguishes successive workers in one process."""
         self.models: dict[str, Any] = {}
         """The models that generation steps run on, by their ids."""
         self.communicators: dict[tuple[str, ...], PoolCommunicator] = {}
         """Communicators with processes of other pools, by their members."""
         self.sent_tensors: dict[str, SentTensors] = {}
-        """What transfers of changes between two roles have sent or received last."""
+        """The tensors that incremental transfers between two roles have sent or received last."""
         self.kept_versions: dict[str, KeptVersions] = {}
-        """The last versions that transfers between two roles have sent, to be sent again."""
+        """The last versions that transfers between two roles have sent, for resending."""
         self._host: RoleHost | None = None
         self._data: DataManager | None = None
         self._agreement: Agreement | None = None
@@ -211,7 +211,7 @@ class ModelWorker:
 
     @property
     def data(self) -> "DataManager":
-        """The data store of this worker, and what moves samples between stores."""
+        """The data store of this worker, with the transfer of samples between stores."""
         with self._lock:
             if self._data is None:
                 from ..data_plane.manager import DataManager
@@ -268,7 +268,7 @@ class ModelWorker:
         """Check that the samples which a request works on are in the store.
 
         Raises:
-            DataMissingError: Some are not.
+            DataMissingError: Some samples are missing.
         """
         works_on: list[SampleRequest | EvaluateHook] = [request] if isinstance(request, SampleRequest) else []
         works_on += [hook for hook in request.post_hooks if isinstance(hook, EvaluateHook)]
@@ -280,7 +280,7 @@ class ModelWorker:
         """Execute a request whose values are loaded.
 
         Raises:
-            Exception: Whatever the operation raises.
+            Exception: Any error of the operation.
         """
         op = self.registry.of(request)
         if op.name not in self._handlers:
@@ -296,7 +296,7 @@ class ModelWorker:
             load: Loads the request's values, if they are still plain data.
 
         Raises:
-            AbandonedError: The watchdog has answered meanwhile.
+            AbandonedError: The watchdog has answered in the meantime.
         """
         op = self.registry.of(request)
         try:
@@ -320,15 +320,15 @@ class ModelWorker:
         """
         try:
             return request if load is None else load(request)
-        except Exception as e:  # of many types: the frame comes from outside
+        except Exception as e:  # loading values of a received frame runs code of their classes, which can raise anything
             raise OpError("bad_request", str(e)) from e
 
     @contextmanager
     def executing(self, request: Request, title: str = "") -> Iterator[None]:
-        """Let the watchdog see what is being executed.
+        """Make the running operation visible to the watchdog.
 
         Raises:
-            AbandonedError: The watchdog has answered meanwhile.
+            AbandonedError: The watchdog has answered in the meantime.
         """
         now = time.monotonic()
         running = Running(request, self.registry.of(request), title or self.title_of(request), now, progress.finished(), now)
@@ -340,7 +340,7 @@ class ModelWorker:
                 raise AbandonedError
 
     def title_of(self, request: Request) -> str:
-        """Return what a request is called in messages: the role's method, or the operation."""
+        """Return the name of a request for messages: the role's method, or the operation."""
         if isinstance(request, Call | SampleRequest):
             return f"{request.role}.{request.method}"
         return self.registry.of(request).name
@@ -350,7 +350,7 @@ class ModelWorker:
         return self._running
 
     def abandon(self, running: Running) -> bool:
-        """End the execution of a request, for whoever answers it. Returns whether nobody else has done so."""
+        """End the execution of a request. Return True for the first caller, which then answers it."""
         with self._lock:
             taken = self._running is running
             if taken:
@@ -412,7 +412,7 @@ def _origin(error: BaseException) -> dict[str, Any]:
     ]
     origin: dict[str, Any] = {"error_type": error_type, "bases": bases}
     if not isinstance(error, DrivetrainError):
-        # Without the frames of the worker itself, which say nothing about the error.
+        # Without the worker's own frames, which are irrelevant to the error.
         trace = error.__traceback__
         while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == _FOLDER:
             trace = trace.tb_next

@@ -1,1 +1,1 @@
-"""What controllers and model workers say to each other: messages, their bytes, and the transports that carry them."""
+"""The protocol between controllers and model workers: messages, their encoding, and the transports that carry them."""

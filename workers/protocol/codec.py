@@ -1,4 +1,4 @@
-"""Messages as bytes: newline-delimited JSON, and msgpack with the data of tensors in parts of their own. Imports no torch."""
+"""Messages as bytes: newline-delimited JSON, and msgpack with tensor data in separate parts. Does not import torch."""
 
 from typing import Any, Protocol, Union
 
@@ -47,7 +47,7 @@ class Codec:
         self._registry = registry
         self._encoder: _Format = msgspec.msgpack.Encoder() if binary else msgspec.json.Encoder()
         decoder: Any = msgspec.msgpack.Decoder if binary else msgspec.json.Decoder
-        # A union of types that are known only at run time.
+        # A union of types known only at run time.
         self._requests = decoder(Union[registry.requests])  # noqa: UP007
         self._replies = decoder(Union[registry.replies])  # noqa: UP007
         self._envelope = decoder(_Envelope)
@@ -56,7 +56,7 @@ class Codec:
         """Return the bytes of a message.
 
         Raises:
-            ValueError: The message holds what the format cannot express.
+            ValueError: The message holds a value that the format cannot express.
         """
         return self._encoder.encode(message)
 

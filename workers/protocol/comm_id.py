@@ -1,4 +1,4 @@
-"""Communicator ids: 128 bytes that tell all ranks of a run where to meet. Imports no torch."""
+"""Communicator ids: 128 bytes with the rendezvous address of all ranks of a run. Does not import torch."""
 
 import secrets
 import socket
@@ -21,12 +21,12 @@ class CommIdError(ConfigError):
 
 @dataclass(frozen=True, kw_only=True)
 class CommId:
-    """Where the ranks of one run meet.
+    """The rendezvous of the ranks of one run.
 
     Args:
         host: The address at which rank 0 listens.
         port: Its port.
-        run: A random number that no other run has.
+        run: A random number that identifies the run.
     """
 
     host: str
@@ -37,7 +37,7 @@ class CommId:
         """Return the id as 256 hexadecimal digits.
 
         Raises:
-            CommIdError: The host's name does not fit.
+            CommIdError: The host name is too long.
         """
         host = self.host.encode()
         if not 0 < len(host) <= _MAX_HOST:

@@ -1,4 +1,4 @@
-"""Messages of a trainer's controller: requests that wait for a flush, and the flush itself. Imports no torch."""
+"""Messages of a trainer's controller: requests that wait for a flush, and the flush itself. Does not import torch."""
 
 from typing import Any, ClassVar
 
@@ -10,14 +10,14 @@ from .messages import U32, Count, Id, Reply, Request
 
 
 class ComputeRequest(Request, kw_only=True):
-    """A request that waits for `flush`. It needs an id, which is the same on all ranks.
+    """A request that runs with the next `flush`. It needs an id, which is the same on all ranks.
 
     Args:
-        pre_hooks: What to do before the calls of the flush, in order.
-        post_hooks: What to do after this call.
-        mesh_size: The number of processes that run the call: calls on fewer processes come first. The same on all ranks.
-        digest: The digest of what the requests of this id have in common on all ranks; see `manifest`.
-        sync_failures: Whether hooks come after the call on any rank: then all ranks tell each other first whether it has failed. The
+        pre_hooks: The hooks to run before the calls of the flush, in order.
+        post_hooks: The hooks to run after this call.
+        mesh_size: The number of processes that run the call; calls on fewer processes run first. The same on all ranks.
+        digest: The digest of the part that requests with this id share on all ranks; see `manifest`.
+        sync_failures: Whether any rank has hooks after the call. All ranks then first exchange whether the call has failed. The
             same on all ranks.
     """
 
@@ -32,8 +32,8 @@ class ComputeReply(Reply, kw_only=True):
     """The reply to a request that waited for `flush`.
 
     Args:
-        hook_results: What the hooks of the request have returned, in order, those before the call first: the numbers of
-            `evaluate`, the folder of `save`, of `sync_params` the number of tensors, their bytes, digest and version; otherwise null.
+        hook_results: The results of the request's hooks, in order, those before the call first: the metrics of `evaluate`, the folder
+            of `save`, and for `sync_params` the number of tensors, their bytes, digest and version; otherwise null.
     """
 
     values: ClassVar[tuple[str, ...]] = ("hook_results",)
@@ -48,7 +48,7 @@ class Initialize(ComputeRequest, kw_only=True):
         role: The name of the role.
         worker: The worker class, or another function of the configuration that returns a worker.
         config: Its configuration.
-        generator: The configuration of a generator that the role has beside its engine.
+        generator: The configuration of a generator that the role has in addition to its engine.
         dataset: The data set that `fetch` loads.
         ranks: The ranks of the pool that the role runs on; empty for all.
     """
@@ -64,7 +64,7 @@ class Initialize(ComputeRequest, kw_only=True):
 
 
 class RankInfo(ComputeReply, kw_only=True, tag="initialize_ok"):
-    """The reply to `initialize`: where this rank stands in the layout of the role's engine.
+    """The reply to `initialize`: the position of this rank in the layout of the role's engine.
 
     Args:
         dp_rank: The index of the data-parallel shard that the rank works on.
@@ -72,9 +72,9 @@ class RankInfo(ComputeReply, kw_only=True, tag="initialize_ok"):
         is_output_rank: Whether the rank is the output rank of its shard.
         attention_ratio: The relative cost of attention, for balancing the shards.
         media_costs: The cost of encoding one element of each field of media, in units of one token's matrix products.
-        shares_prefixes: Whether documents that begin alike share their prefix, so that they had better be on one shard.
-        weight_dtype: The data type that all weights of the role have, in which new ones can be sent to it; empty if they are sent as they
-            are.
+        shares_prefixes: Whether documents with a common prefix share its computation, and so should be on one shard.
+        weight_dtype: The common data type of the role's weights, in which new ones can be sent; empty if they are sent in their own data
+            types.
     """
 
     dp_rank: Count
@@ -92,7 +92,7 @@ class Call(ComputeRequest, kw_only=True):
     Args:
         role: The name of the role.
         method: The name of the method, which must be marked with `dispatch.register`.
-        args: The positional arguments: a rank's data-parallel shard first, where the method takes a batch.
+        args: The positional arguments; if the method takes a batch, the first one is the rank's data-parallel shard.
         options: The keyword arguments.
         wants_result: Whether the reply holds the method's result.
     """
@@ -124,12 +124,12 @@ class SampleRequest(ComputeRequest, kw_only=True):
         fields: The fields of the batch, with their columns in the store.
         rows: The number of each sample in the global batch.
         names: The name of each sample, for messages; empty for its number.
-        group_ids: The group of each sample; null if each is a group of its own.
-        extra_fields: The names of fields that nothing needs to read.
+        group_ids: The group of each sample; null if each is its own group.
+        extra_fields: The names of fields that need not be read by anything.
         args: The other positional arguments.
         options: The keyword arguments.
         version: The version of the columns that the results become.
-        wants_result: Whether the reply holds what is not stored: numbers of an update, objects.
+        wants_result: Whether the reply holds results that are not stored: metrics of an update, objects.
     """
 
     values: ClassVar[tuple[str, ...]] = ("args", "options")
@@ -149,14 +149,14 @@ class SampleRequest(ComputeRequest, kw_only=True):
 
 
 class SampleReply(ComputeReply, kw_only=True):
-    """The reply to a call with samples: metadata of what it has stored on this rank.
+    """The reply to a call with samples: metadata of the columns stored on this rank.
 
     Args:
         ids: The samples, if they are new.
         lengths: The number of tokens of each new sample.
         fields: The fields that were stored, with their columns; none on ranks that are not output ranks.
         group_ids: The group of each new sample.
-        result: What is not stored.
+        result: The results that are not stored.
     """
 
     values: ClassVar[tuple[str, ...]] = ("result", "hook_results")
@@ -169,7 +169,7 @@ class SampleReply(ComputeReply, kw_only=True):
 
 
 class Generate(SampleRequest, kw_only=True):
-    """Generate with a role. Prompts are samples, and so are the responses, under ids of their own."""
+    """Generate with a role. Prompts are samples, and so are the completions, under new ids."""
 
     method: str = "generate"
 
@@ -202,7 +202,7 @@ class TrainStepOk(SampleReply):
 
 
 class Empty(ComputeRequest, kw_only=True):
-    """Take part in nothing but the hooks of a request that other ranks are sent under the same id."""
+    """Take part only in the hooks of a request that other ranks receive under the same id."""
 
 
 class EmptyOk(ComputeReply):
@@ -210,14 +210,14 @@ class EmptyOk(ComputeReply):
 
 
 class Flush(Request, kw_only=True):
-    """Run the requests that were sent before. Collective.
+    """Run the pending requests. Collective.
 
     Args:
         ids: The ids of the requests, in the order in which they were sent.
         digest: The digest of the ids and of the digests of the requests; see `manifest`.
-        ranks: The ranks of this pool that are sent the flush; empty for all.
-        settle: Whether a request has hooks before it or needs samples, on any rank: then no call begins before all ranks have told
-            each other which requests have failed so far.
+        ranks: The ranks of this pool that receive the flush; empty for all.
+        settle: Whether a request on any rank has hooks before it or needs samples. No call then begins before all ranks have exchanged
+            which requests have failed so far.
     """
 
     ids: list[Id]
@@ -227,4 +227,4 @@ class Flush(Request, kw_only=True):
 
 
 class FlushOk(Reply):
-    """The reply to `flush`: all ranks have the same requests in the same order, and begin."""
+    """The reply to `flush`: all ranks have the same requests in the same order, and start running them."""

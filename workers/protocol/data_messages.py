@@ -1,4 +1,4 @@
-"""Messages of the data plane: what the data stores hold, and the connections between pools. Imports no torch."""
+"""Messages of the data plane: the contents of data stores, and the connections between pools. Does not import torch."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -31,7 +31,7 @@ class PutOk(Reply):
 
 
 class Get(Request, kw_only=True):
-    """Ask for columns of samples.
+    """Request columns of samples.
 
     Args:
         ids: The samples.
@@ -57,7 +57,7 @@ class GetOk(Reply, kw_only=True):
 
 
 class Digest(Request, kw_only=True):
-    """Ask for a digest of columns of samples, by which processes that should hold the same can be compared.
+    """Request a digest of columns of samples, for comparing processes that should hold the same data.
 
     Args:
         ids: The samples.
@@ -79,7 +79,7 @@ class DigestOk(Reply, kw_only=True):
 
 
 class Fetch(Request, kw_only=True):
-    """Load samples of a role's data set: those of this rank's data-parallel share.
+    """Load this rank's data-parallel share of the next samples of a role's data set.
 
     Args:
         role: The role.
@@ -93,14 +93,14 @@ class Fetch(Request, kw_only=True):
 
 
 class FetchOk(Reply, kw_only=True):
-    """The reply to `fetch`: metadata of the samples of this rank, which stay where they are.
+    """The reply to `fetch`: metadata of the samples that this rank has loaded and keeps.
 
     Args:
-        ids: The samples, which say the position: `role:epoch:index`.
+        ids: The samples; the ids contain the position: `role:epoch:index`.
         lengths: The number of tokens of each.
         positions: The position of each.
         fields: The fields, with their columns.
-        group_ids: The group of each sample; null if each is a group of its own.
+        group_ids: The group of each sample; null if each is its own group.
         end: The position after the last sample of all shares.
     """
 
@@ -113,7 +113,7 @@ class FetchOk(Reply, kw_only=True):
 
 
 class Spec(Request, kw_only=True):
-    """Ask for the size of a role's data set."""
+    """Request the size of a role's data set."""
 
     role: str
 
@@ -133,7 +133,7 @@ class SpecOk(Reply, kw_only=True):
 
 
 class ModelConfigRequest(Request, kw_only=True, tag="model_config"):
-    """Ask for the configuration of a role's model."""
+    """Request the configuration of a role's model."""
 
     role: str
 
@@ -152,8 +152,8 @@ class ClearDataCache(Request, kw_only=True):
     """Drop samples from the data store, and empty the cache of the device.
 
     Args:
-        ids: The samples. Those that waiting requests need are dropped after these have run.
-        keys: The columns to drop; empty for the samples as a whole.
+        ids: The samples. Samples that pending requests need are dropped after these have run.
+        keys: The columns to drop; empty for entire samples.
     """
 
     ids: list[str]
@@ -164,9 +164,9 @@ class ClearDataCacheOk(Reply, kw_only=True):
     """The reply to `clear_data_cache`.
 
     Args:
-        dropped: The number of samples that were here and have been dropped.
-        deferred: The number of those that waiting requests need.
-        samples: The number of samples that are left.
+        dropped: The number of samples that were present and have been dropped.
+        deferred: The number of samples that pending requests still need.
+        samples: The number of remaining samples.
         bytes_held: Their memory in bytes.
     """
 
@@ -182,7 +182,7 @@ class Listen(Request, kw_only=True):
     Args:
         endpoint: Where to listen: `ipc:///folder/file`, or `tcp://host:*`.
         keys: The CURVE keys of the group; null for a socket of this machine.
-        incarnation: How often a worker of this id has been started in this group.
+        incarnation: How many times a worker of this id has been started in this group.
     """
 
     endpoint: str
@@ -194,19 +194,19 @@ class Listening(Reply, kw_only=True):
     """The reply to `listen`.
 
     Args:
-        address: Where others connect to.
+        address: The address that others connect to.
     """
 
     address: str
 
 
 class Peers(Request, kw_only=True):
-    """Make the sockets of all workers known.
+    """Announce the sockets of all workers.
 
     Args:
         addresses: The address of each worker, by `pool/rank`.
-        incarnations: How often each has been started, by `pool/rank`; once if it is missing. What is on its way to or from a worker that has
-            been started again is dropped.
+        incarnations: How many times each has been started, by `pool/rank`; once if missing. Data in flight to or from a restarted
+            worker is dropped.
     """
 
     addresses: dict[str, str]

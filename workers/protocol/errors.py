@@ -1,4 +1,4 @@
-"""Errors of workers, as their controller raises them: the reason first, the original class as the cause."""
+"""Errors of workers, as the controller raises them: the reason first, the original class as the cause."""
 
 import builtins
 from importlib import import_module
@@ -9,7 +9,7 @@ from ...engine.errors import QueueFullError, WorkerError
 from .messages import Error
 
 LAST_OUTPUT = "; last output:"
-"""Stands between how a process ended and the last lines that it printed."""
+"""The separator between how a process ended and the last lines that it printed."""
 
 
 class RemoteWorkerError(Exception):
@@ -17,9 +17,9 @@ class RemoteWorkerError(Exception):
 
 
 def cause_of(error: Error) -> Exception:
-    """Return an exception like the one that a worker raised: of its class, if that is Drivetrain's, torch's or built in.
+    """Return an exception like the one that a worker raised.
 
-    Otherwise of the nearest class that it is derived from.
+    It has the same class if that is Drivetrain's, torch's or built in, otherwise the nearest such base class.
     """
     name = error.error_type.rpartition(":")[2]
     message = error.message.removeprefix(f"{name}: ")
@@ -60,10 +60,10 @@ def raise_error(error: Error, where: str) -> NoReturn:
 
     Args:
         error: The worker's reply.
-        where: What it was doing, and which worker.
+        where: The operation and the worker.
 
     Raises:
-        WorkerError: Always, a QueueFullError if too many requests were waiting; its cause is of the original class.
+        WorkerError: Always; a QueueFullError if too many requests were pending. Its cause has the original class.
     """
     raised = QueueFullError if error.kind == "queue_full" else WorkerError
     raise raised(describe(error, where)) from cause_of(error)

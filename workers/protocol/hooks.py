@@ -1,6 +1,7 @@
-"""Hooks: what a controller may have done around a call, as arguments of `WorkerGroup.submit` and as sent to the workers.
+"""Hooks: operations around a call, as arguments of `WorkerGroup.submit` and as sent to the workers.
 
-The two are the same, but for samples: a controller names them by a reference, and each worker is sent the ids of its own. Imports no torch.
+The two forms differ only in samples: the controller names them by a reference, and each worker receives the ids of its own. Does not import
+torch.
 """
 
 from dataclasses import dataclass
@@ -15,17 +16,17 @@ from ..data_plane.plan import Column, Round, WorkerId
 WeightDType = Literal["", "float32", "bfloat16", "float16"]
 CommBackend = Literal["", "nccl", "gloo"]
 WeightSync = Literal["auto", "tcp", "nccl", "gloo"]
-"""The ways from pool to pool that a group can be set to."""
+"""The values of a group's `weight_sync`: how weights go from pool to pool."""
 HookName = Literal["data_transfer", "evaluate", "offload", "sync_params", "save"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Evaluate the role on samples, after an update. The numbers come with the result, in `GroupCall.hook_results`.
+    """Evaluate the role on samples after an update. The metrics are returned in `GroupCall.hook_results`.
 
     Args:
         data: The samples.
-        method: The role's method, which takes a batch and returns numbers.
+        method: The role's method, which takes a batch and returns metrics.
     """
 
     data: DataRef
@@ -33,7 +34,7 @@ class Evaluate:
 
 
 class HookStruct(Struct, tag_field="hook", kw_only=True, omit_defaults=True):
-    """A hook. Every process that takes part is sent one, in its request or in an `empty` of the same id."""
+    """A hook. Every participating process receives it, in its request or in an `empty` of the same id."""
 
 
 class DataTransferHook(HookStruct, tag="data_transfer", kw_only=True):
@@ -55,8 +56,8 @@ class EvaluateHook(HookStruct, tag="evaluate", kw_only=True):
         ids: The samples of this rank's data-parallel share.
         fields: The fields of the batch, with their columns.
         rows: The number of each sample in the global batch.
-        group_ids: The group of each sample; null if each is a group of its own.
-        extra_fields: The names of fields that nothing needs to read.
+        group_ids: The group of each sample; null if each is its own group.
+        extra_fields: The names of fields that need not be read by anything.
         method: The method, which takes a batch and returns numbers.
     """
 
@@ -64,7 +65,7 @@ class EvaluateHook(HookStruct, tag="evaluate", kw_only=True):
     fields: dict[str, Column]
     rows: list[Annotated[int, Meta(ge=0)]] = []
     group_ids: list[int] | None = None
-    # The name on the wire is that of the first version of the protocol.
+    # The wire name comes from the first version of the protocol.
     extra_fields: list[str] = msgspec.field(name="passengers", default_factory=list)
     method: str = "evaluate"
 
@@ -86,21 +87,22 @@ class SyncParams(HookStruct, tag="sync_params", kw_only=True):
 
     Args:
         source: The role with the parameters.
-        target: The role that gets them.
-        sources: The processes of the source, as `pool/rank`; the first one sends to those that have no source themselves. These and all
-            that follows, but for `eta` and `version`, are filled in by the group.
+        target: The role that receives them.
+        sources: The processes of the source, as `pool/rank`; the first one sends to processes that do not hold the source themselves. The
+            group fills in this field and all following ones except `eta` and `version`.
         targets: The processes of the target.
         title: The name of the transfer, the same on all processes.
         eta: The weight of the new parameters in a moving average: target = eta x source + (1 - eta) x target.
-        version: The version that the target's weights then have, if it counts versions; null is one more than before.
-        dtype: The data type in which weights of more bytes are sent to other processes; empty if all are sent as they are.
-        backend: The backend of a communicator of the source's first process and all targets, in which weights are broadcast to another
-            pool; empty if they are sent to its first process through host memory.
-        base: The digest of the weights that both sides kept at the last transfer, of which only the changes are sent; empty if all are sent,
-            and kept for the next one; null if nothing is kept.
-        adapters: Whether adapters are sent alone, which the target adds to the weights of its model's folder.
-        keep: How many of the last versions that went to another pool the source's first process keeps in host memory, this one included.
-        resend: Whether the version is sent as it was kept, whatever the role has now. The source's first process alone takes part.
+        version: The new version of the target's weights, if it counts versions; null increments the current one.
+        dtype: The data type to which wider weights are rounded before they are sent to other processes; empty sends all unchanged.
+        backend: The backend of a communicator of the source's first process and all targets that broadcasts weights to another pool; empty
+            if they are sent to its first process through host memory.
+        base: The digest of the weights that both sides kept at the last transfer, to send only the changes; empty if all weights are sent,
+            and kept for the next transfer; null if nothing is kept.
+        adapters: Whether only adapters are sent, which the target adds to the weights of its model's folder.
+        keep: How many of the last versions sent to another pool the source's first process keeps in host memory, including this one.
+        resend: Whether to send the version as it was kept, regardless of the role's current weights. Of the source, only its first process
+            takes part.
     """
 
     source: str
@@ -119,7 +121,7 @@ class SyncParams(HookStruct, tag="sync_params", kw_only=True):
 
 
 class Save(HookStruct, tag="save", kw_only=True):
-    """Write a checkpoint of a role. Its folder comes with the result, in `GroupCall.hook_results`.
+    """Write a checkpoint of a role. Its folder is returned in `GroupCall.hook_results`.
 
     Args:
         role: The role.
@@ -135,7 +137,7 @@ class Save(HookStruct, tag="save", kw_only=True):
 
 
 CallHook = Evaluate | Offload | SyncParams | Save
-"""The hooks that a controller gives."""
+"""The hooks that a controller passes."""
 WireHook = DataTransferHook | EvaluateHook | Offload | SyncParams | Save
 """The hooks of a request."""
 

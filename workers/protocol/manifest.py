@@ -1,4 +1,4 @@
-"""What the controller and the workers agree on about a flush: the digest of its requests, their order, and the samples that they need."""
+"""The conventions of a flush that controller and workers share: the digest of its requests, their order, and their samples."""
 
 import hashlib
 import json
@@ -21,12 +21,12 @@ def digest_of(requests: Iterable[tuple[Id | None, str]]) -> str:
 
 
 def order_of(request: ComputeRequest) -> tuple[int, bool, Any]:
-    """Return by what the calls of a flush are sorted: the number of processes, then the id, numbers before strings."""
+    """Return the sort key of the calls of a flush: the number of processes, then the id, with numbers before strings."""
     return request.mesh_size, isinstance(request.id, str), request.id
 
 
 def needed_ids(request: Request, name: str) -> list[str]:
-    """Return the samples that a request needs to find in the store of a process, which must not be dropped before it has run.
+    """Return the samples that a request needs in the store of a process; they must not be dropped before it has run.
 
     Args:
         request: The request.

@@ -1,6 +1,6 @@
-"""The messages between a controller and a model worker. Imports no torch.
+"""The messages between a controller and a model worker. Does not import torch.
 
-A request is answered by exactly one reply, which repeats the request's `id` if it has one. Messages are msgspec structs tagged by
+Each request is answered by exactly one reply, which repeats the request's `id` if it has one. Messages are msgspec structs tagged by
 `op`; fields with their default value are omitted.
 """
 
@@ -39,7 +39,7 @@ class Message(Struct, tag_field="op", tag=op_name, omit_defaults=True, kw_only=T
 
 
 def tag_of(struct: type[Message]) -> str:
-    """Return the value of `op` by which a message is recognized."""
+    """Return the `op` value that identifies a message."""
     return str(struct.__struct_config__.tag)
 
 
@@ -60,7 +60,7 @@ class Error(Reply, kw_only=True):
         error_type: The class of the error as `module:name`.
         bases: The classes that it is derived from, the nearest first.
         traceback: The traceback; empty for errors that a user can fix.
-        echo: Whether another rank failed, and this one only reports it.
+        echo: Whether this rank only reports the failure of another rank.
     """
 
     kind: str
@@ -72,14 +72,14 @@ class Error(Reply, kw_only=True):
 
 
 class Beat(Reply, kw_only=True):
-    """A sign of life that a worker sends unasked, at the interval that it was started with.
+    """A heartbeat that a worker sends unprompted, at the configured interval.
 
     Args:
         rank: The rank of the worker.
         progress: The number of units of work (micro-batches, tokens, tensors) that the executor has finished.
         running: The operation that the executor is running; empty if it is idle.
-        running_s: For how many seconds.
-        metrics: Named numbers of the worker; see `metrics`.
+        running_s: How long the operation has been running, in seconds.
+        metrics: Metrics of the worker by name; see `metrics`.
     """
 
     rank: U32
@@ -93,12 +93,12 @@ class Beat(Reply, kw_only=True):
 
 
 class Hello(Request, kw_only=True):
-    """Check that controller and worker belong together. Sent by Drivetrain's controllers before anything else.
+    """Check that controller and worker are compatible. Drivetrain's controllers send it first.
 
     Args:
         protocol: The version of the controller's protocol.
         world_size: The number of ranks that the controller expects; None does not check it.
-        pool: The name of the worker's pool, by which plans refer to it.
+        pool: The name of the worker's pool in plans.
     """
 
     protocol: int
@@ -116,7 +116,7 @@ class Welcome(Reply, kw_only=True):
 
 
 class Ping(Request):
-    """Ask for a sign of life."""
+    """Check that the worker is alive."""
 
 
 class Pong(Reply, kw_only=True):
@@ -134,12 +134,12 @@ class Pong(Reply, kw_only=True):
 
 
 class Cancel(Request, kw_only=True):
-    """Remove a request from the queue; it is answered with the error `cancelled`. A request that is running is not stopped.
+    """Remove a request from the queue; it is answered with the error `cancelled`. A running request is not stopped.
 
     Args:
         request: The id of the request to remove.
-        early_end: Instead, let a `generate` end after the step that it is at, with the tokens so far: its responses that go on then have the
-            finish reason `aborted`. One that waits is not removed, and ends after its first step.
+        early_end: Instead, end a `generate` after its current step, with the tokens so far. Its unfinished completions then have the
+            finish reason `aborted`. A pending `generate` is not removed, and ends after its first step.
     """
 
     request: Id
@@ -150,7 +150,7 @@ class CancelOk(Reply, kw_only=True):
     """The reply to `cancel`.
 
     Args:
-        found: Whether the request was waiting; with `early_end`, whether there is such a request.
+        found: Whether the request was pending; with `early_end`, whether there is such a request.
     """
 
     found: bool
@@ -167,11 +167,11 @@ class Init(Request, kw_only=True):
 
 
 class InitOk(Reply):
-    """The reply to `init`: all ranks have come."""
+    """The reply to `init`: all ranks have joined."""
 
 
 class NcclSanityCheck(Request):
-    """Add up the number 1 over all ranks. Collective."""
+    """Sum the number 1 over all ranks. Collective."""
 
 
 class NcclSanityResult(Reply, kw_only=True):
@@ -199,7 +199,7 @@ class LoadDenseShard(Request, kw_only=True):
     """Load this rank's slices of a model. Collective.
 
     Args:
-        model_id: The name under which later requests refer to the model.
+        model_id: The name that later requests use for the model.
         config_json: The text of the model's config.json.
         safetensors_paths: The files that hold all of its weights.
         quant: The quantization; None for none.
@@ -208,7 +208,7 @@ class LoadDenseShard(Request, kw_only=True):
     model_id: str
     config_json: str
     safetensors_paths: list[str]
-    # With a factory, msgspec always writes the field, as controllers of this protocol do.
+    # With a factory, msgspec always writes the field, like other controllers of this protocol.
     quant: str | None = msgspec.field(default_factory=lambda: None)
 
 

@@ -1,7 +1,7 @@
-"""The classes and functions that a message may refer to, by name. Imports no torch.
+"""The classes and functions that a message may refer to by name. Does not import torch.
 
-A message holds data, and names `module:attribute` out of a list that is fixed when a worker starts, so that whoever can write to
-a worker cannot make it import anything else. Drivetrain's own configurations and roles are always on the list.
+A message holds data and names `module:attribute` from an allowlist that is fixed when a worker starts. A client that can write to a
+worker therefore cannot make it import anything else. Drivetrain's own configurations and roles are always on the list.
 """
 
 import json
@@ -62,30 +62,30 @@ BUILT_IN: frozenset[str] = frozenset(
     }.items()
     for attribute in attributes
 )
-"""The names that every worker knows, beside the options of the registered backends."""
+"""The names that every worker knows, in addition to the options of the registered backends."""
 
 MOVED_CLASSES = {"workers.roles.reference:ReferenceConfig": "workers.roles.reference:ReferenceWorkerConfig"}
-"""Classes by their old names, below this package, with the new ones."""
+"""The new names of renamed classes, by their old names relative to this package."""
 
 
 class Pickler(Protocol):
-    """A module like `pickle`, for values that only go to processes which this one started."""
+    """A module like `pickle`, for values that are only sent to processes that this process has started."""
 
     def dumps(self, value: Any) -> bytes:
         """Return a value as bytes."""
         ...
 
     def loads(self, data: Any) -> Any:
-        """Return the value that bytes stand for."""
+        """Return the value of pickled bytes."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The program that started a worker, to which names of `__main__` refer.
+    """The program that started a worker; names in `__main__` refer to it.
 
     Args:
-        module: The module that it is, if it was started by `python -m`; otherwise empty.
+        module: Its module, if it was started with `python -m`; otherwise empty.
         file: Its file.
         argv: Its command line.
     """
@@ -96,7 +96,7 @@ class Program:
 
     @property
     def alias(self) -> str:
-        """The name of the program as a module of a worker, whose own `__main__` is another program."""
+        """The program's module name in a worker, whose own `__main__` is a different program."""
         return self.module or f"{_ROOT}_main"
 
 
@@ -104,7 +104,7 @@ _importing = False
 
 
 def importing_program() -> bool:
-    """Return whether this process is a worker that is importing its controller's program, which must not start workers then."""
+    """Return whether this process is a worker importing its controller's program, which must not start workers during that."""
     return _importing
 
 
@@ -112,7 +112,7 @@ def name_of(target: Any) -> str:
     """Return the name of a class or function.
 
     Raises:
-        ConfigError: It is not at the top level of a module, so that no other process could find it.
+        ConfigError: It is not at the top level of a module, so another process could not find it.
     """
     module, attribute = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     if not module or not attribute:
@@ -130,7 +130,7 @@ def name_of(target: Any) -> str:
 
 
 def current_name(name: str) -> str:
-    """Return the name of a class or function by one that it had in a version before, as messages of that version have it."""
+    """Return the current name of a class or function whose name comes from a message of an older version."""
     root, _, below = name.partition(".")
     if root != _ROOT:
         return name
@@ -140,7 +140,7 @@ def current_name(name: str) -> str:
 
 
 def is_reference(value: Any) -> bool:
-    """Return whether a value is sent as a name: a class, a function, or another callable that its module knows by its name."""
+    """Return whether a value is sent by name: a class, a function, or another callable that can be found in its module."""
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType):
         return True
     module, attribute = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
@@ -152,9 +152,9 @@ class Names:
     """A list of names.
 
     Args:
-        extra: Names beside those of Drivetrain.
+        extra: Names in addition to those of Drivetrain.
         program: The program that started this worker; None if this process is that program.
-        pickler: What sends values that are neither plain nor named, between a process and its own children; None refuses them.
+        pickler: The pickler for values that are neither plain nor named, between a process and its own children; None refuses them.
     """
 
     def __init__(self, extra: Iterable[str] = (), program: Program | None = None, pickler: Pickler | None = None) -> None:
@@ -167,7 +167,7 @@ class Names:
         """Return the name of a class or function.
 
         Raises:
-            ConfigError: It has none, or the name is not on the list.
+            ConfigError: It does not have a name, or the name is not on the list.
         """
         name = name_of(target)
         module, _, attribute = name.partition(":")
@@ -203,7 +203,7 @@ class Names:
 
 
 def references(value: Any) -> list[Any]:
-    """Return what a value refers to: classes, functions and the classes of its dataclasses, at any depth."""
+    """Return the classes and functions that a value refers to, including the classes of its dataclasses, at any depth."""
     if is_reference(value):
         return [value]
     parts: list[Any] = []
@@ -222,7 +222,7 @@ def references(value: Any) -> list[Any]:
 
 
 def contents(value: Any) -> dict[str, Any]:
-    """Return what a message has of an instance of a dataclass: the fields that make another one, by name."""
+    """Return the fields of a dataclass instance that a message holds, by name; an equal instance can be built from them."""
     return value.settings() if isinstance(value, ByName) else {f.name: getattr(value, f.name) for f in fields(value) if f.init}
 
 
@@ -232,10 +232,10 @@ def is_named_tuple(value: Any) -> bool:
 
 
 def collect(value: Any) -> set[str]:
-    """Return the names of what a value refers to, beside Drivetrain's own.
+    """Return the names of the classes and functions that a value refers to, except Drivetrain's own.
 
     Raises:
-        ConfigError: A class or function has no name that another process could use.
+        ConfigError: A class or function does not have a name that another process could use.
     """
     names = {name_of(target) for target in references(value)} - BUILT_IN
     program = this_program()
@@ -259,7 +259,7 @@ def this_program() -> Program:
 
 
 def program_arguments() -> list[str]:
-    """Return the arguments with which a worker finds this program."""
+    """Return the arguments that let a worker find this program."""
     program = this_program()
     if not (program.module or program.file):
         return []
@@ -267,7 +267,7 @@ def program_arguments() -> list[str]:
 
 
 def parse_program(text: str) -> Program:
-    """Return the program that an argument of `program_arguments` stands for.
+    """Parse an argument of `program_arguments`.
 
     Raises:
         ConfigError: The argument is malformed.
@@ -280,7 +280,7 @@ def parse_program(text: str) -> Program:
 
 
 def _import_program(program: Program) -> types.ModuleType:
-    # As with multiprocessing, not as __main__, so that the program itself does not run again.
+    # As with multiprocessing, the module is not named __main__, so that the program itself does not run again.
     if program.alias not in sys.modules:
         with _as_program(program):
             try:
@@ -310,7 +310,7 @@ def _execute_file(program: Program) -> None:
 
 @contextmanager
 def _as_program(program: Program) -> Iterator[None]:
-    """Show a program the command line that it was started with."""
+    """Set sys.argv to the command line of the program."""
     global _importing
     argv, sys.argv, _importing = sys.argv, list(program.argv), True
     try:

@@ -1,4 +1,4 @@
-"""The operations that a model worker serves. Imports no torch.
+"""The operations that a model worker serves. Does not import torch.
 
 To add one, define its structs in `messages` and add an `Op` to `OPS`.
 """
@@ -52,14 +52,14 @@ class Op:
         reply: The reply to a request that succeeded.
         handler: The function that serves it, `(worker, request) -> reply`, as `module:name`, so that it is imported only by a
             worker that needs it.
-        failure: The kind of an error that the handler does not name itself.
-        execution: `immediate` operations are answered by the I/O thread, also while another one is running; `background` ones by a
-            thread of their own. `scheduled` ones share a model, which works on many at the same time. `queued` ones run one after
+        failure: The kind of errors whose kind the handler does not set itself.
+        execution: `immediate` operations are answered by the I/O thread, even while another one is running; `background` ones by a
+            separate thread. `scheduled` ones share a model, which processes many at the same time. `queued` ones run one after
             the other on the main thread, which owns the device and all collectives; so do `flushed` ones, after a `flush`.
         collective: Whether all ranks must receive the request.
         hooks: The hooks that a request may carry.
-        errors: The other kinds of error that the handler names, beside `COMMON_ERRORS`.
-        watchdog_s: The time without progress after which the worker is ended; None for the worker's default.
+        errors: The other kinds of error that the handler sets, in addition to `COMMON_ERRORS`.
+        watchdog_s: The time without progress after which the worker is ended, in seconds; None for the worker's default.
     """
 
     request: type[Request]
@@ -81,7 +81,7 @@ class Op:
 COMMON_ERRORS: frozenset[str] = frozenset(
     {"unknown_op", "bad_request", "out_of_memory", "watchdog", "queue_full", "cancelled"}
 )
-"""The kinds of error that may answer any operation."""
+"""The kinds of error that any operation may return."""
 
 _MOVING: frozenset[HookName] = frozenset({"data_transfer", "offload", "sync_params", "save"})
 _STEP_ERRORS: frozenset[ErrorKind] = frozenset(
@@ -108,7 +108,7 @@ def _data_op(request: type[Request], reply: type[Reply], handler: str, **options
 def _call(
     request: type[Request], reply: type[Reply], handler: str, hooks: frozenset[HookName] = _MOVING, **options: Any
 ) -> Op:
-    """An operation that waits for `flush`."""
+    """An operation that runs with the next `flush`."""
     return Op(
         request=request,
         reply=reply,

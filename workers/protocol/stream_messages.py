@@ -1,4 +1,4 @@
-"""Messages of requests that share a model: single prompts whose tokens are streamed, and texts to embed. Imports no torch."""
+"""Messages of requests that share a model: single prompts whose tokens are streamed, and texts to embed. Does not import torch."""
 
 from typing import Any, ClassVar
 
@@ -8,14 +8,14 @@ from .messages import U32, Count, Id, Reply, Request
 
 
 class Stream(Request, kw_only=True):
-    """Generate a response. Needs an id. Its tokens come in messages `tokens`, before the reply.
+    """Generate a completion. Needs an id. Its tokens arrive in `tokens` messages before the reply.
 
     Args:
         role: The role, whose worker has a generator.
         prompt: The token ids of the prompt.
         options: The sampling options; null uses the default ones.
-        row: The number of the prompt, which seeds the response together with the seed of the options and `sample`.
-        sample: The number of the response among those to the prompt.
+        row: The number of the prompt, which seeds the completion together with the seed of the options and `sample`.
+        sample: The number of the completion among those to the prompt.
         images: The images of the prompt as data URIs, in the order of its image tokens.
     """
 
@@ -33,8 +33,8 @@ class StreamOk(Reply, kw_only=True):
     """The reply to `stream`.
 
     Args:
-        finish_reason: Why the response ended: `stop`, `length`, or `aborted` after a `cancel`.
-        prompt_tokens: The number of tokens of the prompt, with those of its images; 0 if it did not begin.
+        finish_reason: Why the completion ended: `stop`, `length`, or `aborted` after a `cancel`.
+        prompt_tokens: The number of tokens of the prompt, including those of its images; 0 if generation did not begin.
     """
 
     finish_reason: str
@@ -42,13 +42,13 @@ class StreamOk(Reply, kw_only=True):
 
 
 class NewTokens(Struct, array_like=True):
-    """Tokens of a response.
+    """Tokens of a completion.
 
     Args:
         request: The id of the request.
         tokens: The token ids.
         log_probs: Their log-probabilities.
-        version: The version of the weights that made them.
+        version: The version of the weights that generated them.
     """
 
     request: Id
@@ -58,10 +58,10 @@ class NewTokens(Struct, array_like=True):
 
 
 class Tokens(Reply, kw_only=True):
-    """What a step of a generator has added to the responses that it works on. Sent unasked, and has no id.
+    """The tokens that a step of a generator has added to its running completions. Sent unprompted, without an id.
 
     Args:
-        responses: The tokens of each response.
+        responses: The tokens of each completion.
     """
 
     responses: list[NewTokens]

@@ -1,7 +1,7 @@
 """Values inside messages: plain data, tensors, and registered dataclasses, without pickle.
 
-A value becomes plain data in which what JSON and msgpack lack is a mapping with the key `$`: `{"$": "tensor", "dtype": "float32",
-"shape": [2], "part": 0}`. The bytes of a tensor are a part of the message of their own, in msgpack, or base64 `data`, in JSON.
+A value becomes plain data. Types that JSON and msgpack lack become a mapping with the key `$`: `{"$": "tensor", "dtype": "float32",
+"shape": [2], "part": 0}`. The bytes of a tensor are a separate part of the message in msgpack, or base64 `data` in JSON.
 """
 
 import base64
@@ -27,14 +27,14 @@ from .names import Names, contents, is_named_tuple, is_reference
 M = TypeVar("M", bound=Message)
 TYPE = "$"
 MOVED_FIELDS = {"passengers": "extra_fields"}
-"""Fields of dataclasses by their old names, as messages of a version before have them, with the new ones."""
+"""The new names of renamed dataclass fields, by their old names, as in messages of older versions."""
 _INT64 = range(-(2**63), 2**63)
 _ARRAY_KINDS = "biufc"
 """The kinds of NumPy arrays that hold plain numbers."""
 
 
 class ValueDecodeError(ValueError):
-    """Plain data does not stand for a value."""
+    """Plain data does not represent a value."""
 
 
 def dump(message: M, names: Names, *, inline: bool = False, copy: bool = True) -> tuple[M, list[FramePart]]:
@@ -43,8 +43,8 @@ def dump(message: M, names: Names, *, inline: bool = False, copy: bool = True) -
     Args:
         message: The message.
         names: The classes and functions that may be referred to.
-        inline: Whether the data of tensors goes into the message, in base64, instead of parts of their own.
-        copy: Whether parts have memory of their own. Without it, tensors must not change until the message has been sent.
+        inline: Whether tensor data is put into the message in base64, instead of separate parts.
+        copy: Whether parts are copies. Without copies, tensors must not change until the message has been sent.
 
     Returns:
         The message, and the parts.
@@ -71,7 +71,7 @@ def load(message: M, parts: Sequence[Any], names: Names) -> M:
 
     Raises:
         ConfigError: The message refers to a name that is not allowed, or a class refuses its fields.
-        ValueDecodeError: The data does not stand for a value.
+        ValueDecodeError: The data does not represent a value.
     """
     values = {name: _value(getattr(message, name), parts, names) for name in message.values}
     return msgspec.structs.replace(message, **values) if values else message
@@ -115,7 +115,7 @@ class _Writer:
         return self._named(value, where)
 
     def _named(self, value: Any, where: str) -> Any:
-        """Return what stands for a class, a function, or an instance of a class with a name."""
+        """Return the representation of a class, a function, or an instance of a named class."""
         target = value if is_reference(value) else type(value)
         supported = is_reference(value) or is_dataclass(value) or isinstance(value, Enum) or is_named_tuple(value)
         try:
@@ -178,8 +178,8 @@ class _Writer:
         if value.layout is not torch.strided or value.is_meta:
             raise ConfigError(f"{where} is a {value.layout} tensor, which cannot be sent to a worker; send a dense tensor")
         host = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
-        # A single element counts as contiguous whatever its stride. And a role may change a tensor, or the caller, before the
-        # message has left.
+        # A single element counts as contiguous whatever its stride. And the role or the caller may change a tensor before the
+        # message has been sent.
         if (host.numel() and host.stride(0) != 1) or (self._copy and host.data_ptr() == value.data_ptr()):
             host = host.clone(memory_format=torch.contiguous_format)
         return {
@@ -268,7 +268,7 @@ def _subclass(name: str, base: type, names: Names) -> Any:
 def _unpickled(plain: dict[str, Any], parts: Sequence[Any], names: Names) -> Any:
     # Only a process and its own children, which Ray started, have a pickler.
     if names.pickler is None:
-        raise ValueDecodeError("pickled values are accepted from a process of one's own only")
+        raise ValueDecodeError("pickled values are accepted only between a process and its own children")
     return names.pickler.loads(bytes(_bytes(plain, parts)))
 
 
@@ -294,7 +294,7 @@ def _tensor(plain: dict[str, Any], parts: Sequence[Any]) -> Tensor:
     if not data.nbytes:
         return torch.empty(shape, dtype=dtype)
     aligned = np.frombuffer(data, dtype=np.uint8).ctypes.data % dtype.itemsize == 0
-    # What cannot be written to, or is not aligned, is copied: roles may work in place.
+    # Read-only or unaligned memory is copied, because roles may work in place.
     memory = data if aligned and not data.readonly else bytearray(data)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).reshape(shape)
 

@@ -1,1 +1,1 @@
-"""The roles of models in workers: actor, critic, reference, reward, generator and embedder, and how their methods take batches."""
+"""The roles that models have in workers (actor, critic, reference, reward, generator, embedder), and the batches their methods take."""

@@ -1,4 +1,4 @@
-"""The actor: the policy that is trained on its own responses."""
+"""The actor: the policy that is trained on its own completions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class ActorConfig(WorkerConfig):
 
     @property
     def temperature(self) -> float:
-        """The temperature of its log-probabilities; all roles of a group must use the same one."""
+        """The temperature of its log-probabilities; all roles of a group must use the same."""
         return self.loss.request.temperature
 
 
@@ -46,7 +46,7 @@ class ActorWorker(Worker):
     def compute_log_probs(
         self, data: Any, *, entropy: bool = False, sum_squared_probs: bool = False, routed_experts: bool = False
     ) -> Any:
-        """Compute the `log_probs` of response tokens and, if requested, numbers of their distributions, in the caller's format.
+        """Compute the `log_probs` of completion tokens and, if requested, statistics of their distributions, in the caller's format.
 
         Args:
             data: This rank's data-parallel shard, in a format of `workers.roles.batch_adapters`.
@@ -55,7 +55,7 @@ class ActorWorker(Worker):
             routed_experts: Whether to return the `routed_experts` `[T, L, K]` of all tokens as well, in a `PackedBatch`.
 
         Raises:
-            ConfigError: `routed_experts` of a model without experts, or of padded or jagged tensors.
+            ConfigError: `routed_experts` is requested from a model without experts, or with padded or jagged tensors.
         """
         request = OutputRequest(
             log_probs=True,
@@ -66,29 +66,29 @@ class ActorWorker(Worker):
         )
         if routed_experts and not isinstance(data, PackedBatch):
             raise ConfigError(
-                "routed_experts=True: padded and jagged results have values of response tokens alone, but prompts have routes too; pass a "
+                "routed_experts=True: padded and jagged results hold values of completion tokens only, but prompts have routes too; pass a "
                 "PackedBatch"
             )
         return self._infer(data, request, {name: name for name in (*request.names, ROUTED_EXPERTS)})
 
     @register("dp")
     def compute_reference_log_probs(self, data: Any) -> Any:
-        """Compute the `reference_log_probs` of response tokens, in the caller's format, with the adapters of the policy disabled.
+        """Compute the `reference_log_probs` of completion tokens, in the caller's format, with the adapters of the policy disabled.
 
         Args:
             data: This rank's data-parallel shard, in a format of `workers.roles.batch_adapters`.
 
         Raises:
-            ConfigError: The policy has no adapters, so without them it would be its own reference.
+            ConfigError: The policy has no adapters to disable, so it would be its own reference.
         """
         if not self.config.model.lora.rank:
             raise ConfigError(
-                "model.lora.rank=0: only a policy with adapters is its own reference; give the group a ReferenceWorker"
+                "model.lora.rank=0: only a policy with adapters can serve as its own reference; add a ReferenceWorker to the group"
             )
         if saved := self.config.model.lora.modules_to_save:
             raise ConfigError(
-                f"model.lora.modules_to_save={list(saved)} are trained in full, so that without its adapters the policy is not its own "
-                "reference; give the group a ReferenceWorker"
+                f"model.lora.modules_to_save={list(saved)} are trained in full, so even with its adapters disabled the policy is not its own "
+                "reference; add a ReferenceWorker to the group"
             )
         request = OutputRequest(log_probs=True, temperature=self.config.temperature)
         with self.engine.disable_adapter():
@@ -98,7 +98,7 @@ class ActorWorker(Worker):
     def update(
         self, data: Any, steps: Sequence[Sequence[int]] | None = None, *, loss: PolicyLoss | PreferenceLoss | None = None
     ) -> list[StepResult]:
-        """Train the policy on responses.
+        """Train the policy on completions.
 
         Args:
             data: This rank's data-parallel shard, with `old_log_probs`, `advantages` and the other fields that the loss needs.
@@ -122,7 +122,7 @@ class ActorWorker(Worker):
 
     @register("dp", returns="numbers")
     def evaluate(self, data: Any) -> dict[str, float]:
-        """Compute the `loss` of a batch of responses and its metrics, without training.
+        """Compute the `loss` of a batch of completions and its metrics, without training.
 
         Args:
             data: This rank's data-parallel shard, with the fields that the loss needs.

@@ -22,15 +22,15 @@ from .dispatch import register
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AdapterRequest:
-    """A batch of one adapter and its loss, a sum over all tokens of the batch.
+    """A batch for one adapter and its loss, summed over all tokens of the batch.
 
     Args:
-        adapter: The name of the adapter; None for the frozen model without any, which can only be evaluated.
-        batch: The documents, of which `labels` may be any tokens (`PackedBatch.free_labels`), with the fields that the loss reads, and with
-            `targets` for several of each token; see `AdapterCall`.
+        adapter: The name of the adapter; None for the frozen model without adapters, which can only be evaluated.
+        batch: The documents, with the fields that the loss reads. Their `labels` may be any tokens (`PackedBatch.free_labels`); `targets`
+            holds several labels per token. See `AdapterCall`.
         loss: The loss.
-        forward_only: Whether to evaluate the loss only, without gradients.
-        top_k: How many of the most likely next tokens of each token to return.
+        forward_only: Whether to only evaluate the loss, without gradients.
+        top_k: The number of most likely next tokens to return per token.
     """
 
     adapter: str | None
@@ -46,11 +46,12 @@ class AdapterReply:
 
     Args:
         loss: The loss; NaN if there is an error.
-        metrics: The metrics of the loss, each its mean over documents or what else the loss divides it by.
-        log_probs: `[T]` or `[T, K]` float32, the log-probability of each label or target, in the order of the batch, of the very pass that gradients are of.
-        top_tokens: `[T, k]` int64, the ids of the most likely next tokens, the most likely first; None if nobody asked for them.
+        metrics: The metrics of the loss, each averaged over documents or over the denominator that the loss defines.
+        log_probs: `[T]` or `[T, K]` float32, the log-probability of each label or target, in the order of the batch, from the same
+            forward pass as the gradients.
+        top_tokens: `[T, k]` int64, the ids of the most likely next tokens, the most likely first; None if not requested.
         top_log_probs: `[T, k]` float32, their log-probabilities.
-        error: Why the request has changed nothing; empty if it is done.
+        error: Why the request failed, in which case it has changed nothing; empty if it succeeded.
     """
 
     loss: float
@@ -64,7 +65,7 @@ class AdapterReply:
 class AdapterWorker(Worker):
     """A frozen model with adapters (`model.max_adapters`). All methods take the same arguments on all ranks.
 
-    Requests of many adapters are computed together. The gradients of an adapter add up until its optimizer step.
+    Requests for many adapters are computed together. The gradients of an adapter accumulate until its optimizer step.
 
     Args:
         config: The configuration of the role.
@@ -76,14 +77,14 @@ class AdapterWorker(Worker):
     def __init__(self, config: WorkerConfig, ranks: Sequence[int] | None = None) -> None:
         if not config.model.max_adapters:
             raise ConfigError(
-                "model.max_adapters=0: an AdapterWorker creates adapters while it runs; set how many there may be"
+                "model.max_adapters=0: an AdapterWorker creates adapters while it runs; set their maximum number"
             )
         super().__init__(config, ranks)
         self._trainer: AdapterTrainer | None = None
 
     @property
     def trainer(self) -> AdapterTrainer:
-        """What trains the adapters of the engine."""
+        """The trainer of the engine's adapters."""
         if self._trainer is None:
             self._trainer = AdapterTrainer(self.engine)
         return self._trainer
@@ -93,13 +94,13 @@ class AdapterWorker(Worker):
         """Create an adapter.
 
         Raises:
-            ConfigError: There is one with this name, there are too many, or its settings do not fit the model.
+            ConfigError: The name is taken, there are too many adapters, or its settings do not fit the model.
         """
         self.trainer.create(name, config)
 
     @register("all")
     def drop_adapter(self, name: str) -> None:
-        """Free an adapter with its gradients and moments.
+        """Free an adapter, with its gradients and moments.
 
         Raises:
             ConfigError: There is none with this name.
@@ -108,17 +109,17 @@ class AdapterWorker(Worker):
 
     @register("all")
     def adapter_names(self) -> list[str]:
-        """Return the names of the adapters, in the order in which they were created."""
+        """Return the names of the adapters in order of creation."""
         return list(self.trainer.bank.names)
 
     @register("all", changes_weights=True)
     def forward_backward(self, requests: Sequence[AdapterRequest]) -> list[AdapterReply]:
         """Compute the losses of requests, and add their gradients to those of their adapters; see `AdapterTrainer.forward_backward`.
 
-        A request is divided over the data-parallel ranks by itself alone, so that what it is given does not depend on the others.
+        Each request is divided over the data-parallel ranks independently, so its result does not depend on the other requests.
 
         Args:
-            requests: The requests; those of one adapter are taken in order.
+            requests: The requests; those of one adapter are processed in order.
 
         Returns:
             The reply to each request.
@@ -146,7 +147,7 @@ class AdapterWorker(Worker):
 
     @register("all", changes_weights=True)
     def optim_step(self, name: str, optim: OptimConfig) -> AdapterStep:
-        """Make an optimizer step of an adapter with the gradients since its last one; see `AdapterSlot.optim_step`.
+        """Run an optimizer step of an adapter with the gradients accumulated since the last one; see `AdapterSlot.optim_step`.
 
         Raises:
             ConfigError: There is no such adapter, or the optimizer is not AdamW.
@@ -161,19 +162,19 @@ class AdapterWorker(Worker):
 
     @register("all", changes_weights=True)
     def load_adapter(self, name: str, folder: str, *, optimizer: bool = True) -> AdapterConfig:
-        """Load a checkpoint into an adapter, which is created with the settings of the checkpoint if there is none of this name.
+        """Load a checkpoint into an adapter. If there is none of this name, it is created with the checkpoint's settings.
 
         Args:
             name: The name of the adapter.
             folder: The folder of the checkpoint, or its URL.
-            optimizer: Whether to load the moments and the step count as well; otherwise these begin anew.
+            optimizer: Whether to load the moments and the step count as well; otherwise they start from zero.
 
         Returns:
             The settings of the adapter.
 
         Raises:
-            CheckpointError: The checkpoint is damaged, or of another model or another kind of adapter. An adapter that was created for it
-                is dropped again.
+            CheckpointError: The checkpoint is damaged, or belongs to another model or another kind of adapter. An adapter that was created
+                for it is dropped again.
         """
         bank, created = self.trainer.bank, False
         if name not in bank:
@@ -196,7 +197,7 @@ def _reply(
     assigned: Sequence[Sequence[int]],
     parts: Sequence[Mapping[str, Tensor]],
 ) -> AdapterReply:
-    """Return the reply to a request, with the outputs of all data-parallel ranks in the order of its documents."""
+    """Build the reply to a request, with the outputs of all data-parallel ranks in the order of its documents."""
     if result.error is not None:
         return AdapterReply(loss=result.loss, error=str(result.error))
     outputs: dict[str, Tensor] = {}
@@ -214,6 +215,6 @@ def _reply(
 
 
 def _outputs(result: AdapterCallResult) -> dict[str, Tensor]:
-    """Return what a call has for each token of this rank's documents; nothing without any."""
+    """Return a call's outputs per token of this rank's documents; empty if there are no documents."""
     outputs = {"log_probs": result.log_probs, "top_tokens": result.top_tokens, "top_log_probs": result.top_log_probs}
     return {name: value for name, value in outputs.items() if value is not None}

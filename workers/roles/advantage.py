@@ -1,4 +1,4 @@
-"""The advantage role: advantages and returns from the rewards, values and log-probabilities of a batch, where these are."""
+"""The advantage role: computes advantages and returns from a batch's rewards, values and log-probabilities, on the ranks that hold them."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,13 +31,13 @@ from .responses import PaddedCompletions
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig(ByName):
-    """How advantages are computed.
+    """The configuration of advantage computation.
 
     Args:
-        estimator: The estimator, with its settings: one of `losses.estimators`, or an instance of a subclass of `Estimator` of one's own.
-            `AdvantageConfig.from_settings(estimator="grpo", scale=False)` takes both in one. Those that compare the responses of a group
-            need `group_ids`, and each says which fields it needs beside the rewards.
-        kl_coef: The weight of a KL penalty in the rewards, of tokens or of responses, depending on the estimator; it needs
+        estimator: The estimator, with its settings: one of `losses.estimators`, or an instance of your own subclass of `Estimator`.
+            `AdvantageConfig.from_settings(estimator="grpo", scale=False)` takes both at once. Estimators that compare the completions of a
+            group need `group_ids`; each documents which fields it needs in addition to the rewards.
+        kl_coef: The weight of a KL penalty in the rewards, per token or per completion depending on the estimator. It needs
             `old_log_probs` and `reference_log_probs`.
         kl: The estimator of the KL divergence, as in `losses.policy.kl_estimate`.
 
@@ -57,7 +57,7 @@ class AdvantageConfig(ByName):
 
 
 class AdvantageWorker:
-    """A worker that computes advantages on its share of a batch, and adds up what concerns the global batch over all ranks.
+    """A worker that computes advantages on its share of a batch, and reduces global quantities over all ranks.
 
     Args:
         config: The configuration of the role.
@@ -71,7 +71,7 @@ class AdvantageWorker:
         self._group: ProcessGroup | None = None
 
     def initialize(self) -> Self:
-        """Create the process group over which sums are taken."""
+        """Create the process group for the reductions."""
         if dist.is_initialized():
             self._groups = EngineGroups(None)
             self._group = self._groups.get(range(dist.get_world_size()) if self._ranks is None else self._ranks, "gloo")
@@ -79,19 +79,20 @@ class AdvantageWorker:
 
     @register("dp")
     def compute_advantages(self, data: Any, *, kl_coef: float | None = None) -> dict[str, Tensor]:
-        """Compute the `advantages` of response tokens, and where rewards are those of tokens (`kl_coef`) also their `returns`.
+        """Compute the `advantages` of completion tokens; with per-token rewards (`kl_coef`) also their `returns`.
 
-        Where a sequence field `episode` says which documents are parts of one episode, estimators that give a response one advantage compare the last
-        of them, and give it to all; others look at each document by itself.
+        A sequence field `episode` marks the documents that belong to one episode. Estimators with one advantage per completion then
+        compare the last document of each episode and assign its advantage to all of them; other estimators treat each document
+        separately.
 
         Collective over the ranks of the role.
 
         Args:
-            data: This rank's data-parallel shard, with `rewards` and what the estimator needs.
-            kl_coef: The weight of the KL penalty; None is that of the configuration.
+            data: This rank's data-parallel shard, with `rewards` and the other fields that the estimator needs.
+            kl_coef: The weight of the KL penalty; None uses the configured one.
 
         Raises:
-            BatchError: A field is missing, or a value that is used is not finite.
+            BatchError: A field is missing, or a value in use is not finite.
         """
         config = self.config if kl_coef is None else replace(self.config, kl_coef=kl_coef)
         with self._errors():
@@ -102,16 +103,16 @@ class AdvantageWorker:
             if advantages.dim() == 1:
                 last, of_documents = episodes_of(adapter.batch)
                 if len(last) < len(of_documents):
-                    # Of an episode with several documents one is compared with the others, for all.
+                    # An episode with several documents is represented by one of them.
                     compared, places = PenalizedCompletions(adapter.batch.select(last), config), of_documents
                     advantages = config.estimator.estimate(compared)[0]
                 advantages = broadcast_to_tokens(advantages, compared.mask)
             if not bool(torch.isfinite(advantages).all()):
                 raise BatchError("the advantages are not finite; the rewards or values are too large")
-        # Sums over ranks come last: a rank that raised before them would leave the others waiting.
+        # Reductions over ranks come last: a rank that raises before them would leave the others waiting.
         advantages = config.estimator.finish(advantages, compared, self._sum)
         if places is not None:
-            # All tokens of a document have the same.
+            # All tokens of a document have the same advantage.
             of_episodes = advantages[:, 0] if advantages.shape[1] else advantages.sum(1)
             advantages = broadcast_to_tokens(of_episodes[torch.tensor(places)], responses.mask)
         fields = {"advantages": responses.packed(advantages)}
@@ -124,7 +125,7 @@ class AdvantageWorker:
     def compute_importance_weights(
         self, data: Any, *, correction: Correction = "truncate", level: Level = "token", low: float = 0.5, high: float = 2.0
     ) -> dict[str, Tensor]:
-        """Compute the `importance_weights` of response tokens; see `losses.importance.importance_weights`.
+        """Compute the `importance_weights` of completion tokens; see `losses.importance.importance_weights`.
 
         Args:
             data: This rank's data-parallel shard, with `old_log_probs` and `rollout_log_probs`.
@@ -144,11 +145,11 @@ class AdvantageWorker:
 
     @register("dp")
     def reject(self, data: Any, limits: Mapping[Rejection, float | tuple[float, float]]) -> dict[str, Tensor]:
-        """Compute a `response_mask` without the tokens whose probabilities differ too much between generator and trainer.
+        """Compute a `response_mask` that excludes tokens whose probabilities differ too much between generator and trainer.
 
         Args:
-            data: This rank's data-parallel shard, with `old_log_probs` and `rollout_log_probs`; of a `response_mask` that it has,
-                tokens are only removed.
+            data: This rank's data-parallel shard, with `old_log_probs` and `rollout_log_probs`. If it has a `response_mask`, tokens are
+                only removed from it.
             limits: Criterion -> its limit; see `losses.importance.accepted_tokens`.
         """
         with self._errors():
@@ -164,14 +165,14 @@ class AdvantageWorker:
     def select_by_covariance(
         self, data: Any, *, fraction: float, bounds: tuple[float, float] | None = None, seed: int = 0
     ) -> dict[str, Tensor]:
-        """Compute `high_covariance`, 1 at the tokens that the objectives `clip_cov` and `kl_cov` treat differently.
+        """Compute `high_covariance`, which is 1 at the tokens that the objectives `clip_cov` and `kl_cov` treat differently.
 
-        They are chosen among the tokens of all ranks: collective over the ranks of the role.
+        The tokens are selected across all ranks: collective over the ranks of the role.
 
         Args:
             data: This rank's data-parallel shard, with `old_log_probs` and `advantages`.
-            fraction: The share of tokens that is selected.
-            bounds: Selects tokens at random between these covariances (`clip_cov`); None selects the largest ones (`kl_cov`).
+            fraction: The fraction of tokens to select.
+            bounds: Select tokens at random between these covariances (`clip_cov`); None selects the largest ones (`kl_cov`).
             seed: The seed of the random choice.
         """
         with self._errors():
@@ -190,16 +191,16 @@ class AdvantageWorker:
 
     @register("dp", returns="numbers")
     def summarize(self, data: Any) -> dict[str, float]:
-        """Compute numbers of a batch, over the response tokens of all ranks: collective over the ranks of the role.
+        """Compute metrics of a batch over the completion tokens of all ranks. Collective over the ranks of the role.
 
         Args:
             data: This rank's data-parallel shard.
 
         Returns:
-            Of the fields that the batch has: the mean `entropy`; of `old_log_probs` and `rollout_log_probs` the mean absolute
-            difference, `log_prob_gap`, and the largest one, `log_prob_gap_max`; of `old_log_probs` and `reference_log_probs` the
-            estimates `kl` (k1) and `kl_k3` per token, and `kl_per_response`; of `importance_weights` their mean, and the share of
-            tokens `importance_masked` whose weight is 0; of a `response_mask` the share of tokens `accepted` that it keeps.
+            Depending on the fields of the batch: the mean `entropy`. From `old_log_probs` and `rollout_log_probs`: the mean absolute
+            difference `log_prob_gap`, and the largest one, `log_prob_gap_max`. From `old_log_probs` and `reference_log_probs`: the
+            estimates `kl` (k1) and `kl_k3` per token, and `kl_per_response`. From `importance_weights`: their mean, and the fraction of
+            tokens whose weight is 0, `importance_masked`. From a `response_mask`: the fraction of tokens that it keeps, `accepted`.
 
         Raises:
             BatchError: A value is not finite.
@@ -242,7 +243,7 @@ class AdvantageWorker:
         return numbers
 
     def _errors(self) -> AbstractContextManager[None]:
-        # An error on one rank is raised on all of them: the others would wait for it in the sums.
+        # An error on one rank is raised on all ranks; otherwise the others would wait for it in the reductions.
         return collective_errors(self._group) if self._group is not None else nullcontext()
 
     def _sum(self, values: Tensor) -> Tensor:
@@ -252,7 +253,7 @@ class AdvantageWorker:
         return values
 
     def _gather(self, values: Tensor) -> Tensor:
-        """Return the tensors of all ranks, one after the other."""
+        """Return the tensors of all ranks, concatenated."""
         if self._group is None:
             return values
         parts = [torch.empty_like(values) for _ in range(dist.get_world_size(self._group))]
@@ -266,7 +267,10 @@ class AdvantageWorker:
 
 
 def episodes_of(batch: PackedBatch) -> tuple[list[int], list[int]]:
-    """Return the last document of each episode, and for each document which of these its episode's is; all if no field says so."""
+    """Return the last document of each episode, and for each document the index of its episode in that list.
+
+    Without an `episode` field every document is its own episode.
+    """
     numbers = batch.sequence_fields.get("episode")
     if numbers is None:
         return list(range(batch.num_sequences)), list(range(batch.num_sequences))
@@ -276,10 +280,10 @@ def episodes_of(batch: PackedBatch) -> tuple[list[int], list[int]]:
 
 
 class PenalizedCompletions(PaddedCompletions):
-    """The responses of a packed batch with their rewards less the KL penalty: what estimators read.
+    """The completions of a packed batch, with rewards minus the KL penalty, as estimators read them.
 
     Args:
-        batch: The batch, in which the labels mark the responses.
+        batch: The batch, in which the labels mark the completions.
         config: The penalty.
     """
 
@@ -288,11 +292,14 @@ class PenalizedCompletions(PaddedCompletions):
         self._config = config
 
     def rewards(self) -> Tensor:
-        """Return the rewards `[B]`, less the KL penalty of all tokens together."""
+        """Return the rewards `[B]`, minus the KL penalty summed over all tokens."""
         return self.token_rewards().sum(1) if self._config.kl_coef else super().rewards()
 
     def token_rewards(self) -> Tensor:
-        """Return the rewards `[B, R]`, less the KL penalty of each token: each at the last token of its turn, if turns have their own, or of its response."""
+        """Return the rewards `[B, R]`, minus the KL penalty of each token.
+
+        A reward is placed at the last token of its turn, if turns have rewards, otherwise of its completion.
+        """
         config, kl = self._config, None
         if config.kl_coef:
             kl = kl_estimate(self.padded("old_log_probs"), self.padded("reference_log_probs"), config.kl)

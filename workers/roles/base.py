@@ -31,9 +31,9 @@ class WorkerConfig:
         model: The model.
         engine: The parallel layout, precision and token budgets.
         optim: The optimizer settings, for a role that is trained.
-        total_steps: The total number of optimizer steps of the run, for learning-rate schedules that have an end.
+        total_steps: The total number of optimizer steps of the run, for learning-rate schedules with an end.
         extra_fields: The names of fields in the caller's batches that are carried along although nothing reads them. Any other
-            such field raises an error.
+            unread field raises an error.
     """
 
     model: ModelConfig
@@ -72,7 +72,7 @@ class Worker:
         )
 
     def check(self) -> None:
-        """Check everything that can be checked without reading weights. Not collective.
+        """Validate everything that can be checked without reading weights. Not collective.
 
         Raises:
             DrivetrainError: A setting is invalid; the message names it.
@@ -92,7 +92,7 @@ class Worker:
         Methods reload what they need and offload it again afterwards.
 
         Args:
-            place: Where to.
+            place: The target: `host`, `disk` or `device`.
             part: `parameters`, `gradients` or `optimizer`; None is all of them.
 
         Raises:
@@ -105,7 +105,10 @@ class Worker:
 
     @register("all")
     def state_bytes(self) -> dict[str, int]:
-        """Return the size of each part of the state in this process: parameters; and, if it is trained, what it will have at most."""
+        """Return the size of each part of the state in this process, in bytes.
+
+        Besides the parameters, a trained role reports the maximum size of its other parts.
+        """
         parameters = self.engine.parameter_bytes()
         if not self.trainable:
             return {"parameters": parameters}
@@ -146,7 +149,7 @@ class Worker:
         self.engine.close()
 
     replays_routes: ClassVar[bool] = False
-    """Whether the role goes along the `routed_experts` of a batch, which are those of one model of its group: the policy."""
+    """Whether the role replays the `routed_experts` of a batch. These belong to one model of the group, the policy."""
 
     def _open(self, data: Any, *, replay: bool | None = None) -> BatchAdapter:
         """Convert the caller's batch. Collective: an error in one rank's shard is raised on all ranks."""
@@ -165,7 +168,7 @@ class Worker:
         return {"loss": result.loss, **result.terms, **result.metrics}
 
     def _update(self, data: Any, loss: Loss, steps: Sequence[Sequence[int]] | None) -> list[StepResult]:
-        """Make one optimizer step per entry of `steps`. All of them are checked before the first one runs.
+        """Run one optimizer step per entry of `steps`. All entries are checked before the first step runs.
 
         Raises:
             BatchError: The update has no steps, or a step is invalid.
@@ -174,7 +177,7 @@ class Worker:
         with self.engine.topology.collective_errors():
             parts = [list(range(batch.num_sequences))] if steps is None else [_rows(rows, batch) for rows in steps]
             if not parts:
-                raise BatchError("the update has no steps; give a batch that contains sequences")
+                raise BatchError("the update has no steps; pass a batch that contains sequences")
         plans = self.engine.check_batches((batch.select(part) for part in parts), len(parts), loss)
         with self.engine.train_mode():
             return [

@@ -1,24 +1,24 @@
 """Adapters between the batch formats of RL frameworks and `PackedBatch`.
 
     padded                                   packed (T = 8, no padding)
-    prompts | responses                      a1 a2 A1 A2 A3 b1 B1 B2
-    . a1 a2 | A1 A2 A3                       the values of a response token are stored where the token
+    prompts | completions                      a1 a2 A1 A2 A3 b1 B1 B2
+    . a1 a2 | A1 A2 A3                       the values of a completion token are stored where the token
     . . b1  | B1 B2 .                        is predicted: at the token before it
 
-Results go back in the caller's format. Three formats are accepted, each with any fields that the caller has:
+Results are returned in the caller's format. Three formats are accepted, each with any additional fields:
 
 - Padded tensors (a mapping or a TensorDict): `input_ids` and `attention_mask` `[B, L]`, padded on either side, and the
-  responses either as the last R columns (`responses` or `response_mask` `[B, R]`) or as a mask over all columns
-  (`response_mask` `[B, L]`). Fields `[B, R]` belong to response tokens, fields `[B]` to rows.
-- A TensorDict of jagged tensors: `input_ids` `[B, j]`, and the responses either as `responses` or `response_mask` `[B, j']`,
-  the last j' tokens of each row, or as a mask over all tokens. Fields with the boundaries of the responses belong to their
+  completions either as the last R columns (`responses` or `response_mask` `[B, R]`) or as a mask over all columns
+  (`response_mask` `[B, L]`). Fields `[B, R]` belong to completion tokens, fields `[B]` to rows.
+- A TensorDict of jagged tensors: `input_ids` `[B, j]`, and the completions either as `responses` or `response_mask` `[B, j']`,
+  the last j' tokens of each row, or as a mask over all tokens. Fields with the boundaries of the completions belong to their
   tokens.
-- A `PackedBatch`, whose labels mark the responses.
+- A `PackedBatch`, whose labels mark the completions.
 
-The first two take media as `multi_modal_inputs`, as verl has it: for each row a mapping from the names of fields to what the model's processor returned
-for the images, videos and audio of this row, or None.
+The first two take media as `multi_modal_inputs`, as in verl: for each row a mapping from field names to the output of the model's
+processor for the images, videos and audio of this row, or None.
 
-Axes: B rows, L padded length, R padded length of responses, T tokens.
+Axes: B rows, L padded length, R padded length of completions, T tokens.
 """
 
 import sys
@@ -41,7 +41,7 @@ SHAPES = ("input_ids", "attention_mask", "position_ids", "prompts", "responses",
 MEDIA = "multi_modal_inputs"
 """The name of the media of all rows."""
 COMPUTED = ("mm_token_type_ids",)
-"""What processors return beside media, and follows from the token ids."""
+"""Fields that processors return in addition to media, and that follow from the token ids."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,14 +49,14 @@ class BatchAdapter(ABC):
     """A caller's batch in packed form, and the conversion of results back to the caller's format.
 
     Args:
-        batch: The packed batch, with labels at the positions that predict response tokens.
+        batch: The packed batch, with labels at the positions that predict completion tokens.
     """
 
     batch: PackedBatch
 
     @abstractmethod
     def tokens(self, values: Tensor) -> Tensor:
-        """Convert values `[T]` of response tokens to the caller's format; padding is 0."""
+        """Convert values `[T]` of completion tokens to the caller's format; padding is 0."""
 
     def answer(self, fields: Mapping[str, Tensor]) -> Any:
         """Convert named token values `[T]` to a result in the caller's format."""
@@ -84,8 +84,8 @@ class PaddedAdapter(BatchAdapter):
     """The adapter of a caller who passes padded tensors.
 
     Args:
-        where: `[B, R]` bool mask of the response tokens.
-        at: `[K]` int64, the packed position that predicts each response token, row by row.
+        where: `[B, R]` bool mask of the completion tokens.
+        at: `[K]` int64, the packed position that predicts each completion token, row by row.
         tensordict: Whether results are returned as a TensorDict.
     """
 
@@ -108,9 +108,9 @@ class JaggedAdapter(BatchAdapter):
     """The adapter of a caller who passes jagged tensors.
 
     Args:
-        offsets: `[B + 1]` int64, the boundaries of the responses in the caller's format.
-        at: `[K]` int64, the packed position that predicts each token of the caller's responses.
-        real: `[K]` bool, whether that position exists; nothing precedes the first token of a row.
+        offsets: `[B + 1]` int64, the boundaries of the completions in the caller's format.
+        at: `[K]` int64, the packed position that predicts each token of the caller's completions.
+        real: `[K]` bool, whether that position exists; the first token of a row has no predecessor.
     """
 
     offsets: Tensor
@@ -132,14 +132,14 @@ def adapt_batch(data: Any, extra_fields: Collection[str] = (), *, every: bool = 
     Args:
         data: The batch, in one of the formats of this module. Lists of numbers are converted to tensors.
         extra_fields: The names of fields that nothing reads. They are carried along if they hold numbers per token or row. Any
-            other field that nothing reads raises an error.
+            other unread field raises an error.
         every: Whether all numeric fields count as read, as they do for a reward function.
 
     Returns:
         The adapter, which holds the packed batch.
 
     Raises:
-        BatchError: The batch has none of these formats, a field's shape does not match the batch, or nothing reads a field.
+        BatchError: The batch is not in any of these formats, a field's shape does not match the batch, or a field is not read.
     """
     if isinstance(data, PackedBatch):
         declared = data.extra_fields | frozenset(extra_fields)
@@ -165,7 +165,7 @@ def adapt_batch(data: Any, extra_fields: Collection[str] = (), *, every: bool = 
     batch = adapter.batch
     if MEDIA in keys:
         batch = replace(batch, media=_media(data[MEDIA], batch.num_sequences))
-    # With these names an error message can identify the row on whichever rank processes it.
+    # These names let an error message identify the row, whichever rank processes it.
     named_batch = replace(batch, names=tuple(f"row {i}" for i in range(batch.num_sequences)))
     read = {*batch.token_fields, *batch.sequence_fields} if every else set()
     return replace(adapter, batch=named_batch.with_extra_fields(*extra_fields, *read))
@@ -175,17 +175,17 @@ def _media(rows: Any, count: int) -> dict[str, MediaField]:
     """Return the media of all rows as fields of a batch.
 
     Raises:
-        BatchError: There are not as many mappings as rows, or one holds something else than rows of numbers.
+        BatchError: The number of mappings differs from the number of rows, or a value is not rows of numbers.
     """
     rows = rows.tolist() if hasattr(rows, "tolist") else rows
     if not isinstance(rows, list | tuple) or len(rows) != count:
         size = f"{len(rows)} values" if isinstance(rows, list | tuple) else f"a {type(rows).__name__}"
-        raise BatchError(f"{MEDIA} is {size} for {count} rows; give a mapping of each row's media, or None")
+        raise BatchError(f"{MEDIA} is {size} for {count} rows; pass one mapping of media per row, or None")
     items: list[list[dict[str, Tensor]]] = []
     for number, row in enumerate(rows):
         if row is not None and not isinstance(row, Mapping):
             raise BatchError(
-                f"row {number}: {MEDIA} is a {type(row).__name__}; give a mapping from fields to tensors, or None"
+                f"row {number}: {MEDIA} is a {type(row).__name__}; pass a mapping from fields to tensors, or None"
             )
         fields: dict[str, Tensor] = {}
         for name, value in (row or {}).items():
@@ -194,16 +194,16 @@ def _media(rows: Any, count: int) -> dict[str, MediaField]:
             try:
                 tensor = torch.as_tensor(value)
             except (ValueError, TypeError, RuntimeError) as e:
-                raise BatchError(f"row {number}: {name} of {MEDIA} is a {type(value).__name__}, and no tensor: {e}") from e
+                raise BatchError(f"row {number}: {name} of {MEDIA} is a {type(value).__name__}, not a tensor: {e}") from e
             if not tensor.dim():
-                raise BatchError(f"row {number}: {name} of {MEDIA} is a single number; give a row for each item")
+                raise BatchError(f"row {number}: {name} of {MEDIA} is a single number; pass a row for each item")
             fields[name] = tensor
         items.append([fields])
     return media_fields(items)
 
 
 def _tensor(name: str, value: Any, extra_fields: Collection[str]) -> Any:
-    """Convert a field to a tensor; return None for a passenger that is not a tensor."""
+    """Convert a field to a tensor; return None for an extra field that is not a tensor."""
     if torch.is_tensor(value):
         if name == "input_ids" and not is_integer(value):
             raise BatchError(f"input_ids are {str(value.dtype).removeprefix('torch.')}; token ids are integers")
@@ -249,21 +249,21 @@ def _open_padded(data: Mapping[str, Tensor], extra_fields: Collection[str], tens
     if "responses" in data:
         _check_responses(data["responses"], ids, mask)
     if "response_mask" in data and bool((_binary(responses, "response_mask") & ~where).any()):
-        raise BatchError("response_mask is 1 where attention_mask is 0: padding cannot be part of a response")
+        raise BatchError("response_mask is 1 where attention_mask is 0: padding cannot be part of a completion")
     if not begin:
         if "response_mask" not in data:
             raise BatchError(
-                f"responses is as wide as input_ids ({width}), so there is no prompt; give response_mask [B, L] to mark the "
-                "responses"
+                f"responses is as wide as input_ids ({width}), so there is no prompt; pass response_mask [B, L] to mark the "
+                "completions"
             )
         where &= responses.bool()
     supervised = torch.zeros_like(mask)
     supervised[:, begin:] = where
-    # A response's first token is predicted by the prompt's last token.
+    # A completion's first token is predicted by the prompt's last token.
     first = mask.long().cumsum(1) == 1
     promptless = (supervised & first & mask).any(1).nonzero()[:, 0].tolist()
     if promptless:
-        raise BatchError(f"row {promptless[0]} has no prompt: nothing predicts the first token of its response")
+        raise BatchError(f"row {promptless[0]} has no prompt: nothing predicts the first token of its completion")
     packed = from_padded(ids, mask, supervised=supervised, group_ids=data.get("group_ids"))
     packed_index = (mask.flatten().long().cumsum(0) - 1).view_as(mask)
     positions = packed_index[:, begin:][where] - 1
@@ -279,7 +279,7 @@ def _open_padded(data: Mapping[str, Tensor], extra_fields: Collection[str], tens
             if value.shape == (len(ids),):
                 row_fields[name] = value
         elif name in TOKEN_FIELDS:
-            raise BatchError(f"{name} is {list(value.shape)}; it must be {list(where.shape)}, one number per response token")
+            raise BatchError(f"{name} is {list(value.shape)}; it must be {list(where.shape)}, one number per completion token")
         elif value.dim() == 1 or name in SEQUENCE_FIELDS:
             row_fields[name] = _row_field(name, value, len(ids))
     batch = packed.with_fields(**token_fields).with_sequence_fields(**row_fields)
@@ -310,7 +310,7 @@ def _open_jagged(data: Mapping[str, Any], extra_fields: Collection[str]) -> Jagg
     if full_mask:
         real &= _binary(responses.values(), "response_mask") if "response_mask" in data else real
     elif not bool(real.all()):
-        raise BatchError(f"row {int(row[~real][0])} has no prompt: nothing predicts the first token of its response")
+        raise BatchError(f"row {int(row[~real][0])} has no prompt: nothing predicts the first token of its completion")
     if "responses" in data and "response_mask" not in data and not torch.equal(responses.values(), ids.values()[token]):
         raise BatchError("responses are not the last tokens of input_ids")
     positions = (token - 1).clamp(min=0)
@@ -353,16 +353,16 @@ def _binary(mask: Tensor, name: str) -> Tensor:
 
 
 def _check_responses(responses: Tensor, ids: Tensor, mask: Tensor) -> None:
-    """Check that the responses are the last columns of `input_ids`.
+    """Check that the completions are the last columns of `input_ids`.
 
-    A framework that concatenates unpadded prompts and responses has them elsewhere.
+    A framework that concatenates unpadded prompts and completions puts them elsewhere.
 
     Raises:
-        BatchError: The responses are not the last columns; the message names the row.
+        BatchError: The completions are not the last columns; the message names the row.
     """
     begin = ids.shape[1] - responses.shape[1]
-    # The two may use different padding ids. They must agree on the row's tokens, and everywhere if the mask leaves no token
-    # in these columns, which can only be a mistake.
+    # The two may use different padding ids. They must agree on the row's tokens. If the mask leaves no token in these columns, which
+    # can only be a mistake, they must agree everywhere.
     mismatch = (responses != ids[:, begin:]) & (mask[:, begin:] | ~mask[:, begin:].any(1, keepdim=True))
     if bool(mismatch.any()):
         row = int(mismatch.any(1).nonzero()[0])

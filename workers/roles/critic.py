@@ -1,4 +1,4 @@
-"""The critic: estimates the value of an unfinished response."""
+"""The critic: estimates the value of an unfinished completion."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class CriticConfig(WorkerConfig):
 
 
 class CriticWorker(Worker):
-    """A value function that is trained.
+    """A trainable value function.
 
     Args:
         config: The configuration of the role.
@@ -35,7 +35,7 @@ class CriticWorker(Worker):
 
     @register("dp")
     def compute_values(self, data: Any) -> Any:
-        """Compute the `values` of the states in which response tokens were chosen, in the caller's format."""
+        """Compute the `values` of the states before each completion token, in the caller's format."""
         return self._infer(data, OutputRequest(values=True), {"values": "values"})
 
     @register("minibatches")
@@ -45,7 +45,7 @@ class CriticWorker(Worker):
 
     @register("dp", returns="numbers")
     def evaluate(self, data: Any) -> dict[str, float]:
-        """Compute the `loss` of a batch of responses and its metrics, without training.
+        """Compute the `loss` of a batch of completions and its metrics, without training.
 
         Args:
             data: This rank's data-parallel shard, with the fields that the loss needs.

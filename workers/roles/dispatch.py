@@ -1,8 +1,8 @@
 """Distribution of a global batch over data-parallel ranks.
 
-A worker's methods take this rank's data-parallel shard, like an engine's. A group of workers is called with the global batch.
-How a method's arguments are split, and what it returns, is declared where the method is defined, with `register`. The
-functions that assign rows depend only on lengths and groups.
+A worker's methods take this rank's data-parallel shard, like an engine's; a group of workers is called with the global batch.
+`register` declares, at the definition of a method, how its arguments are split and what it returns. The functions that assign
+rows depend only on lengths and groups.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ class Dispatch:
     """How a group calls a method of its workers.
 
     Args:
-        split: How the arguments are split. `all`: every rank is called with the same arguments. `dp`: the first argument is a
+        split: How the arguments are split. `all`: every rank gets the same arguments. `dp`: the first argument is a
             batch, which is split over the data-parallel ranks. `minibatches`: like `dp`, but separately for each mini-batch of
             an update.
         returns: What a `dp` method returns: named values per token (`tokens`) or per row (`rows`), a list with one object per
@@ -44,7 +44,7 @@ class Dispatch:
 def register(
     split: Split, returns: Returns = "tokens", *, columns: str | None = None, changes_weights: bool = False
 ) -> Callable[[RoleMethod], RoleMethod]:
-    """Mark a worker's method as one that a group can call; see `Dispatch`."""
+    """Mark a worker's method as callable by a group; see `Dispatch`."""
 
     def mark(method: RoleMethod) -> RoleMethod:
         method.dispatch = Dispatch(split, returns, columns, changes_weights or split == "minibatches")  # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ class MiniBatches:
 
         Args:
             groups: The group of each sequence of the batch.
-            prefixes: Which sequences begin alike. They follow each other also in a new order, so few steps have a part of them only.
+                prefixes: Which sequences share a prefix. They stay adjacent when the order is shuffled, so few steps split them.
         """
         members: dict[int, list[int]] = {}
         for sequence, group in enumerate(groups):
@@ -161,7 +161,7 @@ def assign_rows(
 
     Args:
         lengths: The number of tokens of each sequence.
-        groups: The group of each sequence; None if each is a group of its own.
+        groups: The group of each sequence; None if each is its own group.
         dp_size: The number of data-parallel ranks.
         ratio: The relative cost of attention.
         prefixes: The prefixes that each rank computes once.
@@ -183,16 +183,16 @@ def assign_mini_batches(
 ) -> Assignment:
     """Assign each optimizer step of an update separately, so that every step is balanced.
 
-    A rank receives each of its sequences once, no matter how many steps use it. Which sequences a step has does not depend on the ranks,
-    nor on whether they compute common prefixes once.
+    A rank receives each of its sequences once, no matter how many steps use it. The composition of a step depends neither on the ranks
+    nor on whether they compute shared prefixes once.
 
     Args:
         lengths: The number of tokens of each sequence.
-        groups: The group of each sequence; None if each is a group of its own.
+        groups: The group of each sequence; None if each is its own group.
         dp_size: The number of data-parallel ranks.
         ratio: The relative cost of attention.
         mini_batches: The optimizer steps.
-        families: Which sequences begin alike, and so follow each other in the steps.
+        families: Which sequences share a prefix and are therefore adjacent in the steps.
         prefixes: The prefixes that each rank computes once.
         media: The cost of encoding the media of each sequence, in units of one token's matrix products.
     """

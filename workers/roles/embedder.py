@@ -1,4 +1,4 @@
-"""The embedding role: vectors of texts."""
+"""The embedding role: computes vectors of texts."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -16,7 +16,7 @@ from .dispatch import register
 
 
 class EmbeddingWorker:
-    """A worker with an embedding model in every process, each of which embeds its shard of the texts.
+    """A worker with an embedding model in every process; each process embeds its shard of the texts.
 
     Args:
         config: The configuration of the role.
@@ -24,7 +24,7 @@ class EmbeddingWorker:
     """
 
     needs_process_group = False
-    """Whether it needs torch's default process group, also if it is alone."""
+    """Whether it needs torch's default process group even with a single process."""
 
     def __init__(self, config: EmbeddingConfig, ranks: Sequence[int] | None = None) -> None:
         self.config = config
@@ -60,7 +60,7 @@ class EmbeddingWorker:
         return {"embeddings": self.embedder.embed([[int(token) for token in text] for text in ids])}
 
     def scheduler(self, settings: SchedulerSettings) -> EmbeddingsScheduler:
-        """Return a scheduler by which a model worker serves single texts."""
+        """Return a scheduler with which a model worker serves single texts."""
         return EmbeddingsScheduler(self.embedder, settings, self.config.max_batch_size, self.config.target_tokens_per_batch)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The rollout role: generates responses to prompts with the policy's weights."""
+"""The rollout role: generates completions to prompts with the policy's weights."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -32,10 +32,10 @@ class LoadMethod(Protocol):
 
 
 class HeldWeights(NamedTuple):
-    """A version of the weights that is held.
+    """A version of the weights that is held until it is needed.
 
     Args:
-        load: What loads it.
+        load: The method that loads it.
         tensors: Its tensors, in host memory.
     """
 
@@ -44,16 +44,17 @@ class HeldWeights(NamedTuple):
 
 
 class RolloutWorker:
-    """A worker with a generator in every process, each of which answers its shard of the prompts. Where several processes hold a model
-    together, these have one shard.
+    """A worker with a generator in every process; each generates completions for its shard of the prompts.
+
+    Where several processes hold one model together, they share one shard.
 
     Args:
         config: The configuration of the role.
-        ranks: The ranks of the role, if these are not all of its pool.
+        ranks: The ranks of the role, if it does not run on all ranks of its pool.
     """
 
     needs_process_group = False
-    """Whether it needs torch's default process group, also if it is alone."""
+    """Whether it needs torch's default process group even with a single process."""
 
     def __init__(self, config: RolloutConfig, ranks: Sequence[int] | None = None) -> None:
         if config.dtype == "auto":
@@ -64,19 +65,19 @@ class RolloutWorker:
         self._ranks = ranks
         self._generator: BaseGenerator | None = None
         self._held: dict[int, HeldWeights] = {}
-        """Newer weights than those of the generator, by version, in host memory."""
+        """Weights newer than the generator's, by version, in host memory."""
 
     def initialize(self) -> Self:
-        """Load the model. Collective over the ranks of the role if the size of the cache depends on their memory.
+        """Load the model. Collective over the ranks of the role if the cache size depends on their memory.
 
         Raises:
-            ConfigError: There is no such generator, or a setting is invalid, or no cache fits.
+            ConfigError: There is no such generator, a setting is invalid, or no cache fits.
             ModelError: Its model cannot be loaded.
         """
         if self._ranks and generator_class(self.config.generator).joins_process_group:
             raise ConfigError(
-                f"ranks={list(self._ranks)} with generator={self.config.generator}, in whose process group all processes of the pool "
-                "have to be; give the role a pool of its own"
+                f"ranks={list(self._ranks)} with generator={self.config.generator}, whose process group must contain all processes of the pool; "
+                "give the role its own pool"
             )
         check_held_versions(self.config)
         if not self.config.max_batch_total_tokens:
@@ -85,7 +86,7 @@ class RolloutWorker:
         return self
 
     def _with_cache_size(self) -> RolloutConfig:
-        """Return the configuration with the size of the cache, which all ranks have to have: each refuses prompts by it."""
+        """Return the configuration with the cache size. All ranks must use the same one, because each refuses prompts that exceed it."""
         if not dist.is_initialized():
             return with_cache_size(self.config)
         groups = EngineGroups(None)
@@ -94,7 +95,7 @@ class RolloutWorker:
             config, error = self.config, None
             try:
                 config = with_cache_size(self.config)
-            except Exception as e:  # raised on all ranks by the exchange, in which the others wait
+            except Exception as e:  # the exchange, where the others wait, raises it on all ranks
                 error = e
             tokens = min(all_gather_object(config.max_batch_total_tokens, group, error=error))
         finally:
@@ -103,7 +104,7 @@ class RolloutWorker:
 
     @property
     def ranks_per_model(self) -> int:
-        """How many processes hold a model together; see `BaseGenerator.ranks_per_model`."""
+        """The number of processes that hold one model together; see `BaseGenerator.ranks_per_model`."""
         return self.generator.ranks_per_model
 
     @property
@@ -120,20 +121,21 @@ class RolloutWorker:
         version: int | None = None,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[list[Generation]]:
-        """Generate `options.samples` responses to each prompt, in order.
+        """Generate `options.samples` completions to each prompt, in order.
 
         Args:
-            prompts: The token ids of this process's shard of the prompts. A PackedBatch may have a field `row` `[N]` with the
-                number of each prompt in the global batch, which seeds its sampling together with `options.seed`; a group adds
-                this field. Without it, the prompts are numbered from 0. It may have media.
+            prompts: The token ids of this process's shard of the prompts, or a PackedBatch, which may have media. A PackedBatch may
+                have a field `row` `[N]` with the number of each prompt in the global batch, which a group adds. The number seeds the
+                prompt's sampling together with `options.seed`. Without the field, prompts are numbered from 0.
             options: The sampling options.
-            version: The version that the weights must have; None accepts any. If it is held, see `RolloutConfig.held_versions`, the generator
-                goes over to it, and those before it are dropped.
-            columns: `number`: a number for each prompt instead of that in the batch. `begun`: its responses of a call that was cancelled, or None;
-                `first_samples`: the number of its first response; `max_tokens`: the most tokens of each response. See `BaseGenerator.generate`.
+            version: The version that the weights must have; None accepts any. If this version is held (`RolloutConfig.held_versions`),
+                the generator switches to it, and earlier ones are dropped.
+            columns: `number`: a number for each prompt, instead of its number in the batch. `begun`: the prompt's completions from a
+                cancelled call, or None. `first_samples`: the number of its first completion. `max_tokens`: the maximum number of
+                tokens of each completion. See `BaseGenerator.generate`.
 
         Raises:
-            ModelError: The weights are of another version.
+            ModelError: The weights have another version.
         """
         if version is not None and self.generator.version != version:
             self._use(version)
@@ -150,7 +152,7 @@ class RolloutWorker:
         return self.generator.generate([[int(token) for token in ids] for ids in token_ids], options, rows, **more)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int | None = None) -> None:
-        """Load an actor's weights, as streamed by its `weights()`, or hold them until a call asks for their version.
+        """Load an actor's weights, as streamed by its `weights()`, or hold them until a call requests their version.
 
         Args:
             weights: All weights by name.
@@ -159,8 +161,9 @@ class RolloutWorker:
         self._take(self.generator.load_weights, weights, version)
 
     def load_adapters(self, adapters: Iterable[tuple[str, Tensor]], *, version: int | None = None) -> None:
-        """Load an actor's adapters alone, as streamed by its `weights(adapters="only")`, which are added to the weights of the model's folder, or
-        hold them until a call asks for their version.
+        """Load only an actor's adapters, or hold them until a call requests their version.
+
+        They come as streamed by its `weights(adapters="only")`, and are added to the weights of the model's folder.
 
         Args:
             adapters: The adapters, and the modules that are trained beside them, by name.
@@ -176,22 +179,22 @@ class RolloutWorker:
             load(weights, version=version)
             return
         number = max(self.generator.version, *self._held, 0) + 1 if version is None else version
-        # The stream's tensors are views of memory that is used again.
+        # The stream's tensors are views of memory that is reused.
         self._held[number] = HeldWeights(load, [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in weights])
         if len(self._held) == self.config.held_versions:
-            # Nobody asks for the generator's own any more.
+            # No call requests the generator's current version any more.
             self._use(min(self._held))
 
     def _use(self, version: int) -> None:
-        """Go over to a version of the weights that is held.
+        """Switch to a held version of the weights.
 
         Raises:
-            ModelError: It is not.
+            ModelError: The version is not held.
         """
         if version not in self._held:
             newer = f" and holds {', '.join(map(str, sorted(self._held)))}" if self._held else ""
             raise ModelError(
-                f"the generator has version {self.generator.version} of the weights{newer}, but version {version} was asked for; "
+                f"the generator has version {self.generator.version} of the weights{newer}, but version {version} was requested; "
                 "sync_weights first"
             )
         chosen = self._held.pop(version)
@@ -206,14 +209,14 @@ class RolloutWorker:
 
     @register("all", changes_weights=True)
     def load_folder(self, folder: str, version: int | None = None) -> int:
-        """Load the weights of a folder in Hugging Face format; return their version. Running requests go on with them.
+        """Load the weights of a folder in Hugging Face format; return their version. Running requests continue with them.
 
         Args:
             folder: A folder with the safetensors files of the same model.
-            version: The version of the weights; None is one more than the present one.
+            version: The version of the weights; None increments the current one.
 
         Raises:
-            ModelError: The files are missing or not those of the model.
+            ModelError: Files are missing, or belong to another model.
         """
         self._held.clear()
         self.generator.load_weights(stored_weights(folder), version=version)
@@ -221,17 +224,17 @@ class RolloutWorker:
 
     @register("all")
     def load_adapter(self, name: str, folder: str) -> int:
-        """Load the factors of a checkpoint of an adapter, which requests name in their options; return the number of its steps.
+        """Load the factors of an adapter checkpoint, which requests select by name in their options; return its number of steps.
 
-        An adapter of the same name is replaced, also under requests that use it.
+        An adapter of the same name is replaced, even while requests use it.
 
         Args:
             name: The name of the adapter.
             folder: The folder of the checkpoint, or its URL.
 
         Raises:
-            CheckpointError: The checkpoint is damaged, or of another model.
-            ConfigError: There are as many adapters as there may be (`max_adapters`).
+            CheckpointError: The checkpoint is damaged, or belongs to another model.
+            ConfigError: The maximum number of adapters (`max_adapters`) is reached.
         """
         return self.generator.load_adapter(name, folder)
 
@@ -240,13 +243,13 @@ class RolloutWorker:
         """Free an adapter, after the last request that uses it.
 
         Raises:
-            ConfigError: There is none of this name.
+            ConfigError: There is no adapter of this name.
         """
         self.generator.drop_adapter(name)
 
     @register("all")
     def adapter_names(self) -> list[str]:
-        """Return the names of the adapters that requests may ask for."""
+        """Return the names of the adapters that requests may select."""
         return self.generator.adapter_names()
 
     @register("all")
@@ -256,7 +259,7 @@ class RolloutWorker:
 
     @register("all")
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         self.generator.resume()
 
     @register("all")
@@ -265,23 +268,24 @@ class RolloutWorker:
         return self.generator.stats()
 
     def scheduler(self, settings: SchedulerSettings) -> TokenGenerationScheduler:
-        """Return a scheduler by which a model worker serves single requests."""
+        """Return a scheduler with which a model worker serves single requests."""
         return TokenGenerationScheduler(self.generator, settings)
 
     @register("all")
     def number_format(self) -> dict[str, str]:
-        """Return the `dtype` of the weights, and the type of the `device` that computes with them."""
+        """Return the `dtype` of the weights, and the type of the `device` that they are on."""
         return {"dtype": self.config.dtype, "device": "cuda" if torch.cuda.is_available() else "cpu"}
 
     @register("all")
     def largest_request(self) -> int:
-        """Return the largest number of tokens of a prompt and its response together."""
+        """Return the largest number of tokens of a prompt and its completion together."""
         return self.generator.limits().tokens
 
     @register("all")
     def state_bytes(self) -> dict[str, int]:
-        """Return the size of the parameters and of the full cache in this process, as estimated from the model's config, and of the
-        parameters of other versions than the generator's that it may hold.
+        """Return sizes in this process, in bytes, estimated from the model's config.
+
+        They are those of the parameters, of the full cache, and of the other versions of the parameters that the process may hold.
         """
         sizes = estimated_bytes(self.config)
         held = self.config.held_versions - 1
@@ -290,7 +294,7 @@ class RolloutWorker:
 
     @register("all")
     def adapter_bytes(self) -> int:
-        """Return the size of adapters that come alone, in bytes; 0 if weights come whole."""
+        """Return the size of adapters that are sent separately, in bytes; 0 if weights are sent in full."""
         return self.generator.adapter_bytes()
 
     @register("all")
@@ -318,6 +322,6 @@ class RolloutWorker:
 
 
 def _media_of(prompts: PackedBatch, number: int) -> dict[str, Tensor]:
-    """Return the media of one prompt; none of the fields of which it has no rows."""
+    """Return the media of one prompt, without fields in which it has no rows."""
     fields = prompts.select([number]).media
     return {name: field.values for name, field in fields.items() if len(field.values)}

@@ -20,7 +20,7 @@ class ReferenceWorkerConfig(WorkerConfig):
 
 
 class ReferenceWorker(Worker):
-    """A frozen policy that the actor is compared with.
+    """A frozen policy that the actor is compared to.
 
     Args:
         config: The configuration of the role.
@@ -31,6 +31,6 @@ class ReferenceWorker(Worker):
 
     @register("dp")
     def compute_log_probs(self, data: Any) -> Any:
-        """Compute the `reference_log_probs` of response tokens, in the caller's format."""
+        """Compute the `reference_log_probs` of completion tokens, in the caller's format."""
         request = OutputRequest(log_probs=True, temperature=self.config.temperature)
         return self._infer(data, request, {"log_probs": "reference_log_probs"})

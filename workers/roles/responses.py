@@ -1,4 +1,4 @@
-"""The responses of a packed batch as rows of a padded tensor, for what is computed along them."""
+"""The completions of a packed batch as rows of a padded tensor, for computations along them."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,12 @@ from ...losses.fields import sequence_field, token_field
 
 
 class PaddedCompletions:
-    """The responses of a packed batch as rows of a padded tensor.
+    """The completions of a packed batch as rows of a padded tensor.
 
-    Axes: B responses, R tokens of the longest response, T tokens.
+    Axes: B completions, R tokens of the longest completion, T tokens.
 
     Args:
-        batch: The batch, in which the labels mark the responses.
+        batch: The batch, in which the labels mark the completions.
     """
 
     def __init__(self, batch: PackedBatch) -> None:
@@ -43,17 +43,17 @@ class PaddedCompletions:
         return sequence_field(self.batch, "rewards", "computing advantages")
 
     def turn_rewards(self) -> Tensor | None:
-        """Return the rewards `[B, R]` that belong to turns, each at the last token of its turn; None if only responses have."""
+        """Return the rewards `[B, R]` of turns, each at the last token of its turn; None if only completions have rewards."""
         return self.padded("turn_rewards") if "turn_rewards" in self.batch.token_fields else None
 
     def groups(self) -> Tensor:
-        """Return the group of each response `[B]`.
+        """Return the group of each completion `[B]`.
 
         Raises:
             BatchError: The batch has no groups.
         """
         if self.batch.group_ids is None:
-            raise BatchError("advantages within groups need group_ids; give them to the reference, with with_groups(...)")
+            raise BatchError("advantages within groups need group_ids; add them to the reference using with_groups(...)")
         return self.batch.group_ids
 
     def packed(self, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The reward: a model or a function that scores complete responses."""
+"""The reward role: a model or a function that scores finished completions."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ class RewardWorker(Worker):
     head: ClassVar[str] = "value"
 
     def check(self) -> None:
-        """Check the settings like any worker, and that the model has a reward head: a new one would give random scores."""
+        """Check the settings, as in any worker, and that the model has a reward head: a new head would give random scores."""
         super().check()
         model = self.config.model
         if model.init == "weights" and "score.weight" not in stored_names(model.path):
@@ -53,13 +53,13 @@ class RewardWorker(Worker):
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionRewardSample:
-    """A prompt and its response, as passed to a reward function.
+    """A prompt and its completion, as passed to a reward function.
 
     Args:
         prompt: The token ids of the prompt.
-        response: The token ids of the response.
+        response: The token ids of the completion.
         prompt_text: The decoded prompt; empty if the worker has no tokenizer.
-        response_text: The decoded response without special tokens; empty if the worker has no tokenizer.
+        response_text: The decoded completion without special tokens; empty if the worker has no tokenizer.
         fields: The other data of the row by name: its numbers (`[B]` fields of the batch) and its entries in the columns.
     """
 
@@ -75,13 +75,13 @@ RewardFunction = Callable[[Sequence[FunctionRewardSample]], Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionRewardConfig:
-    """The configuration of a reward that is computed by a function.
+    """The configuration of a reward computed by a function.
 
     Args:
-        function: The function that maps a list of answers to their rewards. In a group of processes these find it by its name, so
-            define it at the top level of a module.
-        tokenizer: The model folder whose tokenizer decodes the answers; None leaves the texts empty.
-        extra_fields: The names of fields in the caller's batches that are carried along. The function sees those that hold one
+        function: The function that maps a list of samples to their rewards. In a group of processes, each process imports it by
+            name, so define it at the top level of a module.
+        tokenizer: The model folder whose tokenizer decodes the samples; None leaves the texts empty.
+        extra_fields: The names of fields in the caller's batches that are carried along. The function receives those that hold one
             number per row.
     """
 
@@ -123,9 +123,9 @@ class FunctionRewardWorker:
         """Compute the `rewards` `[B]` of the rows, in the caller's format.
 
         Args:
-            data: The batch of responses, in a format of `workers.roles.batch_adapters`.
-            columns: Data that tensors cannot hold, as a mapping from names to B objects, such as solutions, unit tests or the
-                type of question.
+            data: The batch of completions, in a format of `workers.roles.batch_adapters`.
+            columns: Data that tensors cannot hold, such as solutions, unit tests or question types, as a mapping from names to B
+                objects.
 
         Raises:
             BatchError: The function returned the wrong number of rewards, or one that is not a finite number; or a column does
@@ -147,9 +147,11 @@ class FunctionRewardWorker:
         # A shard may be empty; reward functions need not handle an empty list.
         returned = self.config.function(answers) if answers else []
         if not hasattr(returned, "__len__"):
-            raise BatchError(f"the reward function returned a {type(returned).__name__}; it must return one reward per answer")
+            raise BatchError(
+                f"the reward function returned a {type(returned).__name__}; it must return one reward per completion"
+            )
         if len(returned) != len(answers):
-            raise BatchError(f"the reward function returned {len(returned)} rewards for {len(answers)} answers")
+            raise BatchError(f"the reward function returned {len(returned)} rewards for {len(answers)} completions")
         rewards = [_number(reward, batch.name_of(row)) for row, reward in enumerate(returned)]
         return adapter.answer_rows({"rewards": torch.tensor(rewards, dtype=torch.float32)})
 

@@ -1,1 +1,1 @@
-"""The controller's side of worker processes: they are started, watched, restarted and ended here."""
+"""The controller's side of worker processes: starts, monitors, restarts and ends them."""

@@ -1,4 +1,4 @@
-"""A model worker as a child process of its controller: starting it, its output, its end. Imports no torch."""
+"""A model worker as a child process of its controller: its start, output and end. Does not import torch."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ from ..protocol.transports.base import WorkerKeys
 logger = logging.getLogger(__name__)
 
 TERMINATE_S = 5.0
-"""For how long a worker may take to end after SIGTERM, before SIGKILL."""
+"""The time between SIGTERM and SIGKILL when ending a worker."""
 LAST_LINES = 20
 _MAX_LINE = 2**16
 _MODULE = f"{__name__.rpartition('.supervision.')[0]}.process"
@@ -30,19 +30,19 @@ _RECORD = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)", re.D
 class ChildProcess:
     """A model worker that this process has started.
 
-    Its log records come back through this process's logging, with its name; anything else that it prints goes to this process's
+    Its log records are re-emitted through this process's logging, prefixed with its name. All other output goes to this process's
     standard error.
 
     Args:
         name: The name of the worker, for messages.
         address: The controller's address.
-        arguments: Arguments of `drivetrain worker run`, beside those that follow from the others.
+        arguments: Additional arguments of `drivetrain worker run`, beyond those derived from the other arguments.
         allow: The names that requests may refer to.
         environment: Additional environment variables.
-        keys: The keys with which it connects.
-        program: The arguments with which it finds the controller's program; None for this one.
+        keys: The keys that it connects with.
+        program: The arguments that locate the controller's program; None for this program.
         listener: The socket at which rank 0 listens; it is passed on, and closed here.
-        on_exit: Called with this object when the process has ended, in a thread of its own.
+        on_exit: Called with this object when the process has ended, in a separate thread.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ChildProcess:
         if listener is not None:
             inherited.append(listener.detach())
             words += ["--listen-fd", str(inherited[-1])]
-        # As with multiprocessing, a child finds the modules that its parent finds.
+        # As with multiprocessing, a child can import the modules that its parent can.
         search = os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))
         ours = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         try:
@@ -88,7 +88,8 @@ class ChildProcess:
                 bufsize=0,
                 pass_fds=inherited,
                 env={**ours, "PYTHONPATH": search, **(environment or {})},
-                # Ctrl-C is for the controller, which ends its workers itself; and all that a worker starts can be ended with it.
+                # A separate session: Ctrl-C reaches only the controller, which ends its workers itself, and all processes that a worker
+                # starts can be ended with it.
                 start_new_session=True,
             )
         finally:
@@ -128,12 +129,12 @@ class ChildProcess:
 
     def last_output(self) -> str:
         """Return the last lines that the process printed."""
-        # What it printed just before its end is still in the pipe. A process that it started may keep the pipe open.
+        # The last output may still be in the pipe. A process that the worker started may keep the pipe open.
         self._reader.join(1.0 if self.exit_code is not None else 0.0)
         return "\n".join(self._lines)
 
     def terminate(self, patience_s: float = TERMINATE_S) -> None:
-        """End the process: SIGTERM, and SIGKILL if that does not help; with everything that it started."""
+        """End the process and everything that it started: SIGTERM, then SIGKILL if it is still running."""
         with suppress(ProcessLookupError, PermissionError):
             self._process.terminate()
         if not self.wait(patience_s):
@@ -159,7 +160,7 @@ class ChildProcess:
 
     def _wait(self) -> None:
         self._process.wait()
-        # What it started and left behind is ended too.
+        # Processes that it started and left behind are ended too.
         self.send_kill()
         self._on_exit(self)
 
@@ -168,7 +169,7 @@ class ChildProcess:
         unfinished = b""
         with self._process.stdout as output:
             while chunk := os.read(output.fileno(), 65536):
-                # A progress bar returns to the beginning of its line, and never ends it.
+                # A progress bar returns to the start of its line with \r and never ends the line.
                 *lines, unfinished = re.split(rb"[\r\n]+", unfinished + chunk)
                 for line in lines:
                     self._take(line.decode(errors="replace"))
@@ -186,14 +187,14 @@ class ChildProcess:
             level, source, message = record.groups()
             logger.log(getattr(logging, level), "[%s] %s: %s", self.name, source, message)
             return
-        # Whoever read this process's standard error may be gone; the worker must be able to go on printing.
+        # The reader of this process's standard error may be gone; the worker must still be able to print.
         with suppress(OSError, ValueError):
-            # In one piece, or the lines of several workers run into each other.
+            # A single write, so that the lines of several workers do not interleave.
             sys.stderr.write(f"[{self.name}] {line}\n")
             sys.stderr.flush()
 
 
 def _level() -> str:
-    """Return the level at which a child should log: that of this module."""
+    """Return the log level of a child: that of this module."""
     level = logger.getEffectiveLevel()
     return next((name for name, number in (("debug", 10), ("info", 20), ("warning", 30)) if level <= number), "error")

@@ -1,4 +1,4 @@
-"""The controller's end of connections to model workers, over any transport: requests out, replies in."""
+"""The controller's end of connections to model workers, over any transport: sends requests and receives replies."""
 
 import itertools
 import logging
@@ -26,17 +26,17 @@ from ..protocol.values import dump, load
 logger = logging.getLogger(__name__)
 
 _GAP_S = 2.5
-"""After how many seconds between two checks of a worker's silence the count begins anew."""
+"""If two checks of a worker's silence are further apart than this, in seconds, the count restarts."""
 
 
 class ReplyFuture(Future[Any]):
-    """A reply that has not arrived yet. Its values are loaded in the thread that asks for them."""
+    """A pending reply. Its values are loaded in the thread that requests them."""
 
     names: Names
 
     @property
     def future(self) -> Future[Any]:
-        """This future, for those who wait for several."""
+        """This future, for waiting on several at once."""
         return self
 
     def reply(self, timeout_s: float | None = None) -> Reply:
@@ -66,7 +66,7 @@ class Channel:
         self.bytes_sent = self.bytes_received = 0
         """The size of all messages to and from the worker."""
         self._controller = controller
-        # Reentrant: the garbage collector may end a stream, which sends a message, anywhere in this class.
+        # Reentrant: the garbage collector may finalize a stream, which sends a message, anywhere in this class.
         self._lock = threading.RLock()
         self._pending: dict[int, ReplyFuture] = {}
         self._listeners: dict[Any, Callable[[NewTokens], None]] = {}
@@ -83,7 +83,7 @@ class Channel:
         return self.send([self.encode(*dump(request, self._controller.names))])[0]
 
     def open_stream(self, request: Stream, listener: Callable[[NewTokens], None]) -> tuple[int, ReplyFuture]:
-        """Send a request whose tokens come before its reply; return its id, and the reply.
+        """Send a request whose tokens arrive before its reply; return its id and the reply.
 
         Args:
             request: The request.
@@ -106,18 +106,18 @@ class Channel:
         """
         numbered = msgspec.structs.replace(request, id=next(self._controller.ids))
         flush = Flush(ids=[numbered.id or 0], digest=digest_of([(numbered.id, numbered.digest)]))
-        # What is wrong with the flush is wrong with the request.
+        # An error of the flush is an error of the request.
         return self.send([self.encode(*dump(numbered, self._controller.names)), self.encode(flush, [])])[0]
 
     def encode(self, request: Request, parts: Sequence[FramePart]) -> tuple[int, Frame]:
-        """Return a message, with an id of its own if it has none; see `ReplyChannel` of `groups.replies`."""
+        """Encode a message, with a new id if it has none; see `ReplyChannel` of `groups.replies`."""
         number = request.id if isinstance(request.id, int) else next(self._controller.ids)
         header = self._controller.codec.encode(msgspec.structs.replace(request, id=number))
         self.bytes_sent += len(header) + sum(memoryview(part).nbytes for part in parts)
         return number, [self.identity.encode(), header, *parts]
 
     def send(self, messages: Sequence[tuple[int, Frame]]) -> list[ReplyFuture]:
-        """Send messages of `encode` one after the other, without any of another thread between them."""
+        """Send encoded messages in order, without messages of other threads between them."""
         futures = []
         with self._lock:
             for number, frame in messages:
@@ -128,7 +128,7 @@ class Channel:
                     future.set_exception(WorkerLostError(str(self._lost)))
                     continue
                 self._pending[number] = future
-                # A router drops what is sent to a worker that has not connected yet.
+                # A ROUTER socket drops messages to a worker that has not connected yet.
                 if self._connected:
                     self._controller.send(frame)
                 else:
@@ -137,30 +137,30 @@ class Channel:
 
     @property
     def pending(self) -> int:
-        """The number of requests that have not been answered."""
+        """The number of requests without a reply."""
         with self._lock:
             return len(self._pending)
 
     def silence_s(self) -> float:
-        """Return for how many seconds the worker has given no sign of life; 0 while it starts."""
+        """Return the seconds since the worker's last heartbeat; 0 while it starts."""
         now = time.monotonic()
         if now - self._checked_at > _GAP_S:
-            # This process was stopped for a while, and with it the thread that hears the beats.
+            # This process was suspended, and with it the thread that receives the heartbeats.
             self.heard_at = now
         self._checked_at = now
         return now - self.heard_at if self._connected else 0.0
 
     def fail(self, error: WorkerLostError) -> None:
-        """Fail all requests, present and future: the worker has died."""
+        """Fail all current and future requests: the worker has died."""
         with self._lock:
             self._lost = self._lost or error
             pending, self._pending = self._pending, {}
         for future in pending.values():
-            # Each its own: an exception that is raised in several places collects their tracebacks.
+            # One exception per request: an exception raised in several places would accumulate their tracebacks.
             future.set_exception(WorkerLostError(str(error)))
 
     def receive(self, reply: Reply, parts: Frame, size: int = 0) -> None:
-        """Take a message of the worker. Called by the controller's thread."""
+        """Process a message of the worker. Called by the controller's thread."""
         self.heard_at = time.monotonic()
         self.bytes_received += size
         with self._lock:
@@ -178,23 +178,23 @@ class Channel:
         elif future is not None:
             future.set_result((reply, parts))
         elif self._lost is None:
-            logger.warning("%s sent a reply that nobody waits for: %s", self.identity, reply)
+            logger.warning("%s sent a reply to an unknown request: %s", self.identity, reply)
 
 
 class Controller(ABC):
-    """Where the workers of a group or of a service connect. Each transport has a subclass, which is an entry of `CONTROLLERS`.
+    """The endpoint that the workers of a group or a service connect to. Each transport has a subclass, registered in `CONTROLLERS`.
 
-    A message is a header and parts, whose borders and sizes a transport keeps, of any size. Nothing is sent to a worker before it has been heard
-    of, so its `Transport` greets. Who may connect under the name of a worker is for the transport to check.
+    A message is a header and parts of any size; a transport preserves their boundaries. Nothing is sent to a worker before its first
+    message, so its `Transport` sends a greeting. The transport checks who may connect under the name of a worker.
 
     Args:
         names: The classes and functions that messages may refer to.
         registry: The operations.
-        ids: Where the ids of requests come from; None counts from 1.
+        ids: The source of request ids; None counts from 1.
     """
 
     address: str
-    """What the workers are started with as `--transport`."""
+    """The `--transport` argument of the workers."""
     folder: Path | None = None
     """A folder that only this user can enter, if the workers are on this machine; None if they may be elsewhere."""
 
@@ -205,30 +205,30 @@ class Controller(ABC):
         self._channels: dict[str, Channel] = {}
 
     def channel(self, identity: str) -> Channel:
-        """Return a connection to a worker that will connect under this name."""
+        """Return the connection to the worker that will connect under this name."""
         self._channels[identity] = channel = Channel(self, identity)
         return channel
 
     def new_keys(self) -> WorkerKeys | None:
-        """Return keys with which one more worker may connect; None if it needs none."""
+        """Return keys for one more worker to connect with; None if the transport needs none."""
         return None
 
     @abstractmethod
     def send(self, frame: Frame) -> None:
-        """Send a message: the name of the worker, which is not for the worker to see, then the header and the parts.
+        """Send a message: the worker's name, which is not part of what the worker receives, then the header and the parts.
 
-        It is called by all threads, under a lock that `take` needs too: only queue the message here, and do not wait.
+        Any thread may call this, under a lock that `take` needs too: only queue the message here, and do not block.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Send what is still waiting, and end all connections. A second call does nothing."""
+        """Send all queued messages, and close all connections. A second call does nothing."""
 
     def take(self, identity: str, header: bytes, parts: Frame) -> None:
-        """Hand a message to the connection of the worker that sent it. To be called by one thread, in the order of arrival.
+        """Pass a message to the connection of the worker that sent it. Must be called by a single thread, in order of arrival.
 
         Args:
-            identity: The name under which the worker has connected.
+            identity: The name that the worker connected under.
             header: The message.
             parts: Its tensors; they are kept, not copied.
         """
@@ -252,7 +252,7 @@ def _zeromq(address: str, names: Names, ids: Iterator[int] | None) -> Controller
 
 
 CONTROLLERS: dict[str, Callable[[str, Names, Iterator[int] | None], Controller]] = {"zmq": _zeromq}
-"""What listens at an address, by its first word, which is also one of the worker's `TRANSPORTS`."""
+"""The factories of controllers by the scheme of their address, which is also a key of the worker's `TRANSPORTS`."""
 DEFAULT_ADDRESS = "zmq://"
 """A socket in a fresh folder of this machine that only this user can enter."""
 
@@ -261,9 +261,9 @@ def listen(address: str | None, names: Names, ids: Iterator[int] | None = None) 
     """Listen for workers.
 
     Args:
-        address: Where, for example `zmq://host:port`; None for a socket of this machine.
+        address: The address, for example `zmq://host:port`; None for a socket on this machine.
         names: The classes and functions that messages may refer to.
-        ids: Where the ids of requests come from; None counts from 1.
+        ids: The source of request ids; None counts from 1.
 
     Raises:
         ConfigError: There is no such transport, or the address cannot be used, for example because its port is in use.
@@ -272,6 +272,6 @@ def listen(address: str | None, names: Names, ids: Iterator[int] | None = None) 
     scheme, separator, _ = address.partition("://")
     if not separator or scheme not in CONTROLLERS:
         raise ConfigError(
-            f"the address {address!r} names no transport; give one of {', '.join(f'{name}://host:port' for name in CONTROLLERS)}"
+            f"the address {address!r} does not name a transport; use one of {', '.join(f'{name}://host:port' for name in CONTROLLERS)}"
         )
     return CONTROLLERS[scheme](address, names, ids)

@@ -1,4 +1,4 @@
-"""Where the processes of supervised workers run: on this machine, or on those of a Ray cluster. Imports no torch."""
+"""The hosts of supervised worker processes: this machine, or the machines of a Ray cluster. Does not import torch."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from ..protocol.transports.zeromq import SCHEME
 from .child_process import TERMINATE_S, ChildProcess
 
 PLACEMENT_S = 60.0
-"""For how many seconds a process may wait for a place in the Ray cluster, and for its start there."""
+"""The time limit for a process to be placed and started in the Ray cluster, in seconds."""
 
 
 _REACH_S, _POLL_S = 10.0, 0.5
@@ -42,12 +42,12 @@ class WorkerProcess(Protocol):
         """Wait for the end of the process; return whether it has ended."""
 
     def terminate(self, patience_s: float = TERMINATE_S) -> None:
-        """End the process: politely, and by force if that does not help; with everything that it started."""
+        """End the process and everything that it started: politely at first, then by force."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessArguments:
-    """What a process is started with; see `ChildProcess`."""
+    """The arguments that a process is started with; see `ChildProcess`."""
 
     arguments: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
@@ -70,18 +70,18 @@ class Host(Protocol):
         on_exit: Callable[[WorkerProcess], None],
         cancelled: Callable[[], bool] = lambda: False,
     ) -> tuple[WorkerProcess, str]:
-        """Start a process; return it, and the comm_id at which it listens as rank 0.
+        """Start a process; return it and the comm_id at which it listens as rank 0.
 
         Args:
             name: The name of the worker, for messages.
             address: The controller's address.
-            settings: What it is started with.
-            on_exit: Called with the process when it has ended, in a thread of its own.
-            cancelled: Asked now and then, where starting takes a while, whether the process is still wanted.
+            settings: The arguments that it is started with.
+            on_exit: Called with the process when it has ended, in a separate thread.
+            cancelled: Polled while a start takes a while; returns True if the process is no longer needed.
 
         Raises:
-            ConfigError: There is no room for it.
-            WorkerLostError: Its machine was lost, or it is not wanted any more.
+            ConfigError: There are not enough resources for it.
+            WorkerLostError: Its machine was lost, or the process is no longer needed.
         """
 
 
@@ -117,13 +117,13 @@ class LocalHost:
 
 
 class RayHost:
-    """Starts processes on the machines of a Ray cluster, spread over them. They connect back over the network, encrypted.
+    """Starts processes spread over the machines of a Ray cluster. They connect back over the network, encrypted.
 
-    What a process reads, such as the folder of its model, must exist on every machine under the same path.
+    The files that a process reads, such as its model folder, must exist on every machine under the same path.
 
     Args:
-        devices: The number of devices of a process: a CPU for each, and a GPU if the cluster has any.
-        count: The number of processes that the cluster must have room for.
+        devices: The number of devices per process: each is a CPU, and also a GPU if the cluster has any.
+        count: The number of processes that must fit in the cluster.
 
     Raises:
         ConfigError: Ray is not installed, or the cluster is too small; the message names both numbers.
@@ -139,13 +139,13 @@ class RayHost:
             handler = signal.getsignal(signal.SIGTERM)
             _check_cluster()
             ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
-            # Ray's own ends the program at once.
+            # Ray's own handler ends the program at once.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)
         resources = ray.cluster_resources()
         self._each = {"CPU": devices, "GPU": devices if resources.get("GPU", 0) else 0}
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        # A model's devices are those of one machine.
+        # All devices of a model must be on one machine.
         room = sum(
             int(min(resources_of_machine.get(kind, 0) // each for kind, each in self._each.items() if each))
             for resources_of_machine in machines
@@ -171,7 +171,7 @@ class RayHost:
     ) -> tuple["RayProcess", str]:
         """Start a process; see `Host`."""
         ray = self._ray
-        # One method waits for the end of the process, another one ends it.
+        # Two concurrent methods: one waits for the end of the process, the other one ends it.
         actor = (
             ray.remote(max_concurrency=4)(_Starter)
             .options(num_cpus=self._each["CPU"], num_gpus=self._each["GPU"], scheduling_strategy="SPREAD")
@@ -187,7 +187,7 @@ class RayHost:
                 raise WorkerLostError(f"{name} was closed")
             free = ray.available_resources()
             raise ConfigError(
-                f"{name} found no place in the Ray cluster within {PLACEMENT_S:g} s: it needs {self._each}, and "
+                f"{name} could not be placed in the Ray cluster within {PLACEMENT_S:g} s: it needs {self._each}, and "
                 f"{ {kind: free.get(kind, 0) for kind in self._each} } are free; free some, or start fewer workers"
             )
         try:
@@ -199,14 +199,14 @@ class RayHost:
 
 
 class _Starter:
-    """Starts a process on the machine where Ray has put this actor. The process ends with it."""
+    """Starts a process on the machine where Ray has placed this actor. The process ends with the actor."""
 
     def __init__(self) -> None:
         self._process: ChildProcess | None = None
 
     def start(self, name: str, address: str, settings: ProcessArguments) -> tuple[int, str]:
-        """Start the process; return its id and its comm_id."""
-        # The program is the one that started this actor, not this process's own.
+        """Start the process; return its process id and its comm_id."""
+        # The controller's program is the one that started this actor, not that of this process.
         self._process, run = LocalHost().start(name, address, settings, lambda process: None)
         return self._process.pid, run
 
@@ -243,7 +243,7 @@ class RayProcess:
         return self._ended.wait(timeout_s)
 
     def terminate(self, patience_s: float = TERMINATE_S) -> None:
-        """End the process, and if that does not help, the actor that started it."""
+        """End the process; if it is still running after that, kill the actor that started it."""
         self._actor.terminate.remote(patience_s)
         if not self.wait(patience_s + TERMINATE_S):
             self._ray.kill(self._actor)
@@ -252,20 +252,20 @@ class RayProcess:
     def _wait(self, end: Any) -> None:
         try:
             code, self._description = end.result()
-        except BaseException as e:  # whatever Ray says of an actor that is gone, or at its own end
+        except BaseException as e:  # Ray raises various errors for a lost actor and at its own shutdown
             first = next(iter(str(e).strip().splitlines()), type(e).__name__)
             code, self._description = -1, f"was lost with its machine or by Ray: {first}"
         self.exit_code = code
         self._ended.set()
         try:
-            # Its place in the cluster is free again.
+            # This frees its resources in the cluster.
             self._ray.kill(self._actor)
         finally:
             self._on_exit(self)
 
 
 def _check_cluster() -> None:
-    """Check that the cluster of RAY_ADDRESS can be reached: Ray itself would try for minutes."""
+    """Check that the cluster at RAY_ADDRESS can be reached; Ray itself would retry for minutes."""
     address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not host or not port.isdigit():

@@ -1,4 +1,4 @@
-"""The tokens of a response on their way from a worker to whoever reads them, with or without an event loop."""
+"""Streams the tokens of a completion from a worker to its reader, with or without an event loop."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ _POLL_S = 0.02
 
 
 class ResponseStream:
-    """A response, read with `async for` or `for`. If nobody reads it any more, the worker stops generating it.
+    """A completion, read with `async for` or `for`. When the stream is no longer referenced, the worker stops generating it.
 
     Args:
         request: The request.
@@ -30,9 +30,9 @@ class ResponseStream:
     def __init__(self, request: Stream, connect: Callable[[], Channel | None], name: str) -> None:
         self._request, self._connect, self._name = request, connect, name
         self.finish_reason: str | None = None
-        """Why the response ended: `stop`, `length`, or `aborted` if it was cancelled. None before its end."""
+        """Why the completion ended: `stop`, `length`, or `aborted` if it was cancelled. None before its end."""
         self.prompt_tokens = 0
-        """The number of tokens of the prompt, with those of its images; 0 before the end."""
+        """The number of tokens of the prompt, including those of its images; 0 before the end."""
         self._tokens: deque[Token] = deque()
         self._channel: Channel | None = None
         self._sent: ReplyFuture | None = None
@@ -55,7 +55,7 @@ class ResponseStream:
             WorkerLostError: The worker died.
         """
         while True:
-            # Asked first: tokens that come after this are looked for once more.
+            # Read before the tokens: those that arrive in between are found in the next iteration.
             done = self._is_done()
             if self._tokens:
                 return self._tokens.popleft()
@@ -71,7 +71,7 @@ class ResponseStream:
     async def __anext__(self) -> Token:
         """Return the next token; see `__next__`."""
         while True:
-            # Asked first: tokens that come after this are looked for once more.
+            # Read before the tokens: those that arrive in between are found in the next iteration.
             done = self._is_done()
             if self._tokens:
                 return self._tokens.popleft()
@@ -83,19 +83,19 @@ class ResponseStream:
                 continue
             loop, event = asyncio.get_running_loop(), asyncio.Event()
             self._wake = partial(loop.call_soon_threadsafe, event.set)
-            # Looked at again, because a token may have come before anybody was to be woken.
+            # Check again, because a token may have arrived before the wake-up callback was set.
             if not self._tokens and not self._is_done():
                 await event.wait()
             self._wake = None
 
     async def read(self) -> list[Token]:
-        """Return all tokens that have not been read, after the end of the response; see `__next__` for errors."""
+        """Wait for the end of the completion and return all unread tokens; see `__next__` for errors."""
         return [token async for token in self]
 
     # ---- its end -----------------------------------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        """End the response; the tokens that the worker has generated can still be read."""
+        """End the completion; tokens that the worker has already generated can still be read."""
         if self._closed:
             return
         self._closed = True
@@ -123,16 +123,16 @@ class ResponseStream:
             return
         reply = self._sent.reply()
         if isinstance(reply, Error):
-            raise_error(reply, f"a response of {self._name}")
+            raise_error(reply, f"a completion of {self._name}")
         self.finish_reason = getattr(reply, "finish_reason", None)
         self.prompt_tokens = getattr(reply, "prompt_tokens", 0)
 
     def _open(self) -> bool:
-        """Send the request if the worker takes requests; return whether it was sent."""
+        """Send the request if the worker accepts requests; return whether it was sent."""
         if self._sent is None and not self._closed:
             self._channel = self._connect()
             if self._channel is not None:
-                # Without a reference to this object, which is to be deleted when nobody reads from it.
+                # Holds no reference to this object, which must be collected when it is no longer read.
                 self._number, self._sent = self._channel.open_stream(self._request, _Feed(self))
                 self._sent.add_done_callback(_Feed(self).notify)
         return self._sent is not None
@@ -154,7 +154,7 @@ class ResponseStream:
 
 
 class _Feed:
-    """Passes on to a stream what arrives, as long as the stream exists."""
+    """Forwards tokens to a stream as long as the stream exists."""
 
     def __init__(self, stream: ResponseStream) -> None:
         self._stream = weakref.ref(stream)
@@ -165,7 +165,7 @@ class _Feed:
             stream._receive(added)
 
     def notify(self, done: Any) -> None:
-        """Tell the stream that its reply has come."""
+        """Notify the stream that its reply has arrived."""
         stream = self._stream()
         if stream is not None:
             stream._receive(None)

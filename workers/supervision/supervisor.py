@@ -1,4 +1,4 @@
-"""A model in a process of its own, supervised: it is restarted when it dies, and its caller never dies with it."""
+"""A supervised model in a separate process: it is restarted when it dies, and its caller survives."""
 
 import asyncio
 import logging
@@ -36,24 +36,24 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorSettings:
-    """How a model worker is started, watched and ended.
+    """How a model worker is started, monitored and ended.
 
     Args:
         name: The name of the worker in messages and in the log.
-        start_s: For how many seconds the model may load.
-        beat_s: The interval of beats, in seconds.
-        silence_s: After how many seconds without a beat the worker counts as dead. Beats do not come from the thread that computes,
-            so a long batch is not silence.
-        watchdog_s: After how many seconds without progress in a request the worker ends itself; 0 is never.
-        restarts: How often in a row the worker is restarted after it died.
-        stable_s: After how many seconds of work the next death counts as the first one again.
-        pause_s: The pause before the first restart, in seconds; it doubles with every further one.
-        max_pause_s: The longest pause.
-        terminate_s: For how many seconds the worker may end by itself before it is killed.
-        queue_size: The number of requests that may wait. Another one is refused at once.
-        max_wait_ms: For how many milliseconds a request to an idle model waits for others, to be batched with them.
+        start_s: The time limit for loading the model, in seconds.
+        beat_s: The interval of heartbeats, in seconds.
+        silence_s: The time without a heartbeat after which the worker counts as dead, in seconds. A separate thread sends heartbeats, so
+            they continue during a long batch.
+        watchdog_s: The time without progress in a request after which the worker exits, in seconds; 0 disables this.
+        restarts: The maximum number of consecutive restarts after the worker has died.
+        stable_s: The working time after which the count of consecutive restarts is reset, in seconds.
+        pause_s: The pause before the first restart, in seconds; it doubles with every further restart.
+        max_pause_s: The longest pause, in seconds.
+        terminate_s: The time that the worker has to exit by itself before it is killed, in seconds.
+        queue_size: The maximum number of pending requests. Further requests are refused at once.
+        max_wait_ms: The time that a request to an idle model waits for others to be batched with it, in milliseconds.
         environment: Additional environment variables of the worker.
-        names: Further classes and functions that requests and replies may hold; see `names`.
+        names: Additional classes and functions that requests and replies may hold; see `names`.
     """
 
     name: str = "model-worker"
@@ -80,11 +80,13 @@ class SupervisorSettings:
                 raise ConfigError(f"{setting}={getattr(self, setting)}; it must be at least 0, and at most {MAX_SECONDS:g}")
         SchedulerSettings(queue_size=self.queue_size, max_wait_ms=self.max_wait_ms)
         if self.silence_s <= self.beat_s:
-            raise ConfigError(f"silence_s={self.silence_s} is not above beat_s={self.beat_s}; no worker would seem alive")
+            raise ConfigError(
+                f"silence_s={self.silence_s} is not above beat_s={self.beat_s}; every worker would count as dead"
+            )
 
 
 class ProcessControl:
-    """What is known about the life of a worker."""
+    """The lifecycle state of a worker."""
 
     def __init__(self) -> None:
         self._started, self._completed = threading.Event(), threading.Event()
@@ -92,24 +94,24 @@ class ProcessControl:
         """How often the worker has been restarted."""
 
     def set_started(self, started: bool = True) -> None:
-        """Note that the model exists and takes requests, or that it does not any more."""
+        """Record whether the model exists and accepts requests."""
         (self._started.set if started else self._started.clear)()
 
     def set_completed(self) -> None:
-        """Note that the worker has ended for good."""
+        """Record that the worker has ended permanently."""
         self._completed.set()
 
     def is_started(self) -> bool:
-        """Return whether the worker takes requests."""
+        """Return whether the worker accepts requests."""
         return self._started.is_set()
 
     def is_completed(self) -> bool:
-        """Return whether the worker has ended for good."""
+        """Return whether the worker has ended permanently."""
         return self._completed.is_set()
 
 
 class SupervisedWorker:
-    """A model in a process of its own. Enter it once, with `with` or `async with`; see `start_model_worker`."""
+    """A model in a separate process. Enter it once, with `with` or `async with`; see `start_model_worker`."""
 
     def __init__(
         self, model_factory: Callable[[Any], Any], config: Any, settings: SupervisorSettings, host: Host | None = None
@@ -136,7 +138,7 @@ class SupervisedWorker:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers of the worker, as of its last beat."""
+        """The worker's metrics, as of its last heartbeat."""
         beat = None if self._channel is None else self._channel.beat
         return {} if beat is None else dict(beat.metrics)
 
@@ -146,21 +148,21 @@ class SupervisedWorker:
         return None if self._process is None else self._process.pid
 
     def remember(self, method: str, *args: Any, **options: Any) -> None:
-        """Call a method of the model again after every restart, before anything else, such as one that loads weights.
+        """Repeat a call of the model after every restart, before any other request; for example a call that loads weights.
 
-        A later call of this with the same method takes its place.
+        Remembering the same method again replaces the earlier call.
         """
         self._remembered[method] = Call(role=ROLE, method=method, args=list(args), options=options)
 
     def is_settled(self) -> bool:
-        """Return whether the worker takes requests, or never will."""
+        """Return whether the worker accepts requests, or never will."""
         return self.control.is_started() or self._failure is not None or self._closing
 
     def connected_channel(self) -> Channel | None:
         """Return the connection to the worker; None while the worker restarts.
 
         Raises:
-            WorkerLostError: The worker has ended for good.
+            WorkerLostError: The worker has ended permanently.
         """
         with self._changed:
             if not self.is_settled():
@@ -170,10 +172,10 @@ class SupervisedWorker:
             return self._channel
 
     def wait_for_channel(self) -> Channel:
-        """Return the connection to the worker, once it takes requests.
+        """Wait until the worker accepts requests, and return the connection to it.
 
         Raises:
-            WorkerLostError: The worker has ended for good.
+            WorkerLostError: The worker has ended permanently.
         """
         while True:
             with self._changed:
@@ -186,13 +188,13 @@ class SupervisedWorker:
         """Start the worker and wait until its model is loaded.
 
         Raises:
-            ConfigError: It was started before.
+            ConfigError: It has been started before.
             WorkerError: The model cannot be loaded; the cause is the original error.
             WorkerLostError: The worker died while it loaded.
         """
         with self._changed:
             if self._entered:
-                raise ConfigError(f"{self._settings.name} was started before; call start_model_worker for another one")
+                raise ConfigError(f"{self._settings.name} has been started before; call start_model_worker for another one")
             self._entered = True
         self._controller = listen(self._host.controller_address(), self._names)
         try:
@@ -205,7 +207,7 @@ class SupervisedWorker:
         return self
 
     def close(self) -> None:
-        """End the worker: politely if it is idle, otherwise by force. Requests that it has not answered fail."""
+        """End the worker: politely if it is idle, otherwise by force. Pending requests fail."""
         with self._changed:
             if self._closing:
                 return
@@ -216,7 +218,7 @@ class SupervisedWorker:
             self._end_process(by_force=loading)
             if self._monitor is not None:
                 self._monitor.join()
-            # The monitor may have been starting another one.
+            # The monitor may have been starting a new process.
             self._end_process(by_force=True)
         finally:
             self.control.set_started(False)
@@ -244,7 +246,7 @@ class SupervisedWorker:
         try:
             return await in_thread(self.start)
         except BaseException:
-            # Cancelled while the model was loading, for example: the thread that waits for it ends with the process.
+            # For example cancelled while the model was loading: the thread that waits for it ends with the process.
             await asyncio.shield(in_thread(self.close))
             raise
 
@@ -259,7 +261,7 @@ class SupervisedWorker:
         identity = f"{settings.name}-{self.control.restarts}"
         deadline = time.monotonic() + settings.start_s
         channel = controller.channel(identity)
-        # Not under the lock: on another machine it takes a while.
+        # Not under the lock: starting on another machine takes a while.
         process, run = self._host.start(
             identity,
             controller.address,
@@ -286,7 +288,7 @@ class SupervisedWorker:
         try:
             self._load(channel, run, deadline)
         except BaseException:
-            # Nobody else would end it.
+            # Nothing else would end it.
             process.terminate(settings.terminate_s)
             raise
         self._started_at = time.monotonic()
@@ -295,7 +297,7 @@ class SupervisedWorker:
             self._changed.notify_all()
 
     def _load(self, channel: Channel, run: str, deadline: float) -> None:
-        """Let a worker load the model, and bring it to where the last one was."""
+        """Let a worker load the model, and repeat the remembered calls."""
         settings = self._settings
         requests: list[messages.Request] = [messages.Hello(protocol=messages.PROTOCOL, world_size=1)]
         if getattr(self._factory, "needs_process_group", True):
@@ -315,7 +317,7 @@ class SupervisedWorker:
                 raise_error(reply, title or f"loading the model of {settings.name}")
 
     def mark_ended(self, channel: Channel) -> None:
-        """Note that a worker takes no more requests."""
+        """Record that a worker no longer accepts requests."""
         with self._changed:
             if channel is self._channel:
                 self.control.set_started(False)
@@ -331,7 +333,7 @@ class SupervisedWorker:
         try:
             self._supervise()
         except BaseException as e:
-            # Without a monitor, callers would wait for a restart that does not come.
+            # Without a monitor, callers would wait for a restart that never comes.
             self._give_up(WorkerLostError(f"the supervision of {self._settings.name} failed: {type(e).__name__}: {e}"))
             raise
 
@@ -345,7 +347,7 @@ class SupervisedWorker:
                 silence = channel.silence_s()
                 if silence < settings.silence_s:
                     continue
-                logger.warning("%s has been silent for %.0f s; it is ended", settings.name, silence)
+                logger.warning("%s has been silent for %.0f s; ending it", settings.name, silence)
                 process.terminate(settings.terminate_s)
             lost = self._lost(process)
             self._on_exit(channel, process)
@@ -357,7 +359,7 @@ class SupervisedWorker:
             return self._changed.wait_for(lambda: self._closing, timeout=seconds)
 
     def _restart(self, lost: WorkerLostError) -> bool:
-        """Start the worker again until it works; return whether it does."""
+        """Restart the worker until it works; return whether it does."""
         settings = self._settings
         if time.monotonic() - self._started_at >= settings.stable_s:
             self._deaths = 0
@@ -371,7 +373,7 @@ class SupervisedWorker:
                 return False
             try:
                 self._start_process()
-            except Exception as e:  # whatever keeps the model from loading; the next attempt may do better
+            except Exception as e:  # loading a model can raise anything; the next attempt may succeed
                 if self._closing:
                     return False
                 lost = WorkerLostError(f"{settings.name} could not be restarted: {e}")
@@ -392,16 +394,16 @@ class SupervisedWorker:
     def submit(self, method: str, *args: Any, **options: Any) -> "Future[Any]":
         """Call a method of the model, which must be marked with `dispatch.register("all")`; return a future of its result.
 
-        The future fails with a WorkerLostError if the worker dies. While a worker restarts, this waits for it.
+        The future fails with a WorkerLostError if the worker dies. This method waits while a worker restarts.
 
         Raises:
-            WorkerLostError: The worker has ended for good.
+            WorkerLostError: The worker has ended permanently.
             ConfigError: An argument cannot be sent.
         """
         channel = self.wait_for_channel()
         sent = channel.ask_flushed(Call(role=ROLE, method=method, args=list(args), options=options))
         future: Future[Any] = Future()
-        # In a thread of its own: what runs when the future is done may call the worker again.
+        # In a separate thread: callbacks of the future may call the worker again.
         sent.add_done_callback(
             lambda done: threading.Thread(target=self._arrive, args=(channel, done, future, method), daemon=True).start()
         )
@@ -414,11 +416,11 @@ class SupervisedWorker:
             reply = sent.reply()
             if isinstance(reply, messages.Error):
                 if reply.kind == "watchdog":
-                    # The worker is ending: nothing more is sent to it.
+                    # The worker is ending, so no more requests are sent to it.
                     self.mark_ended(channel)
                 raise_error(reply, f"{method} of {self.name}")
             future.set_result(reply.result)
-        except Exception as e:  # the future's
+        except Exception as e:  # passed on to the future
             future.set_exception(e)
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
@@ -431,22 +433,22 @@ class SupervisedWorker:
         return self.submit(method, *args, **options).result()
 
     async def acall(self, method: str, *args: Any, **options: Any) -> Any:
-        """Like `call`, while the event loop goes on."""
+        """Like `call`, without blocking the event loop."""
         while not self.is_settled():
             await asyncio.sleep(_POLL_S)
         return await asyncio.wrap_future(self.submit(method, *args, **options))
 
     def stream(self, request: "GenerationRequest") -> ResponseStream:
-        """Generate a response, whose tokens are read from the result with `async for` or `for`.
+        """Generate a completion; its tokens are read from the returned stream with `async for` or `for`.
 
-        Many may be read at the same time; the model works on all of them together. A response that nobody reads any more, because
-        the loop was left and the stream is gone, is not generated further. While a worker restarts, it waits.
+        Many streams may be read at the same time; the model batches them. A completion is not generated further once its stream is
+        gone, for example because the reading loop was left. While a worker restarts, the stream waits.
 
         Args:
-            request: The prompt and how to sample. The model must be a `RolloutWorker`, or another one with a scheduler of tokens.
+            request: The prompt and the sampling options. The model must be a `RolloutWorker`, or another one with a scheduler of tokens.
 
         Raises:
-            WorkerLostError: The worker has ended for good.
+            WorkerLostError: The worker has ended permanently.
             ConfigError: The request cannot be sent.
         """
         message = Stream(
@@ -480,17 +482,17 @@ class SupervisedWorker:
 
 
 async def in_thread(run: Callable[[], T]) -> T:
-    """Run a function in a thread of its own: those of the event loop's pool may all be waiting."""
+    """Run a function in a dedicated thread: all threads of the event loop's pool may be waiting."""
     future: Future[T] = Future()
 
     def work() -> None:
         try:
             result = run()
-        except BaseException as e:  # the future's
+        except BaseException as e:  # passed on to the future
             error: BaseException | None = e
         else:
             error = None
-        # The event loop may have been cancelled meanwhile.
+        # The event loop may have been cancelled in the meantime.
         if future.set_running_or_notify_cancel():
             if error is None:
                 future.set_result(result)
@@ -507,11 +509,11 @@ def start_model_worker(
     """Return a context manager, for `with` or `async with`, that runs a model in a fresh process.
 
     Args:
-        model_factory: The function that makes the model from the configuration, in the worker. If the model has `initialize`, that
-            is called as well. It must be found by its name, so it cannot be a lambda.
+        model_factory: The function that builds the model from the configuration, in the worker. If the model has `initialize`, that
+            is called as well. The function is imported by name, so it cannot be a lambda.
         config: Its argument: plain data, tensors, or a dataclass at the top level of a module.
-        settings: How the worker is watched.
-        host: Where its process runs, such as a `RayHost`; None is this machine.
+        settings: How the worker is monitored.
+        host: Where its process runs, such as a `RayHost`; None for this machine.
 
     Raises:
         ConfigError: The factory or the configuration cannot be sent.

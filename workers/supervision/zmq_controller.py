@@ -1,4 +1,4 @@
-"""The controller's end of ZeroMQ connections: one socket and one thread for all workers."""
+"""The controller's end of ZeroMQ connections: one socket and one thread serve all workers."""
 
 import os
 import shutil
@@ -27,10 +27,10 @@ class ZmqController(Controller):
 
     Args:
         names: The classes and functions that messages may refer to.
-        address: `zmq://host:port`, where workers on other machines connect with keys; `zmq://` makes a socket in a fresh folder
+        address: `zmq://host:port`, where workers on other machines connect with keys; `zmq://` creates a socket in a new folder
             that only this user can enter.
         registry: The operations.
-        ids: Where the ids of requests come from; None counts from 1.
+        ids: The source of request ids; None counts from 1.
 
     Raises:
         ConfigError: The address cannot be used, for example because its port is in use.
@@ -50,7 +50,7 @@ class ZmqController(Controller):
         self._server: tuple[bytes, bytes] | None = None
         if address == DEFAULT_ADDRESS:
             self.folder = _private_folder()
-            # Also at the end of a program that does not close it.
+            # Also runs at the end of a program that does not close it.
             self._cleanup = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
             address = f"{SCHEME}{self.folder}/controller.sock"
         endpoint, local = endpoint_of(address)
@@ -139,13 +139,13 @@ class ZmqController(Controller):
                     received = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     break
-                # A stranger may have sent no header.
+                # An unauthenticated peer may have sent no header.
                 header = received[1].bytes if len(received) > 1 else b""
                 self.take(received[0].bytes.decode(errors="replace"), header, [part.buffer for part in received[2:]])
 
 
 def _private_folder() -> Path:
-    """Return a fresh folder of mode 0700 whose path is short enough for a socket."""
+    """Create a folder of mode 0700 whose path is short enough for a socket."""
     base = tempfile.gettempdir()
     # mkdtemp creates it with mode 0700.
     return Path(tempfile.mkdtemp(prefix="drivetrain-", dir=base if len(os.fsencode(base)) < _MAX_PATH - 20 else "/tmp"))

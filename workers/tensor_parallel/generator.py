@@ -1,4 +1,4 @@
-"""Generation with a model that is split over several devices, one response at a time.
+"""Generation with a model that is split over several devices, one completion at a time.
 
 Every step is a frame to each rank; rank 0 is this process, which has the logits and samples.
 """

@@ -44,13 +44,13 @@ def parse_config(config_json: str) -> PreTrainedConfig:
         config_json: The text of its config.json.
 
     Raises:
-        ConfigError: The text is no configuration.
+        ConfigError: The text is not a model configuration.
         CapabilityError: The family is not one of transformers.
     """
     try:
         values = json.loads(config_json)
     except ValueError as e:
-        raise ConfigError(f"config_json is no JSON: {e}") from None
+        raise ConfigError(f"config_json is not JSON: {e}") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ConfigError("config_json has no model_type; give the text of the model's config.json")
     if values["model_type"] not in CONFIG_MAPPING_NAMES:
@@ -61,7 +61,7 @@ def parse_config(config_json: str) -> PreTrainedConfig:
         )
     try:
         config: PreTrainedConfig = AutoConfig.for_model(**values)
-    except Exception as e:  # of many types: every family checks its own settings
+    except Exception as e:  # each model family checks its own settings and can raise anything
         raise ConfigError(f"config_json cannot be used: {type(e).__name__}: {str(e).strip().splitlines()[0]}") from None
     return config
 
@@ -318,7 +318,7 @@ def _empty_model(config: PreTrainedConfig) -> Any:
             try:
                 model = AutoModelForImageTextToText.from_config(copy.deepcopy(config), dtype=config.dtype or torch.float32)
             except ValueError:
-                raise CapabilityError(f"{config.model_type} is no language model of transformers") from None
+                raise CapabilityError(f"{config.model_type} is not a language model of transformers") from None
     model.tie_weights()
     _check_cache(model)
     _keep_in_float32(model)
@@ -340,7 +340,7 @@ def _keep_in_float32(model: Any) -> None:
 
 
 def _check_cache(model: Any) -> None:
-    """Refuse models whose state is no list of keys and values: going back to an earlier token would leave it wrong."""
+    """Refuse models whose state is not a KV cache: rewinding to an earlier token would corrupt it."""
     text = model.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "layers_block_type", None) or ())
     parameters = inspect.signature(model.forward).parameters

@@ -30,8 +30,8 @@ _CLEAN_UP_ONLY = "2"
 
 
 def abort_on_gpus() -> None:
-    """Abort the process groups if their ranks are on GPUs, so that this process does not wait in a kernel of NCCL for a rank that has
-    ended. On gloo it is told by its connection.
+    """Abort the process groups if their ranks are on GPUs, so that this process does not wait in an NCCL kernel for a rank that has
+    ended. With gloo, the connection reports an ended rank.
     """
     if torch.cuda.is_available() and dist.is_initialized():
         abort_distributed()
@@ -174,7 +174,7 @@ class Ranks:
         except Exception as e:  # sent to the caller with those of the others
             own_reply = error_of(self.local.registry.of(request), e)
         replies: list[tuple[int, m.Reply | BaseException]] = [(0, own_reply)]
-        # A rank that is wedged has a watchdog; one that waits for a rank that has died is told by its connection.
+        # A stuck rank has a watchdog; a rank that waits for a dead rank gets an error from its connection.
         deadline = time.monotonic() + self._settings.timeout_s + self._settings.watchdog_s
         for rank, future in enumerate(sent, start=1):
             try:

@@ -1,4 +1,4 @@
-"""What the request loop needs of a transport. Imports no torch."""
+"""What the request loop needs of a transport. Does not import torch."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ class FrameTooLargeError(ValueError):
 
 
 class ControllerLostError(ConnectionError):
-    """Nobody reads the replies of this worker any longer."""
+    """The controller no longer reads the replies of this worker."""
 
 
 Frame = Sequence[FramePart]

@@ -1,4 +1,4 @@
-"""Frames that a thread of the same process passes on, one at a time: the transport inside a Ray actor. Imports no torch."""
+"""Frames that a thread of the same process passes on, one at a time: the transport inside a Ray actor. Does not import torch."""
 
 import queue
 import threading

@@ -1,4 +1,4 @@
-"""Lines of JSON on standard input and output. Imports no torch."""
+"""Lines of JSON on standard input and output. Does not import torch."""
 
 import os
 import select
