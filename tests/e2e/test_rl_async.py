@@ -311,24 +311,24 @@ def test_a_run_that_is_killed_at_random_learns_the_same(tmp_path: Path, stalenes
     [
         (
             [*APART, "rl.staleness=1", "rl.advantage.estimator=remax"],
-            r"with the estimator remax \(rl\.algorithm=grpo, rl\.advantage\.estimator=remax\), whose baselines are answers",
+            r"with the estimator remax \(rl\.algorithm=grpo, rl\.advantage\.estimator=remax\), whose baselines are completions",
         ),
         (["group.sync_adapters=true"], r"group\.sync_adapters=true, but the policy has no adapters"),
         (
             ["group.sync_adapters=true", "model.lora.rank=2", "model.router_bias_update_rate=0.1"],
-            r"but the bias of routers changes too \(model\.router_bias_update_rate=0\.1\)",
+            r"but the routers' biases change too \(model\.router_bias_update_rate=0\.1\)",
         ),
-        ([*APART, "group.sync_adapters=true", "model.lora.rank=2"], "either changes are sent, or adapters"),
+        ([*APART, "group.sync_adapters=true", "model.lora.rank=2"], "only one of the two can be sent"),
         (["group.sync_changes=true"], r"group\.sync_changes=true with no group\.pools\.rollout"),
         ([*APART, "group.weight_sync=gloo"], r"group\.sync_changes=true with group\.weight_sync=gloo"),
-        (["rl.staleness=1"], r"rl\.staleness=1, but the generator has no processes of its own"),
+        (["rl.staleness=1"], r"rl\.staleness=1, but the generator has no dedicated processes"),
         (["rl.staleness=-1"], r"rl\.staleness=-1"),
         (["rollout.held_versions=2"], r"rollout\.held_versions=2 is not used without rl\.staleness"),
-        ([*APART, "rl.staleness=1", "rollout.held_versions=2"], "for which 1 suffice"),
+        ([*APART, "rl.staleness=1", "rollout.held_versions=2"], "which needs at most 1"),
         (["rl.swap_at=token"], r"rl\.swap_at=token with rl\.staleness=0"),
         (
             [*APART, "rl.staleness=2", "rl.swap_at=token", "rollout.held_versions=2"],
-            "where all answers go on with the newest weights",
+            "where all completions continue with the newest weights",
         ),
         (
             [
@@ -339,11 +339,11 @@ def test_a_run_that_is_killed_at_random_learns_the_same(tmp_path: Path, stalenes
                 "rollout.options.tp=2",
                 "group.pools.rollout=2",
             ],
-            r"rollout\.options\.tp=2 and group\.pools\.rollout=2: the processes of a model would have to end a call at the same step",
+            r"rollout\.options\.tp=2 and group\.pools\.rollout=2: the processes of a model would have to interrupt a call at the same step",
         ),
         (
             [*APART, "rl.staleness=1", "rl.algorithm=remax"],
-            "with the estimator remax .*, whose baselines are answers of the present weights",
+            "with the estimator remax .*, whose baselines are completions of the current weights",
         ),
     ],
 )
