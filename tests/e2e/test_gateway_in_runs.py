@@ -129,7 +129,7 @@ def test_agents_that_fail(task: Path, tmp_path: Path, caplog: pytest.LogCaptureF
         assert record["answers"] + record["dropped"] == 32.0
     assert errors > 0
     assert invalid > 0
-    assert "the agent has ended without a request to the policy" in caplog.text or "must return a finite number" in caplog.text
+    assert "the agent ended without a request to the policy" in caplog.text or "must return a finite number" in caplog.text
 
 
 @pytest.mark.slow

@@ -145,7 +145,7 @@ def test_what_is_wrong_is_told_in_one_line_and_nothing_is_written(
         ([str(model), sampled, out, "--samples", "2", "--temperature", "1"], "sampled.jsonl:1 has a column sample already"),
         ([str(model), good, out, "--column", "finish_reason"], "--column finish_reason is the name of another output column"),
         ([str(model), half, out], "half.jsonl:1 cannot be written as JSON"),
-        ([str(model), answered, out], "answered.jsonl:1: the prompt ends with an answer"),
+        ([str(model), answered, out], "answered.jsonl:1: the prompt ends with an assistant turn"),
         ([str(model), other, out], "other.jsonl:2 has the columns question; it needs prompt"),
         ([str(model), long, out], "long.jsonl:2"),
         ([str(model), good, out, "--temperature", "-1"], "temperature=-1.0; it must be 0, or at least"),

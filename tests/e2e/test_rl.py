@@ -187,7 +187,7 @@ def test_rows_that_cannot_be_answered_are_named(task: Path, tmp_path: Path) -> N
         ('{"prompt": ""}', r"bad\.jsonl:1: the prompt is empty"),
         ('{"question": "1+1="}', r"bad\.jsonl:1 has the columns question; it needs prompt"),
         ('{"prompt": 3}', r"prompt is int; it must be a text"),
-        ('{"prompt": [{"role": "assistant", "content": "2"}]}', r"the prompt ends with an answer"),
+        ('{"prompt": [{"role": "assistant", "content": "2"}]}', r"the prompt ends with an assistant turn"),
         (
             json.dumps({"prompt": "1" * 200}),
             r"has a prompt of 200 tokens, more than the 64 positions of .* less one for an answer",
