@@ -137,7 +137,7 @@ def test_an_agent_that_never_ends(task: Path, tmp_path: Path) -> None:
     """It is cancelled, and its process goes on."""
     agents = f"{AGENT}never_ends"
     more = ["environment.timeout_s=2", "trainer.max_steps=1", "data.batch_size=1", "rewards.use=[format]"]
-    with pytest.raises(Exception, match="none of 4 answers could be judged"):
+    with pytest.raises(Exception, match="none of 4 completions could be scored"):
         train(task, tmp_path / "run", *GATEWAY, agents, *more)
 
 

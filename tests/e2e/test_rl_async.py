@@ -286,7 +286,7 @@ def test_a_checkpoint_of_other_answers_is_refused(task: Path, tmp_path: Path) ->
     (file,) = (tmp_path / "checkpoints" / "completions").glob("00000001-*/completions.safetensors")
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match="its bytes are not those that were written"):
+    with pytest.raises(CheckpointError, match="its contents do not match its digest"):
         train(task, tmp_path / "damaged", *more, checkpoint)
     file.unlink()
     with pytest.raises(CheckpointError, match=r"completions/00000001-.* is missing"):
@@ -360,7 +360,7 @@ def test_a_log_that_breaks_a_rule_is_refused(tmp_path: Path, capfd: pytest.Captu
     # The end of a process that was killed while it wrote, and another one.
     log.write_text(text + '["sta\n' + text)
     assert phases_command(["check-log", str(tmp_path)]) == 0
-    assert "14 events of 2 processes: 2 groups learned from, by weights at most 0 versions newer" in capfd.readouterr().out
+    assert "14 events of 2 processes: 2 groups trained on, by weights at most 0 versions newer" in capfd.readouterr().out
     log.write_text(text.replace('["keep", 0, 0]\n', '["keep", 1, 0]\n'))
     for path, message in (
         (tmp_path, "process 1 of 1: event 5 (keep 1, version 0): the ticket is not out"),
@@ -392,4 +392,4 @@ def test_a_step_saved_twice_and_its_bundle(task: Path, tmp_path: Path, capfd: py
     assert [record["step"] for record in records(tmp_path / "run")] == [2]
     assert check_log(tmp_path / "run").processes == 2
     assert phases_command(["train", str(tmp_path / "run" / "bundles" / "step-00000002.safetensors")]) == 0
-    assert "the repeated step is the recorded one" in capfd.readouterr().out
+    assert "the repeated step equals the recorded one" in capfd.readouterr().out
