@@ -58,7 +58,7 @@ def test_responses_are_those_of_plain_transformers(model: Path, tmp_path: Path, 
     ids = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in texts]
     assert [row["response"] for row in found] == [expected(model, some, 6) for some in ids]
     assert {row["finish_reason"] for row in found} <= {"stop", "length"}
-    assert "4 responses to 4 prompts" in capsys.readouterr().out
+    assert "4 completions of 4 prompts" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "p.jsonl"]
 
 

@@ -212,9 +212,9 @@ grpo rewards.use=[answer] rl.algorithm=grop  =>  rl.algorithm=grop; it must be o
 grpo rewards.use=[answer] rl.mini_batch_size=0  =>  rl.mini_batch_size=0; it must be at least 1
 grpo rewards.use=[answer] rl.epochs=0  =>  rl.epochs=0; it must be at least 1
 grpo rewards.use=[answer] rollout.max_tokens=0  =>  rollout.max_tokens=0; it must be at least 1
-grpo rewards.use=[answer] rollout.temperature=0  =>  rollout.temperature=0.0; it must be a finite number above 0, for answers that differ from each other
-grpo rewards.use=[answer] rollout.temperature=nan  =>  rollout.temperature=nan; it must be a finite number above 0, for answers that differ from each other
-grpo rewards.use=[answer] rollout.temperature=-1  =>  rollout.temperature=-1.0; it must be a finite number above 0, for answers that differ from each othe
+grpo rewards.use=[answer] rollout.temperature=0  =>  rollout.temperature=0.0; it must be a finite number above 0, so that completions differ from each other
+grpo rewards.use=[answer] rollout.temperature=nan  =>  rollout.temperature=nan; it must be a finite number above 0, so that completions differ from each other
+grpo rewards.use=[answer] rollout.temperature=-1  =>  rollout.temperature=-1.0; it must be a finite number above 0, so that completions differ from each othe
 grpo rewards.use=[answer] rollout.top_p=0  =>  rollout.top_p=0.0; it must be above 0 and at most 1
 grpo rewards.use=[answer] rollout.top_p=1.5  =>  rollout.top_p=1.5; it must be above 0 and at most 1
 grpo rewards.use=[answer] rollout.generator=sglang  =>  generator='sglang' is unknown; available: continuous, exact, static, tensor_parallel, vllm, vllm_server; gi
