@@ -2,8 +2,8 @@
 
     python -m benchmarks.adapters [--adapters 8] [--documents 4] [--length 32] [--rank 8] [--rounds 7] [--threads 2]
 
-A step of each adapter is a loss on its documents, then its optimizer step. `together` is one call with the documents of all adapters, `alone` one call
-per adapter. Both alternate in one process. The results are medians of tokens per wall second, and their ratio.
+A step of each adapter is a loss on its documents, then its optimizer step. `together` is one call with the documents of all adapters,
+`alone` one call per adapter. Both alternate in one process. The results are medians of tokens per wall second, and their ratio.
 """
 
 import argparse

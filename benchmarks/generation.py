@@ -3,9 +3,9 @@
     python -m benchmarks.generation [--rounds 3] [--requests 48] [--generators static continuous ...]
 
 The lengths of prompts and completions are lognormal, with a fixed seed, and completions have exactly their assigned length. All generators
-alternate in one process, on one core; the results are medians. `plain generate` is transformers' own, in batches of 16 of similar length, each
-until its longest completion is finished. `bare manager` is transformers' continuous batching, driven directly. `to_bare` is the ratio of the time
-that the same requests take, streamed through a queue and a worker process, to that of the bare manager.
+alternate in one process, on one core; the results are medians. `plain generate` is transformers' own, in batches of 16 of similar length,
+each until its longest completion is finished. `bare manager` is transformers' continuous batching, driven directly. `to_bare` is the ratio
+of the time that the same requests take, streamed through a queue and a worker process, to that of the bare manager.
 """
 
 import argparse

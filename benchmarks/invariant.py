@@ -2,9 +2,9 @@
 
     python -m benchmarks.invariant [--rounds 5] [--requests 1 4 16 32 64]
 
-Generation: tokens per CPU second with a fixed number of requests in flight, with lognormal lengths of prompts and completions; when one ends,
-the next one starts. Training: tokens per CPU second of a step on 32 of these documents. Both settings alternate in one process, on one core; the
-results are medians.
+Generation: tokens per CPU second with a fixed number of requests in flight, with lognormal lengths of prompts and completions; when one
+ends, the next one starts. Training: tokens per CPU second of a step on 32 of these documents. Both settings alternate in one process, on
+one core; the results are medians.
 """
 
 import argparse

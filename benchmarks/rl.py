@@ -2,9 +2,9 @@
 
     python -m benchmarks.rl [--rounds 2] [--lengths lognormal equal] [--generators static continuous]
 
-Without `.venv-trl` (`make bench-trl` builds it), TRL is skipped. Each round is a separate process on one core; the results are medians. `to_bare`
-of a phase compares with the same work on the same engine or generator without workers, references or a controller; `to static` compares with
-the first generator in `--generators`.
+Without `.venv-trl` (`make bench-trl` builds it), TRL is skipped. Each round is a separate process on one core; the results are medians.
+`to_bare` of a phase compares with the same work on the same engine or generator without workers, references or a controller; `to static`
+compares with the first generator in `--generators`.
 """
 
 import argparse

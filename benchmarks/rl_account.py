@@ -2,9 +2,9 @@
 
     python -m benchmarks.rl_account [--generators static continuous]
 
-8 prompts of 100 tokens with 4 completions of 64 tokens each, on one core: `rollout` by each generator and `update` by the engine, each by itself. The
-fractions come from torch's profiler, the seconds from runs without it. `gflops` counts the GEMMs (weights with tokens), according to the profiler.
-`of_ceiling` is their speed relative to that of a 1024 x 1024 GEMM, the fastest on this core.
+8 prompts of 100 tokens with 4 completions of 64 tokens each, on one core: `rollout` by each generator and `update` by the engine, each by
+itself. The fractions come from torch's profiler, the seconds from runs without it. `gflops` counts the GEMMs (weights with tokens),
+according to the profiler. `of_ceiling` is their speed relative to that of a 1024 x 1024 GEMM, the fastest on this core.
 """
 
 import argparse

@@ -2,9 +2,10 @@
 
     python -m benchmarks.rl_async [--steps 10] [--staleness 0 1 2]
 
-The model of `rl_case`, completions of lognormal lengths, and one process with one thread for each pool. `generating` is the fraction of a step at
-K = 0 that is spent in generation. `to_least` is the time of the measured steps, divided by the minimum for a run with the same durations of calls
-and updates under the rules of `rl.staleness`: nothing else takes any time, and steps wait only for completions, weights and their turn.
+The model of `rl_case`, completions of lognormal lengths, and one process with one thread for each pool. `generating` is the fraction of a
+step at K = 0 that is spent in generation. `to_least` is the time of the measured steps, divided by the minimum for a run with the same
+durations of calls and updates under the rules of `rl.staleness`: nothing else takes any time, and steps wait only for completions, weights
+and their turn.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """The task of the reinforcement learning benchmarks, for this project and TRL. Imports nothing of this project, to run in TRL's environment.
 
 16 prompts of about a hundred tokens with 8 completions each, whose lengths are lognormal and stored in `rl_lengths.json`; or, with
-`RL_LENGTHS=equal` in the environment, 8 prompts of 100 tokens with 4 completions of 64 tokens each. The model has 22 million parameters and is
-untrained; every completion has exactly its assigned length.
+`RL_LENGTHS=equal` in the environment, 8 prompts of 100 tokens with 4 completions of 64 tokens each. The model has 22 million parameters
+and is untrained; every completion has exactly its assigned length.
 """
 
 import json

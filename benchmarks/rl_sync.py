@@ -3,9 +3,9 @@ after an AdamW step against all weights; and only adapters of rank 16 against th
 
     python -m benchmarks.rl_sync
 
-Measurements alternate; the results are medians. `of_bare` is the ratio of the times, bare to ours; `of_all` is that of all weights to changes or
-adapters, in bytes and seconds. The weights are normal with a standard deviation of 0.02, and each step moves every weight by the learning rate, up or
-down.
+Measurements alternate; the results are medians. `of_bare` is the ratio of the times, bare to ours; `of_all` is that of all weights to
+changes or adapters, in bytes and seconds. The weights are normal with a standard deviation of 0.02, and each step moves every weight by
+the learning rate, up or down.
 """
 
 import json

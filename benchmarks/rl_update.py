@@ -2,9 +2,9 @@
 
     python -m benchmarks.rl_update
 
-Four workloads of prompts and completions, in CPU seconds on one core. A bare loop, the engine with `engine.share_prefixes=auto` and the engine with
-`off` alternate; the results are medians. `of_off` and `of_bare` are the ratios of times, theirs to ours. Peak memory is measured in separate
-processes, as the amount that one step adds to a process that already has its model and its optimizer.
+Four workloads of prompts and completions, in CPU seconds on one core. A bare loop, the engine with `engine.share_prefixes=auto` and the
+engine with `off` alternate; the results are medians. `of_off` and `of_bare` are the ratios of times, theirs to ours. Peak memory is
+measured in separate processes, as the amount that one step adds to a process that already has its model and its optimizer.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving [--requests 200] [--clients 32] [--rounds 3]
 
-Clients stream chats of mixed lengths from `drivetrain serve` and from `transformers serve --continuous-batching`, alternately. The results are medians
-of tokens per second and of the time to the first token. Then some requests are abandoned half way, and one of two workers is killed: every request
-must end exactly once, with a response or an error.
+Clients stream chats of mixed lengths from `drivetrain serve` and from `transformers serve --continuous-batching`, alternately. The results
+are medians of tokens per second and of the time to the first token. Then some requests are abandoned half way, and one of two workers is
+killed: every request must end exactly once, with a response or an error.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node N -m benchmarks.sharded_memory
 
-A model of 1.2 GB is loaded and runs one step. `peak_to_model` is the maximum growth of a rank's resident memory, including mapped pages of files,
-divided by the bytes of the model: the largest value of all ranks. `parameters_to_model` is the fraction that a rank keeps.
+A model of 1.2 GB is loaded and runs one step. `peak_to_model` is the maximum growth of a rank's resident memory, including mapped pages of
+files, divided by the bytes of the model: the largest value of all ranks. `parameters_to_model` is the fraction that a rank keeps.
 """
 
 import json

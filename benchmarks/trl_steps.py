@@ -2,8 +2,8 @@
 
     .venv-trl/bin/python benchmarks/trl_steps.py --task sft | dpo | rm
 
-All documents of a step form one padded batch, because TRL cannot pack separate documents without flash attention. `dpo` has pairs that share a
-prompt, like `benchmarks.preference --shared`.
+All documents of a step form one padded batch, because TRL cannot pack separate documents without flash attention. `dpo` has pairs that
+share a prompt, like `benchmarks.preference --shared`.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python -m benchmarks.worker [--rounds 2000]
 
 The bare ones echo the same bytes, in a process with only read and write on pipes, and in one with only pyzmq. All alternate, on one core if
-the system allows it, because waking another core takes several times as long as a round trip. The results are medians. A call is compared with
-the time of the same method inside its process. `to_bare` is the ratio.
+the system allows it, because waking another core takes several times as long as a round trip. The results are medians. A call is compared
+with the time of the same method inside its process. `to_bare` is the ratio.
 """
 
 import argparse

@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 2 examples/action_chunks.py --parallel cp=2               or tp=2, pp=2 with --backend mcore
 
 The demonstrations are generated: at each observation, which is four tokens, the next moves of a demonstrator that goes straight to the goal
-as fast as it may. A tiny decoder with random weights is trained until the error on other episodes falls to a quarter of its initial value, within
-a limit on steps. Prints one JSON object; the exit code is 1 if the goal was not reached.
+as fast as it may. A tiny decoder with random weights is trained until the error on other episodes falls to a quarter of its initial value,
+within a limit on steps. Prints one JSON object; the exit code is 1 if the goal was not reached.
 """
 
 import argparse

@@ -49,10 +49,10 @@ class GatewayEnvironment(Environment):
     """An agent that talks to the policy over HTTP. Exactly one of `agent`, `command` and `port` selects it.
 
     Args:
-        agent: A function `module:function`, plain or a coroutine. It is called with an `AgentTask` and returns the reward: a number, None to leave it
-            to the rewards, or a mapping with `reward` and numbers that are averaged.
-        command: The words of a program. It finds the policy in OPENAI_BASE_URL and ANTHROPIC_BASE_URL and reads the task as JSON from standard input.
-            Its last line of output is the reward as JSON; it may also print nothing.
+        agent: A function `module:function`, plain or a coroutine. It is called with an `AgentTask` and returns the reward: a number, None
+            to leave it to the rewards, or a mapping with `reward` and numbers that are averaged.
+        command: The words of a program. It finds the policy in OPENAI_BASE_URL and ANTHROPIC_BASE_URL and reads the task as JSON from
+            standard input. Its last line of output is the reward as JSON; it may also print nothing.
         port: A port at which remote agents take sessions with `POST /sessions`.
         host: The address to listen on. Any but the loopback address needs `api_key`.
         api_key: The key for sessions; with `port` also DRIVETRAIN_API_KEY, which is not stored with the settings.

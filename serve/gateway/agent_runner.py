@@ -1,7 +1,7 @@
 """Runs an agent, a function or a program that talks to the policy over HTTP. Imports no torch.
 
-Agents never run in the event loop of the server that answers them, which would deadlock. Coroutines run in a loop in a separate thread, plain functions
-in one thread each, and programs in one process each.
+Agents never run in the event loop of the server that answers them, which would deadlock. Coroutines run in a loop in a separate thread,
+plain functions in one thread each, and programs in one process each.
 """
 
 import asyncio

@@ -3,9 +3,9 @@
     system user | answer | tool | answer | user | answer
                     \\__ user | answer                         the agent has changed its history after the first answer
 
-A request's messages are compared with those of earlier requests and their responses. For the equal prefix, the policy's own tokens are reused, and only
-the rest is tokenized. After the last equal answer, differing messages start a new branch. If equal messages have two equal answers, the later one is
-continued.
+A request's messages are compared with those of earlier requests and their responses. For the equal prefix, the policy's own tokens are
+reused, and only the rest is tokenized. After the last equal answer, differing messages start a new branch. If equal messages have two
+equal answers, the later one is continued.
 """
 
 import hmac
@@ -108,8 +108,8 @@ class Session:
 
         Raises:
             SessionEndedError: The session has ended, or has reached a limit.
-            DataError: The conversation cannot be tokenized. If only the messages after the last equal completion cannot, the conversation is
-                rendered from its beginning, as if it had no equal completion.
+            DataError: The conversation cannot be tokenized. If only the messages after the last equal completion cannot, the conversation
+                is rendered from its beginning, as if it had no equal completion.
         """
         with self._lock:
             self._check_open()

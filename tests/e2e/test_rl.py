@@ -532,5 +532,5 @@ def test_a_dry_run_makes_a_step_and_saves_nothing(task: Path, tmp_path: Path, ca
     assert plan.metrics["peak_gib"] > 0
     assert not (tmp_path / "run").exists()
     told = capsys.readouterr().out
-    assert "steps        3, each of 16 answers" in told
+    assert "steps        3, each of 16 completions" in told
     assert told.endswith("dry run: nothing was saved\n")

@@ -4,8 +4,8 @@
     the policy  ... <user>What is 6*7?<assistant>...<end>            its own tokens, which end with the one at which generation stops
     given       ... <user>What is 6*7?<assistant>...<end>|\n<tool>42<assistant>|
 
-Rendering the whole conversation again could give different tokens: templates drop thoughts and white space, and the tokenizer may merge characters
-differently.
+Rendering the whole conversation again could give different tokens: templates drop thoughts and white space, and the tokenizer may merge
+characters differently.
 """
 
 import json
@@ -118,7 +118,8 @@ class Continuation:
                 error = error or e
                 continue
             answered = whole[: self._end_of_answer(whole)]
-            # The rendered answer continues after the content, for example with tool calls. A template may drop thoughts before the content; that is fine.
+            # The rendered answer continues after the content, for example with tool calls. A template may drop thoughts before the
+            # content; that is fine.
             rest = answered[answered.find(content) :]
             begin = following.find(rest)
             if content in answered and begin >= 0:

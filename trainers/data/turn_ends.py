@@ -1,7 +1,7 @@
 """The tokens that end an assistant turn.
 
-Most templates write such a token after each assistant turn. Those of GLM write none: generation stops at the token that opens the next turn,
-`<|user|>` or, after a tool call, `<|observation|>`. A model learns to stop only if it is trained on that token.
+Most templates write such a token after each assistant turn. Those of GLM write none: generation stops at the token that opens the next
+turn, `<|user|>` or, after a tool call, `<|observation|>`. A model learns to stop only if it is trained on that token.
 """
 
 from collections.abc import Collection
@@ -27,7 +27,8 @@ class TurnEnds:
 
     Args:
         stopping: The tokens at which generation stops.
-        special: All special tokens. A template may end its turns with one that is not in `stopping`; generation must then be set to stop at it.
+        special: All special tokens. A template may end its turns with one that is not in `stopping`; generation must then be set to stop
+            at it.
     """
 
     stopping: tuple[str, ...]

@@ -2,12 +2,12 @@
 dpo` and `demo rm` do the same for preference learning, in about a minute, `demo grpo` for reinforcement learning, `demo vision` for chats
 with images, and `demo tinker` for two clients of a training service.
 
-Every demo trains until an evaluation reaches its goal, within limits on steps and time. It reports the accuracy on held-out rows that were not
-used to decide when to stop.
+Every demo trains until an evaluation reaches its goal, within limits on steps and time. It reports the accuracy on held-out rows that were
+not used to decide when to stop.
 
-The SFT demo creates data and an untrained model, trains the model with two processes on each engine, and shows that the losses agree. It merges
-the checkpoints and queries the merged models with held-out questions in plain transformers, in a separate process. A short comparison of both
-engines with plain Hugging Face follows; then the exported model is queried over HTTP. It writes `summary.json`.
+The SFT demo creates data and an untrained model, trains the model with two processes on each engine, and shows that the losses agree. It
+merges the checkpoints and queries the merged models with held-out questions in plain transformers, in a separate process. A short
+comparison of both engines with plain Hugging Face follows; then the exported model is queried over HTTP. It writes `summary.json`.
 """
 
 import argparse

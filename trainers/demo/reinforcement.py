@@ -1,9 +1,9 @@
 """The command `drivetrain demo grpo`: rewards for correct answers improve a tiny model that was fine-tuned on too few sums. With `--tools`, they
 improve one that can call a calculator, but rarely does.
 
-Both parts train until an evaluation reaches a goal, within limits on steps and time, because rounding differs between processors and no fixed
-number of steps suits all of them. It writes `summary.json`. The accuracy is that of the exported model in plain transformers, on held-out
-questions that were not used to decide when to stop.
+Both parts train until an evaluation reaches a goal, within limits on steps and time, because rounding differs between processors and no
+fixed number of steps suits all of them. It writes `summary.json`. The accuracy is that of the exported model in plain transformers, on
+held-out questions that were not used to decide when to stop.
 """
 
 import json
@@ -28,8 +28,8 @@ class RLTask:
         answer: The step that queries a model with the test questions.
         recipe: The suffix of the recipe's name, after the name of the algorithm.
         start: Settings of supervised fine-tuning, which ends when its model is good enough to start from.
-        enough: The accuracy that the demo must reach. It is below the recipe's `trainer.stopping_threshold`, since only a few rows decide when to
-            stop.
+        enough: The accuracy that the demo must reach. It is below the recipe's `trainer.stopping_threshold`, since only a few rows decide
+            when to stop.
         gain: The minimum gain in accuracy.
     """
 

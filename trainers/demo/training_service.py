@@ -1,7 +1,7 @@
 """`drivetrain demo tinker`: two clients of a training service train two adapters of one untrained model at the same time, and sample from both.
 
-One learns to count up in digits, the other to count down; the digit after 9 is 0. Each trains until its samples continue unseen prefixes correctly,
-within a limit on steps.
+One learns to count up in digits, the other to count down; the digit after 9 is 0. Each trains until its samples continue unseen prefixes
+correctly, within a limit on steps.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Replay bundles: files with completions and all of their tensors, from which a phase continues, or a step is repeated elsewhere.
 
-A bundle is a safetensors file. Its metadata is JSON: the completions, and the settings that produced them. It never executes code: names of code
-and `trust_remote_code` in its settings are ignored.
+A bundle is a safetensors file. Its metadata is JSON: the completions, and the settings that produced them. It never executes code: names
+of code and `trust_remote_code` in its settings are ignored.
 """
 
 import json

@@ -13,9 +13,9 @@ class EpisodeRollouts(Rollouts):
     """The completions of a run's tickets, with an environment.
 
     A ticket is in flight from the start of its episodes until all of them have ended, over several calls of the generator. With
-    `rl.swap_at=completion`, all turns are written by the version that the ticket was issued with, so episodes of a later version start when no
-    episode of an earlier one is left. Between two calls, tokens are only in the controller's memory, so a generator that dies loses only the turns
-    in flight.
+    `rl.swap_at=completion`, all turns are written by the version that the ticket was issued with, so episodes of a later version start
+    when no episode of an earlier one is left. Between two calls, tokens are only in the controller's memory, so a generator that dies
+    loses only the turns in flight.
 
     Args:
         config: The run's settings.

@@ -449,7 +449,8 @@ class Episodes:
         """Return the turn that an observation follows, and its tokens.
 
         Raises:
-            DataError: The chat template cannot render it, a token is not in the vocabulary, there is no such turn, or the first prompt is too long.
+            DataError: The chat template cannot render it, a token is not in the vocabulary, there is no such turn, or the first prompt is
+                too long.
         """
         parent = self._parent(episode, observation.after)
         if observation.tokens is not None:

@@ -25,8 +25,8 @@ def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict
         version: The version of the weights.
 
     Returns:
-        The metrics and the completions. The metrics are those of `completion_metrics` and `accuracy`, the fraction of correct completions. With k
-        samples, `avg@k` equals `accuracy`, and `pass@k` is the fraction of prompts with at least one correct completion.
+        The metrics and the completions. The metrics are those of `completion_metrics` and `accuracy`, the fraction of correct completions.
+        With k samples, `avg@k` equals `accuracy`, and `pass@k` is the fraction of prompts with at least one correct completion.
 
     Raises:
         RewardError: No completion could be scored.

@@ -38,8 +38,8 @@ class Allocation:
 def scoring_phase(*, own_reference: bool, critic: bool) -> Phase:
     """Return the phase in which the completions of a step are scored.
 
-    A policy that is its own reference is trained next, so all of its state is loaded at once, instead of loading its parameters twice. With a
-    critic it is not, since the critic is trained first.
+    A policy that is its own reference is trained next, so all of its state is loaded at once, instead of loading its parameters twice.
+    With a critic it is not, since the critic is trained first.
 
     Args:
         own_reference: Whether the policy without its adapters is the reference.
@@ -110,8 +110,8 @@ class MemoryManager:
         """Move all state to the places that a phase needs.
 
         Args:
-            phase: `rollout` needs the generator. `score` needs other roles, whose methods load their state and offload it again; an update of
-                the critic, a checkpoint and an export do the same. `train` needs the actor with all of its state.
+            phase: `rollout` needs the generator. `score` needs other roles, whose methods load their state and offload it again; an update
+                of the critic, a checkpoint and an export do the same. `train` needs the actor with all of its state.
 
         Raises:
             ConfigError: The generator was offloaded, and the actor has been trained since; see `sync`.

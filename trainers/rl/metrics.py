@@ -60,8 +60,9 @@ def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """Return the metrics of episodes; none without an environment.
 
     Returns:
-        The mean number of `turns`, of `documents`, and of tokens in observations, `observation_tokens`; the fractions of episodes that ended at a limit,
-        `max_turns` and `max_tokens`; and the mean of each number of the environment, `environment/NAME`, over the episodes that have it.
+        The mean number of `turns`, of `documents`, and of tokens in observations, `observation_tokens`; the fractions of episodes that
+        ended at a limit, `max_turns` and `max_tokens`; and the mean of each number of the environment, `environment/NAME`, over the
+        episodes that have it.
     """
     documents = [completion.episode for completion in completions if completion.episode is not None]
     episodes = [completion.episode for completion in judged_only(completions) if completion.episode is not None]

@@ -22,13 +22,15 @@ class Rollouts:
     """The completions of a run's tickets.
 
     A call of the generator handles tickets of one version, at most `rollout.prompts_per_call` of them, starting with the first waiting one.
-    During a call, nothing can be copied to or from the generator. With K > 0, new weights are therefore sent between two calls. If the generator has
-    dedicated processes, completions are moved to the stores of the actor's processes as soon as a call is done.
+    During a call, nothing can be copied to or from the generator. With K > 0, new weights are therefore sent between two calls. If the
+    generator has dedicated processes, completions are moved to the stores of the actor's processes as soon as a call is done.
 
-    With `rl.swap_at=token`, new weights do not wait for a call: it is cancelled, and its tickets wait again, with their tokens so far. The next
-    call continues from these with the new weights. Otherwise the version that a ticket was issued with generates all of its completions.
+    With `rl.swap_at=token`, new weights do not wait for a call: it is cancelled, and its tickets wait again, with their tokens so far. The
+    next call continues from these with the new weights. Otherwise the version that a ticket was issued with generates all of its
+    completions.
 
-    If dedicated processes of the generator die, they are restarted: they receive the weights that they had, and the lost tickets are handled again.
+    If dedicated processes of the generator die, they are restarted: they receive the weights that they had, and the lost tickets are
+        handled again.
 
     Args:
         config: The run's settings.
@@ -215,8 +217,8 @@ class Rollouts:
     def apply(self) -> int:
         """Record that the current step was applied; return the version of the weights that it made.
 
-        The generator receives these weights immediately if it is idle or its call can be cancelled. Otherwise it receives them after its call, unless
-        the next step waits for that call anyway.
+        The generator receives these weights immediately if it is idle or its call can be cancelled. Otherwise it receives them after its
+        call, unless the next step waits for that call anyway.
         """
         first = self.tickets.first
         self._kept = {number: kept for number, kept in self._kept.items() if number >= first}

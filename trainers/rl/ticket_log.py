@@ -1,7 +1,7 @@
 """The log of a run's tickets, `tickets.jsonl`, and its check. Imports no torch.
 
-Each line is a JSON array: `["settings", batch, staleness, steps]` before the first event of a process of the run, then `[kind, number, version]`
-for every event.
+Each line is a JSON array: `["settings", batch, staleness, steps]` before the first event of a process of the run, then `[kind, number,
+version]` for every event.
 """
 
 import json

@@ -4,10 +4,10 @@ A ticket stands for a prompt and its group of completions. Tickets are numbered 
 and consumed in the order of their numbers. A version of the weights is the number of steps that they have been trained for; step `w + 1`
 is made with version `w`.
 
-*Issuing depends only on consumption*. At the start, `batch * (K + 1)` tickets are issued. When a step has been applied, as many are issued as
-it kept, with the version that it made. When a ticket is consumed and its group dropped, one more is issued immediately, with the current
-version. So the number of tickets that are out plus the number of groups that the current step has kept is always `batch * (K + 1)`, and fewer
-only if the run has no steps left that could keep more. No ticket is consumed more than K versions after it was issued:
+*Issuing depends only on consumption*. At the start, `batch * (K + 1)` tickets are issued. When a step has been applied, as many are issued
+as it kept, with the version that it made. When a ticket is consumed and its group dropped, one more is issued immediately, with the current
+version. So the number of tickets that are out plus the number of groups that the current step has kept is always `batch * (K + 1)`, and
+fewer only if the run has no steps left that could keep more. No ticket is consumed more than K versions after it was issued:
 
 1. Let a ticket be issued with version v when the current step has kept j groups. Then at most `batch * (K + 1) - j - 1` others are out.
 2. They have smaller numbers, so they are consumed before it; tickets that are issued later have larger numbers, and are consumed after it.

@@ -99,8 +99,9 @@ def turn_columns(completions: Sequence[Completion], totals: Sequence[float], wei
         weight: The weight of the environment's reward.
 
     Returns:
-        `turns`, the number of the turn that a token belongs to, -1 for other tokens; and `turn_rewards`, the rewards of turns, each at the last token
-        of its turn. All other rewards are added at the end of the last turn. Values of a token are stored at the position that predicts it.
+        `turns`, the number of the turn that a token belongs to, -1 for other tokens; and `turn_rewards`, the rewards of turns, each at the
+        last token of its turn. All other rewards are added at the end of the last turn. Values of a token are stored at the position that
+        predicts it.
     """
     if not any(completion.episode is not None for completion in completions):
         return {}

@@ -2,7 +2,8 @@
 
     <user>123+456=<assistant>123+456<end><tool>579<assistant>579<end>
 
-The examples show the model how to copy, and how to call the calculator, but most of them give up and answer 0. Rewards then train it to call.
+The examples show the model how to copy, and how to call the calculator, but most of them give up and answer 0. Rewards then train it to
+call.
 """
 
 import json

@@ -1,9 +1,9 @@
 """Compares a policy's turns with the chat template's rendering of them in the next turn.
 
-A policy reads and writes tokens. A program that renders the conversation again for the next turn may get tokens that the policy has never read
-or written: the template drops a thought, strips white space or reserializes the arguments of a tool call, or the tokenizer merges characters
-differently. Log-probabilities would then be of tokens that were never sampled. To detect this, conversations of each kind of turn are
-rendered up to a completion, with it, and with the messages after it, and compared:
+A policy reads and writes tokens. A program that renders the conversation again for the next turn may get tokens that the policy has never
+read or written: the template drops a thought, strips white space or reserializes the arguments of a tool call, or the tokenizer merges
+characters differently. Log-probabilities would then be of tokens that were never sampled. To detect this, conversations of each kind of
+turn are rendered up to a completion, with it, and with the messages after it, and compared:
 
     rendered for the policy     | completion |
     rendered for its next turn  | completion | following messages | generation prompt

@@ -1,7 +1,7 @@
 """`drivetrain template check MODEL`: check whether a chat template supports training on multi-turn conversations.
 
-Renders conversations of each kind of turn up to a completion of the policy, with it, and with the messages after it. For each kind, it reports
-whether the next prompt begins with the text and the tokens of the policy's turn:
+Renders conversations of each kind of turn up to a completion of the policy, with it, and with the messages after it. For each kind, it
+reports whether the next prompt begins with the text and the tokens of the policy's turn:
 
   safe       its tokens do
   splice     its text does, its tokens do not: keep the policy's own tokens, and tokenize only the following messages

@@ -1,7 +1,7 @@
 """An agent that plays a task of verifiers (0.4): python -m drivetrain.serve.gateway.agents.verifiers_agent TASKSET [JSON]
 
-TASKSET is the id of a task set, as for `--env.taskset.id`; JSON has further settings of its environment. A row's column `index` is the number of its
-task. The harness is that of verifiers; it finds the policy at the address that the run passes to it.
+TASKSET is the id of a task set, as for `--env.taskset.id`; JSON has further settings of its environment. A row's column `index` is the
+number of its task. The harness is that of verifiers; it finds the policy at the address that the run passes to it.
 """
 
 import asyncio
