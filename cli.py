@@ -1,4 +1,4 @@
-"""The `drivetrain` command, which dispatches to the module that does the work, and imports no other one."""
+"""The `drivetrain` command, which dispatches to the module of a subcommand and imports only that one."""
 
 import difflib
 import os
@@ -18,13 +18,13 @@ LAUNCHER_OPTIONS = (
     "--rdzv-id",
     "--rdzv-backend",
 )
-"""Options of torchrun for runs on several machines, which are passed on."""
+"""torchrun's options for runs on several machines, which are passed through."""
 
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "peft", "megatron-core", "vllm", "ray")
 """Packages whose versions `--version --verbose` prints."""
 OPTIONAL = ("fastapi", "uvicorn", "prometheus_client", "starlette", "pydantic", "google.protobuf", "google", "zstandard")
-"""Modules of optional dependencies that the imports of a command may miss."""
+"""Modules of optional dependencies, which may be missing when a command is imported."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: drivetrain COMMAND ...        drivetrain COMMAND --help says more; drivetrain --version [--verbose]\n")
+        print("usage: drivetrain COMMAND ...        drivetrain COMMAND --help for details; drivetrain --version [--verbose]\n")
         for name, row in COMMANDS.items():
             print(f"  {name:19} {'; '.join(filter(None, (row.help, row.arguments)))}")
         return 0
@@ -54,9 +54,7 @@ def _run(arguments: list[str]) -> int:
         print("\n".join(_version(verbose={"-v", "--verbose"} & {*arguments[1:]} != set())))
         return 0
     if arguments[0].startswith("-"):
-        print(
-            f"error: {arguments[0]} belongs behind a command, as in drivetrain sft {' '.join(arguments)} ...", file=sys.stderr
-        )
+        print(f"error: {arguments[0]} must follow a command, as in drivetrain sft {' '.join(arguments)} ...", file=sys.stderr)
         return 2
     command, words = arguments[0], arguments[1:]
     if command in COMMANDS:
@@ -68,7 +66,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _version(*, verbose: bool) -> list[str]:
-    """Return the lines of `--version`; with `--verbose` also those of what it runs on, and what it was tested on."""
+    """Return the lines of `--version`; with `--verbose`, also the installed versions and the tested ones."""
     from importlib.metadata import PackageNotFoundError, version
     from platform import platform, python_version
 
@@ -118,16 +116,16 @@ def _train(command: Command, arguments: list[str]) -> int:
         arguments, nproc = [*arguments, *([f"group.nproc={nproc}"] if nproc != "1" else [])], "1"
     more = [word for pair in options.items() for word in pair]
     launcher = ["-m", f"{PACKAGE}.launch", "--nproc-per-node", nproc, *more] if nproc != "1" or more else []
-    # Replace this process, so that a signal or Ctrl-C sent to the command reaches the process that trains.
+    # Replace this process, so that a signal or Ctrl-C sent to the command reaches the training process.
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *launcher, "-m", f"{PACKAGE}.{command.module}", *arguments])
 
 
 def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Separate the settings from `--nproc` and the options of the launcher.
+    """Separate the settings from `--nproc` and the launcher's options.
 
     Raises:
-        ValueError: An option has no value, or `--nproc` is not a number of processes.
+        ValueError: An option has no value, or `--nproc` is not a valid number of processes.
     """
     from .engine.config import MOST_PROCESSES
 

@@ -1,4 +1,4 @@
-"""The commands, as a table: `drivetrain --help`, the dispatch to a command's module, and the trainers' own command lines follow from it."""
+"""The table of commands, which `drivetrain --help`, the dispatch to modules and the trainers' own command lines are built from."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,15 @@ class Command:
     """A command.
 
     Args:
-        module: The module that does the work, by its name in the package. It has a function `main`, which takes the arguments and returns an
-            exit code.
-        help: What it does, in a line.
-        arguments: Its arguments, which follow in the same line.
-        names_itself: Whether `main` takes the name of the command before the arguments, since the module has several.
-        is_launched: Whether it takes the place of this process, with a launcher in front if it has several processes.
-        starts_workers: Whether it starts its processes itself, unless `group.kind=local`.
-        extra: The optional dependencies that it needs, as in `pip install 'drivetrain[NAME]'`; empty without any.
-        config: Of a trainer, the class of its settings, as MODULE:CLASS.
-        trainer: Of a trainer, the class that trains, as MODULE:CLASS. It is imported when the settings are known to be right, so that
+        module: The module that implements the command, relative to the package. Its `main` takes the arguments and returns an exit code.
+        help: A one-line description.
+        arguments: The command's arguments, printed on the same line.
+        names_itself: Whether `main` takes the command's name before the arguments, because its module implements several commands.
+        is_launched: Whether the command replaces this process, through a launcher if it runs several processes.
+        starts_workers: Whether the command starts its processes itself, unless `group.kind=local`.
+        extra: The optional dependencies it needs, as in `pip install 'drivetrain[NAME]'`; empty if it needs none.
+        config: For a trainer, the class of its settings, as MODULE:CLASS.
+        trainer: For a trainer, the class that trains, as MODULE:CLASS. It is imported only after the settings are validated, so that
             `--help` and typos do not wait seconds for torch.
     """
 
@@ -88,16 +87,16 @@ COMMANDS = {
     ),
     "rl": Command(
         "trainers.rl.phase_commands",
-        "the phases of a step by themselves: rl rollout, rl score, rl train; and rl check-log, the check of which weights answered what",
+        "run single phases of a step (rl rollout, rl score, rl train), or check which weights wrote which completions (rl check-log)",
     ),
-    "data": Command("trainers.data_show.data_command", "look at data before training: data show SOURCE ... --model MODEL"),
+    "data": Command("trainers.data_show.data_command", "inspect data before training: data show SOURCE ... --model MODEL"),
     "template": Command(
         "trainers.template.template_command",
-        "check whether a chat template is fit for conversations of several turns: template check MODEL",
+        "check whether a chat template supports training on multi-turn conversations: template check MODEL",
     ),
     "demo": Command(
         "trainers.demo.demo_command",
-        "train, export and query a tiny model on an embedded task; demo dpo and demo rm use preference data, demo grpo rewards, demo vision pictures, demo tinker a training service",
+        "train, export and query a tiny model on an embedded task; demo dpo and demo rm use preference data, demo grpo rewards, demo vision images, demo tinker a training service",
     ),
     "parity": Command("trainers.parity.parity_command", "compare engines and layouts with plain Hugging Face, step by step"),
     "merge": _checkpoint_tool("convert a checkpoint from any engine and layout into a Hugging Face folder"),
@@ -114,31 +113,31 @@ COMMANDS = {
     ),
     "conformance-tinker": Command(
         "serve.tinker.conformance.conformance_command",
-        "check what a training service means, whoever has written it: URL --model NAME",
+        "check the behavior of any implementation of the training service: URL --model NAME",
         extra="tinker",
     ),
     "serve": Command(
         "serve.openai.serve_command",
-        "serve a model, a run or a checkpoint over HTTP, for clients of OpenAI's interface: MODEL|RUN|CHECKPOINT ...",
+        "serve a model, a run or a checkpoint over an OpenAI-compatible HTTP API: MODEL|RUN|CHECKPOINT ...",
         extra="serve",
     ),
     "gateway": Command(
         "serve.gateway.gateway_command",
-        "let agents of any making talk to a policy over HTTP, and keep its own tokens: MODEL|RUN|CHECKPOINT ...",
+        "let any agent talk to a policy over HTTP, and record the exact tokens of the policy: MODEL|RUN|CHECKPOINT ...",
         extra="serve",
     ),
     "tinker": Command(
         "serve.tinker.tinker_command",
-        "train and sample adapters of many users on one model, for clients of Tinker's protocol: [NAME=]MODEL ... [engine.KEY=VALUE ...]",
+        "train and sample adapters of many users on one model, for clients of the Tinker protocol: [NAME=]MODEL ... [engine.KEY=VALUE ...]",
         extra="tinker",
     ),
     "chat": Command(
         "trainers.chat", "talk to a model, a run or a checkpoint in the terminal: MODEL|RUN|CHECKPOINT ...", extra="serve"
     ),
-    "generate": Command("trainers.generate", "answer the prompts of a file: MODEL|RUN|CHECKPOINT PROMPTS OUT"),
+    "generate": Command("trainers.generate", "generate completions for a file of prompts: MODEL|RUN|CHECKPOINT PROMPTS OUT"),
     "worker": Command(
         "workers.process.program",
-        "run a model worker, which answers requests on a pipe or a socket; worker comm-id prints an id for its ranks",
+        "run a model worker, which serves requests on a pipe or a socket; worker comm-id prints a communicator id for its ranks",
     ),
     "backends": Command("engine.registry", "list the engines that engine.backend accepts"),
     "generators": Command("generation.registry", "list the generators that rollout.generator accepts"),

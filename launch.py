@@ -1,4 +1,4 @@
-"""torchrun, except that when a worker has reported an error, no stack trace of the launcher buries it.
+"""torchrun, without the launcher's stack trace when a worker has already reported an error.
 
 python -m drivetrain.launch --nproc-per-node N -m drivetrain.trainers.sft key=value ...
 """
@@ -14,10 +14,10 @@ from torch.distributed.run import parse_args, run
 
 
 def main(words: list[str]) -> int:
-    """Launch the workers; return the exit code of the one that failed first, or 128 + the signal that stopped them all."""
-    # This logger reports a failed worker at length, and the error that torch then raises reports it again.
+    """Launch the workers; return the exit code of the first to fail, or 128 + the signal that stopped them all."""
+    # This logger reports a failed worker at length, and the error that torch raises afterwards reports it again.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # torchrun sets this too, and then says so in four lines.
+    # torchrun sets this too, and prints a four-line notice about it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         alone = (
@@ -30,19 +30,18 @@ def main(words: list[str]) -> int:
         # The workers have received the signal and had time to save.
         return 128 + e.sigval
     except ChildFailedError as e:
-        # All failures are searched: when several workers fail within one second, torch does not know which was first.
+        # Search all failures: when several workers fail within one second, torch does not know which was first.
         reported = [failure for failure in e.failures.values() if failure.message.startswith("error: ")]
         if reported:
             return reported[0].exitcode
-        # torchrun ends the other workers with SIGTERM, and with SIGKILL if that does not help; the cause is then a worker that
-        # failed.
+        # torchrun ends the remaining workers with SIGTERM, then SIGKILL. If any worker exited with an error, that is the cause.
         killed = {rank: -f.exitcode for rank, f in e.failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
         if not killed or any(f.exitcode > 0 for f in e.failures.values()):
             raise
         rank, number = min(killed.items())
         print(
             f"error: rank {rank} was killed by {signal.Signals(number).name}, either from outside or because memory ran out; "
-            "anything saved earlier is untouched",
+            "anything saved earlier is intact",
             file=sys.stderr,
         )
         return 128 + number

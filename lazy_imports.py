@@ -1,4 +1,4 @@
-"""Lazy imports of the public names, so that importing a configuration does not import torch, and errors for paths that have moved."""
+"""Lazy imports of the public names, so that importing a configuration does not import torch, and errors for moved modules."""
 
 import ast
 import sys
@@ -88,10 +88,10 @@ MOVED_MODULES = {
     "workers.scheduler": "generation.scheduler",
     "workers.sharded_lm": "workers.tensor_parallel",
 }
-"""Modules and packages by their old names, with the new ones; what is in a package has moved with it unless it is listed itself."""
+"""Old names of modules and packages, mapped to the new ones. A package's modules have moved with it unless they are listed themselves."""
 
 RENAMED = {"RLOutcome": "TrainResult", "RunOutcome": "TrainResult"}
-"""Public names by their old ones."""
+"""Old public names, mapped to the new ones."""
 
 
 def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -111,9 +111,9 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
 
     def resolve(name: str) -> Any:
         if name in RENAMED:
-            # An AttributeError would be replaced by a message that does not say what the name is now.
+            # Python would replace an AttributeError with a message that does not mention the new name.
             raise ImportError(f"{name} is now {RENAMED[name]}: use from {_ROOT} import {RENAMED[name]}")
-        # Names of the import system and of other programs that look at modules need no stub.
+        # Dunder names, which the import system and introspection tools look up, are not in the stub.
         if name.startswith("_") or name not in modules():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(modules()[name], package), name)
@@ -131,7 +131,7 @@ def public_names_only(package: str) -> Callable[[str], Any]:
     def refuse(name: str) -> Any:
         root = sys.modules[_ROOT]
         if not name.startswith("_") and name in dir(root):
-            # An AttributeError would be replaced by a message that does not say where the name is.
+            # Python would replace an AttributeError with a message that does not mention the public path.
             raise ImportError(f"{name} is a public name: use from {_ROOT} import {name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
@@ -139,7 +139,7 @@ def public_names_only(package: str) -> Callable[[str], Any]:
 
 
 def moved_module(name: str) -> str | None:
-    """Return the new name of a module, by its old name below this package; None if it has not moved."""
+    """Return the new name of a module, given its old name relative to this package; None if it has not moved."""
     prefix = name
     while prefix:
         if prefix in MOVED_MODULES:
@@ -149,18 +149,18 @@ def moved_module(name: str) -> str | None:
 
 
 class _MovedModules(MetaPathFinder, Loader):
-    """The last finder: what no other one has found may have moved. An error names the new module.
+    """The last import finder: a module that no other finder has found may have moved. The error names its new path.
 
-    Python imports the packages that a module was in first. They load, without content, so that the error can be about the module.
+    Python first imports the parent packages of a module. Moved packages load as empty ones, so that the error is about the module.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a package that has moved.
+        """Return the spec of a moved package.
 
         Raises:
-            ModuleNotFoundError: A module has moved.
+            ModuleNotFoundError: The name is that of a moved module; the message names the new one.
         """
         root, _, name = fullname.partition(".")
         new = moved_module(name) if root == _ROOT else None
@@ -174,11 +174,11 @@ class _MovedModules(MetaPathFinder, Loader):
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Leave it to Python."""
+        """Use Python's default module creation."""
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Let every name of a package that has moved be an error."""
+        """Make every attribute of a moved package raise an error that names its new path."""
         new = moved_module(module.__name__.partition(".")[2])
 
         def refuse(name: str) -> Any:
@@ -190,6 +190,6 @@ class _MovedModules(MetaPathFinder, Loader):
 
 
 def name_moved_modules() -> None:
-    """Let an import of a module that has moved say where it is."""
+    """Install the finder that reports the new paths of moved modules."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(_MovedModules())

@@ -41,7 +41,7 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
             for case, before in (("sft", []), ("sft", [*TORCHRUN, "2"]), ("mcore", []), ("dpo", []), ("rm", []))
             for who in ("engine", "bare")
         ],
-        # In TRL's own environment, where `make bench-trl` has built it.
+        # Runs in the separate environment of TRL, which `make bench-trl` builds.
         "trl": [["benchmarks/trl_steps.py", "--task", task, "--steps", str(steps)] for task in ("sft", "dpo", "rm")],
         "head": [["-m", "benchmarks.head"]],
         "states": [["-m", "benchmarks.states", "--case", c, "--steps", str(steps)] for c in ("operators", "step")],
@@ -80,7 +80,7 @@ def main() -> int:
             continue
         python = TRL if name == "trl" else Path(sys.executable)
         if not python.exists():
-            print(f"left out {name}: there is no {python}; make bench-trl builds it", file=sys.stderr)
+            print(f"skipped {name}: {python} does not exist; make bench-trl builds it", file=sys.stderr)
             continue
         for words in runs:
             print(f"running {' '.join(words)}", file=sys.stderr, flush=True)

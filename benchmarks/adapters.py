@@ -1,9 +1,9 @@
-"""Several adapters in one pass, against one after another: forward and backward passes, and optimizer steps, with numbers equal in any company.
+"""Several adapters in one pass, against one after another: forward and backward passes and optimizer steps, with batch-invariant numerics and without.
 
     python -m benchmarks.adapters [--adapters 8] [--documents 4] [--length 32] [--rank 8] [--rounds 7] [--threads 2]
 
-A step of each adapter: its documents with a loss, then its optimizer. `together`: one call with the documents of all adapters. `alone`: a call
-for each adapter. Both in turns in one process; reported are medians of tokens per wall second, and their ratio.
+A step of each adapter is a loss on its documents, then its optimizer step. `together` is one call with the documents of all adapters,
+`alone` one call per adapter. Both alternate in one process. The results are medians of tokens per wall second, and their ratio.
 """
 
 import argparse
@@ -30,7 +30,7 @@ OPTIM = OptimConfig(lr=1e-4)
 
 
 def main() -> None:
-    """Print one line of JSON for each of both settings of `engine.invariant`."""
+    """Print one line of JSON for each setting of `engine.invariant`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("adapters", 8), ("documents", 4), ("length", 32), ("rank", 8), ("rounds", 7), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -61,7 +61,7 @@ def write_model(folder: Path) -> int:
 
 
 def measure(folder: Path, args: argparse.Namespace, parameters: int, *, invariant: bool) -> None:
-    """Measure both ways in turns."""
+    """Measure both ways alternately."""
     engine = engine_class("fsdp")(
         model=ModelConfig(path=str(folder), max_adapters=args.adapters),
         engine=EngineConfig(micro_batch=MicroBatchConfig(max_tokens=4096), invariant=invariant),

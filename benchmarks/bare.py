@@ -1,7 +1,7 @@
-"""Hand-written training loops to compare the engine with: as fast as plain PyTorch gets on a packed batch, without abstractions.
+"""Hand-written training loops as baselines for the engine: as fast as plain PyTorch gets on a packed batch, without abstractions.
 
-Packed documents, one SDPA call per document, two grouped products for the experts of a layer, the head on supervised tokens only, fused AdamW, clipping. Three kinds of
-parallelism: none, an all-reduce of flat gradients, FSDP2.
+Packed documents, one SDPA call per document, two grouped GEMMs for the experts of a layer, the head on supervised tokens only, fused AdamW,
+clipping. Three kinds of parallelism: none, an all-reduce of flat gradients, FSDP2.
 """
 
 import copy
@@ -42,7 +42,7 @@ def segment_attention(
 
 
 def grouped_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Apply the experts of a layer by two grouped products, in transformers' signature."""
+    """Apply the experts of a layer with two grouped GEMMs, with transformers' signature."""
     flat = chosen.reshape(-1)
     order = flat.argsort()
     rows = order // chosen.shape[1]
@@ -72,7 +72,7 @@ class BareLoop:
             copy.deepcopy(self.config), attn_implementation="bare_segments", dtype=torch.float32
         ).train()
         if hasattr(self.config, "num_experts"):
-            # torch has no grouped products in float64.
+            # torch has no grouped GEMM in float64.
             self.model.set_experts_implementation("eager" if self.dtype == torch.float64 else "bare_grouped")
         # Created in float32 first, so that all dtypes start from the same weights.
         self.model.to(self.dtype)

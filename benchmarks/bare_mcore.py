@@ -1,6 +1,6 @@
-"""A hand-written Megatron-core loop to compare the engine with: megatron's schedule, reduction, optimizer and head.
+"""A hand-written Megatron-core loop as a baseline for the engine: Megatron's schedule, reduction, optimizer and head.
 
-The layers are the engine's own, because megatron's need CUDA. Everything around them is plain megatron: logits of the supervised
+The layers are the engine's own, because Megatron's need CUDA. Everything around them is plain Megatron: logits of the supervised
 tokens, vocabulary-parallel cross entropy, the distributed optimizer with its clipping, global process groups.
 """
 

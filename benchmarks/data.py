@@ -1,9 +1,9 @@
-"""The data plane: bytes between workers beside bare transports, the planner, and what passes through the controller.
+"""The data plane: throughput between workers against bare transports, the planner, and the traffic through the controller.
 
     torchrun --nproc-per-node 2 -m benchmarks.data --case pool     256 MB within a pool, beside a bare broadcast of gloo
     python -m benchmarks.data                                      between pools, beside a bare socket; planner; controller
 
-Transfers run in turns with the bare ones, in the same processes; reported are medians. `to_bare` is the ratio of the throughputs.
+Transfers alternate with bare ones in the same processes; the results are medians. `to_bare` is the ratio of the throughputs.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def report(**row: Any) -> None:
 
 
 def columns() -> list[Column]:
-    """Return the columns of the samples that are moved."""
+    """Return the columns of the transferred samples."""
     return [Column(f"f{i}", "int64", "token") for i in range(FIELDS)]
 
 
@@ -77,7 +77,7 @@ def plan(ids: list[str], source: str, target: str) -> list[Round]:
 def moved(
     store: DataStore, name: str, source: str, target: str, run: Callable[[list[Round], str], None], number: int
 ) -> float:
-    """Return the seconds of a redistribution, its plan included."""
+    """Return the seconds of a redistribution, including its plan."""
     ids = [f"{number}.{i}" for i in range(SAMPLES)]
     if name == source:
         fill(store, ids)
@@ -113,7 +113,7 @@ def compare(case: str, ours: list[float], bare: list[float]) -> None:
 
 
 def within_a_pool() -> None:
-    """Move samples from rank 0 to rank 1, in turns with a broadcast of as many bytes."""
+    """Move samples from rank 0 to rank 1, alternating with a broadcast of as many bytes."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     store = DataStore()
@@ -135,7 +135,7 @@ def within_a_pool() -> None:
 
 
 def between_pools() -> None:
-    """Move samples between two processes that share no process group, in turns with a socket of the same kind."""
+    """Move samples between two processes that share no process group, alternating with a socket of the same kind."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         meeting, results = context.Barrier(2), context.Queue()
@@ -218,7 +218,7 @@ def planner() -> None:
 
 
 def through_the_controller() -> None:
-    """Count the bytes of a step of PPO with references, beside those of its samples."""
+    """Count the bytes of a PPO step with references, against those of its samples."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     import hybridflow_step as example
 

@@ -1,11 +1,11 @@
-"""Tokens per CPU second of the generators, and the price of the queue and the worker process.
+"""Tokens per CPU second of the generators, and the overhead of the queue and the worker process.
 
     python -m benchmarks.generation [--rounds 3] [--requests 48] [--generators static continuous ...]
 
-The lengths of prompts and responses are lognormal, with a fixed seed, and responses have exactly their length. All run in turns in one
-process, on one core; reported are medians. `plain generate` is transformers' own, in batches of 16 of similar length, each to its
-longest response; `bare manager` is transformers' continuous batching driven by itself. `to_bare` compares with it: the seconds of the
-same requests, streamed, through a queue and a worker process.
+The lengths of prompts and completions are lognormal, with a fixed seed, and completions have exactly their assigned length. All generators
+alternate in one process, on one core; the results are medians. `plain generate` is transformers' own, in batches of 16 of similar length,
+each until its longest completion is finished. `bare manager` is transformers' continuous batching, driven directly. `to_bare` is the ratio
+of the time that the same requests take, streamed through a queue and a worker process, to that of the bare manager.
 """
 
 import argparse
@@ -39,7 +39,7 @@ Requests = list[tuple[list[int], int]]
 
 
 def make_requests(count: int, seed: int = 0) -> Requests:
-    """Return prompts with the lengths of their responses."""
+    """Return prompts with the lengths of their completions."""
     rng = np.random.default_rng(seed)
     prompts = np.clip(rng.lognormal(4.0, 0.7, count), 4, 500).astype(int)
     responses = np.clip(rng.lognormal(3.6, 0.8, count), 4, 400).astype(int)
@@ -47,7 +47,7 @@ def make_requests(count: int, seed: int = 0) -> Requests:
 
 
 def through(generator: BaseGenerator, requests: Requests) -> None:
-    """Generate all responses."""
+    """Generate all completions."""
     for row, (prompt, length) in enumerate(requests):
         generator.submit(prompt, options_of(length), row=row)
     while generator.step():
@@ -55,7 +55,7 @@ def through(generator: BaseGenerator, requests: Requests) -> None:
 
 
 def options_of(length: int) -> SamplingOptions:
-    """Return the options of a response of exactly this length."""
+    """Return the sampling options for a completion of exactly this length."""
     return SamplingOptions(max_tokens=length, temperature=1.0, ignore_eos=True, seed=1)
 
 
@@ -95,7 +95,7 @@ def bare_manager(model: Any, requests: Requests) -> None:
 
 
 async def through_worker(queue: Any, requests: Requests) -> None:
-    """Stream all responses from a worker process."""
+    """Stream all completions from a worker process."""
 
     async def one(row: int, prompt: list[int], length: int) -> None:
         stream = queue.stream(GenerationRequest(prompt=prompt, options=options_of(length), row=row))
@@ -105,7 +105,7 @@ async def through_worker(queue: Any, requests: Requests) -> None:
 
 
 def measure(runs: dict[str, Callable[[], None]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
-    """Return the median seconds of each, in turns, after a warm-up."""
+    """Return the median seconds of each run, alternating, after a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         for name, run in runs.items():
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=48)
     names = ["static", "continuous", "tensor_parallel", *(["vllm"] if find_spec("vllm") else [])]
     parser.add_argument("--generators", nargs="+", default=names)
-    parser.add_argument("--without-worker", action="store_true", help="leave out the price of the worker")
+    parser.add_argument("--without-worker", action="store_true", help="skip the overhead of the worker")
     args = parser.parse_args()
     torch.set_num_threads(1)
     requests = make_requests(args.requests)
@@ -138,7 +138,7 @@ def main() -> None:
         generators = {name: build_generator(config) for name, config in configs.items()}
         runs: dict[str, Callable[[], None]] = {"plain generate": lambda: plain_generate(plain, requests)}
         for name, generator in generators.items():
-            # One response at a time takes long.
+            # Generating one completion at a time takes long, so use only a part of the requests.
             share = requests[:: 4 if name == "tensor_parallel" else 1]
             runs[name] = lambda generator=generator, share=share: through(generator, share)  # type: ignore[misc]
         for name, seconds in measure(runs, args.rounds, time.process_time).items():
@@ -152,7 +152,7 @@ def main() -> None:
 
 
 def price_of_worker(folder: str, requests: Requests, rounds: int) -> None:
-    """Compare a queue and a worker process with the bare manager, by the clock, each on one core."""
+    """Compare a queue and a worker process with the bare manager, in wall time, each on one core."""
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     config = RolloutConfig(model=ModelConfig(path=folder), generator="continuous", max_batch_total_tokens=ROOM)
     direct = build_generator(config)

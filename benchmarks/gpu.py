@@ -1,14 +1,15 @@
-"""Training speed on GPUs: tokens per second, fraction of the measured matrix ceiling, memory and waits of the host, by setting.
+"""Training speed on GPUs: tokens per second, fraction of the measured GEMM peak, memory and host syncs, by setting.
 
     python -m benchmarks.gpu --part fsdp | mcore | rollout [--model 4B] [--steps 8] [--json FILE] [--seconds 480]
     torchrun --nproc-per-node N -m benchmarks.gpu --part fsdp
 
 Qwen3 shapes with random weights, which are drawn once, on the device; packed documents, two micro-batches per step and rank, AdamW,
-clipping; medians. `bare` is a loop without abstractions of the same kernels, number formats and sums. TRL takes part where it is
-installed. On one GPU every case has a process of its own, so that none inherits another one's memory or compiled code. `--json` is written
-after every row, and a call that finds rows in it continues with the case after them; none starts after `--seconds`. A case that runs out of
-memory is one line of the table. The ceilings of the card (a large bfloat16 product, a copy) are measured in the same run. The model is
-4B on a card with more than 100 GiB, else 1.7B. Skipped without a GPU; `--model tiny` runs anywhere, to test the benchmark itself.
+clipping. The results are medians. `bare` is a loop without abstractions that uses the same kernels, number formats and reductions. TRL is
+included if it is installed. On one GPU, every case runs in a separate process, so that none inherits memory or compiled code. `--json` is
+written after every row, and a call that finds rows in it continues after them; no case starts after `--seconds`. A case that runs out of
+memory is one line of the table. The peak rates of the card (a large bfloat16 GEMM, a copy) are measured in the same run. The model is 4B
+on a card with more than 100 GiB, otherwise 1.7B. The benchmark is skipped without a GPU; `--model tiny` runs anywhere, to test the
+benchmark itself.
 """
 
 import argparse
@@ -53,7 +54,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(work: Callable[[int], Any], steps: int, device: torch.device) -> float:
-    """Return the median of the seconds of `work`, which is called with the step, after some calls without a clock."""
+    """Return the median seconds of `work`, which is called with the step, after some warm-up calls."""
     seconds = []
     for step in range(-WARMUP, steps):
         synchronize(device)
@@ -116,7 +117,7 @@ def measure_engine(case: Case, folder: str, steps: int, device: torch.device, ce
 
 
 def measure(case: Case, folder: str, steps: int, device: torch.device, ceiling: float | None) -> Row:
-    """Return the row of a case; an error for want of memory is its content."""
+    """Return the row of a case; if it runs out of memory, the row says so."""
     alone = case.who in ("bare", "trl")
     if (case.who == "trl" and find_spec("trl") is None) or (case.who == "mcore" and not is_installed("mcore")):
         return {"case": case.name, "error": "not installed"}
@@ -141,7 +142,7 @@ def measure(case: Case, folder: str, steps: int, device: torch.device, ceiling: 
         else:
             found = measure_engine(case, folder, steps, device, ceiling)
     except (torch.OutOfMemoryError, MemoryError):
-        # One rank that is out of memory stops a job of several; the error then ends the benchmark.
+        # If one of several ranks runs out of memory, the others would wait for it, so the error ends the benchmark.
         if dist.get_world_size() > 1:
             raise
         found = {"error": "out of memory"}
@@ -229,7 +230,7 @@ def collect(names: Sequence[str], run: Callable[[str], Row], rows: list[Row], fi
             continue
         if time.monotonic() > deadline:
             print(
-                json.dumps({"case": name, "error": "not started for want of time; the same call again continues here"}),
+                json.dumps({"case": name, "error": "not started, because time is up; the same call continues here"}),
                 flush=True,
             )
             return
@@ -240,7 +241,7 @@ def collect(names: Sequence[str], run: Callable[[str], Row], rows: list[Row], fi
 
 
 def child(*words: str) -> Row:
-    """Run one case in a process of its own and return its row; a failure is its content."""
+    """Run one case in a separate process and return its row; if it fails, the row has the error."""
     command = [sys.executable, "-m", "benchmarks.gpu", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
@@ -270,7 +271,7 @@ def names_of(part: str, model: str) -> list[str]:
 
 
 def run_alone(args: argparse.Namespace, rows: list[Row], deadline: float) -> None:
-    """Run each case in a process of its own, on one device."""
+    """Run each case in a separate process, on one device."""
     settings = ["--part", args.part, "--steps", str(args.steps)]
     if torch.cuda.is_available():
         collect([CEILINGS], lambda name: child("--case", name), rows, args.json, deadline)
@@ -287,7 +288,7 @@ def run_alone(args: argparse.Namespace, rows: list[Row], deadline: float) -> Non
 
 
 def run_together(args: argparse.Namespace, rows: list[Row], deadline: float) -> None:
-    """Run all cases in these processes, of which each has a device."""
+    """Run all cases in these processes, which have one device each."""
     device = init_distributed()
     main_rank = dist.get_rank() == 0
     if args.model == "auto":
@@ -322,9 +323,9 @@ def main() -> None:
     parser.add_argument("--part", choices=("fsdp", "mcore", "rollout"), default="fsdp")
     parser.add_argument("--model", choices=("auto", *sorted(SHAPES)), default="auto")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--json", type=Path, help="a file for all rows; the cases that it has are not measured again")
+    parser.add_argument("--json", type=Path, help="a file for all rows; cases in it are not measured again")
     parser.add_argument("--seconds", type=float, default=480.0, help="no case starts after this time")
-    parser.add_argument("--case", help="one case alone, in this process")
+    parser.add_argument("--case", help="run only this case, in this process")
     parser.add_argument("--folder", type=Path, help="with --case: the folder of the model")
     parser.add_argument("--ceiling", type=float, help="with --case: TFLOP/s of the card's matrix products")
     args = parser.parse_args()

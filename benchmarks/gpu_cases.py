@@ -75,7 +75,7 @@ class Case:
         task: The loss.
         recompute: `engine.recompute`.
         compiled: Whether layers are compiled.
-        params: The number format of the parameters; another one than float32 only for TRL.
+        params: The number format of the parameters; only TRL uses others than float32.
         options: More settings of the engine.
     """
 
@@ -95,7 +95,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """The name in the table."""
         words = [self.who, self.model, f"{self.documents} x {self.document}", self.task]
         words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         words += ["compiled"] if self.compiled else []
@@ -104,7 +104,7 @@ class Case:
 
 
 def cases(part: str, model: str) -> list[Case]:
-    """Return the cases of a part: the one that counts first, in case there is no time for all."""
+    """Return the cases of a part, the most important first, since there may not be time for all."""
     if part == "fsdp":
         return [
             Case(who="fsdp", model=model, recompute="auto", compiled=True),

@@ -1,4 +1,4 @@
-"""What the engines are compared with on a GPU: a hand-written loop of the same kernels, and TRL where it is installed."""
+"""Baselines for the engines on a GPU: a hand-written loop with the same kernels, and TRL if it is installed."""
 
 import tempfile
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def bare_loop(case: Case, micro_batches: int, device: torch.device) -> Callable[
                 use_cache=False,
                 context=PackedContext(bounds=part.bounds, cu_seqlens=part.cu_seqlens),
             ).last_hidden_state[0]
-            # In chunks, which autograd keeps all the same: the logits of 8,192 tokens take 5 GB in float32.
+            # Compute in chunks: the logits of 8,192 tokens take 5 GB in float32. (Autograd still keeps all of them.)
             sums = [
                 F.cross_entropy(model.lm_head(h).float(), y, ignore_index=IGNORE, reduction="sum")
                 for h, y in zip(hidden.split(2048), part.labels.split(2048), strict=True)
@@ -83,7 +83,7 @@ def bare_loop(case: Case, micro_batches: int, device: torch.device) -> Callable[
 
 
 def trl_rate(case: Case, steps: int) -> float:
-    """Return TRL's tokens per second on the same documents, as its trainer measures itself without its start.
+    """Return TRL's tokens per second on the same documents, as measured by its trainer, excluding startup.
 
     Raises:
         ImportError: TRL is not installed.

@@ -3,7 +3,7 @@
     python -m benchmarks.head                 all three, one line of JSON for each
     python -m benchmarks.head --kind naive    one of them
 
-`linear` is the head with a gradient that is known in advance (SFT), `general` with any other gradient.
+`linear` is the head with a gradient that is known in advance (SFT); `general` is the head with any other gradient.
 """
 
 import argparse

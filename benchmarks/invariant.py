@@ -1,10 +1,10 @@
-"""What it costs that results are the same in any company: `rollout.invariant` and `engine.invariant`, with and without.
+"""The cost of batch invariance: `rollout.invariant` and `engine.invariant`, enabled and disabled.
 
     python -m benchmarks.invariant [--rounds 5] [--requests 1 4 16 32 64]
 
-Generation: tokens per CPU second while a number of requests is running, with lognormal lengths of prompts and responses; when one ends,
-the next one begins. Training: tokens per CPU second of a step on 32 of these documents. With and without run in turns in one process, on
-one core; reported are medians.
+Generation: tokens per CPU second with a fixed number of requests in flight, with lognormal lengths of prompts and completions; when one
+ends, the next one starts. Training: tokens per CPU second of a step on 32 of these documents. Both settings alternate in one process, on
+one core; the results are medians.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main() -> None:
         for count in args.requests:
             speeds: dict[bool, list[float]] = {invariant: [] for invariant in CHOICES}
             for number in range(args.rounds + 1):
-                # Other prompts in each round: those of the last one may still be in a cache.
+                # Use other prompts in each round, since those of the last one may still be in a cache.
                 requests = make_requests(count + max(12, 3 * count), seed=number)
                 for invariant, generator in generators.items():
                     speed = tokens_per_second(generator, requests, count)
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def tokens_per_second(generator: BaseGenerator, requests: Requests, count: int) -> float:
-    """Return the tokens per CPU second while `count` requests are running, until all of them have begun."""
+    """Return the tokens per CPU second with `count` requests in flight, until all requests have started."""
     before, begin = generator.stats().tokens, time.process_time()
     running = []
     for row, (prompt, length) in enumerate(requests):

@@ -64,7 +64,7 @@ def main() -> None:
         folder = Path(root[0])
         size = 0.0
         if dist.get_rank() == 0:
-            # Written by a child process, whose memory does not count here.
+            # Write it in a child process, whose memory is not counted.
             import multiprocessing
 
             with multiprocessing.get_context("spawn").Pool(1) as pool:

@@ -1,4 +1,4 @@
-"""The peak memory of an engine, or of a bare loop, that trains in processes of its own.
+"""The peak memory of an engine, or of a bare loop, that trains in separate processes.
 
 python -m benchmarks.memory --case sft | mcore | dpo | rm --who engine | bare
 torchrun --nproc-per-node 2 -m benchmarks.memory --case sft --who engine | bare       replicas
@@ -36,7 +36,7 @@ def bare(case: str) -> Callable[[int], Any]:
     if case == "mcore":
         from benchmarks.bare_mcore import BareMegatron
 
-        # Its weights stay zero, which takes as much memory.
+        # Its weights stay zero, which takes the same memory.
         loop: Any = BareMegatron(model_config(2), 1, LR, {})
     elif case == "sft":
         loop = BareLoop(model_config(), "replicate" if world > 1 else "none", LR)
@@ -52,7 +52,7 @@ def engine(case: str) -> Callable[[int], Any]:
     path = [tempfile.mkdtemp(prefix="drivetrain-bench-")]
     dist.broadcast_object_list(path)
     if rank == 0:
-        # By another process: what this one has used once would count.
+        # Write them in another process, because this one's peak memory is measured.
         words = [sys.executable, "-m", "benchmarks.memory", "--case", case, "--write", path[0]]
         subprocess.run(words, check=True, env={k: v for k, v in os.environ.items() if k != "RANK"})
     dist.barrier()

@@ -2,10 +2,10 @@
 
     python -m benchmarks.preference --task dpo | rm [--shared]
 
-The documents of the step benchmark form 8 pairs; with `--shared` the two of a pair begin with the same prompt, which is half of their
-tokens, and an engine that computes every document by itself takes its turn too. The engine's time covers what the trainer does: distribute the data, run the frozen
-reference, make the step. The bare loop, the engine and a second bare loop run every batch in turn; the ratio is the median over batches of
-the bare loops' time divided by the engine's, and the spread is that of the two bare loops.
+The documents of the step benchmark form 8 pairs. With `--shared`, the two sides of a pair begin with the same prompt, which is half of
+their tokens, and an engine that computes every document separately is measured too. The engine's time covers the work of the trainer:
+distribute the data, run the frozen reference, make the step. The bare loop, the engine and a second bare loop run every batch in turn. The
+ratio is the median over batches of the bare loops' time divided by the engine's; the spread is that of the two bare loops.
 """
 
 import argparse
@@ -134,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", choices=("dpo", "rm"), default="dpo")
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--shared", action="store_true", help="the two of a pair share a prompt, half of their tokens")
+    parser.add_argument("--shared", action="store_true", help="the two sides of a pair share a prompt, half of their tokens")
     args = parser.parse_args()
     torch.set_num_threads(1)
     init_distributed()

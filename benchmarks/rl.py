@@ -1,10 +1,10 @@
-"""A GRPO step on the task of `rl_case`: its phases, and its answers per CPU second in turns with TRL's GRPOTrainer.
+"""A GRPO step on the task of `rl_case`: its phases, and its completions per CPU second against TRL's GRPOTrainer.
 
     python -m benchmarks.rl [--rounds 2] [--lengths lognormal equal] [--generators static continuous]
 
-Without `.venv-trl` (`make bench-trl` builds it) TRL is left out. Each round is a process of its own on one core; reported are medians.
+Without `.venv-trl` (`make bench-trl` builds it), TRL is skipped. Each round is a separate process on one core; the results are medians.
 `to_bare` of a phase compares with the same work on the same engine or generator without workers, references or a controller; `to static`
-compares with the first generator that is named.
+compares with the first generator in `--generators`.
 """
 
 import argparse

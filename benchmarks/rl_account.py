@@ -1,10 +1,10 @@
-"""Where the CPU seconds of a GRPO step at equal lengths go, against floating-point operations.
+"""A breakdown of the CPU seconds of a GRPO step at equal lengths, against floating-point operations.
 
     python -m benchmarks.rl_account [--generators static continuous]
 
-8 prompts of 100 tokens, 4 answers of 64 to each, on one core: `rollout` by each generator and `update` by the engine, each alone. The shares
-are those of torch's profiler, the seconds those of runs without it. `gflops` are those of the matrix products (weights with tokens), counted by
-the profiler; `of_ceiling` is their speed beside that of a product of two matrices of 1024 rows and columns, the fastest on this core.
+8 prompts of 100 tokens with 4 completions of 64 tokens each, on one core: `rollout` by each generator and `update` by the engine, each by
+itself. The fractions come from torch's profiler, the seconds from runs without it. `gflops` counts the GEMMs (weights with tokens),
+according to the profiler. `of_ceiling` is their speed relative to that of a 1024 x 1024 GEMM, the fastest on this core.
 """
 
 import argparse
@@ -47,7 +47,7 @@ PARTS = {
     ),
     "optimizer": ("aten::_foreach", "aten::_fused"),
 }
-"""What an operator of torch belongs to; others are `rest`: norms, rotary embedding, activations, and Python between operators."""
+"""The part that each torch operator belongs to; others are `rest`: norms, rotary embedding, activations, and Python between operators."""
 
 
 def part_of(name: str) -> str:
@@ -70,7 +70,7 @@ def ceiling() -> float:
 
 
 def account(name: str, work: Callable[[], Any], fastest: float) -> None:
-    """Print where the seconds of some work go."""
+    """Print the breakdown of the seconds of some work."""
     work()
     seconds = []
     for _ in range(ROUNDS):

@@ -1,11 +1,11 @@
-"""Steps of GRPO with a generator in a process of its own: in turns with the update (K = 0), and while the policy is trained.
+"""GRPO steps with a generator in a separate process: alternating with the update (K = 0), and while the policy trains.
 
     python -m benchmarks.rl_async [--steps 10] [--staleness 0 1 2]
 
-The model of `rl_case`, answers of lognormal lengths, and one process with one thread for each pool. `generating` is the share of a step at
-K = 0 in which answers are generated. `to_least` is the time of the measured steps, divided by the least that a run with the same durations
-of its calls and updates can take, by the rules of `rl.staleness` alone: as if nothing else took any time, and nothing waited for anything
-but answers, weights, and its turn.
+The model of `rl_case`, completions of lognormal lengths, and one process with one thread for each pool. `generating` is the fraction of a
+step at K = 0 that is spent in generation. `to_least` is the time of the measured steps, divided by the minimum for a run with the same
+durations of calls and updates under the rules of `rl.staleness`: nothing else takes any time, and steps wait only for completions, weights
+and their turn.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from drivetrain.trainers.rl.tickets import Tickets
 BATCH = 4
 """The number of prompts in a step."""
 WARM = 2
-"""The number of steps of a run that are not measured."""
+"""The number of warm-up steps of a run, which are not measured."""
 
 
 def settings(folder: Path, staleness: int, steps: int) -> list[str]:
@@ -67,11 +67,11 @@ def run(folder: Path, staleness: int, steps: int) -> list[dict[str, Any]]:
 
 
 def least(generating: Sequence[float], training: Sequence[float], staleness: int) -> list[float]:
-    """Return when each step of a run can have ended at the earliest, in seconds.
+    """Return the earliest possible end of each step of a run, in seconds.
 
     Args:
-        generating: How long the answers to each batch of tickets take.
-        training: How long each step takes once its answers are there.
+        generating: The generation time of each batch of tickets.
+        training: The time of each step after its completions are available.
         staleness: K.
     """
     tickets = Tickets(1, staleness, steps=len(training))
@@ -110,7 +110,7 @@ def main() -> None:
         for staleness in args.staleness:
             records = run(folder, staleness, args.steps)
             calls = [record["generating_s"] for record in records]
-            # The first call of a run answers the tickets of K + 1 steps.
+            # The first call of a run handles the tickets of K + 1 steps.
             batches = [calls[0] / (staleness + 1)] * (staleness + 1)
             batches += [call for call in calls[1:] if call]
             training = [record["seconds"] - record.get("seconds/rollout", 0.0) for record in records]

@@ -1,8 +1,8 @@
-"""The task on which reinforcement learning is measured here and in TRL. Imports nothing of ours, for TRL's environment.
+"""The task of the reinforcement learning benchmarks, for this project and TRL. Imports nothing of this project, to run in TRL's environment.
 
-16 prompts of about a hundred tokens, 8 answers to each, whose lengths are lognormal and in `rl_lengths.json`; or, with `RL_LENGTHS=equal`
-in the environment, 8 prompts of 100 tokens and 4 answers of 64 to each. A model of 22 million parameters, not trained, so that every answer
-has exactly the length that the list says, and no other text than words of its own.
+16 prompts of about a hundred tokens with 8 completions each, whose lengths are lognormal and stored in `rl_lengths.json`; or, with
+`RL_LENGTHS=equal` in the environment, 8 prompts of 100 tokens with 4 completions of 64 tokens each. The model has 22 million parameters
+and is untrained; every completion has exactly its assigned length.
 """
 
 import json
@@ -20,11 +20,11 @@ GROUP = len(ANSWERS[0])
 VOCABULARY = 8192
 PAD, BOS, EOS = 0, 1, 2
 STEPS = 3
-"""The steps of a run, of which the first is not measured."""
+"""The number of steps of a run; the first is not measured."""
 
 
 def write_model(folder: Path) -> None:
-    """Write the model, which the benchmarks of generation and serving use too."""
+    """Write the model, which the generation and serving benchmarks also use."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -76,12 +76,12 @@ def write_task(folder: Path) -> None:
 
 
 def reward(completions: list[str], **columns: Any) -> list[float]:
-    """Judge answers by one of their letters, in TRL's form."""
+    """Score completions by one of their letters, with TRL's signature."""
     return [float(completion.count("7") % 5) for completion in completions]
 
 
 def usage() -> dict[str, float]:
-    """Return the CPU seconds of this process and those that it has waited for, and its peak memory in GiB."""
+    """Return the CPU seconds of this process and its finished children, and its peak memory in GiB."""
     import resource
 
     own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

@@ -1,4 +1,4 @@
-"""Generators whose answers have the lengths of the list in `rl_case`, whatever the model says."""
+"""Generators whose completions have the lengths listed in `rl_case`, regardless of the model's output."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from drivetrain.generation.static import StaticGenerator
 
 
 class _ByLength(BaseGenerator):
-    """Ends each answer at its length, and at no token."""
+    """Ends each completion at its assigned length, and never at a token."""
 
     def generate(
         self,
@@ -26,7 +26,7 @@ class _ByLength(BaseGenerator):
         first_samples: Sequence[int] | None = None,
         max_tokens: Sequence[int] | None = None,
     ) -> list[list[Generation]]:
-        """Generate; see `BaseGenerator.generate`. Nobody cancels its calls, and there are no environments."""
+        """Generate; see `BaseGenerator.generate`. Its calls are never cancelled, and there are no environments."""
         assert (begun, first_samples, max_tokens) == (None, None, None)
         streams = []
         for prompt, row in zip(prompts, range(len(prompts)) if rows is None else rows, strict=True):

@@ -37,7 +37,7 @@ def config_of(folder: Path, generator: str) -> RLConfig:
             "rl.loss.kl_coef=0",
             "rl.max_log_prob_gap=1",
             f"rollout.generator={by_length(generator)}",
-            # It computes the actor's numbers, which a run cannot know of a class of one's own.
+            # It computes the same numbers as the actor, which a run cannot know for a custom generator class.
             "rl.importance=none",
             f"rollout.max_tokens={max(lengths)}",
             "rollout.dtype=float32",
@@ -56,7 +56,7 @@ def config_of(folder: Path, generator: str) -> RLConfig:
 
 
 def bare(config: RLConfig, prompts: list[list[int]]) -> dict[str, float]:
-    """Return the seconds of the same generation and the same update by a generator and an engine alone."""
+    """Return the seconds of the same generation and the same update with only a generator and an engine."""
     generator = build_generator(rollout_config(config))
     options = SamplingOptions(max_tokens=config.rollout.max_tokens, samples=case.GROUP, seed=1)
     engine = engine_class("fsdp")(model=config.model, engine=config.engine, optim=config.optim).initialize()
@@ -88,7 +88,7 @@ class Usage(Callback):
         self.peak_gib = 0.0
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        """Note it."""
+        """Record it."""
         self.prompts = [run.prompts.train[i].ids for i in range(len(case.PROMPTS))]
         self.peak_gib = case.usage()["peak_gib"]
         self.cpu.append(case.usage()["cpu"])
@@ -105,7 +105,7 @@ def main() -> None:
         usage, config = Usage(), config_of(folder, args.generator)
         RLTrainer(config, rewards=[case.reward], callbacks=[usage]).train()
         records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][1:]
-        # The generator and the engine of the run are gone.
+        # The generator and the engine of the run are freed by now.
         alone = bare(config, usage.prompts)
     phases = {name: statistics.median(r[name] for r in records) for name in records[0] if name.startswith("seconds/")}
     seconds = statistics.median(record["seconds"] for record in records)

@@ -1,10 +1,11 @@
-"""Copies of 1.2 GB of weights from role to role: in one process beside plain copies, and between two pools beside a bare socket; of what has
-changed of 0.6 GB in bfloat16 after a step of AdamW, beside all of it; and of adapters of rank 16 alone, beside the merged weights of a model of 180M parameters.
+"""Weight sync between roles: 1.2 GB in one process against plain copies, and between two pools against a bare socket; the changes of 0.6 GB in bfloat16
+after an AdamW step against all weights; and only adapters of rank 16 against the merged weights of a model with 180M parameters.
 
     python -m benchmarks.rl_sync
 
-In turns, medians. `of_bare` is the ratio of the times, bare to ours; `of_all` that of all weights to changes or adapters, in bytes and seconds. The weights
-are normal with a standard deviation of 0.02, and each step moves every one by the learning rate, up or down.
+Measurements alternate; the results are medians. `of_bare` is the ratio of the times, bare to ours; `of_all` is that of all weights to
+changes or adapters, in bytes and seconds. The weights are normal with a standard deviation of 0.02, and each step moves every weight by
+the learning rate, up or down.
 """
 
 import json
@@ -120,7 +121,7 @@ def between_pools() -> None:
 
 
 def changes() -> None:
-    """Copy what has changed between two processes, and everything."""
+    """Copy only the changes between two processes, and all weights."""
     roles = {name: RoleSpec(worker=RoundedWeights, config=None, pool=name) for name in ("source", "target")}
     with ProcessWorkerGroup(roles, pools={"source": 1, "target": 1}) as group:
         group.sync_weights("source", "target", changes=True)
@@ -147,7 +148,7 @@ def changes() -> None:
 
 
 def adapters() -> None:
-    """Send adapters alone between two processes, and all weights with them."""
+    """Send only the adapters between two processes, and the merged weights."""
     sizes: dict[str, Any] = {
         "hidden_size": 1024,
         "intermediate_size": 3072,
@@ -167,7 +168,7 @@ def adapters() -> None:
             for round_number in range(ROUNDS + 1):
                 for alone, times in seconds.items():
                     start = time.perf_counter()
-                    # Twice, so that adapters come on top of adapters, as in a run.
+                    # Sync twice, so that adapters replace earlier adapters, as in a run.
                     receipt = group.sync_weights("source", "target", adapters=alone)
                     if alone:
                         start = time.perf_counter()

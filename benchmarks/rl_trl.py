@@ -1,4 +1,4 @@
-"""Steps of TRL's GRPOTrainer on the task of `rl_case`, in an environment of its own (`make bench-trl`). Prints one JSON object."""
+"""Steps of TRL's GRPOTrainer on the task of `rl_case`, in a separate environment (`make bench-trl`). Prints one JSON object."""
 
 import json
 import sys
@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import rl_case as case  # type: ignore[import-not-found]  # this package is not installed here
 
 ANSWERS_PER_PASS = 16
-"""Answers that go through the model together in an update; larger batches of this model are slower."""
+"""The micro-batch size of the update, in completions; larger batches of this model are slower."""
 
 
 class Lengths(StoppingCriteria):
-    """Ends every row at the length that the list says."""
+    """Ends every row at its assigned length."""
 
     def __init__(self, prompt: int) -> None:
         self._prompt = prompt
@@ -28,25 +28,25 @@ class Lengths(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """Return which rows end."""
-        # TRL counts the end token that follows as a part of the answer.
+        # TRL counts the following end token as a part of the completion.
         return input_ids.shape[1] - self._prompt >= self._lengths - 1
 
 
 class Stopwatch(TrainerCallback):
-    """Notes the time at the end of every step."""
+    """Records the time at the end of every step."""
 
     def __init__(self) -> None:
         self.ends = [(time.perf_counter(), case.usage()["cpu"])]
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Note the time."""
+        """Record the time."""
         self.ends.append((time.perf_counter(), case.usage()["cpu"]))
 
 
 def main(folder: Path) -> None:
     """Train and print the numbers."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    # Rows that have ended are padded, and what TRL looks for as the end of an answer is this token.
+    # Finished rows are padded, and TRL looks for this token as the end of a completion.
     tokenizer.pad_token = tokenizer.eos_token
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     generate = model.generate

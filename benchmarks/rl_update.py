@@ -1,10 +1,10 @@
-"""A GRPO update with and without shared prompts, against a bare loop that computes every prompt once per answer.
+"""A GRPO update with and without shared prompts, against a bare loop that computes every prompt once per completion.
 
     python -m benchmarks.rl_update
 
-Four groups of prompts and answers, in CPU seconds on one core; a bare loop, the engine with `engine.share_prefixes=auto` and the engine with
-`off` run in turns, and the medians are reported. `of_off` and `of_bare` are the ratios of times, theirs to ours. Peak memory is that of
-processes of their own: what one step adds to the memory of a process that has its model and its optimizer.
+Four workloads of prompts and completions, in CPU seconds on one core. A bare loop, the engine with `engine.share_prefixes=auto` and the
+engine with `off` alternate; the results are medians. `of_off` and `of_bare` are the ratios of times, theirs to ours. Peak memory is
+measured in separate processes, as the amount that one step adds to a process that already has its model and its optimizer.
 """
 
 import argparse
@@ -37,12 +37,12 @@ from drivetrain.engine.registry import engine_class
 from drivetrain.losses.policy import PolicyLoss
 
 ROWS = ((100, 4, 64, 8), (256, 8, 64, 4), (100, 8, 256, 2), (512, 8, 128, 2))
-"""Tokens of a prompt, answers to each, tokens of an answer, prompts."""
+"""Tokens per prompt, completions per prompt, tokens per completion, prompts."""
 LR, CLIP, ROUNDS, TOKENS = 1e-5, 0.2, 3, 16384
 
 
 class BareGRPO(BareLoop):
-    """The clipped loss on packed answers, each with its prompt."""
+    """The clipped loss on packed completions, each with its prompt."""
 
     def gradient(self, batch: PackedBatch, total: float) -> Tensor:
         """Return the loss and leave its gradient in the parameters."""
@@ -60,7 +60,7 @@ class BareGRPO(BareLoop):
 
 
 def answers(row: tuple[int, int, int, int]) -> PackedBatch:
-    """Return random answers to random prompts, with advantages, and log-probabilities near those of an untrained model."""
+    """Return random completions of random prompts, with advantages, and log-probabilities near those of an untrained model."""
     prompt, count, answer, prompts = row
     g = torch.Generator().manual_seed(0)
 
@@ -90,7 +90,7 @@ def build(folder: str, share: SharePrefixes) -> BaseEngine:
 
 
 def steps_of(folder: str, names: list[str]) -> dict[str, Callable[[PackedBatch], Any]]:
-    """Return what makes a step, by name."""
+    """Return the step functions by name."""
     found: dict[str, Callable[[PackedBatch], Any]] = {}
     for name in names:
         if name == "bare":
@@ -138,13 +138,13 @@ def compare(folder: str) -> None:
 
 
 def resident_gib() -> float:
-    """Return the present memory of this process."""
+    """Return the current memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**30
 
 
 def memory(folder: str, name: str) -> None:
-    """Print what a step adds to the memory of this process, of the row with the longest prompts."""
+    """Print the memory that a step adds to this process, for the workload with the longest prompts."""
     (step,) = steps_of(folder, [name]).values()
     step(answers((8, 2, 8, 1)))
     before = resident_gib()

@@ -1,10 +1,10 @@
-"""The HTTP service under load, beside transformers' own.
+"""The HTTP service under load, against transformers' own.
 
     python -m benchmarks.serving [--requests 200] [--clients 32] [--rounds 3]
 
-Clients stream chats of mixed lengths from `drivetrain serve` and from `transformers serve --continuous-batching`, in turns; reported are the medians of
-tokens per second and of the time to the first token. Then some requests are given up half way and one of two workers is killed in the middle: every
-request must end in an answer or an error, once.
+Clients stream chats of mixed lengths from `drivetrain serve` and from `transformers serve --continuous-batching`, alternately. The results
+are medians of tokens per second and of the time to the first token. Then some requests are abandoned half way, and one of two workers is
+killed: every request must end exactly once, with a response or an error.
 """
 
 import argparse
@@ -34,12 +34,12 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 @dataclass
 class Outcome:
-    """What became of the requests of one round.
+    """The outcomes of the requests of one round.
 
     Args:
         ends: How each request ended, by its number: more than one end is a defect.
-        tokens: The number of parts of answers with text.
-        first: The seconds to the first of them, of each answer.
+        tokens: The number of response events with text.
+        first: The seconds to the first event of each response.
     """
 
     ends: dict[int, list[str]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Outcome:
 
 
 def save(folder: Path) -> None:
-    """Write a model with a tokenizer of words, one token each."""
+    """Write a model with a word-level tokenizer."""
     write_model(folder)
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 8192)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -60,7 +60,7 @@ def save(folder: Path) -> None:
 
 
 def _theirs(limit: int) -> str:
-    """Return what transformers' service takes for a greedy response of exactly this length."""
+    """Return the generation config that makes transformers' service generate a greedy completion of exactly this length."""
     return json.dumps({"max_new_tokens": limit, "do_sample": False, "eos_token_id": -1})
 
 
@@ -73,11 +73,11 @@ def free_port() -> int:
 
 
 async def wait_for(url: str, process: "subprocess.Popen[bytes]") -> None:
-    """Wait until a service answers."""
+    """Wait until a service responds."""
     async with httpx.AsyncClient() as client:
         for _ in range(600):
             if process.poll() is not None:
-                raise RuntimeError(f"the service of {url} has ended")
+                raise RuntimeError(f"the service at {url} has exited")
             try:
                 if (await client.get(f"{url}/health")).status_code == 200:
                     return
@@ -90,7 +90,7 @@ async def wait_for(url: str, process: "subprocess.Popen[bytes]") -> None:
 async def load(
     url: str, model: str, lengths: list[tuple[int, int]], clients: int, *, cancel: float = 0.0, ours: bool = True
 ) -> Outcome:
-    """Send all requests, so many at a time; give up a share of them after their third token."""
+    """Send all requests, a fixed number at a time; abandon a fraction of them after their third token."""
     outcome, turns, rng = Outcome(), asyncio.Semaphore(clients), random.Random(0)
     chosen = [rng.random() < cancel for _ in lengths]
 
@@ -138,7 +138,7 @@ async def load(
 
 
 async def run(folder: Path, requests: int, clients: int, rounds: int) -> None:
-    """Measure both services, and let a worker die."""
+    """Measure both services, and kill a worker."""
     rng = random.Random(1)
     lengths = [
         (min(int(rng.lognormvariate(3.0, 0.7)) + 1, 200), min(int(rng.lognormvariate(3.0, 0.6)) + 4, 120))
@@ -189,7 +189,7 @@ async def run(folder: Path, requests: int, clients: int, rounds: int) -> None:
 async def with_a_death(
     folder: Path, words: list[str], port: int, lengths: list[tuple[int, int]], clients: int, quiet: dict[str, Any]
 ) -> None:
-    """Give up some requests and kill a worker in the middle; count how requests end."""
+    """Abandon some requests and kill a worker in the middle; count how requests end."""
     process = subprocess.Popen(words, **quiet)
     url = f"http://127.0.0.1:{port}"
     try:

@@ -1,9 +1,9 @@
-"""Peak memory of a rank of a split model, against the size of the model.
+"""Peak memory of a rank of a tensor-parallel model, against the size of the model.
 
     torchrun --nproc-per-node N -m benchmarks.sharded_memory
 
-A model of 1.2 GB is loaded and takes one step. `peak_to_model` is what a rank's resident memory grew by at most, mapped pages of files
-included, divided by the bytes of the model: the largest of all ranks. `parameters_to_model` is the share that a rank keeps.
+A model of 1.2 GB is loaded and runs one step. `peak_to_model` is the maximum growth of a rank's resident memory, including mapped pages of
+files, divided by the bytes of the model: the largest value of all ranks. `parameters_to_model` is the fraction that a rank keeps.
 """
 
 import json
@@ -45,7 +45,7 @@ def main() -> None:
         files = sorted(folder.glob("*.safetensors"))
         size = sum(file.stat().st_size for file in files)
         group = dist.group.WORLD if dist.get_world_size() > 1 else None
-        # What the first step of any model takes, of memory that belongs to no model.
+        # A warm-up allocates the memory that the first step of any model takes, independently of the model.
         torch.nn.Linear(8, 8)(torch.zeros(1, 8))
         before = forget_peak()
         model = ShardedLM(config, files, torch.device("cpu"), group)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.startup
 
-The three run in turn; reported are the medians.
+The three alternate; the results are medians.
 """
 
 import json

@@ -50,7 +50,7 @@ Operator = Callable[[], Tensor]
 
 
 def operators() -> dict[str, tuple[Operator, Operator]]:
-    """Return ours and transformers' for each kind of layer, on inputs of their own."""
+    """Return our operator and transformers' for each kind of layer, on separate inputs."""
     torch.manual_seed(0)
     segments = Segments((0, LENGTH), torch.device("cpu"))
 
@@ -64,7 +64,7 @@ def operators() -> dict[str, tuple[Operator, Operator]]:
         q, k, v = unit(groups, size), unit(groups, size), torch.randn(LENGTH, heads, size, requires_grad=True)
         decay, beta = decays(heads), torch.rand(LENGTH, heads, requires_grad=True)
         inputs = [x[None] for x in (q, k, v, decay, beta)]
-        # Theirs scales queries itself.
+        # transformers' function scales queries itself.
         return (
             lambda: linear_attention(q * size**-0.5, k, v, decay, beta, segments)[0],
             lambda: torch_chunk_gated_delta_rule(*inputs)[0],
@@ -90,7 +90,7 @@ def operators() -> dict[str, tuple[Operator, Operator]]:
         )
 
     def mamba(channels: int, state: int) -> tuple[Operator, Operator]:
-        # Theirs goes through the tokens one by one, and would take half a minute for as many as the others.
+        # transformers' loop processes tokens one by one, and would take half a minute for as many as the others.
         length = LENGTH // 8
         x, dt = torch.randn(length, channels, requires_grad=True), torch.rand(length, channels, requires_grad=True)
         a = (-torch.rand(channels, state)).requires_grad_()
@@ -111,7 +111,7 @@ def operators() -> dict[str, tuple[Operator, Operator]]:
 
 
 def kept(operator: Operator) -> float:
-    """Return how many megabytes a forward pass keeps."""
+    """Return the number of megabytes that a forward pass keeps."""
     sizes: dict[int, int] = {}
     tensors: list[Tensor] = []
 
@@ -155,7 +155,7 @@ def compare_operators() -> None:
 
 
 def on_device(run: Callable[[], Tensor]) -> tuple[float, float]:
-    """Return the median milliseconds of forward and backward, and the largest megabytes that they take."""
+    """Return the median milliseconds of forward and backward, and their peak memory in megabytes."""
     times = []
     for _ in range(REPEATS + 2):
         torch.cuda.synchronize()
@@ -205,7 +205,7 @@ def compare_kernels() -> None:
         ),
         "Mamba 2, 64 heads of 64, state of 128": ("fla", lambda d: attention(d, 8, 64, 128, 64, delta=False)),
         "convolution, 4096 channels, 4 taps": ("causal_conv1d", lambda d: convolution(d, 4096)),
-        # No kernel: both are chunks.
+        # There is no kernel for it: both run the chunked code.
         "Mamba, 4096 channels, state of 16": ("", lambda d: mamba(d, 4096, 16)),
     }
     for name, (package, build) in kinds.items():

@@ -2,8 +2,8 @@
 
     .venv-trl/bin/python benchmarks/trl_steps.py --task sft | dpo | rm
 
-All documents of a step form one padded batch, as without flash attention TRL cannot pack them apart. `dpo` has pairs that share a prompt,
-like `benchmarks.preference --shared`.
+All documents of a step form one padded batch, because TRL cannot pack separate documents without flash attention. `dpo` has pairs that
+share a prompt, like `benchmarks.preference --shared`.
 """
 
 import argparse
@@ -29,23 +29,23 @@ WARMUP = 2
 
 
 class Stopwatch(TrainerCallback):
-    """Notes the CPU time of every step."""
+    """Records the CPU time of every step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self._start = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Note the time."""
+        """Record the time."""
         self._start = time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Note the time."""
+        """Record the time."""
         self.seconds.append(time.process_time() - self._start)
 
 
 def rows(task: str, steps: int) -> list[dict[str, Any]]:
-    """Return the data set of a trainer, whose order is that of the steps."""
+    """Return the dataset of a trainer, in the order of the steps."""
     found: list[dict[str, Any]] = []
     for step in range(steps):
         texts, supervised = workload.documents(step)
@@ -61,7 +61,7 @@ def rows(task: str, steps: int) -> list[dict[str, Any]]:
             for i in range(0, len(texts), 2):
                 prompt = supervised[i].index(True)
                 parts = {"prompt": texts[i][:prompt], "chosen": texts[i][prompt:], "rejected": texts[i + 1][prompt:]}
-                # This trainer takes text only: a word for each token.
+                # This trainer accepts only text, so use one word per token.
                 found.append({name: "".join(f" t{token}" for token in part) for name, part in parts.items()})
     return found
 
@@ -97,7 +97,7 @@ def trainer_of(task: str, steps: int, folder: str, watch: Stopwatch) -> Any:
         settings = SFTConfig(**shared, dataset_kwargs={"skip_prepare_dataset": True})
         return SFTTrainer(model=model, args=settings, **made)
     if task == "dpo":
-        # It reads the reference from where the policy came from.
+        # It loads the reference from the policy's path.
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(f"{folder}/model")
         model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32)
         return DPOTrainer(model=model, args=DPOConfig(**shared), **made)

@@ -1,7 +1,7 @@
 """Images: the engine's step against a bare loop, the wait for media of a warm loader, and the balance of ranks.
 
     python -m benchmarks.vision --case step       half of the documents carry an image
-    python -m benchmarks.vision --case loader     the share of a step that goes into reading processed images
+    python -m benchmarks.vision --case loader     the fraction of a step that is spent reading processed images
     python -m benchmarks.vision --case balance    max cost of a rank over the mean, minus one, with and without the encoders' cost
 
 The bare loop, the engine and a second bare loop run every batch in turn, as in `benchmarks.step`.
@@ -45,7 +45,7 @@ from drivetrain.trainers.tasks.shapes import make_tokenizer
 
 DOCUMENTS, TOKENS, SIDE, PATCH = 16, 1536, 112, 7
 IMAGE = 5
-"""The token in whose place features stand, of the task's tokenizer."""
+"""The task tokenizer's placeholder token for image features."""
 FEATURES = (SIDE // PATCH // 2) ** 2
 LR = 1e-4
 BATCHES = 50
@@ -83,7 +83,7 @@ def config() -> PreTrainedConfig:
 
 
 def batch_of(step: int) -> PackedBatch:
-    """Return 16 documents of 1536 tokens in total, of which half carry an image of 64 tokens; two thirds of each are learned."""
+    """Return 16 documents of 1536 tokens in total, half of which have an image of 64 tokens; two thirds of each are supervised."""
     g = torch.Generator().manual_seed(step)
     texts, items = [], []
     for i in range(DOCUMENTS):
@@ -102,7 +102,7 @@ def batch_of(step: int) -> PackedBatch:
 
 
 class BareLoop:
-    """A packed step by hand: encode all images at once, put features among embeddings, attend document by document."""
+    """A hand-written packed step: encode all images at once, merge features into embeddings, attend document by document."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)

@@ -1,10 +1,10 @@
-"""The price of a request: a round trip over each transport beside bare ones, and a call beside the method called directly.
+"""The overhead of a request: a round trip over each transport against bare ones, and a call against calling the method directly.
 
     python -m benchmarks.worker [--rounds 2000]
 
-The bare ones echo the same bytes: a process with nothing but read and write on pipes, and one with nothing but pyzmq. All run in
-turns, on one core where the system allows it, because the time to wake another core is several times that of a round trip;
-reported are medians. A call is compared with the time that the same method takes inside its process. `to_bare` is the ratio.
+The bare ones echo the same bytes, in a process with only read and write on pipes, and in one with only pyzmq. All alternate, on one core if
+the system allows it, because waking another core takes several times as long as a round trip. The results are medians. A call is compared
+with the time of the same method inside its process. `to_bare` is the ratio.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class NoConfig:
 
 
 class Empty:
-    """A role whose method does nothing."""
+    """A role with a method that does nothing."""
 
     def __init__(self, config: NoConfig) -> None:
         self.config = config
@@ -111,7 +111,7 @@ def report(case: str, ours: list[float], bare: list[float]) -> None:
 
 
 def timed(trips: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of every round of each, in turns, after a warm-up."""
+    """Return the seconds of every round of each case, alternating, after a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in trips}
     for number in range(rounds + max(rounds // 10, 2)):
         for name, trip in trips.items():
@@ -196,7 +196,7 @@ def calls(folder: Path, rounds: int) -> None:
             return time.perf_counter() - begin, group["reference"].seconds()
 
         trip(300)
-        # As many documents as make a call of about a second.
+        # Use enough documents for a call of about a second.
         documents = max(round(300 * CALL_SECONDS / trip(300)[1]), 1)
         pairs = [trip(documents) for _ in range(11)]
         report(f"compute_log_probs of {60 * documents} tokens", [total for total, _ in pairs], [inside for _, inside in pairs])

@@ -1,4 +1,4 @@
-"""The model and the documents of the CPU benchmarks of a training step. Imports nothing of this project: TRL's environment has none of it."""
+"""The model and the documents of the CPU benchmarks of a training step. Imports nothing of this project, which is not installed in TRL's environment."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ def model_config(kv_heads: int = 3) -> Qwen3Config:
 
 
 def mixture_config() -> Qwen3MoeConfig:
-    """Return the config of a mixture with about 44 million parameters, of which a token uses about 16 million."""
+    """Return the config of a mixture with about 44 million parameters, about 16 million of them active per token."""
     return Qwen3MoeConfig(
         moe_intermediate_size=256,
         num_experts=16,

@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 2 examples/action_chunks.py --parallel cp=2               or tp=2, pp=2 with --backend mcore
 
 The demonstrations are generated: at each observation, which is four tokens, the next moves of a demonstrator that goes straight to the goal
-as fast as it may. A tiny decoder of random weights learns them until the error on other episodes is a quarter of what it was, within a
-bound of steps. Prints one JSON object; the exit code is 1 if it did not learn.
+as fast as it may. A tiny decoder with random weights is trained until the error on other episodes falls to a quarter of its initial value,
+within a limit on steps. Prints one JSON object; the exit code is 1 if the goal was not reached.
 """
 
 import argparse
@@ -33,7 +33,7 @@ EPISODES, ENOUGH, STEPS, EVERY = 32, 0.25, 600, 25
 
 
 def episode(numbers: random.Random) -> tuple[list[int], list[list[list[float]]], list[list[bool]]]:
-    """Return the tokens of an episode and, for each of them, the chunk that is to be predicted and which of its actions there are."""
+    """Return the tokens of an episode and, for each token, the chunk to predict and the mask of its valid actions."""
     place = [float(numbers.randrange(GRID)) for _ in range(AXES)]
     goal = [float(numbers.randrange(GRID)) for _ in range(AXES)]
     tokens: list[int] = []
@@ -46,14 +46,14 @@ def episode(numbers: random.Random) -> tuple[list[int], list[list[list[float]]],
             move = [max(-SPEED, min(SPEED, g - x)) for x, g in zip(place, goal, strict=True)]
             place = [x + m for x, m in zip(place, move, strict=True)]
             chunk.append(move)
-        # Nothing is predicted before the last token of an observation.
+        # Only the last token of an observation predicts a chunk.
         actions += [[[0.0] * AXES] * CHUNK] * (2 * AXES - 1) + [chunk]
         masks += [[False] * CHUNK] * (2 * AXES - 1) + [[True] * CHUNK]
     return tokens, actions, masks
 
 
 def demonstrations(seed: int, engine: BaseEngine) -> PackedBatch:
-    """Return this rank's share of the episodes of a seed."""
+    """Return this rank's shard of the episodes of a seed."""
     numbers = random.Random(seed)
     episodes = [episode(numbers) for _ in range(EPISODES)]
     share = episodes[engine.topology.dp_rank :: engine.topology.dp_size]
@@ -63,13 +63,13 @@ def demonstrations(seed: int, engine: BaseEngine) -> PackedBatch:
 
 
 def train(model: Path, backend: str, parallel: ParallelConfig, folder: Path | None = None) -> dict[str, Any]:
-    """Train until the held-out error is small enough, and return what was reached.
+    """Train until the held-out error is small enough, and return the results.
 
     Args:
         model: The folder of the decoder.
         backend: The engine.
         parallel: The layout.
-        folder: Where a checkpoint is saved at the end; None for nowhere.
+        folder: The folder for a checkpoint at the end; None for no checkpoint.
     """
     engine = engine_class(backend)(
         model=ModelConfig(path=str(model), head="actions", head_shape=(CHUNK, AXES)),
@@ -107,7 +107,7 @@ def main() -> int:
     args = parser.parse_args()
     axes: dict[str, Any] = {name: int(size) for name, _, size in (word.partition("=") for word in args.parallel)}
     with tempfile.TemporaryDirectory() as temporary:
-        # Every process makes its own, all alike: the weights come from a seed.
+        # Every process creates its own copy; they are identical, since the weights come from a seed.
         result = train(save_tiny_model(Path(temporary) / "model", "qwen3"), args.backend, ParallelConfig(**axes))
     print(json.dumps(result))
     return 0 if result["reached"] else 1

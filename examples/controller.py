@@ -1,10 +1,10 @@
-"""Make a PPO step on recorded answers with a controller of your own: fetch samples, flush the calls that have what they need, with hooks.
+"""Make a PPO step on recorded completions with a custom controller: fetch samples, flush the calls whose inputs are ready, with hooks.
 
     python examples/controller.py                           two processes of this machine, all roles on both
     python examples/controller.py --backend mcore --tp 2
 
-The workers load the answers themselves, each its own share. This program sees metadata only: it knows which columns each sample
-has, and so which calls can run. Its numbers are those of `hybridflow_step.py`. Prints one JSON object.
+Each worker loads its own shard of the completions. The controller sees only metadata: it knows which columns each sample has, and so which
+calls can run. Its numbers equal those of `hybridflow_step.py`. Prints one JSON object.
 """
 
 import argparse
@@ -33,8 +33,8 @@ class Node:
     Args:
         role: The role.
         method: Its method.
-        needs: The fields that it needs: it runs when the samples have them.
-        reads: The fields that it sees under another name.
+        needs: The fields that it needs; it runs once the samples have them.
+        reads: The fields that it reads under another name.
         options: Its other arguments.
     """
 
@@ -68,7 +68,7 @@ PPO = (
 
 
 def load_rollouts(path: str) -> Sequence[Mapping[str, Any]]:
-    """Return the recorded answers as a data set. Called by the workers."""
+    """Return the recorded completions as a dataset. Called by the workers."""
     return [
         {
             "input_ids": [*row["prompt"], *row["response"]],
@@ -79,7 +79,7 @@ def load_rollouts(path: str) -> Sequence[Mapping[str, Any]]:
 
 
 def hooks_of(node: Node, batch: DataRef, folder: Path) -> Sequence[CallHook]:
-    """Return what is done after a call, by the workers, before its reply."""
+    """Return the hooks that the workers run after a call, before its reply."""
     if node.title == "reference.compute_log_probs":
         return [Offload(role="reference")]
     if node.title == "actor.update":
@@ -92,7 +92,7 @@ def hooks_of(node: Node, batch: DataRef, folder: Path) -> Sequence[CallHook]:
 
 
 def step(group: WorkerGroup, folder: Path) -> dict[str, Any]:
-    """Fetch all samples, and run every call as soon as they have what it needs; return the results of the updates."""
+    """Fetch all samples, and run every call as soon as its inputs are ready; return the results of the updates."""
     count = group.data.spec("actor").samples
     group.data.fetch(count, "actor")
     records: dict[str, Any] = {}
@@ -109,7 +109,7 @@ def step(group: WorkerGroup, folder: Path) -> dict[str, Any]:
         if not submitted:
             raise SystemExit(f"nothing can run: {', '.join(node.title for node in waiting)} lack fields that no call computes")
         waiting = [node for node in waiting if node not in [done for done, *_ in submitted]]
-        # One flush for all calls of a level. The replies are metadata, which tells what the next level can run.
+        # One flush for all calls of a level. The replies are metadata, which determine the calls of the next level.
         group.flush()
         for node, after, call in submitted:
             result = call.result()

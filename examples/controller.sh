@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Drives two model workers over pipes, with nothing but the shell: what a controller in any language does.
+# Drives two model workers over pipes, using only the shell, as a controller in any language would.
 #
 #     bash examples/controller.sh
 #
-# Prints every frame. Ends with 1 if a worker answers anything but what is expected, or does not exit with 0.
+# Prints every frame. Exits with 1 if a worker sends an unexpected reply, or does not exit with 0.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python}
@@ -31,7 +31,7 @@ expect() { # rank pattern
 }
 
 all() { # frame, pattern of the replies
-    # Every rank gets the request before any reply is awaited: a collective needs all of them.
+    # Send the request to every rank before waiting for a reply: a collective needs all ranks.
     send 0 "$1" && send 1 "$1"
     expect 0 "$2" && expect 1 "$2"
 }

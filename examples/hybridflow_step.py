@@ -43,10 +43,10 @@ GRPO = PolicyLoss.from_settings(clip_low=0.2, clip_high=0.28, kl_coef=0.04, aggr
 
 
 def roles_on(backend: str, models: Path, parallel: ParallelConfig) -> dict[str, RoleSpec]:
-    """Return the four models, and what computes advantages, all on one pool and in one layout."""
+    """Return the roles of the four models and of the advantage computation, all on one pool and in one layout."""
     engine = EngineConfig(backend=backend, parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=64))
     optim = OptimConfig(lr=1e-3, betas=(0.9, 0.999))
-    # The prompt that an answer belongs to; only this program reads it.
+    # The number of a completion's prompt; only the controller reads it.
     common: dict[str, Any] = {"engine": engine, "extra_fields": ("uids",)}
     policy, reward = ModelConfig(path=str(models / "policy")), ModelConfig(path=str(models / "reward"), head="value")
     return {
@@ -64,7 +64,7 @@ def roles_on(backend: str, models: Path, parallel: ParallelConfig) -> dict[str, 
 
 
 def read_rollouts(path: Path) -> dict[str, Tensor]:
-    """Read recorded answers into the tensors of RL frameworks: prompts padded on the left, responses on the right."""
+    """Read recorded completions into the tensors of RL frameworks: prompts padded on the left, completions on the right."""
     rows = json.loads(path.read_text())
     p, r = max(len(row["prompt"]) for row in rows), max(len(row["response"]) for row in rows)
     ids, mask = torch.zeros(len(rows), p + r, dtype=torch.int64), torch.zeros(len(rows), p + r, dtype=torch.int64)
@@ -90,11 +90,11 @@ def ppo_step(group: WorkerGroup, batch: DataRef) -> dict[str, list[Any]]:
 
 
 def grpo_step(group: WorkerGroup, batch: DataRef) -> dict[str, list[Any]]:
-    """Compute advantages among the answers to each prompt, then update the actor with a KL term in the loss."""
+    """Compute advantages among the completions of each prompt, then update the actor with a KL term in the loss."""
     batch |= group["actor"].compute_log_probs(batch).rename(log_probs="old_log_probs")
     batch |= group["reference"].compute_log_probs(batch)
     batch |= group["reward"].compute_rewards(batch)
-    # Only the numbers of the prompts come here; with them, the answers to one prompt are compared on one rank.
+    # Only the prompt numbers are fetched; with them, the completions of one prompt are compared on one rank.
     uids = group.data.get(batch, ["uids"])["uids"].tolist()
     batch |= group["grpo"].compute_advantages(batch.with_groups(uids))
     return {"actor": group["actor"].update(batch, mini_batches=STEPS, loss=GRPO)}
@@ -102,7 +102,7 @@ def grpo_step(group: WorkerGroup, batch: DataRef) -> dict[str, list[Any]]:
 
 def run(group: WorkerGroup, rollouts: Path = ROLLOUTS) -> dict[str, Any]:
     """Make both steps; return the loss and the gradient norm of every optimizer step."""
-    # From here on the answers stay with the workers, and this program sees references to them.
+    # From here on, the completions stay with the workers, and the controller sees only references to them.
     batch = group.data.put(read_rollouts(rollouts))
     records: dict[str, Any] = {}
     for name, step in (("ppo", ppo_step), ("grpo", grpo_step)):
@@ -128,7 +128,7 @@ def make_models(folder: Path) -> Path:
 
 
 def start_group(kind: str, roles: dict[str, RoleSpec], processes: int) -> WorkerGroup:
-    """Return a group of this kind; the steps are the same on all of them."""
+    """Return a group of a kind; the steps are the same for all kinds."""
     if kind == "local":
         return LocalWorkerGroup(roles)
     if kind == "process":
@@ -145,7 +145,7 @@ def main() -> None:
         "--processes",
         type=int,
         default=2,
-        help="number of processes of the pool; under torchrun its --nproc-per-node counts",
+        help="number of processes of the pool; under torchrun, its --nproc-per-node is used",
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size, mcore only")
     parser.add_argument("--model", type=Path, default=None, help="folder with the models policy, reference and reward")

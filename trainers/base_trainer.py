@@ -40,7 +40,7 @@ class BaseTrainer(ABC, Generic[C, D]):
         """Check everything that can be checked without data and without a model. Not collective.
 
         Raises:
-            ConfigError: A setting is wrong; the message names the setting, its value and how to fix it.
+            ConfigError: A setting is invalid; the message names the setting, its value and how to fix it.
         """
 
     @abstractmethod
@@ -49,16 +49,16 @@ class BaseTrainer(ABC, Generic[C, D]):
 
     @abstractmethod
     def make_first_step(self) -> D:
-        """Make a first step, write nothing, and print and return what the run would do. Collective."""
+        """Run only the first step, write nothing, and print and return the plan of the run. Collective."""
 
     def train(self) -> TrainResult:
-        """Train from start to finish, or from the last checkpoint on. Collective over all processes of the job.
+        """Train to the end, from the start or from the last checkpoint. Collective over all processes of the job.
 
         Returns:
             How training ended, and where its outputs are.
 
         Raises:
-            DrivetrainError: A setting, a file, a row, a reward or a callback is wrong, or a worker failed; the message says what to do.
+            DrivetrainError: A setting, a file, a row, a reward or a callback is invalid, or a worker failed; the message says what to do.
                 Raised on all ranks.
         """
         configure_logging()
@@ -67,7 +67,7 @@ class BaseTrainer(ABC, Generic[C, D]):
             return complete(run)
 
     def dry_run(self) -> D:
-        """Do everything up to and including the first step, write nothing, and report the memory. Collective.
+        """Do everything up to and including the first step, write nothing, and report the memory use. Collective.
 
         Raises:
             DrivetrainError: As in `train`.

@@ -1,4 +1,4 @@
-"""`drivetrain chat`: talk to a model, a run or a checkpoint in the terminal. Starts the service, and the chat of transformers on it.
+"""`drivetrain chat`: talk to a model, a run or a checkpoint in the terminal. Starts the server, and the chat client of transformers on it.
 
 drivetrain chat MODEL|RUN|CHECKPOINT [--system-prompt TEXT] [max_new_tokens=100 temperature=0.7 ...] [-- arguments of drivetrain serve]
 """
@@ -23,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "source", metavar="MODEL|RUN|CHECKPOINT", help="a model folder, a Hub name, the folder of a run, or a checkpoint"
     )
-    parser.add_argument("--system-prompt", default=None, help="what the model is told before the conversation")
-    parser.add_argument("settings", nargs="*", metavar="name=value", help="settings of generation, such as temperature=0.7")
+    parser.add_argument("--system-prompt", default=None, help="system prompt of the conversation")
+    parser.add_argument("settings", nargs="*", metavar="name=value", help="generation settings, such as temperature=0.7")
     args = parser.parse_intermixed_args(words[:at])
     name = Path(args.source).resolve().name
     serve = [sys.executable, "-m", f"{__package__.partition('.')[0]}.cli", "serve", args.source, "--name", name, "--port", "0"]
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             chat = [str(Path(sys.executable).with_name("transformers")), "chat"]
             if args.system_prompt is not None:
                 chat += ["--system-prompt", args.system_prompt]
-            # The client would refuse an address that is not the Hub, though it is on this machine.
+            # In offline mode, the client would refuse any address except the Hub's, even one on this machine.
             environment = {**os.environ, "HF_HUB_OFFLINE": "0"}
             return subprocess.run([*chat, name, url, *args.settings], check=False, env=environment).returncode
         except KeyboardInterrupt:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _address(server: "subprocess.Popen[str]") -> str | None:
-    """Return the address that the service prints when it is ready; None if it ends before that."""
+    """Return the address that the server prints when it is ready; None if the server exits before that."""
     assert server.stdout is not None
     for line in server.stdout:
         if _SERVED in line:

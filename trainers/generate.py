@@ -1,7 +1,7 @@
-"""`drivetrain generate MODEL|RUN|CHECKPOINT PROMPTS OUT`: responses to the prompts of a file, as a file.
+"""`drivetrain generate MODEL|RUN|CHECKPOINT PROMPTS OUT`: generate completions for the prompts of a file.
 
-A row has a `prompt`, a text or a list of messages, or `messages` that end with a question; OUT has the same rows with `response` and
-`finish_reason`. What was generated before a run was killed is kept beside OUT, and the same command goes on from there.
+A row has a `prompt`, which is a text or a list of messages, or `messages` that end with a user message. OUT has the same rows with
+`response` and `finish_reason`. If the command is killed, its completions are kept next to OUT, and the same command continues from there.
 
   drivetrain generate runs/mine prompts.jsonl answers.jsonl --max-tokens 512
   drivetrain generate MODEL questions.csv answers.jsonl data.columns={prompt: question} --temperature 0.7 --samples 4
@@ -44,7 +44,7 @@ from .data.tokenize import Bar, cache_folder
 log = logging.getLogger(__name__)
 
 PARTIAL = ".partial-"
-"""Between the name of the output and a hash of everything that it depends on, in the name of an unfinished output."""
+"""The infix of an unfinished output's name, between the name of the output and a hash of everything that it depends on."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     try:
         if unknown := [word for word in args.settings if not word.startswith("data.") or "=" not in word]:
-            raise ConfigError(f"{unknown[0]!r} is not a setting of the prompts; these are data.columns and the like")
+            raise ConfigError(f"{unknown[0]!r} is not a setting of the prompts; give data.* settings, such as data.columns")
         data = parse(GRPOConfig, args.settings).data
         options = SamplingOptions(
             max_tokens=args.max_tokens,
@@ -64,14 +64,16 @@ def main(argv: Sequence[str]) -> int:
             seed=args.seed,
         )
         if args.column in ("finish_reason", "sample", "prompt", "messages", "text"):
-            raise ConfigError(f"--column {args.column} is a column of its own; give the responses another name")
+            raise ConfigError(
+                f"--column {args.column} is the name of another output column; give the completions a different name"
+            )
         out = Path(args.out)
         _check_out(out, overwrite=args.overwrite)
         generator_class(ENGINES[args.engine])
         with model_folder(args.source, lambda text: print(text, file=sys.stderr, flush=True)) as folder:
             _generate(args, data, options, folder, out)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        print("interrupted; the same command continues where this one stopped", file=sys.stderr)
         return 130
     except Exception as e:  # reported as one line, like those of the trainers
         return report_failure(e)
@@ -90,27 +92,39 @@ def _parser() -> argparse.ArgumentParser:
     add("prompts", metavar="PROMPTS", help="a file, a folder, a pattern or a Hub dataset, as in data.train")
     add("out", metavar="OUT", help="the jsonl file to write")
     add("settings", nargs="*", metavar="data.key=value", help="settings of the prompts, as for drivetrain grpo")
-    add("--max-tokens", type=int, default=256, metavar="N", help="the most tokens of a response (256)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, takes the most likely token")
+    add("--max-tokens", type=int, default=256, metavar="N", help="the maximum number of tokens in a completion (256)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0, the default, decodes greedily")
     add("--top-p", type=float, default=1.0, metavar="P", help="the probability mass to sample from (1)")
-    add("--top-k", type=int, default=0, metavar="K", help="the number of tokens to sample from; 0, the default, for all")
-    add("--samples", type=int, default=1, metavar="N", help="responses to each prompt, each in a row of its own (1)")
-    add("--seed", type=int, default=0, help="the same seed gives the same responses (0)")
-    add("--column", default="response", metavar="NAME", help="the column of the responses (response)")
-    add("--engine", choices=list(ENGINES), default="transformers", help="how responses are generated")
+    add(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="the number of most likely tokens to sample from; 0, the default: all",
+    )
+    add("--samples", type=int, default=1, metavar="N", help="completions per prompt, each in a separate row (1)")
+    add("--seed", type=int, default=0, help="seed; the same seed gives the same completions (0)")
+    add("--column", default="response", metavar="NAME", help="the column of the completions (response)")
+    add("--engine", choices=list(ENGINES), default="transformers", help="the generation engine")
     add("--tp", type=int, default=None, metavar="N", help="the number of devices; needs --engine tensor_parallel or vllm")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 on a GPU, else float32")
-    add("--max-batch-size", type=int, default=RolloutConfig.max_batch_size, metavar="N", help="responses at the same time")
+    add(
+        "--max-batch-size",
+        type=int,
+        default=RolloutConfig.max_batch_size,
+        metavar="N",
+        help="completions to generate at the same time",
+    )
     add(
         "--max-batch-total-tokens",
         type=int,
         default=0,
         metavar="N",
-        help="tokens of these responses and their prompts together, which is the size of the cache; 0, the default: as many as "
-        "fit on the GPU, 32,768 without one",
+        help="total tokens of these completions and their prompts, which is the size of the KV cache; 0, the default: as many as "
+        "fit on the GPU, or 32,768 without one",
     )
     add("--overwrite", action="store_true", help="replace OUT if it exists")
-    add("--trust-remote-code", action="store_true", help="run code of the model's folder")
+    add("--trust-remote-code", action="store_true", help="run code from the model folder")
     return parser
 
 
@@ -135,14 +149,14 @@ def _generate(args: argparse.Namespace, data: PromptsConfig, options: SamplingOp
     with _appended(unfinished) as file:
         done = _completed(unfinished)
         if done:
-            print(f"{done} of {total} responses are there already; going on", file=sys.stderr, flush=True)
+            print(f"{done} of {total} completions are already done; continuing", file=sys.stderr, flush=True)
         tokens = _respond(args, options, model, tokenizer, prompts, rows, file, done) if done < total else 0
-        # Another command may have written it meanwhile.
+        # Another command may have written it in the meantime.
         _check_out(out, overwrite=args.overwrite)
         os.replace(unfinished, out)
     seconds = time.monotonic() - start
     print(
-        f"{total} responses to {len(prompts)} prompts: {out} ({tokens} tokens, {tokens / max(seconds, 1e-9):.0f} per second)"
+        f"{total} completions of {len(prompts)} prompts: {out} ({tokens} tokens, {tokens / max(seconds, 1e-9):.0f} per second)"
     )
 
 
@@ -156,7 +170,7 @@ def _respond(
     file: IO[str],
     done: int,
 ) -> int:
-    """Append the responses that are not there yet; return the number of their tokens."""
+    """Append the missing completions; return the number of their tokens."""
     tokens, total = 0, len(prompts) * options.samples
     config = RolloutConfig(
         model=model,
@@ -188,7 +202,9 @@ def _appended(unfinished: Path) -> Iterator[IO[str]]:
             raise ConfigError(f"{unfinished} is being written by the same command; wait for it, or stop it") from e
         except OSError as e:
             # Some network file systems do not support locks.
-            log.warning("%s cannot be locked (%s): a second command would not be noticed", unfinished, e.strerror or e)
+            log.warning(
+                "%s cannot be locked (%s): a second command that writes it would not be detected", unfinished, e.strerror or e
+            )
         try:
             yield file
         finally:
@@ -222,19 +238,19 @@ def _dtype(name: str) -> str:
 def _read(
     name: str, tokenizer: Any, data: PromptsConfig, added: set[str], media: MediaReader | None
 ) -> tuple[list[Prompt], list[dict[str, Any]]]:
-    """Return the prompts, and the rows that they come from, to which columns will be added."""
+    """Return the prompts, and their rows, to which the output columns will be added."""
     prompts, rows = [], []
     source = open_source(name, training=True, every_column=True, columns=data.columns, whole_text=data.txt == "file")
     for chunk in source.chunks():
         for number, row in chunk.parsed():
             place = f"{chunk.file}:{number}"
             if taken := added & row.keys():
-                raise DataError(f"{place} has a column {min(taken)} already; rename it, or give another name with --column")
+                raise DataError(f"{place} already has a column {min(taken)}; rename it, or give another name with --column")
             try:
                 json.dumps(row, ensure_ascii=False).encode()
             except (TypeError, ValueError) as e:
                 raise DataError(
-                    f"{place} cannot be written as JSON, as it is beside its response: {e}; leave out that column"
+                    f"{place} cannot be written as JSON, as the output requires: {e}; leave out that column"
                 ) from e
             ours = with_our_columns(row, data.columns, place)
             if ours.get("prompt") is None:
@@ -248,10 +264,10 @@ def _read(
 def _unfinished(
     out: Path, args: argparse.Namespace, options: SamplingOptions, folder: Path, prompts: Sequence[Prompt]
 ) -> Path:
-    """Return the name of the unfinished output, which is another one if anything that the responses depend on is different."""
+    """Return the name of the unfinished output, which depends on everything that the completions depend on."""
     digest = xxhash.xxh3_64()
     source = Path(args.source)
-    # A checkpoint is merged into a new folder each time, so its own files are looked at.
+    # A checkpoint is merged into a new folder each time, so hash the checkpoint's own files.
     place = next((p for p in (source / "checkpoints", source) if source not in (folder, folder.parent) and p.is_dir()), folder)
     files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(place.iterdir())]
     digest.update(json.dumps([files, asdict(options), args.column, args.dtype, args.engine], default=str).encode())
@@ -261,7 +277,7 @@ def _unfinished(
 
 
 def _completed(unfinished: Path) -> int:
-    """Cut off an incomplete last line, and return the number of complete ones."""
+    """Truncate an incomplete last line, and return the number of complete ones."""
     if not unfinished.is_file():
         return 0
     with open(unfinished, "rb+") as file:
@@ -277,16 +293,16 @@ def _completed(unfinished: Path) -> int:
 def _in_order(
     generator: BaseGenerator, prompts: Sequence[Prompt], options: SamplingOptions, first: int, most: int
 ) -> Iterator[tuple[int, TokenStream]]:
-    """Yield the finished responses in order, while up to `most` are requested."""
+    """Yield the finished completions in order, with up to `most` requests in flight."""
     total, following = len(prompts) * options.samples, first
     requested: deque[tuple[int, TokenStream]] = deque()
     read, media = -1, dict[str, Any]()
     while requested or following < total:
         while following < total and len(requested) < most:
             row, sample = divmod(following, options.samples)
-            # The seed depends on the row and the sample, so a run that goes on generates what an uninterrupted one does.
+            # The seed depends on the row and the sample, so a continued run generates the same completions as an uninterrupted one.
             if row != read:
-                # Once for all responses to it.
+                # Once for all completions of the prompt.
                 read, media = row, prompts[row].fields()
             stream = generator.submit(prompts[row].ids, options, row=row, sample=sample, media=media)
             requested.append((following, stream))
@@ -309,4 +325,4 @@ def _write(file: IO[str], row: dict[str, Any]) -> None:
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
         file.flush()
     except OSError as e:
-        raise disk_error("the responses", e) from e
+        raise disk_error("the completions", e) from e

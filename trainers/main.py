@@ -16,7 +16,7 @@ DRY_RUN = "--dry-run"
 
 
 def run_trainer(command: str, argv: Sequence[str] | None = None) -> int:
-    """Parse the command line, then train, or with `--dry-run` make only a first step.
+    """Parse the command line, then train; with `--dry-run`, run only the first step.
 
     Args:
         command: The name of the trainer's command.
@@ -30,17 +30,17 @@ def run_trainer(command: str, argv: Sequence[str] | None = None) -> int:
     signal: int | None = None
     try:
         config = parse(_imported(entry.config), [word for word in words if word != DRY_RUN], usage(command, entry))
-        # Before torch is imported, which takes seconds; the trainer checks them again, with what it knows of the model.
+        # Check before importing torch, which takes seconds. The trainer checks again, with the model's config.
         config.check()
         if not config.model.path:
-            # A folder is looked for later: a path missing on any node fails the whole job.
+            # Folders are checked later: a path that is missing on any node fails the whole job.
             check_model_path(config.model.path)
         trainer = _imported(entry.trainer)(config)
         if DRY_RUN in words:
             trainer.dry_run()
         else:
             signal = trainer.train().signal
-        # The process ends without finalizing the interpreter, which would close them otherwise.
+        # The process exits without finalizing the interpreter, which would otherwise close them.
         _imported("engine.parallel.process_groups:close_if_open")()
     except Exception as e:  # any error: this process must end now, or its peers would wait for it until their timeout
         return report_failure(e)
@@ -48,7 +48,7 @@ def run_trainer(command: str, argv: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             print("interrupted; the same command resumes from the last checkpoint, if one was saved", file=sys.stderr)
         return 130
-    # A launcher reports the signal itself, and would take another exit code of a worker that has saved for a failure.
+    # The launcher reports the signal itself. It would take any other exit code of a worker that has saved as a failure.
     return 0 if signal is None or "TORCHELASTIC_RUN_ID" in os.environ else 128 + signal
 
 

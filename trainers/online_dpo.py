@@ -1,4 +1,4 @@
-"""Preference learning on the policy's own answers: `drivetrain online_dpo`, or `torchrun -m drivetrain.trainers.online_dpo`; see `--help`."""
+"""Preference learning on the policy's own completions: `drivetrain online_dpo`, or `torchrun -m drivetrain.trainers.online_dpo`; see `--help`."""
 
 from functools import partial
 

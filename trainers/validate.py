@@ -1,4 +1,4 @@
-"""Checks of settings that all trainers have in common, before anything is built."""
+"""Checks of settings that all trainers share, made before anything is built."""
 
 import logging
 from pathlib import Path
@@ -17,7 +17,7 @@ def check_outputs(config: LoopConfig) -> None:
     """Check that the loggers are installed and that the trained model can be pushed.
 
     Raises:
-        ConfigError: It cannot be; the message names the setting.
+        ConfigError: One of them is impossible; the message names the setting.
     """
     check_loggers(config.loggers)
     if config.push_to_hub is not None:
@@ -25,22 +25,22 @@ def check_outputs(config: LoopConfig) -> None:
 
 
 def warn_about_data(data: SourcesConfig, batch_size: int, samples: int | None, unit: str = "samples") -> None:
-    """Warn about settings of the data that are possible and rarely meant.
+    """Warn about data settings that are valid but rarely intended.
 
     Args:
         data: The settings.
         batch_size: `data.batch_size`.
-        samples: The number of samples to train on in an epoch; None if it is not known.
-        unit: What they are called.
+        samples: The number of samples in an epoch; None if it is not known.
+        unit: The noun for them in messages.
     """
     both = sorted({str(Path(name).resolve()) for name in data.train} & {str(Path(name).resolve()) for name in data.eval})
     if both:
-        log.warning("data.eval has %s, which is in data.train too: an evaluation on it measures memorization", both[0])
+        log.warning("data.eval has %s, which is also in data.train: an evaluation on it measures memorization", both[0])
     if doubled := data.doubled_columns():
-        log.warning("data.columns: %s are one column, %r", " and ".join(doubled), data.columns[doubled[0]])
+        log.warning("data.columns: %s are the same column, %r", " and ".join(doubled), data.columns[doubled[0]])
     if samples is not None and batch_size > samples:
         log.warning(
-            "data.batch_size=%d is more than the %d %s: every step uses all of them once, and has no more",
+            "data.batch_size=%d is more than the %d %s: every step uses each of them once, and is no larger",
             batch_size,
             samples,
             unit,
@@ -48,7 +48,7 @@ def warn_about_data(data: SourcesConfig, batch_size: int, samples: int | None, u
 
 
 def unused_settings(optim: OptimConfig, total_steps: int, name: str = "optim") -> list[str]:
-    """Return lines about settings of the optimizer that do not take effect, or not all of it.
+    """Return lines about optimizer settings that have no effect, or only part of it.
 
     Args:
         optim: The settings.
@@ -58,13 +58,13 @@ def unused_settings(optim: OptimConfig, total_steps: int, name: str = "optim") -
     defaults, lines = OptimConfig(), []
     if optim.warmup_steps and optim.warmup_ratio:
         lines.append(
-            f"{name}.warmup_steps={optim.warmup_steps} counts; {name}.warmup_ratio={optim.warmup_ratio} is used only without it"
+            f"{name}.warmup_steps={optim.warmup_steps} is used; {name}.warmup_ratio={optim.warmup_ratio} would be used only without it"
         )
     if optim.warmup_steps > total_steps:
         reached = learning_rate(total_steps - 1, optim, total_steps)
         lines.append(
-            f"{name}.warmup_steps={optim.warmup_steps} is more than the {total_steps} steps of the run, whose learning rate rises to "
-            f"{reached:.3g} of {name}.lr={optim.lr}"
+            f"{name}.warmup_steps={optim.warmup_steps} is more than the {total_steps} steps of the run, whose learning rate rises only to "
+            f"{reached:.3g}, not to {name}.lr={optim.lr}"
         )
     for others, is_used, where in (
         (("min_lr_ratio",), optim.schedule != "constant", f"{name}.schedule={optim.schedule}"),

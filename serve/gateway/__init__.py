@@ -1,1 +1,1 @@
-"""The gateway: agents of any making talk to a policy by HTTP, and the policy's own tokens are kept."""
+"""The gateway: any agent can talk to a policy over HTTP, and the exact tokens of the policy are recorded."""

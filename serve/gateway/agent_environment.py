@@ -1,6 +1,6 @@
-"""The environment `gateway`: an agent of any making, whose requests to the policy are the turns of its episode. Imports no torch.
+"""The environment `gateway`: any agent whose requests to the policy are the turns of its episode. Imports no torch.
 
-the run's prompt -> agent -> HTTP request -> observation -> the policy's turn -> HTTP answer -> agent -> ... -> reward
+the run's prompt -> agent -> HTTP request -> observation -> the policy's turn -> HTTP response -> agent -> ... -> reward
 """
 
 import asyncio
@@ -28,7 +28,7 @@ AGENTS = Locations(
     kind="agent", setting="environment.settings.agent", attribute="function", group="drivetrain.agents", named={}
 )
 END_S = 10.0
-"""For how many seconds an agent whose episode has ended is waited for."""
+"""The number of seconds to wait for an agent whose episode has ended."""
 
 
 @cache
@@ -46,19 +46,19 @@ def _agent_of(location: str) -> Agent:
 
 
 class GatewayEnvironment(Environment):
-    """An agent that talks to the policy by HTTP. Exactly one of `agent`, `command` and `port` says which.
+    """An agent that talks to the policy over HTTP. Exactly one of `agent`, `command` and `port` selects it.
 
     Args:
-        agent: A function `module:function`, plain or a coroutine, which is called with an `AgentTask` and returns the reward: a number, None to leave it
-            to the rewards, or a mapping with `reward` and numbers that are averaged.
-        command: The words of a program. It finds the policy in OPENAI_BASE_URL and ANTHROPIC_BASE_URL, reads the task as JSON from its standard input, and
-            prints the reward, as JSON, as its last line, or nothing.
-        port: A port at which agents that run elsewhere are given sessions by `POST /sessions`.
-        host: The address to listen at. Other than the loopback address needs `api_key`.
+        agent: A function `module:function`, plain or a coroutine. It is called with an `AgentTask` and returns the reward: a number, None
+            to leave it to the rewards, or a mapping with `reward` and numbers that are averaged.
+        command: The words of a program. It finds the policy in OPENAI_BASE_URL and ANTHROPIC_BASE_URL and reads the task as JSON from
+            standard input. Its last line of output is the reward as JSON; it may also print nothing.
+        port: A port at which remote agents take sessions with `POST /sessions`.
+        host: The address to listen on. Any but the loopback address needs `api_key`.
         api_key: The key for sessions; with `port` also DRIVETRAIN_API_KEY, which is not stored with the settings.
-        allowed_hosts: Further names under which agents may address the gateway.
+        allowed_hosts: Additional host names that agents may use.
         model: The name of the policy in requests.
-        silence_s: With `port`: after how many seconds in which nothing was heard of an agent its prompt is given to another one.
+        silence_s: With `port`: the number of seconds without a request of an agent after which its prompt goes to another agent.
 
     Raises:
         ConfigError: A setting is invalid.
@@ -81,7 +81,7 @@ class GatewayEnvironment(Environment):
         if len(chosen) != 1:
             which = "none" if not chosen else " and ".join(chosen)
             raise ConfigError(
-                f"environment.settings has {which} of agent, command and port; set exactly one, which says what the agent is"
+                f"environment.settings has {which} of agent, command and port; set exactly one, to select the agent"
             )
         for name, value in (("command", command), ("allowed_hosts", allowed_hosts)):
             if value is not None and (isinstance(value, str) or not all(isinstance(word, str) for word in value)):
@@ -94,7 +94,7 @@ class GatewayEnvironment(Environment):
             raise ConfigError(f"environment.settings.silence_s={silence_s!r:.40}; it must be a number above 0, and finite")
         for name, text in (("host", host), ("model", model), ("api_key", api_key)):
             if text is not None and (not isinstance(text, str) or not text):
-                raise ConfigError(f"environment.settings.{name}={text!r:.40}; it must be a text")
+                raise ConfigError(f"environment.settings.{name}={text!r:.40}; it must be a string")
         key = api_key or (os.environ.get(KEY_VARIABLE) if port is not None else None)
         if not is_loopback(host) and not key:
             raise ConfigError(
@@ -116,16 +116,16 @@ class GatewayEnvironment(Environment):
 
     @property
     def processes(self) -> int | None:
-        """One with `port`, at which only one can listen."""
+        """One with `port`, since only one process can listen on it."""
         return 1 if self._gives else None
 
     @property
     def independent(self) -> bool:
-        """Not with `port`: there may be fewer agents than episodes."""
+        """False with `port`: there may be fewer agents than episodes."""
         return not self._gives
 
     async def reset(self, row: EpisodeRow) -> Observation:
-        """Let the agent begin; return its first request."""
+        """Start the agent; return its first request."""
         self._server = await _servers(asyncio.get_running_loop()).of(self._settings, gives=self._gives)
         self._session = session = self._server.open(row)
         if self._gives:
@@ -143,11 +143,11 @@ class GatewayEnvironment(Environment):
             self._run.when_done(self._ended)
         first = await self._next()
         if isinstance(first, Done):
-            raise EnvironmentResultError("the agent has ended without a request to the policy")
+            raise EnvironmentResultError("the agent ended without a request to the policy")
         return first
 
     async def step(self, turn: Turn) -> Observation | Done:
-        """Answer the agent's request with what the policy has written; return the next one, or the end."""
+        """Answer the agent's request with the policy's turn; return the next request, or the end."""
         assert self._session is not None
         self._session.answer(turn)
         return await self._next()
@@ -159,15 +159,15 @@ class GatewayEnvironment(Environment):
         except asyncio.CancelledError:
             if not self._session.finished.cancelled():
                 raise
-            raise EpisodeLostError("the agent has given its session back") from None
+            raise EpisodeLostError("the agent has returned its session") from None
         if result is None:
-            raise EpisodeLostError(f"nothing was heard of the agent for environment.settings.silence_s={self._silence_s:g}")
+            raise EpisodeLostError(f"the agent made no request for environment.settings.silence_s={self._silence_s:g}")
         if isinstance(result, Observation):
             return result
         return Done(reward=result.reward, metrics=result.metrics, unread=self._session.take_unread())
 
     async def close(self) -> bool:
-        """End the session, and the agent if it can be ended; return whether that goes on."""
+        """End the session, and the agent if possible; return whether the agent keeps running."""
         if self._server is not None and self._session is not None:
             self._server.close_session(self._session)
         return self._run is not None and await self._run.end(END_S)
@@ -177,7 +177,7 @@ class GatewayEnvironment(Environment):
         if running.cancelled():
             return
         error = running.exception()
-        # What an agent does after the end of its episode concerns nobody.
+        # The result of an agent after the end of its episode is ignored.
         if session is None or session.is_closed or session.finished.done():
             return
         if error is None:

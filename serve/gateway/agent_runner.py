@@ -1,7 +1,7 @@
-"""Runs an agent: a function or a program, that talks to the policy by HTTP. Imports no torch.
+"""Runs an agent, a function or a program that talks to the policy over HTTP. Imports no torch.
 
-Nothing of it runs in the event loop of the server that answers it, which it would wait for: coroutines have a loop in a thread of their own, other functions
-a thread each, and programs a process each.
+Agents never run in the event loop of the server that answers them, which would deadlock. Coroutines run in a loop in a separate thread,
+plain functions in one thread each, and programs in one process each.
 """
 
 import asyncio
@@ -25,26 +25,26 @@ from ...environments.environment import EnvironmentResultError
 from .agent_server import EpisodeReward
 
 THREADS = 256
-"""How many agents that are plain functions may run in a process at the same time."""
+"""The maximum number of agents that are plain functions and run in a process at the same time."""
 _OUTPUT_BYTES = 2**16
-"""How much of what a program prints is kept."""
+"""The number of bytes that are kept of a program's output."""
 _CLOSE_S = 1.0
-"""For how many seconds the pipes of a program that has ended are read."""
+"""The number of seconds to keep reading the pipes of a program that has exited."""
 _LOOK_S = 0.02
-"""How often one looks whether a program has ended, or an agent."""
+"""The polling interval for the end of a program or an agent, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentTask:
-    """What an agent is given.
+    """The task of an agent.
 
     Args:
-        base_url: Where the policy is, for clients of OpenAI's interface; the API key does not matter.
-        anthropic_base_url: Where it is for clients of Anthropic's interface.
+        base_url: The address of the policy for OpenAI clients; any API key is accepted.
+        anthropic_base_url: The address of the policy for Anthropic clients.
         model: The name of the policy.
         prompt: The prompt of the row: a text, or the messages of a chat.
         columns: The other columns of the row, by name.
-        seed: A number for whatever the agent draws, so that another run draws the same.
+        seed: The seed for the agent's random numbers, so that runs are reproducible.
     """
 
     base_url: str
@@ -63,11 +63,11 @@ class AgentError(Exception):
 
 
 class AgentRun:
-    """An agent that runs.
+    """A running agent.
 
     Args:
         agent: A function, or the words of a program.
-        task: What it is given.
+        task: Its task.
     """
 
     def __init__(self, agent: Agent | Sequence[str], task: AgentTask) -> None:
@@ -76,14 +76,14 @@ class AgentRun:
         self._running: asyncio.Future[EpisodeReward] = asyncio.ensure_future(self._run())
 
     def when_done(self, call: Callable[["asyncio.Future[EpisodeReward]"], None]) -> None:
-        """Let something be called when the agent has ended, with its reward or its error."""
+        """Register a callback for the end of the agent, which receives its reward or its error."""
         self._running.add_done_callback(call)
 
     async def end(self, seconds: float) -> bool:
-        """End the agent, whose requests are refused by now; return whether it goes on, because it cannot be ended.
+        """End the agent, whose requests are already refused; return whether it keeps running because it cannot be ended.
 
         Args:
-            seconds: For how long it is waited for.
+            seconds: The number of seconds to wait for it.
         """
         self._running.cancel()
         deadline = asyncio.get_running_loop().time() + seconds
@@ -104,7 +104,7 @@ class AgentRun:
             result = await asyncio.wrap_future(_threads().submit(self._in_thread, agent))
             if not inspect.isawaitable(result):
                 return result
-            # A callable object, whose call is a coroutine.
+            # A callable object may return a coroutine.
             self._ended.clear()
         else:
             result = agent(self._task)
@@ -113,7 +113,7 @@ class AgentRun:
     def _in_thread(self, agent: Agent) -> Any:
         try:
             return agent(self._task)
-        except BaseException as e:  # also a wish to exit, which is the agent's alone
+        except BaseException as e:  # also SystemExit, which must end only the agent
             raise AgentError(described(e)) from e
         finally:
             self._ended.set()
@@ -133,10 +133,10 @@ class AgentRun:
 
 
 def described(error: BaseException) -> str:
-    """Return an error as a text, also one that cannot be printed."""
+    """Return an error as text, even if its own text cannot be computed."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # of the error's own text
+    except Exception:  # `str` of a third-party error may raise anything
         return type(error).__name__
 
 
@@ -153,10 +153,10 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def reward_of(result: Any) -> EpisodeReward:
-    """Return what an agent has returned as a reward.
+    """Return an agent's result as a reward.
 
     Raises:
-        EnvironmentResultError: It is neither None, a finite number, nor a mapping of these.
+        EnvironmentResultError: It is neither None, nor a finite number, nor a mapping to such numbers.
     """
     numbers = dict(result) if isinstance(result, Mapping) else {"reward": result}
     if numbers.get("reward", 0) is None:
@@ -164,7 +164,7 @@ def reward_of(result: Any) -> EpisodeReward:
     for name, value in numbers.items():
         if not isinstance(value, Real) or not _is_finite(value):
             raise EnvironmentResultError(
-                f"the agent returned {name}={value!r:.40}; it must return a finite number, None, or a mapping of such by name"
+                f"the agent returned {name}={value!r:.40}; it must return a finite number, None, or a mapping of names to finite numbers"
             )
     reward = numbers.pop("reward", None)
     metrics = {str(name): float(value) for name, value in numbers.items()}
@@ -179,11 +179,11 @@ def _is_finite(value: Any) -> bool:
 
 
 async def run_program(command: Sequence[str], task: AgentTask) -> Any:
-    """Run a program; return what its last line says. All that it has started ends with it.
+    """Run a program; return the value of its last line. All processes that it has started end with it.
 
     Raises:
-        AgentError: It has failed.
-        EnvironmentResultError: Its last line is no JSON.
+        AgentError: It failed.
+        EnvironmentResultError: Its last line is not valid JSON.
     """
     addresses = {
         "OPENAI_BASE_URL": task.base_url,
@@ -198,13 +198,13 @@ async def run_program(command: Sequence[str], task: AgentTask) -> Any:
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, **addresses},
         start_new_session=True,
-        preexec_fn=die_with_parent,  # it calls one function of the kernel, and takes no lock
+        preexec_fn=die_with_parent,  # safe after fork: it makes one system call and takes no lock
     )
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
     printed, errors = bytearray(), bytearray()
-    # At the same time: it may print before it reads.
+    # Write and read concurrently: the program may print before it reads.
     piping = [
         asyncio.ensure_future(_feed(process.stdin, json.dumps(asdict(task)).encode())),
         asyncio.ensure_future(_keep_tail(process.stdout, printed)),
@@ -216,15 +216,13 @@ async def run_program(command: Sequence[str], task: AgentTask) -> Any:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         await _exit_of(process)
-        # What has left its group may keep a pipe open.
+        # A process that has left the process group may keep a pipe open.
         await asyncio.wait(piping, timeout=_CLOSE_S)
         for one in piping:
             one.cancel()
     code = process.returncode
     if code:
-        raise AgentError(
-            f"the program {command[0]} has ended with exit code {code}: {errors.decode(errors='replace').strip()[-500:]}"
-        )
+        raise AgentError(f"the program {command[0]} exited with code {code}: {errors.decode(errors='replace').strip()[-500:]}")
     lines = printed.decode(errors="replace").strip().splitlines()
     if not lines:
         return None
@@ -232,12 +230,12 @@ async def run_program(command: Sequence[str], task: AgentTask) -> Any:
         return json.loads(lines[-1])
     except ValueError:
         raise EnvironmentResultError(
-            f"the program {command[0]} has printed {lines[-1]!r:.80} as its last line; it must be a number, or an object of numbers, as JSON"
+            f"the program {command[0]} printed {lines[-1]!r:.80} as its last line; it must be a JSON number, or a JSON object of numbers"
         ) from None
 
 
 async def _exit_of(process: asyncio.subprocess.Process) -> None:
-    # Its own `wait` also waits for what the process has started and left its pipes.
+    # `Process.wait` would also wait for child processes that inherited the pipes.
     while process.returncode is None:
         await asyncio.sleep(_LOOK_S)
 
@@ -250,7 +248,7 @@ async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
 
 
 async def _keep_tail(stream: asyncio.StreamReader, kept: bytearray) -> None:
-    """Keep the last part of what comes from a pipe."""
+    """Read a pipe to its end, and keep the last part."""
     while chunk := await stream.read(_OUTPUT_BYTES):
         kept += chunk
         del kept[:-_OUTPUT_BYTES]

@@ -1,4 +1,4 @@
-"""The gateway inside a run: a request of an agent becomes the next observation of an episode, and the policy's turn is its answer. Imports no torch."""
+"""The gateway inside a run: an agent's request is the next observation of its episode, and the policy's turn the response. Imports no torch."""
 
 import asyncio
 import hmac
@@ -26,20 +26,20 @@ from .routes import AnswerPiece, PolicyRoutes, bearer, new_app
 log = logging.getLogger(__name__)
 
 MOST_ANSWERS = 128
-"""The number of answers to a request."""
+"""The maximum number of completions of a request."""
 
 
 @dataclass(kw_only=True, eq=False)
 class PendingAnswer:
-    """An answer that an agent waits for.
+    """A completion that an agent waits for.
 
     Args:
-        request: What was asked.
-        index: The number of the answer among those to the request.
-        form: How it is written.
-        place: How much of what was asked is known, and the turn that it follows.
-        turn: The number of the turn that was the answer.
-        outcome: The answer; cancelled if nobody waits for it any more.
+        request: The request.
+        index: The index of the completion in the request.
+        form: The format of the response.
+        place: The known prefix of the conversation, and the turn that the completion follows.
+        turn: The number of the turn that became the completion.
+        outcome: The completion; cancelled if the client no longer waits for it.
     """
 
     request: AnswerRequest
@@ -61,7 +61,7 @@ class EpisodeSession:
     """A session, which is one episode.
 
     Args:
-        row: What the episode is about.
+        row: The row of the episode.
     """
 
     def __init__(self, row: EpisodeRow) -> None:
@@ -69,21 +69,21 @@ class EpisodeSession:
         self.key, self.reward_key = secrets.token_urlsafe(16), secrets.token_urlsafe(16)
         self.responses = StoredResponses()
         self.finished: asyncio.Future[EpisodeReward] = asyncio.get_running_loop().create_future()
-        """Its reward, when the agent has ended."""
+        """Its reward, once the agent has finished."""
         self.claimed = asyncio.Event()
-        """Whether an agent has it."""
+        """Whether an agent has taken it."""
         self.heard_at = time.monotonic()
-        """When the agent was heard of last."""
+        """The time of the agent's last request."""
         self.is_closed = False
         self._history: History[int] = History()
         self._asked: asyncio.Queue[PendingAnswer] = asyncio.Queue()
         self._pending: PendingAnswer | None = None
         self._unread: list[int] = []
 
-    # ---- what agents do --------------------------------------------------------------------------------------------------
+    # ---- calls of agents -------------------------------------------------------------------------------------------------
 
     def ask(self, request: AnswerRequest, form: AnswerFormat) -> list[PendingAnswer]:
-        """Ask for answers. Those of a session are written one after the other.
+        """Request completions. Those of a session are generated one after another.
 
         Raises:
             SessionEndedError: The episode has ended.
@@ -103,16 +103,16 @@ class EpisodeSession:
         """End the episode with its reward.
 
         Raises:
-            SessionEndedError: It has ended before; a reward is given once.
+            SessionEndedError: It has already ended; a reward can be given only once.
         """
         if self.is_closed or self.finished.done():
-            raise SessionEndedError("the session has ended before")
+            raise SessionEndedError("the session has already ended")
         self.finished.set_result(reward)
 
-    # ---- what the episode does -------------------------------------------------------------------------------------------
+    # ---- calls of the episode --------------------------------------------------------------------------------------------
 
     def answer(self, turn: Turn) -> None:
-        """Give the agent the turn that the policy has written."""
+        """Pass the policy's turn to the agent."""
         pending, self._pending = self._pending, None
         assert pending is not None
         pending.turn = turn.number
@@ -136,13 +136,13 @@ class EpisodeSession:
         self.heard_at = time.monotonic()
 
     async def next(self, *, silence_s: float | None = None) -> Observation | EpisodeReward | None:
-        """Wait for what the agent does next: an observation that the policy answers, or the end of the episode.
+        """Wait for the agent's next action: an observation for the policy, or the end of the episode.
 
         Args:
-            silence_s: For how many seconds nothing may be heard of the agent; None without a limit.
+            silence_s: The maximum number of seconds without a request of the agent; None for no limit.
 
         Returns:
-            The observation or the reward; None if nothing was heard.
+            The observation or the reward; None if the agent was silent for too long.
         """
         while True:
             asking = asyncio.ensure_future(self._asked.get())
@@ -155,13 +155,13 @@ class EpisodeSession:
                     asking.cancel()
             if self.finished.done():
                 if asking.done() and not asking.cancelled():
-                    # Who has asked is told when the session is closed.
+                    # The client receives an error when the session is closed.
                     self._asked.put_nowait(asking.result())
                 return self.finished.result()
             if asking.done() and not asking.cancelled():
                 pending = asking.result()
                 if pending.outcome.done():
-                    # Its client has gone away.
+                    # Its client has disconnected.
                     continue
                 self._pending, self.heard_at = pending, time.monotonic()
                 return self._observation(pending)
@@ -186,16 +186,16 @@ class EpisodeSession:
         return Observation(tokens=list(rest), **common) if rest else Observation(text="", **common)
 
     def forget(self, asked: Sequence[PendingAnswer]) -> None:
-        """Note that nobody has read the answers to a request."""
+        """Record that the client did not read the completions of a request."""
         self._unread += [one.turn for one in asked if one.turn is not None and one.turn not in self._unread]
 
     def take_unread(self) -> tuple[int, ...]:
-        """Return the numbers of the turns that nobody has read, once."""
+        """Return the numbers of the turns that the agent has not read, each only once."""
         unread, self._unread = tuple(self._unread), []
         return unread
 
     def close(self) -> None:
-        """End the session: whoever waits for an answer is told so."""
+        """End the session; pending requests receive an error."""
         self.is_closed = True
         while not self._asked.empty():
             self._refuse(self._asked.get_nowait())
@@ -209,11 +209,11 @@ class EpisodeSession:
 
 
 class AgentServer(PolicyRoutes[EpisodeSession]):
-    """The routes of the sessions of a process, at an address of its own.
+    """The routes of the sessions of a process, at a separate address.
 
     Args:
-        settings: Where it listens, and the keys by which agents that run elsewhere begin sessions.
-        gives: Whether such agents are given sessions.
+        settings: Its address, and the keys with which remote agents take sessions.
+        gives: Whether remote agents can take sessions.
     """
 
     def __init__(self, settings: ServeSettings, *, gives: bool = False) -> None:
@@ -225,7 +225,7 @@ class AgentServer(PolicyRoutes[EpisodeSession]):
         self.root = ""
 
     async def start(self) -> None:
-        """Begin to listen.
+        """Start to listen.
 
         Raises:
             ConfigError: The address cannot be used.
@@ -247,7 +247,7 @@ class AgentServer(PolicyRoutes[EpisodeSession]):
     # ---- sessions --------------------------------------------------------------------------------------------------------
 
     def open(self, row: EpisodeRow) -> EpisodeSession:
-        """Begin a session. If agents that run elsewhere are given sessions, it waits for one of them."""
+        """Start a session. If remote agents take sessions, it waits for one of them."""
         session = EpisodeSession(row)
         self._sessions[session.key] = session
         if self._gives:
@@ -262,22 +262,22 @@ class AgentServer(PolicyRoutes[EpisodeSession]):
             self._waiting.remove(session)
 
     def addresses(self, session: EpisodeSession, root: str = "") -> dict[str, str]:
-        """Return what an agent talks to.
+        """Return the addresses of a session for its agent.
 
         Args:
             session: The session.
-            root: The address at which the agent has found the gateway; that at which it listens if empty.
+            root: The address at which the agent has reached the gateway; if empty, the listening address.
         """
         root = f"{root or self.root}/sessions/{session.key}"
         return {"base_url": f"{root}/v1", "anthropic_base_url": root}
 
     async def give(self, request: Request) -> dict[str, Any]:
-        """Give an agent the session that waits longest."""
+        """Give an agent the session that has waited longest."""
         keys = self._settings.api_keys
         if keys and not any(hmac.compare_digest(bearer(request).encode(), key.encode()) for key in keys):
             raise HTTPException(401, "the key is missing or wrong; send it as: Authorization: Bearer KEY")
         if not self._waiting:
-            raise HTTPException(503, "no prompt waits for an agent now; ask again later", headers={"retry-after": "1"})
+            raise HTTPException(503, "no prompt is waiting for an agent; try again later", headers={"retry-after": "1"})
         session = self._waiting.popleft()
         session.heard_at = time.monotonic()
         session.claimed.set()
@@ -292,15 +292,15 @@ class AgentServer(PolicyRoutes[EpisodeSession]):
         }
 
     async def reward(self, key: str, body: EpisodeReward, request: Request) -> dict[str, Any]:
-        """End a session with its reward, once."""
+        """End a session with its reward; only possible once."""
         self._guarded(key, request).finish(body)
         return {"session": key, "reward": body.reward}
 
     async def lose(self, key: str, request: Request) -> dict[str, Any]:
-        """End a session without a reward: its prompt waits for another agent."""
+        """End a session without a reward; its prompt then waits for another agent."""
         session = self._guarded(key, request)
         if session.is_closed or not session.finished.cancel():
-            raise SessionEndedError("the session has ended before")
+            raise SessionEndedError("the session has already ended")
         return {"session": key}
 
     def _guarded(self, key: str, request: Request) -> EpisodeSession:
@@ -320,21 +320,21 @@ class AgentServer(PolicyRoutes[EpisodeSession]):
         return session
 
     def check(self, session: EpisodeSession, request: AnswerRequest) -> None:
-        """Check that a request can be answered as it asks."""
+        """Check that the server supports the request's options."""
         request.check(name=self._name, aliases=(), temperature=session.row.temperature)
         asked = request.sampling
         for name in ("seed", "stop_token_ids", "ignore_eos"):
             if getattr(asked, name):
-                raise ConfigError(f"{name}={getattr(asked, name)!r:.40}: a run decides that itself; leave it out")
+                raise ConfigError(f"{name}={getattr(asked, name)!r:.40}: the run decides that itself; remove it")
         if asked.n > MOST_ANSWERS:
-            raise ConfigError(f"n={asked.n}: at most {MOST_ANSWERS} answers are allowed")
+            raise ConfigError(f"n={asked.n}: at most {MOST_ANSWERS} completions are allowed")
 
     async def count(self, session: EpisodeSession, request: AnswerRequest) -> int:
-        """Refuse to count tokens: the tokenizer is elsewhere."""
-        raise ConfigError("tokens are not counted inside a run; `usage` of an answer says how many there were")
+        """Reject the request: the tokenizer is in another process."""
+        raise ConfigError("tokens cannot be counted inside a run; see `usage` of a response")
 
     async def begin(self, session: EpisodeSession, request: AnswerRequest, form: AnswerFormat) -> AsyncIterator[AnswerPiece]:
-        """Begin to answer."""
+        """Start to answer a request."""
         return _pieces(session, session.ask(request, form), streams=request.stream)
 
 
@@ -344,7 +344,7 @@ async def _pieces(session: EpisodeSession, asked: Sequence[PendingAnswer], *, st
             yield AnswerPiece(index=one.index, answer=await one.outcome)
     finally:
         if not all(one.outcome.done() for one in asked) and not streams:
-            # They would have been sent together.
+            # They would have been sent in one response.
             session.forget(asked)
         for one in asked:
             one.outcome.cancel()
@@ -368,7 +368,7 @@ class AgentServers:
         try:
             return await asyncio.shield(self.servers[key])
         except ConfigError:
-            # Another one may find the port free.
+            # Another attempt may find the port free.
             self.servers.pop(key, None)
             raise
 

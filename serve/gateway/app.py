@@ -30,11 +30,11 @@ class GatewaySettings:
     """The settings of a gateway.
 
     Args:
-        service: Those that it shares with other services. `api_keys` are the keys by which sessions are opened.
-        limits: What a session may use.
-        most_sessions: The number of sessions that may be open at the same time.
-        temperature: The temperature at which all answers are sampled.
-        turn_tokens: The number of tokens of an answer.
+        service: The settings that it shares with other services. `api_keys` are the keys for opening sessions.
+        limits: The limits of a session.
+        most_sessions: The maximum number of open sessions.
+        temperature: The sampling temperature of all completions.
+        turn_tokens: The maximum number of tokens of a completion.
     """
 
     service: ServeSettings
@@ -76,7 +76,7 @@ def create_gateway(settings: GatewaySettings, model: ServedModel, replicas: Repl
 
 
 class Gateway(PolicyRoutes[Session]):
-    """What the routes do.
+    """The handlers of the routes.
 
     Args:
         settings: The settings.
@@ -92,7 +92,7 @@ class Gateway(PolicyRoutes[Session]):
         self._completions = RequestCompletions(replicas, model.texts, Metrics())
 
     async def health(self) -> Response:
-        """Say whether any worker takes requests, and how many sessions there are."""
+        """Report whether any worker accepts requests, and the number of sessions."""
         healthy, counts = self._replicas.is_healthy(), self.sessions.counts
         body = {"status": "ok" if healthy else "no worker", "open": self.sessions.open_count, **asdict(counts)}
         return JSONResponse(body, status_code=200 if healthy else 503)
@@ -100,7 +100,7 @@ class Gateway(PolicyRoutes[Session]):
     # ---- sessions --------------------------------------------------------------------------------------------------------
 
     async def open(self, request: Request) -> dict[str, str]:
-        """Begin a session."""
+        """Start a session."""
         keys = self._settings.service.api_keys
         if keys and bearer(request) not in keys:
             raise HTTPException(401, "the key is missing or wrong; send it as: Authorization: Bearer KEY")
@@ -141,10 +141,10 @@ class Gateway(PolicyRoutes[Session]):
         return self.sessions.find(key)
 
     def check(self, session: Session, request: AnswerRequest) -> None:
-        """Check that a request can be answered as it asks."""
+        """Check that the server supports the request's options."""
         request.check(name=self._name, aliases=self._model.aliases, temperature=self._settings.temperature)
         if request.sampling.n > (most := self._settings.service.max_samples):
-            raise ConfigError(f"n={request.sampling.n}: at most {most} answers are allowed")
+            raise ConfigError(f"n={request.sampling.n}: at most {most} completions are allowed")
         self._model.check_length(request.conversation.characters)
 
     async def count(self, session: Session, request: AnswerRequest) -> int:
@@ -154,7 +154,7 @@ class Gateway(PolicyRoutes[Session]):
         return len(place.prompt)
 
     async def begin(self, session: Session, request: AnswerRequest, form: AnswerFormat) -> AsyncIterator[AnswerPiece]:
-        """Begin to answer."""
+        """Start to answer a request."""
         place = await asyncio.to_thread(session.place, request.conversation, self._tokenize)
         prompt, asked, most = place.prompt, request.sampling, self._settings.turn_tokens
         form.usage.prompt = len(prompt)
@@ -172,7 +172,7 @@ class Gateway(PolicyRoutes[Session]):
         form: AnswerFormat,
         pieces: AsyncIterator[CompletionPiece],
     ) -> AsyncIterator[AnswerPiece]:
-        # Here, so that what is never begun counts nothing; until they have ended, also if the client goes away.
+        # Count completions here, when they really start, and until they end, even if the client disconnects.
         session.running += request.sampling.n
         try:
             async for piece in pieces:
@@ -187,7 +187,7 @@ class Gateway(PolicyRoutes[Session]):
             await pieces.aclose()  # type: ignore[attr-defined]
 
     def _ended(self, session: Session, place: Place, request: AnswerRequest, piece: CompletionPiece) -> Answer:
-        """Note an answer that has ended."""
+        """Record a finished completion."""
         response = piece.response
         tokens = [token.token for token in response.tokens]
         answer = answer_of(
@@ -217,7 +217,7 @@ class Gateway(PolicyRoutes[Session]):
             return self._tokens.text(conversation.text[begin:], last)
         ids = list(conversation.ids[begin:])
         if any(token >= len(self._tokens.tokenizer) for token in ids):
-            raise ConfigError(f"prompt has the token {max(ids)}, and the model has those below {len(self._tokens.tokenizer)}")
+            raise ConfigError(f"prompt has the token {max(ids)}, but the model has only {len(self._tokens.tokenizer)} tokens")
         return ids
 
 

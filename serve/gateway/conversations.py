@@ -1,4 +1,4 @@
-"""What agents ask a policy to answer, and which of its earlier answers that goes on from. Imports no torch."""
+"""The conversations that agents send, and the earlier completions that these continue. Imports no torch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,17 +12,17 @@ T = TypeVar("T")
 
 
 def digest_of(before: str, part: str) -> str:
-    """Return the digest of a conversation, from that of the messages before the last one and the last one."""
+    """Return the digest of a conversation, from the digest of all messages but the last, and the last message."""
     return sha256(f"{before}\0{part}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPath:
-    """The messages of a request, with the digests of all conversations that they begin with.
+    """The messages of a request, with the digests of all their prefixes.
 
     Args:
         messages: The messages.
-        digests: For each number of messages, from none to all, the digest of so many, and of the tools.
+        digests: For each prefix, from no message to all, the digest of its messages and the tools.
         tools: The tools, as JSON schemas.
     """
 
@@ -46,7 +46,7 @@ class ChatPath:
 
 @dataclass(frozen=True, kw_only=True)
 class TextPrompt:
-    """A text that is to be continued; whoever sends it has written the template."""
+    """A text to be continued; its client has applied the template."""
 
     text: str
 
@@ -58,13 +58,13 @@ class TextPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPrompt:
-    """Token ids that are to be continued."""
+    """Token ids to be continued."""
 
     ids: tuple[int, ...]
 
     @property
     def characters(self) -> int:
-        """No characters, which nobody has to turn into tokens."""
+        """Zero, since nothing has to be tokenized."""
         return 0
 
 
@@ -73,16 +73,16 @@ Conversation = ChatPath | TextPrompt | TokenPrompt
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An answer of the policy, when all of it is there.
+    """A finished completion of the policy.
 
     Args:
-        index: Its number among the answers to a request.
-        turn: It as a message, with the calls of tools that were read from it.
-        text: Its text, before the stop string that ended it.
-        is_cut: Whether a limit has ended it.
-        stop: The stop string that has ended it; empty if none has.
+        index: Its index in its request.
+        turn: The completion as a message, with its parsed tool calls.
+        text: Its text, up to the stop string that ended it.
+        is_cut: Whether a limit ended it.
+        stop: The stop string that ended it; empty if none did.
         tokens: Its tokens.
-        whole_text: The text of its tokens; longer than `text` behind a stop string.
+        whole_text: The text of all its tokens; longer than `text` after a stop string.
     """
 
     index: int
@@ -95,7 +95,7 @@ class Answer:
 
 
 class History(Generic[T]):
-    """The answers of a session, by what they have answered."""
+    """The completions of a session, by the conversations that they continued."""
 
     def __init__(self) -> None:
         self._by_digest: dict[str, T] = {}
@@ -103,13 +103,13 @@ class History(Generic[T]):
         self._ids: list[tuple[tuple[int, ...], T]] = []
 
     def find(self, conversation: Conversation) -> tuple[int, T | None]:
-        """Return the last answer that a conversation goes on from, and where what follows it begins.
+        """Return the last completion that a conversation continues, and where the new part begins.
 
         Args:
             conversation: The conversation.
 
         Returns:
-            The number of messages, of characters or of tokens that are equal; and the value of the answer, of several the last one, or None.
+            The number of equal messages, characters or tokens; and the value of the completion (the latest if there are several), or None.
         """
         if isinstance(conversation, ChatPath):
             for count in range(len(conversation.messages), 0, -1):
@@ -121,23 +121,23 @@ class History(Generic[T]):
             beginnings = [(len(text), value) for text, value in self._texts if conversation.text.startswith(text)]
         else:
             beginnings = [(len(ids), value) for ids, value in self._ids if conversation.ids[: len(ids)] == ids]
-        # Of equal lengths the last one.
+        # Among equal lengths, take the latest.
         return max(reversed(beginnings), key=lambda one: one[0], default=(0, None))
 
     def add(self, conversation: Conversation, answer: Answer, value: T) -> None:
-        """Note an answer.
+        """Record a completion.
 
         Args:
-            conversation: What it answers.
-            answer: The answer as it was returned.
-            value: What `find` returns for it.
+            conversation: The conversation that it continues.
+            answer: The completion as it was returned.
+            value: The value that `find` returns for it.
         """
         if isinstance(conversation, ChatPath):
             self._by_digest[digest_of(conversation.digests[-1], answer.turn.canonical())] = value
         elif isinstance(conversation, TextPrompt):
-            # Whoever asks may write the stop string again, or not.
+            # The client may or may not repeat the stop string.
             texts = dict.fromkeys((answer.text, answer.whole_text))
-            # Without any, a request that is the same again would seem to go on from it.
+            # An empty completion is not recorded: an identical request would seem to continue it.
             self._texts += [(conversation.text + one, value) for one in texts if one]
         else:
             self._ids.append(((*conversation.ids, *answer.tokens), value))

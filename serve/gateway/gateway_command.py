@@ -1,8 +1,8 @@
-"""`drivetrain gateway`: a policy for agents of any making, whose own tokens are kept.
+"""`drivetrain gateway`: a policy for agents of any kind, whose exact tokens are recorded.
 
 drivetrain gateway MODEL|RUN|CHECKPOINT [--host 127.0.0.1] [--port 8100] [--temperature 1.0] [--max-turns N] [--max-tokens N] [--max-seconds S]
 
-POST /sessions begins a session: an agent talks to its `base_url`, and a trainer ends it with a reward and gets the tokens.
+POST /sessions starts a session: an agent talks to its `base_url`, and a trainer ends it with a reward and gets the tokens.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from .session import SessionLimits
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until the process is asked to end; return the exit code."""
+    """Serve until the process receives a signal to stop; return the exit code."""
     args = _parser().parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -60,19 +60,25 @@ def _parser() -> argparse.ArgumentParser:
     add, limits = parser.add_argument, SessionLimits()
     add_common_arguments(parser)
     parser.set_defaults(port=8100)
-    add("--api-key", action="append", default=[], metavar="KEY", help=f"a key by which sessions are opened; or {KEY_VARIABLE}")
-    add("--temperature", type=float, default=1.0, metavar="T", help="the temperature at which all answers are sampled")
-    add("--turn-tokens", type=int, default=4096, metavar="N", help="tokens of an answer")
-    add("--max-turns", type=int, default=limits.turns, metavar="N", help="answers in a session")
-    add("--max-tokens", type=int, default=limits.tokens, metavar="N", help="tokens of all answers in a session")
+    add("--api-key", action="append", default=[], metavar="KEY", help=f"a key for opening sessions; or {KEY_VARIABLE}")
+    add("--temperature", type=float, default=1.0, metavar="T", help="the sampling temperature of all completions")
+    add("--turn-tokens", type=int, default=4096, metavar="N", help="maximum number of tokens of a completion")
+    add("--max-turns", type=int, default=limits.turns, metavar="N", help="maximum number of completions in a session")
+    add(
+        "--max-tokens",
+        type=int,
+        default=limits.tokens,
+        metavar="N",
+        help="maximum number of tokens of all completions in a session",
+    )
     add(
         "--max-seconds",
         type=float,
         default=limits.seconds,
         metavar="S",
-        help="seconds from the beginning of a session to its end",
+        help="maximum duration of a session, in seconds",
     )
-    add("--max-sessions", type=int, default=4096, metavar="N", help="sessions that are open at the same time")
+    add("--max-sessions", type=int, default=4096, metavar="N", help="maximum number of open sessions")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Messages of a conversation, and the canonical form in which two are compared. Imports no torch."""
+"""Messages of a conversation, and their canonical form for comparisons. Imports no torch."""
 
 import json
 import re
@@ -18,10 +18,10 @@ class ChatTurn:
     """A message, in the form that chat templates take.
 
     Args:
-        role: Who has written it.
+        role: The role of its author.
         content: Its text.
-        calls: The calls of tools, of an assistant's message, each with the id that it was given.
-        call_id: The call that a tool's message answers.
+        calls: The tool calls of an assistant message, each with its id.
+        call_id: The id of the call that a tool message answers.
         name: The name of the tool, if it is known.
     """
 
@@ -32,9 +32,9 @@ class ChatTurn:
     name: str = ""
 
     def canonical(self) -> str:
-        """Return what two messages that are the same have in common.
+        """Return a text that is equal for equivalent messages.
 
-        The order of keys and white space in the arguments of a call do not count, and neither do ids, which stand for nothing that a policy reads.
+        It ignores key order and white space in the arguments of calls, and ids, which the policy does not read.
         """
         calls = [[call.name, call.arguments] for _, call in self.calls]
         return json.dumps([self.role, self.content, calls], sort_keys=True, ensure_ascii=False)
@@ -53,7 +53,7 @@ class ChatTurn:
 
 
 def read_messages(messages: Sequence[Any]) -> list[ChatTurn]:
-    """Return the messages of a request of OpenAI's chat interface.
+    """Return the messages of a request of the OpenAI chat API.
 
     Raises:
         ConfigError: A message is malformed; the error names its number.
@@ -69,7 +69,7 @@ def read_messages(messages: Sequence[Any]) -> list[ChatTurn]:
 
 
 def check_last(turns: Sequence[ChatTurn]) -> None:
-    """Check that there is something to answer.
+    """Check that the conversation ends with a message for the policy.
 
     Raises:
         ConfigError: There are no messages, or the last one is the policy's own.
@@ -77,7 +77,7 @@ def check_last(turns: Sequence[ChatTurn]) -> None:
     if not turns:
         raise ConfigError("there are no messages; give at least one")
     if turns[-1].role == "assistant":
-        raise ConfigError("the last message is the assistant's own; end with a message that it is to answer")
+        raise ConfigError("the last message is from the assistant; end with a message from another role")
 
 
 def _read(number: int, message: Any, names: Mapping[str, str]) -> ChatTurn:
@@ -87,9 +87,9 @@ def _read(number: int, message: Any, names: Mapping[str, str]) -> ChatTurn:
     if not isinstance(calls, list):
         raise ConfigError(f"messages.{number} has tool_calls={calls!r:.40}; they must be a list")
     if call_id is not None and not isinstance(call_id, str):
-        raise ConfigError(f"messages.{number} has tool_call_id={call_id!r:.40}; it must be a text")
+        raise ConfigError(f"messages.{number} has tool_call_id={call_id!r:.40}; it must be a string")
     if message["role"] == "tool" and not isinstance(call_id, str):
-        raise ConfigError(f"messages.{number} answers a tool's call, but has no tool_call_id")
+        raise ConfigError(f"messages.{number} is the result of a tool call, but has no tool_call_id")
     return ChatTurn(
         role=message["role"],
         content=read_text(f"messages.{number}", message.get("content")),
@@ -103,12 +103,12 @@ def read_text(place: str, content: Any, kinds: Sequence[str] = ("text",)) -> str
     """Return the text of a content, which is a text or a list of parts with texts.
 
     Args:
-        place: Where it stands in the request.
+        place: Its place in the request, for messages.
         content: The content.
         kinds: The types of parts that are texts.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The content has another form.
     """
     if content is None:
         return ""
@@ -124,29 +124,29 @@ def read_text(place: str, content: Any, kinds: Sequence[str] = ("text",)) -> str
 def _read_call(place: str, call: Any) -> tuple[str, ToolCall]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
-        raise ConfigError(f"{place} has a call of a tool without a function and its name")
+        raise ConfigError(f"{place} has a tool call without a function name")
     return read_call(place, call.get("id"), function.get("name"), function.get("arguments"))
 
 
 def read_call(place: str, call_id: Any, name: Any, arguments: Any) -> tuple[str, ToolCall]:
-    """Return a call of a tool, with its id.
+    """Return a tool call, with its id.
 
     Args:
-        place: Where it stands in the request.
+        place: Its place in the request, for messages.
         call_id: Its id.
         name: The name of the tool.
-        arguments: The arguments, also as JSON.
+        arguments: The arguments, as an object or as JSON text.
 
     Raises:
         ConfigError: It has no name.
     """
     if not isinstance(name, str):
-        raise ConfigError(f"{place} has a call of a tool without a function and its name")
+        raise ConfigError(f"{place} has a tool call without a function name")
     arguments = arguments or {}
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
-        # As the policy has written them; nobody could run this call.
+        # Keep the text of the policy; such a call cannot be executed.
         arguments = {"": arguments}
     if not isinstance(arguments, Mapping):
         arguments = {"": arguments}
@@ -154,19 +154,19 @@ def read_call(place: str, call_id: Any, name: Any, arguments: Any) -> tuple[str,
 
 
 def read_answer(text: str, *, tools: Sequence[Mapping[str, Any]], new_id: Callable[[], str]) -> ChatTurn:
-    """Return what a policy has written as a message.
+    """Return a completion as a message.
 
     Args:
-        text: Its text, without special tokens.
-        tools: The tools of the request; without any a call is text as any other.
-        new_id: Makes an id for a call.
+        text: The text of the completion, without special tokens.
+        tools: The tools of the request; if there are none, calls are not parsed.
+        new_id: Returns a new id for a call.
     """
     try:
         calls = [call.typed(tools) for call in parse_calls(text)] if tools else []
-        # What no JSON can hold: NaN, and half a character.
+        # Reject values that JSON cannot represent: NaN, and unpaired surrogates.
         json.dumps([[call.name, call.arguments] for call in calls], ensure_ascii=False, allow_nan=False).encode()
     except (CallFormatError, ValueError):
-        # What cannot be read as a call is a text, which the agent may complain about.
+        # An invalid call stays text, which the agent may complain about.
         calls = []
     mark = _CALL.search(text) if calls else None
     content = text if not calls else text[: mark.start()].rstrip() if mark else ""

@@ -1,4 +1,4 @@
-"""The routes by which agents ask a policy, whatever it is that answers. Imports no torch."""
+"""The routes for agents, shared by all servers of a policy. Imports no torch."""
 
 import json
 from abc import ABC, abstractmethod
@@ -33,7 +33,7 @@ SESSION_PATH = "/sessions/{key}"
 
 
 class AgentSession(Protocol):
-    """What the routes know of a session."""
+    """The interface of a session to the routes."""
 
     responses: StoredResponses
 
@@ -43,12 +43,12 @@ S = TypeVar("S", bound=AgentSession)
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerPiece:
-    """What an answer has gained.
+    """A piece of a completion.
 
     Args:
-        index: The number of the answer.
+        index: The index of the completion.
         text: The text.
-        answer: The answer, at its end.
+        answer: The whole completion, in its last piece.
     """
 
     index: int
@@ -57,7 +57,7 @@ class AnswerPiece:
 
 
 def new_app(settings: ServeSettings) -> FastAPI:
-    """Return an application without routes, whose requests pass the guards of a service.
+    """Return an application without routes, behind the guards of a service.
 
     Args:
         settings: The settings of the service.
@@ -69,7 +69,7 @@ def new_app(settings: ServeSettings) -> FastAPI:
 
 
 class PolicyRoutes(ABC, Generic[S]):
-    """The routes of the interfaces.
+    """The routes of the supported APIs.
 
     Args:
         name: The name of the policy.
@@ -79,7 +79,7 @@ class PolicyRoutes(ABC, Generic[S]):
         self._name = name
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the routes to an application, each by the path of a session and by its key."""
+        """Add the routes to an application, each under the path of a session and with its key in a header."""
         for prefix in (SESSION_PATH, ""):
             app.get(f"{prefix}/v1/models")(self.models)
             app.post(f"{prefix}/v1/chat/completions")(self.chat)
@@ -101,15 +101,15 @@ class PolicyRoutes(ABC, Generic[S]):
         """Return an open session.
 
         Raises:
-            SessionUnknownError: There is none of this key.
+            SessionUnknownError: There is no open session with this key.
         """
 
     @abstractmethod
     def check(self, session: S, request: AnswerRequest) -> None:
-        """Check that a request can be answered as it asks.
+        """Check that the server supports the request's options.
 
         Raises:
-            ConfigError: It cannot.
+            ConfigError: It does not.
         """
 
     @abstractmethod
@@ -118,18 +118,18 @@ class PolicyRoutes(ABC, Generic[S]):
 
     @abstractmethod
     async def begin(self, session: S, request: AnswerRequest, form: AnswerFormat) -> AsyncIterator[AnswerPiece]:
-        """Begin to answer.
+        """Start to answer a request.
 
         Args:
             session: The session.
             request: The request.
-            form: How the answers are written, whose usage is filled in.
+            form: The format of the response, whose usage is filled in.
 
         Returns:
-            What the answers gain; it is closed if nobody waits for it any more.
+            The pieces of the completions; the iterator is closed if the client no longer waits for them.
 
         Raises:
-            DrivetrainError: It cannot be answered.
+            DrivetrainError: The request cannot be answered.
         """
 
     # ---- routes ----------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class PolicyRoutes(ABC, Generic[S]):
         return {"object": "list", "data": [model]}
 
     async def chat(self, body: GatewayChatRequest, request: Request, key: str = "") -> Response:
-        """Answer a conversation of OpenAI's chat interface."""
+        """Handle a request of the OpenAI chat API."""
         asked = body.read()
         return await self._answer(request, key, asked, lambda session: ChatFormat(self._name, asked))
 
@@ -151,18 +151,18 @@ class PolicyRoutes(ABC, Generic[S]):
         return await self._answer(request, key, asked, lambda session: TextFormat(self._name, asked))
 
     async def respond(self, body: ResponsesRequest, request: Request, key: str = "") -> Response:
-        """Answer the items of OpenAI's interface of responses."""
+        """Handle a request of the OpenAI responses API."""
         stored = self.session(key or _key(request)).responses
         asked = body.read(stored)
         return await self._answer(request, key, asked, lambda session: ResponsesFormat(self._name, asked, body, stored))
 
     async def message(self, body: MessagesRequest, request: Request, key: str = "") -> Response:
-        """Answer a conversation of Anthropic's interface."""
+        """Handle a request of the Anthropic messages API."""
         asked = body.read()
         return await self._answer(request, key, asked, lambda session: MessagesFormat(self._name, asked))
 
     async def count_tokens(self, body: CountTokensRequest, request: Request, key: str = "") -> dict[str, int]:
-        """Return the number of tokens of a conversation of Anthropic's interface."""
+        """Return the number of tokens of a conversation of the Anthropic API."""
         session = self.session(key or _key(request))
         return {"input_tokens": await self.count(session, body.read())}
 
@@ -175,7 +175,7 @@ class PolicyRoutes(ABC, Generic[S]):
         pieces = await self.begin(session, asked, form)
         if not asked.stream:
             return JSONResponse(await unless_gone(request, _whole(form, pieces)))
-        # What fails at once has a status of its own.
+        # Wait for the first piece: an immediate failure still gets its own status.
         first = await unless_gone(request, anext(pieces))
         stream = _stream(form, first, pieces)
         return ClosingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -193,7 +193,7 @@ async def _whole(form: AnswerFormat, pieces: AsyncIterator[AnswerPiece]) -> dict
 
 
 async def _stream(form: AnswerFormat, first: AnswerPiece, pieces: AsyncIterator[AnswerPiece]) -> AsyncIterator[bytes]:
-    """Yield the events of an answer. With tools a text may become a call, so it is held back until its end."""
+    """Yield the events of a response. With tools, text may turn out to be a call, so it is held back until its end."""
     sent: dict[int, str] = {}
 
     def events(piece: AnswerPiece) -> list[bytes]:
@@ -214,7 +214,7 @@ async def _stream(form: AnswerFormat, first: AnswerPiece, pieces: AsyncIterator[
         for event in form.end():
             yield event
     except DrivetrainError as e:
-        # The status was sent long ago.
+        # The status has already been sent, so the error is an event.
         yield form.error(str(e).splitlines()[0])
     finally:
         await pieces.aclose()  # type: ignore[attr-defined]
@@ -227,7 +227,7 @@ def bearer(request: Request) -> str:
 
 
 def _key(request: Request) -> str:
-    # The header of Anthropic's clients.
+    # The header of Anthropic clients.
     return bearer(request) or request.headers.get("x-api-key", "")
 
 
@@ -235,7 +235,7 @@ ErrorHandler = Callable[[Request, Exception], Any]
 
 
 def _in_its_format(handler: ErrorHandler) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Return a handler that answers errors of Anthropic's interface as that has them."""
+    """Return a handler that reports errors on Anthropic routes in the Anthropic format."""
 
     async def handle(request: Request, error: Exception) -> Response:
         response: Response = await handler(request, error)
@@ -253,7 +253,7 @@ async def _unknown(request: Request, error: Exception) -> Response:
 
 
 async def _ended(request: Request, error: Exception) -> Response:
-    # Clients ask again after 409.
+    # Clients retry after 409, so use another status.
     return JSONResponse(error_body(str(error), "invalid_request_error", "session_ended"), status_code=410)
 
 

@@ -1,11 +1,11 @@
-"""A session of an agent with a policy: the turns that the policy has written, as the tree that the agent's requests make of them.
+"""A session of an agent with a policy: the tree of the policy's turns, which the agent's requests form.
 
     system user | answer | tool | answer | user | answer
                     \\__ user | answer                         the agent has changed its history after the first answer
 
-A request's messages are compared with those of earlier requests and what these returned. As far as they are equal, the policy's own tokens are taken,
-and only what follows is tokenized; from the last equal answer on, what is different is another branch. Of two answers to equal messages the later one
-counts.
+A request's messages are compared with those of earlier requests and their responses. For the equal prefix, the policy's own tokens are
+reused, and only the rest is tokenized. After the last equal answer, differing messages start a new branch. If equal messages have two
+equal answers, the later one is continued.
 """
 
 import hmac
@@ -30,12 +30,12 @@ SessionEnd = Literal["rewarded", "closed", "expired"]
 
 @dataclass(frozen=True, kw_only=True)
 class SessionLimits:
-    """What a session may use.
+    """The limits of a session.
 
     Args:
-        turns: The number of answers.
-        tokens: The number of tokens that the policy writes in all of them.
-        seconds: The time from its beginning to its end.
+        turns: The maximum number of completions.
+        tokens: The maximum number of tokens in all of them.
+        seconds: The maximum duration.
     """
 
     turns: int = 256
@@ -50,12 +50,12 @@ class SessionLimits:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Place:
-    """Where in a session an answer begins.
+    """The place of a completion in a session.
 
     Args:
-        parent: The answer before it.
+        parent: The completion before it.
         observed: The tokens between the two.
-        conversation: What it answers.
+        conversation: The conversation that it continues.
     """
 
     parent: PolicyTurn | None
@@ -69,26 +69,26 @@ class Place:
 
 
 Tokenize = Callable[[Conversation, int, int | None], list[int]]
-"""Returns the tokens of a conversation from a message, a character or a token on. The last argument is the last token of the answer before them, if
-there is one."""
+"""Returns the tokens of a conversation, starting at a message, a character or a token. The last argument is the last token of the completion before
+them, if there is one."""
 
 
 class Session:
     """A session.
 
     Args:
-        key: Its id, by which an agent names it.
-        reward_key: The key by which its reward is posted and its tokens are read.
-        limits: What it may use.
+        key: Its id, which the agent uses.
+        reward_key: The key for posting its reward and reading its tokens.
+        limits: Its limits.
     """
 
     def __init__(self, key: str, reward_key: str, limits: SessionLimits) -> None:
         self.key, self.limits = key, limits
         self.end: SessionEnd | None = None
-        """How it has ended."""
+        """How it ended; None while it is open."""
         self.reward: float | None = None
         self.running = 0
-        """The number of answers that are being generated."""
+        """The number of completions in flight."""
         self._reward_key = reward_key
         self._began_at = time.monotonic()
         self._lock = threading.Lock()
@@ -97,19 +97,19 @@ class Session:
         self.responses = StoredResponses()
         self._tokens = 0
 
-    # ---- answers ---------------------------------------------------------------------------------------------------------
+    # ---- completions -----------------------------------------------------------------------------------------------------
 
     def place(self, conversation: Conversation, tokenize: Tokenize) -> Place:
-        """Return where the answer to a conversation begins.
+        """Return the place of the completion of a conversation.
 
         Args:
             conversation: The conversation.
-            tokenize: Tokenizes what follows the last equal answer.
+            tokenize: Tokenizes the part after the last equal completion.
 
         Raises:
-            SessionEndedError: The session has ended, or has no answers left.
-            DataError: It cannot be tokenized. Where only the messages behind the last equal answer cannot, the conversation is rendered from its
-                beginning, as one that has no equal answer.
+            SessionEndedError: The session has ended, or has reached a limit.
+            DataError: The conversation cannot be tokenized. If only the messages after the last equal completion cannot, the conversation
+                is rendered from its beginning, as if it had no equal completion.
         """
         with self._lock:
             self._check_open()
@@ -121,23 +121,23 @@ class Session:
             except DataError as e:
                 if not isinstance(conversation, ChatPath):
                     raise
-                log.warning("a conversation is rendered again from its beginning, in a document of its own: %s", e)
+                log.warning("a conversation is rendered again from its beginning, as a separate document: %s", e)
         return Place(parent=None, observed=tuple(tokenize(conversation, 0, None)), conversation=conversation)
 
     def room(self) -> int:
-        """Return how many tokens the policy may still write."""
+        """Return the number of tokens that the policy may still write."""
         return self.limits.tokens - self._tokens
 
     def add(self, place: Place, answer: Answer, turn: Generation) -> PolicyTurn:
-        """Note an answer.
+        """Record a completion.
 
         Args:
-            place: Where it began.
-            answer: It as it was returned, with which later requests are compared.
+            place: Its place.
+            answer: The completion as it was returned, for comparison with later requests.
             turn: Its tokens.
 
         Raises:
-            SessionEndedError: The session has ended meanwhile, so nobody will learn from it.
+            SessionEndedError: The session has ended in the meantime, so the completion cannot be used for training.
         """
         with self._lock:
             self._check_open(adds=True)
@@ -158,18 +158,20 @@ class Session:
 
     def _check_open(self, *, adds: bool = False) -> None:
         if self.end is not None:
-            raise SessionEndedError(f"the session has ended ({self.end}); begin another one")
+            raise SessionEndedError(f"the session has ended ({self.end}); start another one")
         if self.is_late():
-            raise SessionEndedError(f"the session is older than its limit of {self.limits.seconds:g} s; begin another one")
+            raise SessionEndedError(f"the session is older than its limit of {self.limits.seconds:g} s; start another one")
         if not adds and len(self._turns) + self.running >= self.limits.turns:
-            raise SessionEndedError(f"the session has {len(self._turns)} of {self.limits.turns} answers; begin another one")
+            raise SessionEndedError(
+                f"the session has {len(self._turns)} of {self.limits.turns} completions; start another one"
+            )
         if not adds and self.room() < 1:
             raise SessionEndedError(
-                f"the policy has written the {self.limits.tokens} tokens of the session; begin another one"
+                f"the policy has written the {self.limits.tokens} tokens of the session; start another one"
             )
 
     def is_late(self) -> bool:
-        """Whether it is older than it may be."""
+        """Whether it has exceeded its maximum duration."""
         return time.monotonic() - self._began_at > self.limits.seconds
 
     # ---- its end ---------------------------------------------------------------------------------------------------------
@@ -182,34 +184,34 @@ class Session:
         """End the session.
 
         Args:
-            end: How.
+            end: How it ends.
             reward: Its reward, if it has one.
 
         Raises:
-            SessionEndedError: It has ended before; a reward is posted once.
+            SessionEndedError: It has already ended; a reward can be posted only once.
         """
         with self._lock:
             if self.end is not None:
-                raise SessionEndedError(f"the session has ended before ({self.end})")
+                raise SessionEndedError(f"the session has already ended ({self.end})")
             self.end, self.reward = end, reward
 
     def turns(self) -> list[PolicyTurn]:
-        """Return all answers, in the order in which they ended."""
+        """Return all completions, in the order in which they ended."""
         with self._lock:
             return list(self._turns)
 
     def trajectories(self) -> list[Generation]:
-        """Return its conversations as documents. Each answer is sampled in one of them: where conversations share their beginning, in the first."""
+        """Return its conversations as documents. Each completion counts as sampled in exactly one document, the first that contains it."""
         return [trajectory.generation for trajectory in trajectories_of(self.turns())]
 
 
 @dataclass(kw_only=True)
 class SessionCounts:
-    """How many sessions there were, by what has become of them.
+    """The number of sessions, by outcome.
 
     Args:
-        opened: Those that were begun.
-        ended: For each end, those that had it.
+        opened: The number of started sessions.
+        ended: The number of sessions for each end.
     """
 
     opened: int = 0
@@ -220,8 +222,8 @@ class Sessions:
     """The sessions of a gateway.
 
     Args:
-        limits: What each may use.
-        most: How many may be open at the same time.
+        limits: The limits of each session.
+        most: The maximum number of open sessions.
         ended: Called with each session that has ended.
     """
 
@@ -234,10 +236,10 @@ class Sessions:
         self._open: dict[str, Session] = {}
 
     def open(self) -> tuple[Session, str]:
-        """Begin a session; return it and the key of its reward. Both its id and this key are random numbers of 128 bits.
+        """Start a session; return it and the key of its reward. Both its id and this key are random numbers of 128 bits.
 
         Raises:
-            SessionsFullError: There are as many as there may be.
+            SessionsFullError: The limit on open sessions is reached.
         """
         session = Session(secrets.token_urlsafe(16), reward_key := secrets.token_urlsafe(16), self._limits)
         self.expire()
@@ -252,7 +254,7 @@ class Sessions:
         """Return an open session.
 
         Raises:
-            SessionUnknownError: There is none of this id.
+            SessionUnknownError: There is no open session with this id.
         """
         with self._lock:
             session = self._open.get(key)
@@ -264,7 +266,7 @@ class Sessions:
         """End a session, once.
 
         Raises:
-            SessionUnknownError: There is none of this id, or it has ended.
+            SessionUnknownError: There is no open session with this id, or it has ended.
         """
         session = self.find(key)
         session.close(end, reward)
@@ -275,17 +277,17 @@ class Sessions:
         return session
 
     def expire(self) -> None:
-        """End the sessions that are older than they may be."""
+        """End the sessions that have exceeded their maximum duration."""
         with self._lock:
             late = [key for key, session in self._open.items() if session.is_late()]
         for key in late:
             try:
                 self.finish(key, "expired")
             except (SessionUnknownError, SessionEndedError):
-                # Somebody else has ended it just now.
+                # Another request has just ended it.
                 continue
 
     @property
     def open_count(self) -> int:
-        """How many are open."""
+        """The number of open sessions."""
         return len(self._open)

@@ -1,1 +1,1 @@
-"""The routes of OpenAI's interface: completions, chats and embeddings over HTTP."""
+"""An OpenAI-compatible HTTP API: completions, chats and embeddings."""

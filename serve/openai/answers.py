@@ -1,4 +1,4 @@
-"""What the services have in common: errors as answers, and clients that go away."""
+"""HTTP responses that the services share: errors, streams, and the handling of clients that disconnect."""
 
 import asyncio
 import json
@@ -21,16 +21,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_S = 1
-"""After how many seconds a client may ask again when the queue was full."""
+"""The `Retry-After` of a response to a full queue, in seconds."""
 _CLOSED = 499
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client no longer waits for the response."""
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Let an application answer errors in the format of OpenAI's interface."""
+    """Make an application report errors in the format of the OpenAI API."""
     app.exception_handler(RequestValidationError)(_invalid)
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(DrivetrainError)(_failed)
@@ -40,7 +40,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Wait for something, and give it up when the client closes the connection."""
+    """Await something, and cancel it when the client closes the connection."""
     task = asyncio.ensure_future(work)
     gone = asyncio.create_task(_disconnected(request))
     try:
@@ -55,10 +55,10 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class ClosingResponse(StreamingResponse):
-    """A stream that ends what makes its parts when the client goes away, instead of leaving that to the garbage collector."""
+    """A stream that closes its generator when the client disconnects, instead of leaving that to the garbage collector."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer."""
+        """Send the response."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -71,16 +71,16 @@ async def _disconnected(request: Request) -> None:
 
 
 def sse_event(data: dict[str, Any]) -> bytes:
-    """Return a part of a stream of server-sent events."""
+    """Return an event of a server-sent event stream."""
     return f"data: {json.dumps(data)}\n\n".encode()
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    # Of the alternatives of a field, the one that came furthest.
+    # Among the alternatives of a union field, report the error at the greatest depth.
     first = max(error.errors(), key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":
-        return JSONResponse(error_body("the body is no JSON", "invalid_request_error"), status_code=400)
+        return JSONResponse(error_body("the body is not valid JSON", "invalid_request_error"), status_code=400)
     if first["type"].endswith("attributes_type") and "application/json" not in request.headers.get("content-type", ""):
         message = "send the header Content-Type: application/json"
         return JSONResponse(error_body(message, "invalid_request_error"), status_code=400)
@@ -109,12 +109,12 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 
 def _lost(error: WorkerLostError) -> str:
-    """Return what a client is told when there is no worker."""
-    return str(error) if isinstance(error, NoWorkerError) else "the worker ended while it answered; try again"
+    """Return the message to a client whose worker was lost."""
+    return str(error) if isinstance(error, NoWorkerError) else "the worker died during the request; try again"
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Answer with what a request's error says, and how the client should see it."""
+    """Return the response to a request that failed, with the message and the status of its error."""
     cause = error.__cause__ if isinstance(error, WorkerError) else error
     message = str(cause or error).splitlines()[0]
     if isinstance(error, QueueFullError):

@@ -1,4 +1,4 @@
-"""The routes of the service."""
+"""The HTTP routes of the service."""
 
 import asyncio
 import logging
@@ -35,11 +35,11 @@ def create_app(settings: ServeSettings, model: ServedModel, replicas: Replicas) 
 
     Args:
         settings: The settings.
-        model: What is served.
+        model: The served model.
         replicas: The workers.
     """
     service = Service(settings, model, replicas)
-    # Without pages of documentation, which load scripts from elsewhere.
+    # Disable the documentation pages, which load scripts from other hosts.
     app = FastAPI(title="Drivetrain", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.get("/health")(service.health)
     app.get("/metrics")(service.numbers)
@@ -53,7 +53,7 @@ def create_app(settings: ServeSettings, model: ServedModel, replicas: Replicas) 
         app.post("/weights")(service.load_weights)
     add_error_handlers(app)
     app.middleware("http")(service.count)
-    # The last one that is added is the first one that a request meets.
+    # The middleware that is added last sees a request first.
     app.add_middleware(SizeGuard, limit=int(settings.max_body_mib * 2**20))
     app.add_middleware(
         KeyGuard,
@@ -66,11 +66,11 @@ def create_app(settings: ServeSettings, model: ServedModel, replicas: Replicas) 
 
 
 class Service:
-    """What the routes do.
+    """The handlers of the routes.
 
     Args:
         settings: The settings.
-        model: What is served.
+        model: The served model.
         replicas: The workers.
     """
 
@@ -86,19 +86,19 @@ class Service:
         start = time.perf_counter()
         route = request.url.path if not request.url.path.startswith("/v1/models") else "/v1/models"
         response = await pass_on(request)
-        # Paths that do not exist are not counted one by one.
+        # Unknown paths share one label, so that the number of labels is bounded.
         path = route if response.status_code != 404 else "other"
         self._metrics.requests.labels(path, str(response.status_code)).inc()
         self._metrics.seconds.labels(path).observe(time.perf_counter() - start)
         return response
 
     async def health(self) -> Response:
-        """Say whether any worker takes requests."""
+        """Report whether any worker accepts requests."""
         healthy = self._replicas.is_healthy()
         return JSONResponse({"status": "ok" if healthy else "no worker"}, status_code=200 if healthy else 503)
 
     async def numbers(self) -> Response:
-        """Return the numbers of the service."""
+        """Return the metrics of the service."""
         return Response(self._metrics.text(self._replicas), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Service:
         return {"id": self._settings.name, "object": "model", "created": self._created, "owned_by": "drivetrain"}
 
     async def announce(self, body: ModelName) -> Response:
-        """Tell the chat client of transformers, which asks before it begins, that the model is loaded."""
+        """Report that the model is loaded, which the chat client of transformers requests before it starts."""
         self._check_model(body.model)
         return Response(sse_event({"status": "ready", "cached": True}), media_type="text/event-stream")
 
@@ -133,7 +133,7 @@ class Service:
         return await self._generate(body, ids, requests, request, chat=False, log_probs=body.wants_log_probs)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation."""
+        """Generate the next message of a conversation."""
         self._check_model(body.model)
         self._require(generates=True)
         messages, images = self._model.parse_messages(body.messages, self._settings.max_images)
@@ -156,12 +156,12 @@ class Service:
         return requests
 
     def _check_count(self, prompts: int, n: int) -> None:
-        """Refuse requests for more responses than the service allows, before anything is done for them."""
+        """Reject requests for more completions than the service allows, before any work is done for them."""
         if prompts * n > self._settings.max_samples:
-            raise ConfigError(f"{prompts} prompts with n={n}: at most {self._settings.max_samples} responses are allowed")
+            raise ConfigError(f"{prompts} prompts with n={n}: at most {self._settings.max_samples} completions are allowed")
 
     async def _tokens(self, texts: Sequence[str | list[int]], encode: Callable[[str], list[int]]) -> list[list[int]]:
-        """Return the tokens of texts; the event loop goes on meanwhile."""
+        """Return the tokens of texts without blocking the event loop."""
         for text in texts:
             self._model.check_length(len(text) if isinstance(text, str) else 0)
         return await asyncio.to_thread(lambda: [encode(text) if isinstance(text, str) else text for text in texts])
@@ -184,7 +184,7 @@ class Service:
         if not body.stream:
             whole = await unless_gone(request, _collect(pieces, len(requests)))
             return JSONResponse(form.answer(whole, usage_of(prompts, whole)))
-        # What fails at once, such as a full queue, has a status of its own.
+        # Wait for the first piece: an immediate failure, such as a full queue, still gets its own status.
         first = await unless_gone(request, anext(pieces))
 
         async def events() -> AsyncIterator[bytes]:
@@ -200,7 +200,7 @@ class Service:
                     yield sse_event(form.usage_chunk(usage_of(prompts, list(by_index.values()))))
                 yield b"data: [DONE]\n\n"
             except DrivetrainError as e:
-                # The status was sent long ago.
+                # The status has already been sent, so the error is an event.
                 yield sse_event(error_body(str(e).splitlines()[0], "server_error"))
             finally:
                 await pieces.aclose()  # type: ignore[attr-defined]
@@ -234,12 +234,12 @@ class Service:
         embeddings = await unless_gone(request, self._replicas.embed(ids))
         if body.dimensions not in (None, len(embeddings[0])):
             raise ConfigError(
-                f"dimensions={body.dimensions}: the embeddings of this model have {len(embeddings[0])}; leave it out"
+                f"dimensions={body.dimensions}: the embeddings of this model have {len(embeddings[0])}; remove it"
             )
         return JSONResponse(embedding_answer(self._settings.name, embeddings, sum(map(len, ids)), body.encoding_format))
 
     async def load_weights(self, body: WeightsRequest) -> dict[str, Any]:
-        """Load new weights at all workers, and return a receipt."""
+        """Load new weights in all workers, and return a receipt."""
         assert self._weights is not None
         return await self._weights.load(body.name)
 

@@ -1,4 +1,4 @@
-"""The formats of answers, as OpenAI's interface defines them."""
+"""The response formats of the OpenAI API."""
 
 import base64
 import secrets
@@ -14,14 +14,14 @@ from .text import Texts
 
 
 class CompletionFormat:
-    """The format of the answers to one request.
+    """The format of the response to one request.
 
     Args:
         chat: Whether it is a chat.
         model: The name of the model.
         texts: The tokenizer.
-        log_probs: Whether answers say how likely their tokens were.
-        token_ids: Whether answers hold the token ids.
+        log_probs: Whether the response includes log-probabilities.
+        token_ids: Whether the response includes token ids.
     """
 
     def __init__(self, *, chat: bool, model: str, texts: Texts, log_probs: bool, token_ids: bool) -> None:
@@ -34,7 +34,7 @@ class CompletionFormat:
         self._offsets: dict[int, int] = {}
 
     def answer(self, responses: Sequence[Response], usage: dict[str, int]) -> dict[str, Any]:
-        """Return an answer with all responses."""
+        """Return a response with all completions."""
         choices = []
         for response in responses:
             text = response.writer.text
@@ -43,7 +43,7 @@ class CompletionFormat:
         return {**self._base, **self._whole, "choices": choices, "usage": usage}
 
     def chunk(self, piece: CompletionPiece) -> dict[str, Any] | None:
-        """Return what a response has gained, as a part of a stream; None if that is nothing that a client sees."""
+        """Return a piece of a completion as an event of a stream; None if it has nothing for the client."""
         response = piece.response
         details = (self._log_probs or self._token_ids) and piece.tokens
         if not piece.text and not piece.ended and not details:
@@ -59,7 +59,7 @@ class CompletionFormat:
         return {**self._base, **self._part, "choices": [choice]}
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
-        """Return the numbers of tokens as the last part of a stream."""
+        """Return the token counts as the last event of a stream."""
         return {**self._base, **self._part, "choices": [], "usage": usage}
 
     def _choice(
@@ -94,7 +94,7 @@ class CompletionFormat:
 
 
 def usage_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response]) -> dict[str, int]:
-    """Return the numbers of tokens of a request: each prompt counts once, with its images."""
+    """Return the token counts of a request: each prompt counts once, including its images."""
     images = max(
         (response.prompt_tokens - len(response.prompt) for response in responses if response.prompt_tokens), default=0
     )
@@ -103,7 +103,7 @@ def usage_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response]) ->
 
 
 def embedding_answer(model: str, embeddings: Sequence[Any], tokens: int, encoding: str) -> dict[str, Any]:
-    """Return an answer with embeddings.
+    """Return a response with embeddings.
 
     Args:
         model: The name of the model.

@@ -1,4 +1,4 @@
-"""What every request has to pass: the name of the host, the key, the size. As ASGI applications around the service's own."""
+"""ASGI middleware that checks the host name, the key and the size of every request."""
 
 import hmac
 import json
@@ -10,12 +10,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """Return an error in the format of OpenAI's interface."""
+    """Return an error in the format of the OpenAI API."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 async def refuse(send: Send, status: int, message: str, kind: str, headers: Sequence[tuple[str, str]] = ()) -> None:
-    """Answer a request with an error."""
+    """Send an error response."""
     body = json.dumps(error_body(message, kind)).encode()
     named = [("content-type", "application/json"), ("content-length", str(len(body))), *headers]
     await send({"type": "http.response.start", "status": status, "headers": [(n.encode(), v.encode()) for n, v in named]})
@@ -23,7 +23,7 @@ async def refuse(send: Send, status: int, message: str, kind: str, headers: Sequ
 
 
 class HostGuard:
-    """Refuses requests that address the service by another name, as a web page would whose own name points here.
+    """Rejects requests with an unknown `Host`, as a malicious web page would send them through DNS rebinding.
 
     Args:
         app: The application.
@@ -34,24 +34,24 @@ class HostGuard:
         self._app, self._hosts = app, {host.lower() for host in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Forward a request, or reject it."""
         if scope["type"] == "http":
             host = Headers(scope=scope).get("host", "")
             name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
             if name.lower() not in self._hosts:
-                message = f"the service has no name {name[:100]!r}; allow it with --allowed-host"
+                message = f"the host name {name[:100]!r} is not allowed; allow it with --allowed-host"
                 await refuse(send, 400, message, "invalid_request_error")
                 return
         await self._app(scope, receive, send)
 
 
 class KeyGuard:
-    """Demands a key in the header `Authorization: Bearer KEY`.
+    """Requires a key in the header `Authorization: Bearer KEY`.
 
     Args:
         app: The application.
-        keys: The keys; without any, only the paths of `keys_by_path` are guarded.
-        keys_by_path: Paths with a key that differs from these.
+        keys: The keys; if empty, only the paths of `keys_by_path` are guarded.
+        keys_by_path: Paths with a separate key.
         open_paths: Paths that need no key.
     """
 
@@ -59,14 +59,14 @@ class KeyGuard:
         self._app, self._keys, self._keys_by_path, self._open = app, list(keys), keys_by_path, set(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Forward a request, or reject it."""
         path = scope.get("path", "")
         keys = [self._keys_by_path[path]] if path in self._keys_by_path else self._keys
         if scope["type"] != "http" or not keys or path in self._open:
             await self._app(scope, receive, send)
             return
         scheme, _, presented = Headers(scope=scope).get("authorization", "").partition(" ")
-        # All are compared, so that the time says nothing.
+        # Compare with all keys, so that the timing reveals nothing.
         matches = [hmac.compare_digest(presented.strip().encode(), key.encode()) for key in keys]
         if scheme.lower() != "bearer" or not any(matches):
             message = "the key is missing or wrong; send it as: Authorization: Bearer KEY"
@@ -76,7 +76,7 @@ class KeyGuard:
 
 
 class SizeGuard:
-    """Refuses requests that are too large, also those that do not say how large they are.
+    """Rejects requests that are too large, including those without a `Content-Length`.
 
     Args:
         app: The application.
@@ -87,7 +87,7 @@ class SizeGuard:
         self._app, self._limit = app, limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Forward a request, or reject it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

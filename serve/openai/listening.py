@@ -16,12 +16,12 @@ class HTTPServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing: a command has taken the signals before its workers were started."""
+        """Do nothing: the command installs its signal handlers before it starts its workers."""
         yield
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens.
+    """Return a listening socket.
 
     Args:
         host: The address.

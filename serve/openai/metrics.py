@@ -1,4 +1,4 @@
-"""Numbers of the service, in the format of Prometheus."""
+"""Metrics of the service, in the Prometheus format."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -8,7 +8,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 class Metrics:
-    """The numbers of one service."""
+    """The metrics of one service."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -17,7 +17,7 @@ class Metrics:
         )
         self.seconds = Histogram(
             "drivetrain_request_seconds",
-            "Seconds to the end of an answer, or to the beginning of a stream.",
+            "Seconds to the end of a response, or to the beginning of a stream.",
             ["path"],
             registry=self._registry,
             buckets=_SECONDS,
@@ -27,12 +27,12 @@ class Metrics:
         )
         self.tokens = Counter("drivetrain_generated_tokens", "Tokens that were generated.", registry=self._registry)
         self.prompt_tokens = Counter("drivetrain_prompt_tokens", "Tokens of prompts.", registry=self._registry)
-        self._active = Gauge("drivetrain_active_requests", "Responses that are being generated.", registry=self._registry)
-        self._workers = Gauge("drivetrain_workers", "Workers that take requests.", registry=self._registry)
+        self._active = Gauge("drivetrain_active_requests", "Completions that are being generated.", registry=self._registry)
+        self._workers = Gauge("drivetrain_workers", "Workers that accept requests.", registry=self._registry)
         self._restarts = Gauge("drivetrain_worker_restarts", "Restarts of workers.", registry=self._registry)
 
     def text(self, replicas: Replicas) -> bytes:
-        """Return all numbers."""
+        """Return all metrics as text."""
         self._active.set(replicas.active)
         self._workers.set(sum(worker.control.is_started() for worker in replicas.workers))
         self._restarts.set(sum(worker.control.restarts for worker in replicas.workers))

@@ -1,4 +1,4 @@
-"""What the service knows of its model: its tokens, its limits, its chats."""
+"""The served model as the service sees it: tokenization, limits, chats."""
 
 import json
 import sys
@@ -18,13 +18,13 @@ from .text import Texts
 
 
 class ServedModel:
-    """A model that is served.
+    """The served model.
 
     Args:
         folder: Its folder.
         generates: Whether it generates text; otherwise it embeds texts.
-        room: The number of tokens of a prompt and its response together; None until `limit` is called.
-        aliases: Further names by which requests may call it.
+        room: The maximum number of tokens of a prompt and its completion together; None until `limit` is called.
+        aliases: Other names that requests may use for it.
         trust_remote_code: Whether code in the folder may run.
 
     Raises:
@@ -43,18 +43,18 @@ class ServedModel:
         self._embedding = None if generates else read_folder(folder)
 
     def limit(self, room: int) -> None:
-        """Set the number of tokens of a prompt and its response together, if the model has no fewer positions."""
+        """Set the maximum number of tokens of a prompt and its completion together, at most the model's positions."""
         self._room = min(self._room, room)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the model's tensors, by their names on disk."""
+        """Return the shapes of the model's tensors, keyed by their names on disk."""
         return WeightFolder(self._folder, str).shapes()
 
     def check_length(self, characters: int) -> None:
-        """Refuse a text that cannot fit, before it is turned into tokens.
+        """Reject a text that cannot fit, before it is tokenized.
 
         Raises:
-            ConfigError: It has more characters than any text of so many tokens.
+            ConfigError: It has more characters than any text of that many tokens.
         """
         if characters > self._room * _MAX_CHARACTERS:
             raise ConfigError(f"the text has {characters} characters, which cannot fit into {self._room} tokens; shorten it")
@@ -68,12 +68,12 @@ class ServedModel:
             max_tokens: The length limit of the request; None for all that fits.
 
         Raises:
-            ConfigError: The prompt leaves no room for a response, or an option is out of range.
+            ConfigError: The prompt leaves no room for a completion, or an option is out of range.
         """
         room = self._room - prompt
         if room < 1:
             raise ConfigError(
-                f"the prompt has {prompt} tokens, which leaves no room for a response in {self._room}; shorten it"
+                f"the prompt has {prompt} tokens, which leaves no room for a completion in {self._room}; shorten it"
             )
         settings = _client_settings(body)
         temperature = body.temperature if body.temperature is not None else settings.get("temperature", 1.0)
@@ -88,7 +88,7 @@ class ServedModel:
         )
 
     def embedding_tokens(self, text: str) -> list[int]:
-        """Return the tokens of a text to embed: with the prompt of the model's folder, and no longer than this says."""
+        """Return the tokens of a text to embed, with the prompt and the length limit that the model folder specifies."""
         assert self._embedding is not None
         ids = self.texts.encode(self._embedding.prompt + text)
         limit = self._embedding.max_tokens
@@ -102,7 +102,7 @@ class ServedModel:
         """Return messages for the chat template, and the data URIs of their images.
 
         Raises:
-            ConfigError: A message has no role, or content of another kind; or there are too many images.
+            ConfigError: A message has no role, its content has an unsupported type, or there are too many images.
         """
         parsed: list[dict[str, Any]] = []
         images: list[str] = []
@@ -128,22 +128,22 @@ def _part(number: int, part: Any, images: list[str]) -> dict[str, Any]:
         image = part.get("image_url")
         uri = image.get("url") if isinstance(image, dict) else image
         if not isinstance(uri, str) or not uri.startswith("data:image/"):
-            raise ConfigError(f"messages.{number}: images are taken as data URIs only (data:image/png;base64,...)")
+            raise ConfigError(f"messages.{number}: images are accepted only as data URIs (data:image/png;base64,...)")
         images.append(uri)
         return {"type": "image"}
     raise ConfigError(f"messages.{number}: a part of type {kind!r} is not supported; only text and image_url")
 
 
 def _client_settings(body: Sampling) -> dict[str, Any]:
-    """Return the settings that the chat client of transformers sends in a field of its own."""
+    """Return the settings that the chat client of transformers sends in a separate field."""
     if body.generation_config is None:
         return {}
     try:
         settings = json.loads(body.generation_config)
     except ValueError as e:
-        raise ConfigError(f"generation_config is no JSON: {e}") from None
+        raise ConfigError(f"generation_config is not valid JSON: {e}") from None
     if not isinstance(settings, dict):
-        raise ConfigError("generation_config is no object")
+        raise ConfigError("generation_config is not a JSON object")
     defaults = GenerationConfig().to_dict()
     client_settings: dict[str, Any] = {}
     for name, value in settings.items():
@@ -152,7 +152,7 @@ def _client_settings(body: Sampling) -> dict[str, Any]:
             continue
         if kind is None:
             if value != defaults.get(name):
-                raise ConfigError(f"generation_config.{name}={value!r:.50}: this service does not support it; leave it out")
+                raise ConfigError(f"generation_config.{name}={value!r:.50}: this service does not support it; remove it")
         elif isinstance(value, bool) != (kind is bool) or not isinstance(value, int | float if kind is float else kind):
             raise ConfigError(f"generation_config.{name}={value!r:.50}; it must be a {kind.__name__}")
         else:
@@ -171,4 +171,4 @@ _CLIENT_SETTINGS: dict[str, type] = {
 }
 _NO_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "use_cache")
 _MAX_CHARACTERS = 64
-"""The most characters that a token stands for in the check of texts that cannot fit."""
+"""The maximum number of characters per token, for the check of texts that cannot fit."""

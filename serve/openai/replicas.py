@@ -1,4 +1,4 @@
-"""The workers behind the service: each a process with the whole model."""
+"""The workers behind the service, each a process with the whole model."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -17,16 +17,16 @@ from ...workers.supervision.response_stream import ResponseStream
 from ...workers.supervision.supervisor import SupervisedWorker, SupervisorSettings, start_model_worker
 
 EMBEDDINGS_AT_ONCE = 64
-"""The number of texts of a request that wait at a worker at the same time, so that one request does not fill its queue."""
+"""The maximum number of texts of one request in a worker's queue at a time, so that one request does not fill it."""
 
 
 def gpus_of_replicas(replicas: int, devices: int, *, cache_is_given: bool) -> list[str]:
-    """Return the GPUs of this machine that each replica has to itself; empty if they share them, or there are none.
+    """Return the GPUs of this machine that each replica gets exclusively; empty if replicas share GPUs, or there are none.
 
     Args:
         replicas: The number of replicas.
         devices: The number of devices of each.
-        cache_is_given: Whether their caches have a size; one that takes what is free leaves nothing to another.
+        cache_is_given: Whether the size of the caches is set. A cache that takes all free memory leaves none to another replica.
 
     Raises:
         ConfigError: Replicas without a size for their caches would have to share a GPU.
@@ -45,15 +45,15 @@ def gpus_of_replicas(replicas: int, devices: int, *, cache_is_given: bool) -> li
 
 
 class Replicas:
-    """Workers with the same model, of which each request gets the one with the fewest.
+    """Workers with the same model. Each request goes to the one with the fewest requests.
 
     Args:
         factory: The class of the model.
         config: Its configuration.
         count: The number of workers.
-        settings: How each is started and watched; its name gets a number.
-        host: Where they run; None is this machine.
-        gpus: The GPUs that each sees, as in CUDA_VISIBLE_DEVICES; empty if all see those of this process.
+        settings: The supervision settings of each worker; a number is appended to its name.
+        host: The host that runs them; None for this machine.
+        gpus: The GPUs visible to each worker, as in CUDA_VISIBLE_DEVICES; empty if all see those of this process.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class Replicas:
             raise errors[0]
 
     async def close(self) -> None:
-        """End all workers."""
+        """Stop all workers."""
         await asyncio.gather(*(worker.__aexit__(None, None, None) for worker in self.workers))
 
     def is_healthy(self) -> bool:
-        """Return whether any worker takes requests."""
+        """Return whether any worker accepts requests."""
         return any(worker.control.is_started() for worker in self.workers)
 
     @property
@@ -111,7 +111,7 @@ class Replicas:
 
     @contextmanager
     def streams(self, requests: Sequence[GenerationRequest]) -> Iterator[list[ResponseStream]]:
-        """Begin responses that belong together, at one worker; at the end of the block those that go on are cancelled.
+        """Start the completions of one request, on one worker; those still running at the end of the block are cancelled.
 
         Raises:
             WorkerLostError: All workers have ended.
@@ -149,6 +149,6 @@ class Replicas:
             self._active[number] -= len(texts)
 
     async def on_all(self, run: Callable[[SupervisedWorker], Awaitable[Any]]) -> list[Any]:
-        """Run something on all workers, one such thing at a time; return the results, with errors among them."""
+        """Run a call on all workers, one such call at a time; return the results, with errors among them."""
         async with self._lock:
             return list(await asyncio.gather(*(run(worker) for worker in self.workers), return_exceptions=True))

@@ -1,4 +1,4 @@
-"""Responses to one request: their tokens and texts as they appear, whatever the format of the answer."""
+"""The completions of one request: their tokens and texts as they are generated, independent of the response format."""
 
 import asyncio
 import contextlib
@@ -15,13 +15,13 @@ from .text import Texts, TextStream
 
 @dataclass
 class Response:
-    """One response.
+    """One completion.
 
     Args:
-        index: Its number in the answer.
+        index: Its index in the HTTP response.
         prompt: The token ids of its prompt.
         writer: Its text.
-        prompt_tokens: The number of tokens of its prompt, with those of its images, as far as it is known.
+        prompt_tokens: The number of tokens of its prompt, including those of its images once they are known.
     """
 
     index: int
@@ -34,13 +34,13 @@ class Response:
 
 @dataclass(frozen=True)
 class CompletionPiece:
-    """What a response has gained.
+    """A piece of a completion.
 
     Args:
-        response: The response.
-        text: The text that is certain by now.
-        tokens: The tokens that it belongs to; those of a text that is held back come before it.
-        ended: Whether this is the end.
+        response: The completion.
+        text: The text that is final by now.
+        tokens: The tokens since the last piece; they may precede their text, which can be held back.
+        ended: Whether this is the last piece.
     """
 
     response: Response
@@ -50,7 +50,7 @@ class CompletionPiece:
 
 
 class RequestCompletions:
-    """The responses to one request.
+    """The completions of one request.
 
     Args:
         replicas: The workers.
@@ -62,14 +62,14 @@ class RequestCompletions:
         self._replicas, self._texts, self._metrics = replicas, texts, metrics
 
     async def pieces(self, requests: Sequence[GenerationRequest], stops: Sequence[str]) -> AsyncIterator[CompletionPiece]:
-        """Generate, and yield what every response gains. If the iterator is left, the workers stop.
+        """Generate, and yield the pieces of all completions. Closing the iterator stops the workers.
 
         Args:
-            requests: The requests, one for each response.
-            stops: The strings before which a response ends.
+            requests: The requests, one per completion.
+            stops: The strings before which a completion ends.
 
         Raises:
-            WorkerError: A request failed; its cause is the original error. A QueueFullError if too many wait.
+            WorkerError: A request failed; its cause is the original error, a QueueFullError if too many requests are pending.
             WorkerLostError: The worker died.
         """
         queue: asyncio.Queue[CompletionPiece | Exception] = asyncio.Queue()
@@ -107,9 +107,9 @@ class RequestCompletions:
                     queue.put_nowait(CompletionPiece(response, text, [token], ended=True))
                     return
                 queue.put_nowait(CompletionPiece(response, text, [token]))
-            # A client knows nothing of requests that the service cancels.
+            # Clients do not see requests that the service cancels.
             response.finish_reason = "stop" if stream.finish_reason == "stop" else "length"
             response.prompt_tokens = stream.prompt_tokens
             queue.put_nowait(CompletionPiece(response, response.writer.end(), [], ended=True))
-        except Exception as e:  # raised by whoever reads the pieces
+        except Exception as e:  # raised by the consumer of the pieces
             queue.put_nowait(e)

@@ -1,4 +1,4 @@
-"""The requests of the service, as clients of OpenAI's interface send them. Unknown fields are ignored."""
+"""The request bodies of the OpenAI API that the service accepts. Unknown fields are ignored."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -9,9 +9,9 @@ Stop = str | Annotated[list[str], Field(max_length=16)] | None
 
 
 class Sampling(BaseModel):
-    """What requests for text have in common.
+    """The fields that requests for text share.
 
-    What would silently be left out is refused instead: penalties, biases, tools, formats of the response, templates.
+    Unsupported fields are rejected rather than silently ignored: penalties, biases, tools, response formats, templates.
     """
 
     refused: ClassVar[tuple[str, ...]] = (
@@ -54,7 +54,7 @@ class Sampling(BaseModel):
         if self.chat_template_kwargs:
             refused.append("chat_template_kwargs")
         if refused:
-            raise ValueError(f"{', '.join(refused)}: this service does not support it; leave it out")
+            raise ValueError(f"{', '.join(refused)}: this service does not support it; remove it")
         return self
 
     @property
@@ -64,12 +64,12 @@ class Sampling(BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Whether a stream ends with token counts."""
         return bool((self.stream_options or {}).get("include_usage"))
 
 
 class CompletionRequest(Sampling):
-    """A request for the continuation of a prompt, which is a text or token ids."""
+    """A request for a completion of a prompt, which is a text or token ids."""
 
     prompt: str | TokenIds | list[str] | list[TokenIds]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -92,7 +92,7 @@ class CompletionRequest(Sampling):
 
     @property
     def wants_log_probs(self) -> bool:
-        """Whether the response says how likely its tokens were."""
+        """Whether the response includes log-probabilities."""
         return self.logprobs is not None and self.logprobs is not False
 
 
@@ -107,12 +107,12 @@ class ChatRequest(Sampling):
 
     @property
     def wants_log_probs(self) -> bool:
-        """Whether the response says how likely its tokens were."""
+        """Whether the response includes log-probabilities."""
         return bool(self.logprobs)
 
 
 class EmbeddingRequest(BaseModel):
-    """A request for the embeddings of texts, which are texts or token ids."""
+    """A request for the embeddings of inputs, which are texts or token ids."""
 
     model: str = ""
     input: str | TokenIds | list[str] | list[TokenIds]

@@ -34,12 +34,12 @@ from .settings import KEY_VARIABLE, ServeSettings
 
 WEIGHTS_KEY_VARIABLE = "DRIVETRAIN_WEIGHTS_KEY"
 SHUTDOWN_S = 5
-"""For how many seconds responses may go on after the service was told to end."""
+"""The number of seconds that pending responses may continue after a signal to stop."""
 _UNFIT = "generator=continuous cannot run"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until the process is told to end; return the exit code."""
+    """Serve until the process receives a signal to stop; return the exit code."""
     args = _parser().parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -60,22 +60,27 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="drivetrain serve", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add_common_arguments(parser)
-    add("--task", choices=("auto", "generate", "embed"), default="auto", help="what the model does; auto looks at its folder")
+    add(
+        "--task",
+        choices=("auto", "generate", "embed"),
+        default="auto",
+        help="the task of the model; auto: determined from its folder",
+    )
     add("--api-key", action="append", default=[], metavar="KEY", help=f"a key that requests must carry; or {KEY_VARIABLE}")
-    add("--max-images", type=int, default=8, metavar="N", help="images in a request")
-    add("--weights-dir", type=Path, default=None, metavar="DIR", help="allow POST /weights to load sub-folders of this one")
+    add("--max-images", type=int, default=8, metavar="N", help="the maximum number of images in a request")
+    add("--weights-dir", type=Path, default=None, metavar="DIR", help="allow POST /weights to load subfolders of this folder")
     add("--weights-key", default=None, metavar="KEY", help=f"the key for POST /weights; or {WEIGHTS_KEY_VARIABLE}")
     return parser
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a service with a model: where it listens, and what generates."""
+    """Add the arguments of a service with a model: its address, and its generation engine."""
     add = parser.add_argument
     add("source", metavar="MODEL|RUN|CHECKPOINT", help="a model folder, a Hub name, the folder of a run, or a checkpoint")
-    add("--name", default=None, help="the name of the model in requests; the folder's name if not given")
-    add("--host", default="127.0.0.1", help="the address to listen at; other than the loopback address, it needs --api-key")
-    add("--port", type=int, default=8000, help="0 takes a free one")
-    add("--engine", choices=list(ENGINES), default="transformers", help="how responses are generated")
+    add("--name", default=None, help="the name of the model in requests; default: the folder's name")
+    add("--host", default="127.0.0.1", help="the address to listen on; any but the loopback address needs --api-key")
+    add("--port", type=int, default=8000, help="the port to listen on; 0: a free one")
+    add("--engine", choices=list(ENGINES), default="transformers", help="the generation engine")
     add(
         "--tp",
         type=int,
@@ -88,38 +93,54 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         "--group",
         choices=("process", "ray"),
         default="process",
-        help="where workers run: on this machine, or spread over the Ray cluster of RAY_ADDRESS, a GPU for each device of a model",
+        help="where workers run: on this machine, or spread over the Ray cluster at RAY_ADDRESS, with one GPU per device of a model",
     )
-    add(
-        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto is bfloat16 on a GPU, otherwise float32"
-    )
-    add("--quant", choices=("int8",), default=None, help="weights of 8 bits; needs --engine tensor_parallel")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 on a GPU, otherwise float32")
+    add("--quant", choices=("int8",), default=None, help="8-bit weights; needs --engine tensor_parallel")
     add(
         "--invariant",
         action="store_true",
-        help="a response is the same to the bit whatever other requests there are; needs --engine transformers and a CPU",
+        help="make each completion bitwise independent of other requests; needs --engine transformers and a CPU",
     )
-    add("--max-batch-size", type=int, default=RolloutConfig.max_batch_size, metavar="N", help="responses at the same time")
+    add(
+        "--max-batch-size",
+        type=int,
+        default=RolloutConfig.max_batch_size,
+        metavar="N",
+        help="completions to generate at the same time",
+    )
     add(
         "--max-batch-total-tokens",
         type=int,
         default=0,
         metavar="N",
-        help="tokens of these responses and their prompts together, which is the size of the cache; 0, the default: as many as "
-        "fit on the GPU, 32,768 without one",
+        help="total tokens of these completions and their prompts, which is the size of the KV cache; 0, the default: as many as "
+        "fit on the GPU, or 32,768 without one",
     )
-    add("--queue-size", type=int, default=1024, metavar="N", help="requests that may wait; more are refused with 429")
-    add("--max-wait-ms", type=float, default=0.0, metavar="MS", help="how long a request to an idle model waits for others")
-    add("--allowed-host", action="append", default=[], metavar="NAME", help="a name under which the service may be addressed")
-    add("--max-body-mib", type=float, default=32.0, metavar="N", help="the largest request")
+    add(
+        "--queue-size",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="maximum number of pending requests; further ones are rejected with 429",
+    )
+    add(
+        "--max-wait-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="how long a request to an idle model waits for others to join its batch",
+    )
+    add("--allowed-host", action="append", default=[], metavar="NAME", help="an additional host name that requests may use")
+    add("--max-body-mib", type=float, default=32.0, metavar="N", help="the maximum size of a request")
     add(
         "--restarts",
         type=int,
         default=SupervisorSettings.restarts,
         metavar="N",
-        help="how often in a row a worker that died is restarted",
+        help="how many times in a row a worker that died is restarted",
     )
-    add("--trust-remote-code", action="store_true", help="run code of the model's folder")
+    add("--trust-remote-code", action="store_true", help="run code from the model folder")
 
 
 def _settings(args: argparse.Namespace) -> ServeSettings:
@@ -129,7 +150,7 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
         raise ConfigError(f"--weights-dir needs --weights-key KEY, or the environment variable {WEIGHTS_KEY_VARIABLE}")
     check_common_arguments(args)
     if args.weights_key is not None and args.weights_dir is None:
-        raise ConfigError("--weights-key without --weights-dir DIR, the folder below which weights may be loaded")
+        raise ConfigError("--weights-key without --weights-dir DIR, the folder that weights may be loaded from")
     return ServeSettings(
         name=args.name or Path(args.source).resolve().name,
         host=args.host,
@@ -138,7 +159,7 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
         allowed_hosts=tuple(args.allowed_host),
         max_body_mib=args.max_body_mib,
         max_images=args.max_images,
-        # All responses to a request have to find room in the queue.
+        # All completions of a request must fit into the queue.
         max_samples=min(ServeSettings.max_samples, args.queue_size),
         weights_dir=args.weights_dir,
         weights_key=weights_key,
@@ -149,7 +170,7 @@ def check_common_arguments(args: argparse.Namespace) -> None:
     """Check the arguments of `add_common_arguments` against each other.
 
     Raises:
-        ConfigError: Two of them do not go together, or a number is out of range.
+        ConfigError: Two of them are incompatible, or a number is out of range.
     """
     if args.tp is not None and args.engine == "transformers":
         raise ConfigError(f"--tp {args.tp} with --engine transformers, which uses one device; use --engine tensor_parallel")
@@ -157,7 +178,7 @@ def check_common_arguments(args: argparse.Namespace) -> None:
         raise ConfigError(f"--quant {args.quant} with --engine {args.engine}; use --engine tensor_parallel")
     if args.max_batch_total_tokens < 2 and args.max_batch_total_tokens != 0:
         raise ConfigError(
-            f"--max-batch-total-tokens {args.max_batch_total_tokens}; a prompt and its response need at least 2, and 0 is as many "
+            f"--max-batch-total-tokens {args.max_batch_total_tokens}; a prompt and its completion need at least 2, and 0 means as many "
             "as fit"
         )
     if args.replicas < 1:
@@ -166,10 +187,10 @@ def check_common_arguments(args: argparse.Namespace) -> None:
 
 
 class _Stop:
-    """Ends the service in order when a signal comes; at once when a second one does.
+    """Stops the service gracefully on the first signal, and immediately on the second.
 
     Args:
-        task: What to cancel while nothing is served yet.
+        task: The task to cancel if the service has not started yet.
     """
 
     def __init__(self, task: "asyncio.Task[Any] | None") -> None:
@@ -178,7 +199,7 @@ class _Stop:
         self._task = task
 
     def __call__(self, number: int) -> None:
-        """Take a signal."""
+        """Handle a signal."""
         if self.server is None:
             self.code = 128 + number
             if self._task is not None:
@@ -201,15 +222,15 @@ async def serve(
     embeds: bool = False,
     path: str = "/v1",
 ) -> int:
-    """Start the workers of a service and serve until a signal comes; return the exit code.
+    """Start the workers of a service and serve until a signal arrives; return the exit code.
 
     Args:
         args: The arguments of `add_common_arguments`.
         settings: The settings.
         folder: The folder of the model.
-        make_app: Returns the application, when the workers have started.
+        make_app: Returns the application; called after the workers have started.
         embeds: Whether the model embeds texts.
-        path: The path that users are referred to.
+        path: The path to print for users.
 
     Raises:
         DrivetrainError: The address is in use, or the model cannot be loaded.
@@ -234,12 +255,12 @@ async def _serve_until(
         aliases=[args.source, str(folder)],
         trust_remote_code=args.trust_remote_code,
     )
-    # Before anything takes time.
+    # Bind the address before the slow start of the workers, so that an error appears at once.
     listener = listen(settings.host, settings.port)
     replicas = await _start(args, folder, embeds=embeds)
     try:
         if not embeds:
-            # Of replicas on different GPUs, the smallest cache counts, since any of them may get a request.
+            # Replicas may run on different GPUs, and any of them may get a request, so the smallest cache is the limit.
             model.limit(min([await worker.acall("largest_request") for worker in replicas.workers]))
         app = make_app(model, replicas)
         config = uvicorn.Config(
@@ -256,7 +277,7 @@ async def _serve_until(
         while not serving.done():
             await asyncio.wait({serving}, timeout=0.5)
             if replicas.is_over() and not server.should_exit:
-                print("error: all workers have ended; the service ends", file=sys.stderr)
+                print("error: all workers have died; stopping the service", file=sys.stderr)
                 server.should_exit = True
                 stop.code = 1
         await serving
@@ -293,7 +314,7 @@ async def _start(args: argparse.Namespace, folder: Path, *, embeds: bool) -> Rep
             raise
         logging.getLogger(__name__).warning("%s", str(e).splitlines()[0])
         print(
-            "the attention of this model cannot be batched continuously; requests are served in batches one after the other",
+            "the attention of this model does not support continuous batching; requests are served in batches, one after another",
             flush=True,
         )
         replicas = Replicas(RolloutWorker, _rollout_config(args, folder, "static"), args.replicas, settings, host, gpus)

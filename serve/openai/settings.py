@@ -8,7 +8,7 @@ from pathlib import Path
 from ...engine.errors import ConfigError
 
 KEY_VARIABLE = "DRIVETRAIN_API_KEY"
-"""The environment variable with the key that requests must carry."""
+"""The environment variable with the API key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,15 +16,15 @@ class ServeSettings:
     """The settings of the service.
 
     Args:
-        name: The name of the model in requests and answers.
-        host: The address to listen at.
+        name: The name of the model in requests and responses.
+        host: The address to listen on.
         port: The port; 0 takes a free one.
-        api_keys: The keys that requests must carry; none are needed without any.
-        allowed_hosts: The names under which the service may be addressed, beside those of this machine's loopback address and `host`.
+        api_keys: The keys of which requests must carry one; if empty, none is needed.
+        allowed_hosts: Host names that requests may use, in addition to those of the loopback address and `host`.
         max_body_mib: The largest size of a request, in MiB.
-        max_images: The number of images in a request.
-        max_samples: The number of responses to a request, and of prompts in it.
-        weights_dir: The folder whose sub-folders may be loaded as new weights; None refuses new weights.
+        max_images: The maximum number of images in a request.
+        max_samples: The maximum number of completions of a request.
+        weights_dir: The folder whose subfolders may be loaded as new weights; None to disable loading.
         weights_key: The key for new weights.
     """
 
@@ -51,10 +51,10 @@ class ServeSettings:
             not key or not key.isascii() or not key.isprintable() or " " in key
             for key in (*self.api_keys, *([self.weights_key] if self.weights_dir else []))
         ):
-            raise ConfigError("a key is empty or has characters that no HTTP header can carry; use letters and digits")
+            raise ConfigError("a key is empty or has characters that are invalid in an HTTP header; use letters and digits")
         if self.weights_dir is not None and self.weights_key in self.api_keys:
             raise ConfigError(
-                "--weights-key is one of the keys of --api-key; whoever may ask may not load weights: use another key"
+                "--weights-key is one of the keys of --api-key, but clients must not be able to load weights; use another key"
             )
         if self.weights_dir is not None and not self.weights_dir.is_dir():
             raise ConfigError(f"--weights-dir {self.weights_dir} is not a folder")
@@ -63,22 +63,22 @@ class ServeSettings:
                 raise ConfigError(f"{name}={getattr(self, name)}; it must be above 0, and below {2**20}")
 
     def hosts(self) -> list[str]:
-        """Return the names under which the service may be addressed, without ports."""
+        """Return the host names that requests may use, without ports."""
         return host_names(self.host, self.allowed_hosts)
 
 
 def check_address(host: str, port: int, allowed_hosts: Sequence[str], keys: Sequence[str], keys_setting: str) -> None:
-    """Check where a service listens, and under which names.
+    """Check the address of a service and its host names.
 
     Args:
-        host: The address to listen at.
+        host: The address to listen on.
         port: The port.
-        allowed_hosts: The names under which it may be addressed as well.
-        keys: The keys that requests must carry.
-        keys_setting: What gives it keys, for the message.
+        allowed_hosts: Additional host names that requests may use.
+        keys: The keys of which requests must carry one.
+        keys_setting: The setting of the keys, for the message.
 
     Raises:
-        ConfigError: There is no such port, other machines would need no key, or a name is a pattern.
+        ConfigError: The port is invalid, other machines would need no key, or a name is a pattern.
     """
     if not 0 <= port < 2**16:
         raise ConfigError(f"--port {port}; it must be from 1 to 65535, or 0 for a free one")
@@ -89,7 +89,7 @@ def check_address(host: str, port: int, allowed_hosts: Sequence[str], keys: Sequ
 
 
 def host_names(host: str, allowed_hosts: Sequence[str]) -> list[str]:
-    """Return the names under which a service may be addressed, without ports."""
+    """Return the host names that requests to a service may use, without ports."""
     bound_hosts = [] if host in ("0.0.0.0", "::") else [host]
     names = {"localhost", "127.0.0.1", "::1", *bound_hosts, *allowed_hosts}
     return sorted(name.strip("[]") for name in names)

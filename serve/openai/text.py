@@ -1,4 +1,4 @@
-"""Between text and tokens: prompts, chats, and text that appears token by token."""
+"""Tokenization of prompts and chats, and incremental decoding of completions."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -25,24 +25,24 @@ class Texts:
     """
 
     def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
-        # transformers makes an empty tokenizer of a config alone, in whose texts nothing is ever found.
+        # From a folder with only a config, transformers builds an empty tokenizer, which finds no tokens in any text.
         if not any((folder / file).is_file() for file in TOKENIZER_FILES):
             raise ModelError(f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy its files next to config.json")
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError) as e:
-            raise ModelError(f"{folder} has no tokenizer that can be used: {e}") from e
+            raise ModelError(f"{folder} has no usable tokenizer: {e}") from e
         self._backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if self._backend is None:
             raise ModelError(
-                f"the tokenizer of {folder} is not one of the tokenizers library, so it cannot decode token by token"
+                f"the tokenizer of {folder} is not from the tokenizers library, so it cannot decode token by token"
             )
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt.
 
         Raises:
-            UnicodeError: It has half of a character, which the tokenizer would call a wrong type.
+            UnicodeError: It has an unpaired surrogate, which the tokenizer would report as a wrong type.
         """
         text.encode()
         ids: list[int] = self.tokenizer(text)["input_ids"]
@@ -63,10 +63,10 @@ class Texts:
         return lists_content(self.tokenizer)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the tokens of a conversation, up to where the answer begins.
+        """Return the tokens of a conversation, with the generation prompt.
 
         Raises:
-            ConfigError: The tokenizer has no chat template, or the messages do not fit it.
+            ConfigError: The tokenizer has no chat template, or the template rejects the messages.
         """
         if not self.tokenizer.chat_template:
             raise ConfigError("the model's tokenizer has no chat template; use /v1/completions, or train on chats")
@@ -74,18 +74,18 @@ class Texts:
             encoded = self.tokenizer.apply_chat_template(
                 for_template(messages, lists=self._lists_content), add_generation_prompt=True, tokenize=True, return_dict=True
             )
-        except Exception as e:  # whatever a template raises
+        except Exception as e:  # templates raise anything on unexpected messages
             raise ConfigError(f"the messages do not fit the model's chat template: {e}") from e
         ids: list[int] = encoded["input_ids"]
         return ids
 
     def stream(self, stops: Sequence[str]) -> "TextStream":
-        """Return text that appears token by token and ends before one of the stop strings."""
+        """Return an incremental decoder, which stops before any of the stop strings."""
         return TextStream(self._backend, stops)
 
 
 class TextStream:
-    """The text of a response that appears token by token.
+    """The incrementally decoded text of a completion.
 
     Args:
         backend: The tokenizer.
@@ -98,17 +98,17 @@ class TextStream:
         self._held = ""
         self._tokens: list[int] = []
         self.text = ""
-        """All text that has been returned."""
+        """All text returned so far."""
         self.stop = ""
-        """The stop string that has come."""
+        """The stop string that ended the text, if any."""
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has come."""
+        """Whether a stop string has ended the text."""
         return bool(self.stop)
 
     def add(self, token: int) -> str:
-        """Add a token; return the text that is certain by now, which is not the beginning of a stop string."""
+        """Add a token; return the text that is final by now, which cannot be the beginning of a stop string."""
         if self.stopped:
             return ""
         self._tokens.append(token)
@@ -121,7 +121,7 @@ class TextStream:
         return self._give(len(self._held) - keep)
 
     def end(self) -> str:
-        """Return what was held back, at the end of the response: half of a character, or the beginning of a stop string."""
+        """Return the held-back text at the end of the completion: a partial character, or the beginning of a stop string."""
         if self.stopped:
             return ""
         whole = str(self._backend.decode(self._tokens, skip_special_tokens=True))
@@ -136,5 +136,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of a text with which a stop string begins."""
+    """Return the length of the longest suffix of a text that is a prefix of a stop string."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""New weights over HTTP: only folders below one that the owner of the service has named."""
+"""Loading of new weights over HTTP, only from folders below `--weights-dir`."""
 
 import asyncio
 from pathlib import Path
@@ -15,12 +15,12 @@ _BLOCK = 2**22
 
 
 class WeightLoader:
-    """Loads new weights at all workers.
+    """Loads new weights in all workers.
 
     Args:
-        root: The folder below which they are.
+        root: The folder that weights may be loaded from.
         replicas: The workers.
-        shapes: The shapes of the tensors of the model, by their names.
+        shapes: The shapes of the model's tensors, by name.
     """
 
     def __init__(self, root: Path, replicas: Replicas, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -28,10 +28,10 @@ class WeightLoader:
         self._version = 0
 
     def folder(self, name: str) -> Path:
-        """Return a folder below the root; symbolic links are followed first.
+        """Return a folder below the root, after resolving symbolic links.
 
         Raises:
-            ConfigError: It does not exist, or is elsewhere.
+            ConfigError: It does not exist, or is not below the root.
         """
         try:
             path = (self._root / name).resolve()
@@ -39,19 +39,19 @@ class WeightLoader:
         except (OSError, ValueError):
             path = self._root
         if not name or path == self._root or not path.is_relative_to(self._root) or not path.is_dir():
-            raise ConfigError(f"name={name!r:.100} is no folder below --weights-dir")
+            raise ConfigError(f"name={name!r:.100} is not a folder below --weights-dir")
         return path
 
     async def load(self, name: str) -> dict[str, Any]:
         """Load weights and return a receipt: their version, and a digest of the files.
 
         Raises:
-            ConfigError: There is no such folder.
+            ConfigError: The folder does not exist.
             ModelError: It has no weights.
-            WorkerError: A worker could not load them. It answers nothing until it has loaded a complete set.
+            WorkerError: A worker could not load them. That worker serves no requests until it has loaded a complete set.
         """
         folder = self.folder(name)
-        # Before any worker begins.
+        # Check before any worker starts to load.
         tensors, digest = await asyncio.to_thread(self._checked, folder)
         self._version += 1
         version = self._version
@@ -74,12 +74,12 @@ class WeightLoader:
             stored = WeightFolder(folder, str)
             shapes = stored.shapes()
         except (DrivetrainError, OSError, ValueError, KeyError) as e:
-            raise ConfigError(f"{folder.name} has no weights that can be read: {e}") from e
+            raise ConfigError(f"{folder.name} has no readable weights: {e}") from e
         different = sorted(name for name in {*shapes, *self._shapes} if shapes.get(name) != self._shapes.get(name))
         if different:
             raise ConfigError(
-                f"{folder.name} is another model: {len(different)} tensors are missing, unknown or of another shape, {different[0]} "
-                "among them"
+                f"{folder.name} is a different model: {len(different)} tensors are missing, unknown or of another shape, including "
+                f"{different[0]}"
             )
         return len(stored.names), _digest(stored)
 

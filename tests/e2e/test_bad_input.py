@@ -117,7 +117,7 @@ BEFOREHAND: list[tuple[str, Callable[[Path], object], list[str], str]] = [
         "all labels cut off",
         nothing,
         ["data.max_length=4", "data.too_long=truncate_right"],
-        "train.jsonl is left to learn from",
+        "train.jsonl is left to train on",
     ),
     ("batch size", nothing, ["data.batch_size=0"], "data.batch_size=0; it must be at least 1"),
     ("weights", nothing, ["data.weights=[1,2]"], "data.weights has 2 numbers, data.train has 1 sources"),

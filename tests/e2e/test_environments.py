@@ -143,7 +143,7 @@ def test_limits_end_episodes(task: Path, tmp_path: Path, caplog: pytest.LogCaptu
     (record,) = records(tmp_path / "turns")
     assert (record["turns"], record["max_turns"], record["truncated"]) == (3.0, 1.0, 1.0)
     assert (record["answers"], record["reward/environment"]) == (16.0, 0.0)
-    assert "all episodes of a step came to a limit: environment.max_turns=3 (100%)" in caplog.text
+    assert "all episodes of a step reached a limit: environment.max_turns=3 (100%)" in caplog.text
     # The model has 64 positions.
     train(
         task, tmp_path / "positions", *endless, "environment.max_tokens=120", "environment.max_turns=99", "trainer.max_steps=1"
@@ -189,7 +189,7 @@ def test_a_run_all_of_whose_environments_fail_says_so(task: Path, tmp_path: Path
     more = [*MORE, *TROUBLED, "environment.settings.trouble=error"]
     with (
         caplog.at_level(logging.WARNING),
-        pytest.raises(RewardError, match=r"none of 16 answers could be judged \(error/episode 16\)"),
+        pytest.raises(RewardError, match=r"none of 16 completions could be scored \(error/episode 16\)"),
     ):
         train(task, tmp_path / "run", *more, "trainer.max_steps=1")
     assert sum("the environment of an episode of" in record.message for record in caplog.records) == 1

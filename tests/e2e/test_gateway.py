@@ -84,7 +84,7 @@ def test_what_is_refused(gateway: Server) -> None:
     client = agent(session)
     question: list[Any] = [{"role": "user", "content": "q"}]
     for more, status, message in (
-        ({"temperature": 0.1}, 400, "all answers are sampled at 0.8"),
+        ({"temperature": 0.1}, 400, "all completions are sampled at 0.8"),
         ({"top_p": 0.5}, 400, "top_p=0.5"),
         ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),

@@ -129,7 +129,7 @@ def test_agents_that_fail(task: Path, tmp_path: Path, caplog: pytest.LogCaptureF
         assert record["answers"] + record["dropped"] == 32.0
     assert errors > 0
     assert invalid > 0
-    assert "the agent has ended without a request to the policy" in caplog.text or "must return a finite number" in caplog.text
+    assert "the agent ended without a request to the policy" in caplog.text or "must return a finite number" in caplog.text
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_an_agent_that_never_ends(task: Path, tmp_path: Path) -> None:
     """It is cancelled, and its process goes on."""
     agents = f"{AGENT}never_ends"
     more = ["environment.timeout_s=2", "trainer.max_steps=1", "data.batch_size=1", "rewards.use=[format]"]
-    with pytest.raises(Exception, match="none of 4 answers could be judged"):
+    with pytest.raises(Exception, match="none of 4 completions could be scored"):
         train(task, tmp_path / "run", *GATEWAY, agents, *more)
 
 

@@ -58,7 +58,7 @@ def test_responses_are_those_of_plain_transformers(model: Path, tmp_path: Path, 
     ids = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in texts]
     assert [row["response"] for row in found] == [expected(model, some, 6) for some in ids]
     assert {row["finish_reason"] for row in found} <= {"stop", "length"}
-    assert "4 responses to 4 prompts" in capsys.readouterr().out
+    assert "4 completions of 4 prompts" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "p.jsonl"]
 
 
@@ -103,7 +103,7 @@ def test_a_killed_command_goes_on_where_it_stopped(model: Path, tmp_path: Path) 
     with open(partial_file, "a") as file:
         file.write('{"prompt": "cut o')
     again = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
-    assert f"{complete} of 60 responses are there already" in again.stderr
+    assert f"{complete} of 60 completions are already done" in again.stderr
     assert out.read_text() == whole.read_text()
     assert not list(tmp_path.glob("*.partial-*"))
 
@@ -140,12 +140,12 @@ def test_what_is_wrong_is_told_in_one_line_and_nothing_is_written(
         ([str(tmp_path / "nope"), good, out], "does not exist; give a model folder, a run, a checkpoint"),
         (
             [str(model), taken, out],
-            "taken.jsonl:1 has a column response already; rename it, or give another name with --column",
+            "taken.jsonl:1 already has a column response; rename it, or give another name with --column",
         ),
         ([str(model), sampled, out, "--samples", "2", "--temperature", "1"], "sampled.jsonl:1 has a column sample already"),
-        ([str(model), good, out, "--column", "finish_reason"], "--column finish_reason is a column of its own"),
+        ([str(model), good, out, "--column", "finish_reason"], "--column finish_reason is the name of another output column"),
         ([str(model), half, out], "half.jsonl:1 cannot be written as JSON"),
-        ([str(model), answered, out], "answered.jsonl:1: the prompt ends with an answer"),
+        ([str(model), answered, out], "answered.jsonl:1: the prompt ends with an assistant turn"),
         ([str(model), other, out], "other.jsonl:2 has the columns question; it needs prompt"),
         ([str(model), long, out], "long.jsonl:2"),
         ([str(model), good, out, "--temperature", "-1"], "temperature=-1.0; it must be 0, or at least"),

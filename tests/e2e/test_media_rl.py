@@ -113,7 +113,7 @@ def test_workers_of_several_processes(more: list[str], task: Path, tmp_path: Pat
 
 def test_generators_that_take_no_media_are_refused(task: Path, tmp_path: Path) -> None:
     config = parse(GRPOConfig, words(task, tmp_path, "rollout.generator=tensor_parallel"), "")
-    with pytest.raises(DataError, match=r"train-prompts.jsonl:1 has images, which generator=tensor_parallel does not take"):
+    with pytest.raises(DataError, match=r"train-prompts.jsonl:1 has images, which generator=tensor_parallel does not support"):
         RLTrainer(config).train()
 
 

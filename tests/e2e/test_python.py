@@ -314,10 +314,12 @@ def test_metrics_are_checked_before_the_run_and_on_every_answer() -> None:
         with pytest.raises(ConfigError, match=told):
             CompletionMetrics.of(names, functions)
     with pytest.raises(
-        DrivetrainError, match=r"the metric <lambda> returned 'yes' for the answer to a.jsonl:1; it must be a number"
+        DrivetrainError, match=r"the metric <lambda> returned 'yes' for the completion for a.jsonl:1; it must be a number"
     ):
         CompletionMetrics.of([], [lambda answer: "yes"]).measure([answer])  # type: ignore[return-value, list-item]
-    with pytest.raises(DrivetrainError, match=r"the metric <lambda> failed on the answer to a.jsonl:1 with ZeroDivisionError"):
+    with pytest.raises(
+        DrivetrainError, match=r"the metric <lambda> failed on the completion for a.jsonl:1 with ZeroDivisionError"
+    ):
         CompletionMetrics.of([], [lambda answer: 1 / 0]).measure([answer])
 
 

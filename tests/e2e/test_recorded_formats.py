@@ -142,7 +142,7 @@ def test_a_run_of_ppo_goes_on(recorded: Path) -> None:
 def test_replay_bundles_repeat_their_step_and_can_be_scored(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = f"model.path={recorded / 'model'}"
     assert rl_phase(["train", str(recorded / "ppo" / "bundles" / "step-00000002.safetensors"), model]) == 0
-    assert "the repeated step is the recorded one" in capsys.readouterr().out
+    assert "the repeated step equals the recorded one" in capsys.readouterr().out
     assert rl_phase(["score", str(recorded / "rollout.safetensors"), str(recorded / "scored.safetensors"), model]) == 0
 
 

@@ -87,7 +87,7 @@ def test_a_step_is_repeated_from_its_bundle(task: Path, tmp_path: Path, capfd: p
     assert phases(["train", str(bundle), "engine.micro_batch.max_tokens=40"]) == 0
     printed = capfd.readouterr().out
     assert "critic/grad_norm" in printed
-    assert printed.endswith("the repeated step is the recorded one\n")
+    assert printed.endswith("the repeated step equals the recorded one\n")
     # The comparison can fail.
     assert phases(["train", str(bundle), "rl.critic_clip=0.001", "rl.loss.clip_low=0.0001", "rl.loss.clip_high=0.0001"]) == 1
     assert "(differs)" in capfd.readouterr().out
@@ -103,7 +103,7 @@ def test_the_phases_by_themselves(task: Path, tmp_path: Path, capfd: pytest.Capt
     assert phases(["train", answers]) == 1
     assert "run drivetrain rl score on it first" in capfd.readouterr().err
     assert phases(["score", answers, scored, "rewards.settings.format.regex=.*"]) == 0
-    assert "96 answers, mean reward" in capfd.readouterr().out
+    assert "96 completions, mean reward" in capfd.readouterr().out
     assert phases(["train", scored, model]) == 0
     assert Path(model, "config.json").is_file()
     assert phases(["train", str(task / "prompts.jsonl")]) == 1
@@ -133,7 +133,7 @@ def test_rewards_of_ones_own_add_up(task: Path, tmp_path: Path) -> None:
 def test_what_was_trained_before_the_rewards_failed_is_saved(task: Path, tmp_path: Path) -> None:
     run, note = tmp_path / "run", tmp_path / "note"
     more = ["trainer.max_steps=4", "trainer.export_hf=false", f"rewards.settings.fails_later.note={note}", "rewards.workers=1"]
-    with pytest.raises(RewardError, match=r"none of 16 answers could be judged \(error/fails_later 16\)"):
+    with pytest.raises(RewardError, match=r"none of 16 completions could be scored \(error/fails_later 16\)"):
         train(task, run, *more, rewards=[fails_later])
     assert (run / "checkpoints" / "step-00000002").is_dir()
     assert "fails_later" in (run / "config.yaml").read_text()
@@ -141,7 +141,7 @@ def test_what_was_trained_before_the_rewards_failed_is_saved(task: Path, tmp_pat
 
 @pytest.mark.parametrize("reward", [too_few, never])
 def test_answers_that_nobody_could_judge_end_the_run(task: Path, tmp_path: Path, reward: Any) -> None:
-    with pytest.raises(RewardError, match=rf"none of 16 answers could be judged \(error/{reward.__name__} 16\)"):
+    with pytest.raises(RewardError, match=rf"none of 16 completions could be scored \(error/{reward.__name__} 16\)"):
         train(task, tmp_path, "trainer.max_steps=1", rewards=[reward])
 
 
@@ -155,7 +155,7 @@ def test_answers_that_nobody_could_judge_end_the_run(task: Path, tmp_path: Path,
         (["rollout.max_tokens=128"], r"rollout\.max_tokens=128 leaves no room for a prompt"),
         (["rl.kl_target=1", "rl.loss.kl_coef=0"], r"rl\.kl_target=1\.0 adapts the weight of one KL penalty"),
         (["rl.importance=mask", "rl.old_log_probs=rollout"], r"set rl\.old_log_probs=actor"),
-        (["rl.eval_reward=beauty"], r"rl\.eval_reward=beauty is no reward; they are format"),
+        (["rl.eval_reward=beauty"], r"rl\.eval_reward=beauty is not one of the rewards; they are format"),
         (["group.kind=process", "group.pools.critic=1"], r"this run has no critic"),
         (["group.pools.rollout=1"], r"all roles share the processes of torchrun"),
         (["trainer.best_metric=reward"], r"needs data\.eval"),
@@ -187,10 +187,10 @@ def test_rows_that_cannot_be_answered_are_named(task: Path, tmp_path: Path) -> N
         ('{"prompt": ""}', r"bad\.jsonl:1: the prompt is empty"),
         ('{"question": "1+1="}', r"bad\.jsonl:1 has the columns question; it needs prompt"),
         ('{"prompt": 3}', r"prompt is int; it must be a text"),
-        ('{"prompt": [{"role": "assistant", "content": "2"}]}', r"the prompt ends with an answer"),
+        ('{"prompt": [{"role": "assistant", "content": "2"}]}', r"the prompt ends with an assistant turn"),
         (
             json.dumps({"prompt": "1" * 200}),
-            r"has a prompt of 200 tokens, more than the 64 positions of .* less one for an answer",
+            r"has a prompt of 200 tokens, more than the 64 positions of .* minus one for a completion",
         ),
     ):
         (tmp_path / "bad.jsonl").write_text(text + "\n")
@@ -532,5 +532,5 @@ def test_a_dry_run_makes_a_step_and_saves_nothing(task: Path, tmp_path: Path, ca
     assert plan.metrics["peak_gib"] > 0
     assert not (tmp_path / "run").exists()
     told = capsys.readouterr().out
-    assert "steps        3, each of 16 answers" in told
+    assert "steps        3, each of 16 completions" in told
     assert told.endswith("dry run: nothing was saved\n")

@@ -286,7 +286,7 @@ def test_a_checkpoint_of_other_answers_is_refused(task: Path, tmp_path: Path) ->
     (file,) = (tmp_path / "checkpoints" / "completions").glob("00000001-*/completions.safetensors")
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match="its bytes are not those that were written"):
+    with pytest.raises(CheckpointError, match="its contents do not match its digest"):
         train(task, tmp_path / "damaged", *more, checkpoint)
     file.unlink()
     with pytest.raises(CheckpointError, match=r"completions/00000001-.* is missing"):
@@ -311,24 +311,24 @@ def test_a_run_that_is_killed_at_random_learns_the_same(tmp_path: Path, stalenes
     [
         (
             [*APART, "rl.staleness=1", "rl.advantage.estimator=remax"],
-            r"with the estimator remax \(rl\.algorithm=grpo, rl\.advantage\.estimator=remax\), whose baselines are answers",
+            r"with the estimator remax \(rl\.algorithm=grpo, rl\.advantage\.estimator=remax\), whose baselines are completions",
         ),
         (["group.sync_adapters=true"], r"group\.sync_adapters=true, but the policy has no adapters"),
         (
             ["group.sync_adapters=true", "model.lora.rank=2", "model.router_bias_update_rate=0.1"],
-            r"but the bias of routers changes too \(model\.router_bias_update_rate=0\.1\)",
+            r"but the routers' biases change too \(model\.router_bias_update_rate=0\.1\)",
         ),
-        ([*APART, "group.sync_adapters=true", "model.lora.rank=2"], "either changes are sent, or adapters"),
+        ([*APART, "group.sync_adapters=true", "model.lora.rank=2"], "only one of the two can be sent"),
         (["group.sync_changes=true"], r"group\.sync_changes=true with no group\.pools\.rollout"),
         ([*APART, "group.weight_sync=gloo"], r"group\.sync_changes=true with group\.weight_sync=gloo"),
-        (["rl.staleness=1"], r"rl\.staleness=1, but the generator has no processes of its own"),
+        (["rl.staleness=1"], r"rl\.staleness=1, but the generator has no dedicated processes"),
         (["rl.staleness=-1"], r"rl\.staleness=-1"),
         (["rollout.held_versions=2"], r"rollout\.held_versions=2 is not used without rl\.staleness"),
-        ([*APART, "rl.staleness=1", "rollout.held_versions=2"], "for which 1 suffice"),
+        ([*APART, "rl.staleness=1", "rollout.held_versions=2"], "which needs at most 1"),
         (["rl.swap_at=token"], r"rl\.swap_at=token with rl\.staleness=0"),
         (
             [*APART, "rl.staleness=2", "rl.swap_at=token", "rollout.held_versions=2"],
-            "where all answers go on with the newest weights",
+            "where all completions continue with the newest weights",
         ),
         (
             [
@@ -339,11 +339,11 @@ def test_a_run_that_is_killed_at_random_learns_the_same(tmp_path: Path, stalenes
                 "rollout.options.tp=2",
                 "group.pools.rollout=2",
             ],
-            r"rollout\.options\.tp=2 and group\.pools\.rollout=2: the processes of a model would have to end a call at the same step",
+            r"rollout\.options\.tp=2 and group\.pools\.rollout=2: the processes of a model would have to interrupt a call at the same step",
         ),
         (
             [*APART, "rl.staleness=1", "rl.algorithm=remax"],
-            "with the estimator remax .*, whose baselines are answers of the present weights",
+            "with the estimator remax .*, whose baselines are completions of the current weights",
         ),
     ],
 )
@@ -360,7 +360,7 @@ def test_a_log_that_breaks_a_rule_is_refused(tmp_path: Path, capfd: pytest.Captu
     # The end of a process that was killed while it wrote, and another one.
     log.write_text(text + '["sta\n' + text)
     assert phases_command(["check-log", str(tmp_path)]) == 0
-    assert "14 events of 2 processes: 2 groups learned from, by weights at most 0 versions newer" in capfd.readouterr().out
+    assert "14 events of 2 processes: 2 groups trained on, by weights at most 0 versions newer" in capfd.readouterr().out
     log.write_text(text.replace('["keep", 0, 0]\n', '["keep", 1, 0]\n'))
     for path, message in (
         (tmp_path, "process 1 of 1: event 5 (keep 1, version 0): the ticket is not out"),
@@ -392,4 +392,4 @@ def test_a_step_saved_twice_and_its_bundle(task: Path, tmp_path: Path, capfd: py
     assert [record["step"] for record in records(tmp_path / "run")] == [2]
     assert check_log(tmp_path / "run").processes == 2
     assert phases_command(["train", str(tmp_path / "run" / "bundles" / "step-00000002.safetensors")]) == 0
-    assert "the repeated step is the recorded one" in capfd.readouterr().out
+    assert "the repeated step equals the recorded one" in capfd.readouterr().out

@@ -240,9 +240,9 @@ def test_dynamic_sampling_replaces_groups_of_equal_rewards(task: Path, tmp_path:
 def test_a_task_without_differences_is_warned_of(task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     more = ["rewards.settings.format.regex=x", "rl.warn_equal_steps=2"]
     train(task, tmp_path / "plain", *SHORT, *more)
-    assert "in the last 2 steps all answers to each prompt had equal rewards (reward/format 0)" in caplog.text
+    assert "in the last 2 steps all completions of each prompt had equal rewards (reward/format 0)" in caplog.text
     train(task, tmp_path / "dapo", *SHORT, *more, "rl.algorithm=dapo", "rl.max_resamples=1")
-    assert "has 4 groups of equal rewards, because 4 others were replaced before (rl.max_resamples=1 times" in caplog.text
+    assert "has 4 groups with equal rewards, because 4 groups were already replaced (rl.max_resamples=1 times" in caplog.text
 
 
 @pytest.mark.parametrize(("truncated", "warned"), [(0.9, False), (1.0, True)])
@@ -254,7 +254,7 @@ def test_answers_that_never_end_are_warned_of(
     collector = Collector(config, cast(Any, None), cast(Any, None))
     for _ in range(2):
         collector.warn({"truncated": truncated})
-    assert caplog.text.count("all answers of a step reached rollout.max_tokens=6 without an end") == int(warned)
+    assert caplog.text.count("all completions of a step reached rollout.max_tokens=6 without an end") == int(warned)
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ def test_a_step_of_ppo_with_routes_is_repeated_from_its_bundle(task: Path, capfd
     assert (
         phases(["train", str(task / "run" / "bundles" / "step-00000001.safetensors"), "engine.micro_batch.max_tokens=48"]) == 0
     )
-    assert capfd.readouterr().out.endswith("the repeated step is the recorded one\n")
+    assert capfd.readouterr().out.endswith("the repeated step equals the recorded one\n")
     # Other routes are recorded or chosen anew, and are not those of the step.
     for mode in ("off", "actor"):
         assert phases(["train", str(task / "run" / "bundles" / "step-00000001.safetensors"), f"rl.routing_replay={mode}"]) == 1

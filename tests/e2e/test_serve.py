@@ -177,12 +177,12 @@ def test_stop_strings(models: Path, server: Server) -> None:
         ("completions", {"prompt": ""}, 400, "the prompt has 0 tokens"),
         ("completions", {"prompt": [5, 300]}, 400, "token ids from 5 to 300"),
         ("completions", {"prompt": [-1]}, 400, "greater than or equal to 0"),
-        ("completions", {"prompt": "x" * 600}, 400, "the prompt has 600 tokens, which leaves no room for a response in 512"),
+        ("completions", {"prompt": "x" * 600}, 400, "the prompt has 600 tokens, which leaves no room for a completion in 512"),
         ("completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
         ("completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
         ("completions", {"prompt": "x", "temperature": "NaN"}, 400, "temperature"),
         ("completions", {"prompt": "x", "top_p": 0}, 400, "top_p"),
-        ("completions", {"prompt": "x", "n": 1000}, 400, "1 prompts with n=1000: at most 128 responses are allowed"),
+        ("completions", {"prompt": "x", "n": 1000}, 400, "1 prompts with n=1000: at most 128 completions are allowed"),
         ("completions", {"prompt": "x", "n": 2, "temperature": 0, "best_of": 2}, 400, "best_of"),
         ("completions", {"prompt": "x", "logit_bias": {"5": 1}}, 400, "logit_bias: this service does not support it"),
         ("completions", {"prompt": "x", "echo": True}, 400, "echo"),
@@ -196,7 +196,7 @@ def test_stop_strings(models: Path, server: Server) -> None:
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]},
             400,
-            "images are taken as data URIs only",
+            "images are accepted only as data URIs",
         ),
         (
             "chat/completions",
@@ -206,8 +206,8 @@ def test_stop_strings(models: Path, server: Server) -> None:
         ),
         ("completions", {"prompt": "\ud800"}, 400, "a text is not valid Unicode"),
         ("completions", {"prompt": "x" * 300_000}, 400, "the text has 300000 characters, which cannot fit into 512 tokens"),
-        ("completions", {"prompt": ["x"] * 200}, 400, "200 prompts with n=1: at most 128 responses are allowed"),
-        ("completions", {"prompt": "x", "generation_config": "[]"}, 400, "generation_config is no object"),
+        ("completions", {"prompt": ["x"] * 200}, 400, "200 prompts with n=1: at most 128 completions are allowed"),
+        ("completions", {"prompt": "x", "generation_config": "[]"}, 400, "generation_config is not a JSON object"),
         (
             "completions",
             {"prompt": "x", "generation_config": '{"temperature": "x"}'},
@@ -244,7 +244,7 @@ def test_who_may_ask_what(server: Server) -> None:
     assert plain.status_code == 400
     assert plain.json()["error"]["message"] == "send the header Content-Type: application/json"
     broken = httpx.post(ask, content="{", headers={"content-type": "application/json"})
-    assert broken.json()["error"]["message"] == "the body is no JSON"
+    assert broken.json()["error"]["message"] == "the body is not valid JSON"
     assert "access-control-allow-origin" not in httpx.post(ask, json=body, headers={"origin": "http://x"}).headers
     assert httpx.options(ask, headers={"origin": "http://x", "access-control-request-method": "POST"}).status_code == 405
     for path in ("/docs", "/openapi.json", "/redoc"):
@@ -273,7 +273,7 @@ def test_new_weights_need_their_own_key_and_stay_below_their_folder(models: Path
     ):
         answer = httpx.post(url, json={"name": name}, headers=KEY)
         assert answer.status_code == 400, name
-        assert "is no folder below --weights-dir" in answer.json()["error"]["message"]
+        assert "is not a folder below --weights-dir" in answer.json()["error"]["message"]
     for name, message in (("empty", "has neither model.safetensors"), ("bigger", "bigger is another model: ")):
         answer = httpx.post(url, json={"name": name}, headers=KEY)
         assert answer.status_code == 400

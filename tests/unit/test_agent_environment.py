@@ -352,7 +352,7 @@ def test_a_reward_is_given_once_and_nothing_is_asked_after_it() -> None:
     async def run() -> None:
         session = EpisodeSession(ROW)
         session.finish(EpisodeReward(reward=0.25))
-        with pytest.raises(SessionEndedError, match="has ended before"):
+        with pytest.raises(SessionEndedError, match="has already ended"):
             session.finish(EpisodeReward(reward=1.0))
         request: Any = None
         with pytest.raises(SessionEndedError, match="has ended"):

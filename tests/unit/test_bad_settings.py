@@ -80,7 +80,7 @@ sft data.columns=[prompt]  =>  data.columns=['prompt']; it must be a mapping, as
 sft data.workers=-1  =>  data.workers=-1; it must be at least 0
 sft data.workers=1000000  =>  data.workers=1000000; it must be at most 1024
 sft data.columns={prompt: a, completion: a}  =>  data.columns={'prompt': 'a', 'completion': 'a'}: prompt and completion would be one column, 'a'
-sft data.streaming=yes  =>  data.streaming=true without trainer.max_steps: the number of samples of an epoch is not known before
+sft data.streaming=yes  =>  data.streaming=true without trainer.max_steps: the number of samples in an epoch is not known before
 sft data.streaming=maybe  =>  data.streaming: Value 'maybe' is not a valid bool (type str)
 sft trainer.epochs=0  =>  trainer.epochs=0; it must be at least 1
 sft trainer.epochs=0.5  =>  trainer.epochs=0.5; it must be a whole number
@@ -93,8 +93,8 @@ sft trainer.best_metric=f1  =>  trainer.best_metric=f1 needs data.eval, which is
 sft trainer.best_metric=accuracy  =>  trainer.best_metric=accuracy needs data.eval, which is not set
 sft trainer.generate=-1  =>  trainer.generate=-1; it must be at least 0
 sft trainer.generate=3  =>  trainer.generate=3 needs data.eval, which is not set
-sft trainer.metrics=[exact_match]  =>  trainer.metrics=['exact_match'] judges generated answers, but trainer.generate=0; set it to their nu
-sft trainer.metrics=exact  =>  trainer.metrics=['exact'] judges generated answers, but trainer.generate=0; set it to their number
+sft trainer.metrics=[exact_match]  =>  trainer.metrics=['exact_match'] scores generated completions, but trainer.generate=0; set it to their nu
+sft trainer.metrics=exact  =>  trainer.metrics=['exact'] scores generated completions, but trainer.generate=0; set it to their number
 sft trainer.loggers=[tensorbord]  =>  trainer.loggers names 'tensorbord'; the loggers are console, jsonl, tensorboard, wandb
 sft trainer.loggers=none  =>  trainer.loggers names 'none'; the loggers are console, jsonl, tensorboard, wandb
 sft trainer.keep_last=0  =>  trainer.keep_last=0; it must be at least 1
@@ -108,7 +108,7 @@ sft trainer.peak_tflops=1e30  =>  trainer.peak_tflops=1e+30; it must be at most 
 sft trainer.peak_tflops=0  =>  trainer.peak_tflops=0.0; it must be more than 0
 sft trainer.checkpoint_dir=s3x://a/b  =>  trainer.checkpoint_dir: s3x://a/b cannot be opened: Protocol not known: s3x
 sft trainer.log_every=0  =>  trainer.log_every=0; it must be at least 1
-sft model.path=  =>  model.path has no value; it must be a text
+sft model.path=  =>  model.path has no value; it must be a string
 sft model.head=lm_head  =>  model.head=lm_head; it must be one of actions, lm, value
 sft model.head=value  =>  model.head=value: SFT trains a language-model head; set model.head=lm
 sft model.init=scratch  =>  model.init=scratch; it must be one of weights, random
@@ -168,7 +168,7 @@ sft fsdp=full_shard  =>  unknown setting 'fsdp': the model is sharded over all p
 sft report_to=wandb  =>  unknown setting 'report_to'; did you mean 'trainer.loggers'? (--help lists all settings)
 sft max_length=5  =>  unknown setting 'max_length'; did you mean 'data.max_length'? (--help lists all settings)
 sft trainer.lr=5  =>  unknown setting 'trainer.lr'; did you mean 'optim.lr'? (--help lists all settings)
-sft optim=adamw  =>  optim=adamw: optim has settings of its own, such as optim.name; set one of them
+sft optim=adamw  =>  optim=adamw: optim is a section with settings, such as optim.name; set one of them
 sft recipe=llama  =>  recipe=llama does not exist; the built-in recipes are sft, sft_demo, sft_lora, sft_vision_demo; or give the path of a
 sft recipe=grpo  =>  recipe=grpo belongs to another trainer; this one has sft, sft_demo, sft_lora, sft_vision_demo
 sft recipe=/nope.yaml  =>  recipe=/nope.yaml does not exist; the built-in recipes are sft, sft_demo, sft_lora, sft_vision_demo; or give the path
@@ -187,11 +187,11 @@ dpo reference.path=/nope  =>  the reference cannot be built (reference.path=/nop
 dpo reference.mode=base  =>  reference.mode=base needs adapters to disable (model.lora.rank); use model or cached
 dpo reference.mode=none  =>  reference.mode=none; it must be one of auto, model, base, cached
 dpo reference.backend=nope  =>  the reference cannot be built (it is model.path; reference.path is unset): engine.backend='nope' is 
-dpo dpo.loss=kto data.batch_size=1  =>  data.batch_size=1: kto compares each answer with another one in the batch; use at least 2
+dpo dpo.loss=kto data.batch_size=1  =>  data.batch_size=1: kto compares each completion with another one in the batch; use at least 2
 dpo dpo.loss_weights={sigmoid: 0}  =>  dpo.loss_weights.sigmoid=0.0; it must be a number above 0
 dpo dpo.loss_weights={foo: 1}  =>  dpo.loss_weights.foo=1.0; choose one of aot, apo_down, apo_zero, bco_pair
 dpo dpo.divergence=kl  =>  dpo.divergence=kl; it must be one of reverse_kl, forward_kl, js_divergence, a
-dpo data.learn=all  =>  data.learn=all: DPO compares entire answers; unset it
+dpo data.learn=all  =>  data.learn=all: DPO compares entire completions; unset it
 dpo data.streaming=true reference.mode=cached trainer.max_steps=5  =>  reference.mode=cached with data.streaming=true, which stores nothing; use reference.mode=model, or b
 rm model.head=lm  =>  model.head=lm: reward modeling trains a value head, which gives one number per text; set model.head=
 rm trainer.generate=2 data.eval=[DATA]  =>  trainer.generate=2: reward modeling trains a model that cannot generate text; set it to 0
@@ -199,7 +199,7 @@ rm rm.centering=-1  =>  rm.centering=-1.0; it must be 0 or more
 rm rm.centering=1e30  =>  rm.centering=1e+30; it must be at most 1e+06
 rm rm.centering=nan  =>  rm.centering=nan; it must be 0 or more
 grpo rewards.use=[]  =>  rewards.use is not set, so no reward is configured; give names, such as rewards.use=[ans
-grpo rewards.use=[answer] rl.group_size=1  =>  rl.group_size=1 with rl.algorithm=grpo, which compares the answers to one prompt; use at least 2, or
+grpo rewards.use=[answer] rl.group_size=1  =>  rl.group_size=1 with rl.algorithm=grpo, which compares the completions of one prompt; use at least 2, or
 grpo rewards.use=[answer] rl.group_size=0  =>  rl.group_size=0; it must be at least 1
 grpo rewards.use=[answer] rl.group_size=1000000000  =>  rl.group_size=1000000000; it must be at most 65536
 grpo rewards.use=[answer] rollout.temperature=1e30  =>  rollout.temperature=1e+30; it must be at most 1000
@@ -212,9 +212,9 @@ grpo rewards.use=[answer] rl.algorithm=grop  =>  rl.algorithm=grop; it must be o
 grpo rewards.use=[answer] rl.mini_batch_size=0  =>  rl.mini_batch_size=0; it must be at least 1
 grpo rewards.use=[answer] rl.epochs=0  =>  rl.epochs=0; it must be at least 1
 grpo rewards.use=[answer] rollout.max_tokens=0  =>  rollout.max_tokens=0; it must be at least 1
-grpo rewards.use=[answer] rollout.temperature=0  =>  rollout.temperature=0.0; it must be a finite number above 0, for answers that differ from each other
-grpo rewards.use=[answer] rollout.temperature=nan  =>  rollout.temperature=nan; it must be a finite number above 0, for answers that differ from each other
-grpo rewards.use=[answer] rollout.temperature=-1  =>  rollout.temperature=-1.0; it must be a finite number above 0, for answers that differ from each othe
+grpo rewards.use=[answer] rollout.temperature=0  =>  rollout.temperature=0.0; it must be a finite number above 0, so that completions differ from each other
+grpo rewards.use=[answer] rollout.temperature=nan  =>  rollout.temperature=nan; it must be a finite number above 0, so that completions differ from each other
+grpo rewards.use=[answer] rollout.temperature=-1  =>  rollout.temperature=-1.0; it must be a finite number above 0, so that completions differ from each othe
 grpo rewards.use=[answer] rollout.top_p=0  =>  rollout.top_p=0.0; it must be above 0 and at most 1
 grpo rewards.use=[answer] rollout.top_p=1.5  =>  rollout.top_p=1.5; it must be above 0 and at most 1
 grpo rewards.use=[answer] rollout.generator=sglang  =>  generator='sglang' is unknown; available: continuous, exact, static, tensor_parallel, vllm, vllm_server; gi
@@ -228,8 +228,8 @@ grpo rewards.use=[answer] rl.kl_target=0  =>  rl.kl_target=0.0; it must be more 
 grpo rewards.use=[answer] rl.dynamic_sampling=true rl.max_resamples=0  =>  rl.max_resamples=0; it must be at least 1
 grpo rewards.use=[answer] group.nproc=0  =>  group.nproc=0; it must be at least 1
 grpo rewards.use=[answer] group.kind=slurm  =>  group.kind=slurm; it must be one of process, ray, local
-grpo rewards.use=[answer] group.pools={actor: 1}  =>  group.pools.actor=1: roles that can have processes of their own are critic, reference, reward, rollo
-grpo rewards.use=[answer] group.pools={rollot: 1}  =>  group.pools.rollot=1: roles that can have processes of their own are critic, reference, reward, roll
+grpo rewards.use=[answer] group.pools={actor: 1}  =>  group.pools.actor=1: roles that can have dedicated processes are critic, reference, reward, rollo
+grpo rewards.use=[answer] group.pools={rollot: 1}  =>  group.pools.rollot=1: roles that can have dedicated processes are critic, reference, reward, roll
 grpo rewards.use=[answer] data.too_long=split  =>  data.too_long=split: a prompt cannot be split; use skip, truncate_left or truncate_right
 grpo rewards.use=[answer] data.streaming=true  =>  unknown setting 'data.streaming'; did you mean 'data.train'? (--help lists all settings)
 grpo rewards.use=[answer] trainer.metrics=[exact_match]  =>  unknown setting 'trainer.metrics'; did you mean 'trainer.best_metric'? (--help lists all settings)
@@ -238,8 +238,8 @@ ppo rewards.use=[answer] rl.advantage.gamma=2  =>  rl.advantage.gamma=2.0; it mu
 ppo rewards.use=[answer] rl.advantage.lam=-1  =>  rl.advantage.lam=-1.0; it must be between 0 and 1
 ppo rewards.use=[answer] rl.critic_clip=-1  =>  rl.critic_clip=-1.0; it must be at least 0
 ppo rewards.use=[answer] rl.critic_warmup=-1  =>  rl.critic_warmup=-1; it must be at least 0
-ppo rewards.use=[answer] rl.algorithm=grpo  =>  rl.group_size=1 with rl.algorithm=grpo, which compares the answers to one prompt; use at least 2, or
-online_dpo rewards.use=[answer] rl.group_size=1  =>  rl.group_size=1 with rl.algorithm=online_dpo, which compares the answers to one prompt; use at least
+ppo rewards.use=[answer] rl.algorithm=grpo  =>  rl.group_size=1 with rl.algorithm=grpo, which compares the completions of one prompt; use at least 2, or
+online_dpo rewards.use=[answer] rl.group_size=1  =>  rl.group_size=1 with rl.algorithm=online_dpo, which compares the completions of one prompt; use at least
 online_dpo rewards.use=[answer] dpo.beta=0  =>  dpo.beta=0.0; it must be more than 0
 """
 
@@ -303,8 +303,8 @@ def test_what_of_the_optimizer_does_not_take_effect_is_told() -> None:
     assert unused_settings(OptimConfig(warmup_steps=5, schedule="cosine", min_lr_ratio=0.1), 5) == []
     both = OptimConfig(lr=1.0, warmup_steps=10, warmup_ratio=0.1)
     assert unused_settings(both, 4) == [
-        "optim.warmup_steps=10 counts; optim.warmup_ratio=0.1 is used only without it",
-        "optim.warmup_steps=10 is more than the 4 steps of the run, whose learning rate rises to 0.4 of optim.lr=1.0",
+        "optim.warmup_steps=10 is used; optim.warmup_ratio=0.1 would be used only without it",
+        "optim.warmup_steps=10 is more than the 4 steps of the run, whose learning rate rises only to 0.4, not to optim.lr=1.0",
     ]
     assert unused_settings(OptimConfig(name="sgd", eps=1e-6, decay_ratio=0.1, min_lr_ratio=0.1, lr=0), 4, "critic.optim") == [
         "critic.optim.min_lr_ratio=0.1 is not used with critic.optim.schedule=constant",
@@ -329,7 +329,7 @@ def test_prompts_leave_room_in_the_models_positions(model: Path, tmp_path: Path,
     prompts, _, _ = GRPOTrainer(planned)._plan()
     assert prompts.train.longest == 63
     assert "optim.warmup_steps=5 is more than the 4 steps of the run" in caplog.text
-    assert "data.columns: answer and copy are one column, 'answer'" in caplog.text
+    assert "data.columns: answer and copy are the same column, 'answer'" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -76,24 +76,24 @@ def test_bad_settings_say_what_to_do(words: list[str], message: str) -> None:
     [
         (
             "model:\n  path: a\nmodel:\n  path: b\n",
-            "line 3 of FILE is not valid YAML: the key 'model' is there twice; keep one of them",
+            "line 3 of FILE is not valid YAML: the key 'model' is given twice; keep one of them",
         ),
         ("data:\n  train: [a.jsonl\noptim:\n  lr: 1\n", "line 2 of FILE is not valid YAML: [ has no closing ]"),
         ("model: {path: a}}", "line 1 of FILE is not valid YAML: } has no opening {"),
-        ("model: 'a", "line 1 of FILE is not valid YAML: a quotation mark has no closing one"),
+        ("model: 'a", "line 1 of FILE is not valid YAML: a quotation mark is not closed"),
         ("model:\n\tpath: a\n", "line 2 of FILE is not valid YAML: a tab, or a character that cannot begin a value"),
         ("model:\n path: a\n  init: b\n", "line 3 of FILE is not valid YAML: a second colon"),
         ("optim: {lr: 1}\n---\noptim: {lr: 2}\n", "line 2 of FILE is not valid YAML: a second document (---)"),
         ("data: {train: *a}", "line 1 of FILE is not valid YAML: a value that begins with *"),
-        ("model: ${", "FILE is not valid YAML: ${ without a reference behind it"),
+        ("model: ${", "FILE is not valid YAML: ${ without a reference after it"),
         (
             "data.train=[good.jsonl",
             "data.train=[good.jsonl cannot be read: [ has no closing ]; write a list or a mapping as one word",
         ),
         ("data.train=[a.jsonl, b.jsonl]", ""),
         ("data.columns={prompt: a", "data.columns={prompt: a cannot be read: { has no closing }; write a list"),
-        ("data.columns={prompt: a, prompt: b}", "cannot be read: the key 'prompt' is there twice; keep one of them"),
-        ("data.train='a", "data.train='a cannot be read: a quotation mark has no closing one"),
+        ("data.columns={prompt: a, prompt: b}", "cannot be read: the key 'prompt' is given twice; keep one of them"),
+        ("data.train='a", "data.train='a cannot be read: a quotation mark is not closed"),
     ],
 )
 def test_what_is_not_yaml_is_told_in_one_line(text: str, message: str, tmp_path: Path) -> None:

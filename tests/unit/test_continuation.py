@@ -110,7 +110,7 @@ def test_what_depends_on_the_answer_is_refused() -> None:
         "{{ m.content }}", "{{ m.content }}{% if m.role == 'tool' %}{{ messages[1].content | length }}{% endif %}"
     )
     _, behind = continuation(template)
-    with pytest.raises(DataError, match=r"behind one answer and .* behind another"):
+    with pytest.raises(DataError, match=r"after one answer and .* after another"):
         behind.tokens([RESULT], 0)
     # One that renders the end of an answer in another way when something follows.
     template = CHATML.replace("{{ m.content }}", "{{ m.content if loop.last else m.content | upper }}")

@@ -208,7 +208,7 @@ def test_no_token_stands_across_the_border_of_prompt_and_answer() -> None:
 
 
 def test_rows_that_teach_nothing_or_are_broken_are_refused() -> None:
-    with pytest.raises(DataError, match="row: the content of message 2 is empty; there is nothing to learn"):
+    with pytest.raises(DataError, match="row: the content of message 2 is empty; there is nothing to train on"):
         chat([CHAT[0], {"role": "assistant", "content": ""}])
     with pytest.raises(DataError, match="row: message 1 has a part of type text without any text"):
         chat([{"role": "user", "content": [{"type": "text", "text": None}]}, CHAT[1]])
@@ -217,7 +217,7 @@ def test_rows_that_teach_nothing_or_are_broken_are_refused() -> None:
     chunk = Chunk(
         "f.jsonl", [(1, b'{"prompt": "1", "completion": "2"}'), (2, b'{"prompt": "1", "completion": "2\\ud800"}')], 1.0
     )
-    with pytest.raises(DataError, match=r"f.jsonl:2: '\\ud800' is half of a character"):
+    with pytest.raises(DataError, match=r"f.jsonl:2: '\\ud800' is an unpaired surrogate"):
         Encoder(TOKENIZER, DataConfig()).chunk(chunk)
 
 
@@ -333,7 +333,7 @@ def test_preferences_in_other_conventions_keep_their_prompt() -> None:
     # An empty prompt is none.
     assert told({**row, "prompt": ""}, template, "pairs") == want
     ended = [*conversation, {"from": "gpt", "value": "7"}]
-    with pytest.raises(DataError, match="row: conversations ends with an answer"):
+    with pytest.raises(DataError, match="row: conversations ends with an assistant turn"):
         encode_row(template, {"conversations": ended, **sides}, "row", DataConfig(), "pairs")
     assert told(row, plain(), "pairs")[0] == ("add\n\n1 2\n\n7<end>", "7<end>")
 

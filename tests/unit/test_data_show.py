@@ -90,11 +90,11 @@ def test_the_command_prints_and_draws_what_there_is(tmp_path: Path, capsys: pyte
     for expected in (
         "train.jsonl:2: 9 tokens, 3 learned\n    22+22=«44<end>»",
         "train        3 samples\n",
-        "tokens       21, 7 (33.3%) of them learned",
+        "tokens       21, 7 (33.3%) of them supervised",
         "lengths      shortest 6, median 6, 90% 9, 99% 9, longest 9",
         "too long     1 (33.3%) have more than data.max_length=6 tokens",
         "duplicates   1 (33.3%) equal an earlier one: ",
-        "overlap      1 (100.0%) of eval's samples are in train too, 0 (0.0%) others have a prompt of train",
+        "overlap      1 (100.0%) of eval's samples are also in train, 0 (0.0%) others have a prompt of train",
         "  6        2 █",
     ):
         assert expected in told
@@ -124,7 +124,7 @@ def test_what_is_wrong_is_told_in_one_line(tmp_path: Path, capsys: pytest.Captur
         (["show", "nope.jsonl", "--model", model], "data file nope.jsonl does not exist"),
         (["show", file, "--model", "nope"], "model.path=nope is not a folder"),
         (["show", file, "--model", model, "data.max_lenth=3"], "did you mean 'data.max_length'"),
-        (["show", file, "--model", model, "data.train=x"], "data.train is given as SOURCE here"),
+        (["show", file, "--model", model, "data.train=x"], "data.train is not accepted here; give SOURCE instead"),
         (["show", file, "--model", model, "--samples", "-1"], "--samples -1; it must be 0 or more"),
         (["show", file, "--model", model, "--trainer", "dpo"], "it needs chosen and rejected"),
         (["show", file, "--model", model, "--png", "/nope/a.png"], "the folder /nope does not exist"),

@@ -76,7 +76,7 @@ def test_responses_with_calls_go_on_by_items_and_by_their_id(streams: bool) -> N
         returned: Any = [item.model_dump(exclude_none=True) for item in first.output]
         ask(input=[question, *returned, result], instructions="Be brief.", tools=tools)
         ask(input=[result], previous_response_id=first.id, instructions="Be brief.", tools=tools)
-        with pytest.raises(openai.BadRequestError, match="is no response of this session"):
+        with pytest.raises(openai.BadRequestError, match="is not a response of this session"):
             client.responses.create(input="x", previous_response_id="resp_x")
     path = path_of(policy, 0)
     assert [(turn.role, turn.content) for turn in path.messages] == [("system", "Be brief."), ("user", "What is 1+2?")]
@@ -179,7 +179,7 @@ def test_texts_and_tokens_are_continued() -> None:
         parts = list(client.completions.create(model="policy", prompt=[1, 2], stream=True))
         assert "".join(part.choices[0].text for part in parts) == "three"
         for prompt in ("", ["a", "b"], []):
-            with pytest.raises(openai.BadRequestError, match="takes one that is not empty"):
+            with pytest.raises(openai.BadRequestError, match="give one prompt that is not empty"):
                 client.completions.create(model="policy", prompt=prompt)
     asked = [request.conversation for request in policy.of_agent.asked]
     assert asked == [TextPrompt(text="Count:"), TokenPrompt(ids=(1, 2))]
@@ -210,16 +210,16 @@ def test_what_is_refused_is_refused_in_the_words_of_the_interface() -> None:
     with scripted(policy) as served:
         other = anthropic_of(served)
         cases: list[tuple[dict[str, Any], type[anthropic.APIStatusError], str]] = [
-            ({"extra_body": {"temperature": 0.5}}, anthropic.BadRequestError, "all answers are sampled at 1"),
+            ({"extra_body": {"temperature": 0.5}}, anthropic.BadRequestError, "all completions are sampled at 1"),
             ({"model": "claude"}, anthropic.NotFoundError, "'claude' is not served here"),
-            ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "a policy chooses by itself"),
+            ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "the policy must choose itself"),
             ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, anthropic.BadRequestError, "thinking"),
-            ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, anthropic.BadRequestError, "tools of one's own"),
+            ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, anthropic.BadRequestError, "only client tools"),
             ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, anthropic.BadRequestError, "'image'"),
             (
                 {"messages": [*question, {"role": "assistant", "content": "x"}]},
                 anthropic.BadRequestError,
-                "the assistant's own",
+                "the last message is from the assistant",
             ),
         ]
         for more, error, message in cases:

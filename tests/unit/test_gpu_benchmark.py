@@ -35,7 +35,7 @@ def test_no_case_starts_after_the_time(tmp_path: Path, capsys: pytest.CaptureFix
     rows: list[Row] = []
     collect("ab", lambda name: {"case": name}, rows, tmp_path / "rows.json", time.monotonic() - 1)
     assert not rows
-    assert "the same call again continues here" in capsys.readouterr().out
+    assert "the same call continues here" in capsys.readouterr().out
 
 
 def test_a_case_that_ends_its_process_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_equal_weights_are_equal_over_epochs_of_an_odd_length(caplog: pytest.Log
         assert caplog.text == ""
         del state["drawn"]
         assert batches.restore(state, epochs=True) == cursor
-        assert ("rounded data.weights to the same side in every epoch" in caplog.text) == changed
+        assert ("rounded data.weights the same way in every epoch" in caplog.text) == changed
         caplog.clear()
 
 

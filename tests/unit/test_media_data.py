@@ -448,7 +448,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"messages": question({"type": "image"}), "images": [png()], "image": png()},
         "has the columns images and image; give one",
     ),
-    ({"messages": question(image(png()), text="<|image_pad|>")}, "has 1 images, but 2 times '<|image_pad|>' in its text"),
+    (
+        {"messages": question(image(png()), text="<|image_pad|>")},
+        "has 1 images, but 2 times '<|image_pad|>' in its rendered chat",
+    ),
     ({"messages": question(text="<|image_pad|>")}, "has 1 tokens '<|image_pad|>', of which its images account for 0"),
     ({"messages": question({"type": "audio", "audio": wav(1)})}, "takes image and video, but no audio"),
     (
@@ -773,7 +776,7 @@ def test_nothing_is_decoded_twice_and_what_has_changed_is_decoded_again(
     os.utime(tmp_path / "1.png", ns=(1, 1))
     changed = load()
     assert len(decoded) == 4
-    assert f"has media of files that have changed ({tmp_path / '1.png'}); tokenizing it again" in caplog.text
+    assert f"has media from files that have changed ({tmp_path / '1.png'}); tokenizing it again" in caplog.text
     assert len(changed.document(1, 0).ids) > len(first.document(1, 0).ids)
     # A processed picture that was removed, and one that was cut off by a full disk.
     gone, short = (reader.store.path(changed.document(i, 0).media[0].key) for i in (0, 2))

@@ -122,10 +122,10 @@ def test_the_generator_comes_back_with_the_same_weights_unless_they_were_trained
 def test_illegal_moves_are_refused() -> None:
     found, _ = memory_manager()
     found.sync(0)
-    with pytest.raises(ConfigError, match="optimizer of actor cannot be brought to the device while parameters of rollout"):
+    with pytest.raises(ConfigError, match="optimizer of actor cannot be moved to the device while parameters of rollout"):
         found.move("actor", "device", "optimizer")
     found.enter("train")
-    with pytest.raises(ConfigError, match="cache of rollout cannot be brought to the device while parameters of actor"):
+    with pytest.raises(ConfigError, match="cache of rollout cannot be moved to the device while parameters of actor"):
         found.move("rollout", "device", "cache")
     with pytest.raises(ConfigError, match="the memory manager has no cache of actor"):
         found.move("actor", "host", "cache")

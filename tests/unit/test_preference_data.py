@@ -266,5 +266,5 @@ def test_labels_of_single_answers_may_be_of_several_kinds(label: Any, chosen: bo
 @pytest.mark.parametrize("label", [2, "yes", "", float("nan"), 0.5])
 def test_other_labels_are_refused(label: Any) -> None:
     row = {"prompt": "1+1=", "completion": "2", "label": label}
-    with pytest.raises(DataError, match=r"a.csv:2: label is .*; it must be true \(a good answer\) or false"):
+    with pytest.raises(DataError, match=r"a.csv:2: label is .*; it must be true \(a good completion\) or false"):
         encode_row(make_tokenizer(), row, "a.csv:2", DataConfig(), "unpaired")

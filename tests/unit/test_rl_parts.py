@@ -89,8 +89,8 @@ class WithGenerator:
         ([], "bfloat16", "cuda", "truncate", "the generator computes in bfloat16"),
         # The actor's `auto` is bfloat16 there.
         ([], "float32", "cuda", "truncate", "the actor computes in bfloat16, and the generator in float32"),
-        (["rollout.generator=vllm"], "float32", "cpu", "truncate", "rollout.generator=vllm computes by other kernels"),
-        (["rollout.generator=mine:Class"], "float32", "cpu", "truncate", "rollout.generator=mine:Class computes by"),
+        (["rollout.generator=vllm"], "float32", "cpu", "truncate", "rollout.generator=vllm uses other kernels"),
+        (["rollout.generator=mine:Class"], "float32", "cpu", "truncate", "rollout.generator=mine:Class uses other"),
         (
             ["rollout.generator=tensor_parallel", "rollout.options.quant=int8"],
             "float32",

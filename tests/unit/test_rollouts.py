@@ -357,7 +357,7 @@ def test_stored_completions_are_taken_over() -> None:
         assert torch.equal(getattr(kept.batch, name), getattr(batch, name))
     assert torch.equal(kept.batch.token_fields["rollout_log_probs"], batch.token_fields["rollout_log_probs"])
     other = cast(Any, SimpleNamespace(of_ticket=lambda number: prompt_of(number + 1)))
-    with pytest.raises(CheckpointError, match="completions to another prompt than prompt 3, so the data have changed"):
+    with pytest.raises(CheckpointError, match="completions of another prompt than prompt 3, so the data have changed"):
         from_bytes(data, other, tokenizer)
     with pytest.raises(CheckpointError, match="its completions are malformed"):
         from_bytes(data[:40], PROMPTS, tokenizer)

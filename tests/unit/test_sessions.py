@@ -284,7 +284,7 @@ def test_sessions_are_random_numbers_and_not_more_than_there_may_be() -> None:
     ("messages", "message"),
     [
         ([], "at least one"),
-        ([user("a"), assistant("b")], "the assistant's own"),
+        ([user("a"), assistant("b")], "the last message is from the assistant"),
         ([{"role": "robot", "content": "x"}], r"messages.0 needs a role"),
         (["x"], r"messages.0 needs a role"),
         ([{"role": "tool", "content": "x"}], "no tool_call_id"),

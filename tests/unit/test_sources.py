@@ -331,7 +331,7 @@ def test_rows_that_are_probably_mistakes_are_told_once(
     told = [record.getMessage() for record in caplog.records]
     assert told == [
         f"{tmp_path}/a.jsonl:2: messages 1 and 2 of messages both have the role 'user' (and 1 more rows)",
-        f"{tmp_path}/b.jsonl:1: the key 'text' stands twice; the last one counts",
+        f"{tmp_path}/b.jsonl:1: the key 'text' occurs twice; the last one is used",
     ]
 
 
@@ -344,7 +344,7 @@ def test_what_truncation_leaves_nothing_of_is_left_out(
     )
     assert len(load([path], cache, max_length=6, too_long="truncate_right")) == 1
     assert "left out: 1 samples" in caplog.text
-    with pytest.raises(DataError, match=r"no sample of .*a.jsonl is left to learn from"):
+    with pytest.raises(DataError, match=r"no sample of .*a.jsonl is left to train on"):
         load([path], cache, max_length=3, too_long="truncate_right")
 
 

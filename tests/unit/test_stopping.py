@@ -182,7 +182,7 @@ def test_an_error_of_a_logger_is_raised_by_the_exchange() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"stopping_threshold": 0.5}, "the only one is at the end; set trainer.eval_every"),
+        ({"stopping_threshold": 0.5}, "the only evaluation is at the end; set trainer.eval_every"),
         ({"stopping_threshold": float("nan")}, "trainer.stopping_threshold=nan; it must be a finite number"),
         ({"max_minutes": 0.0}, "trainer.max_minutes=0.0; it must be more than 0"),
     ],

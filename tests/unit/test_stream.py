@@ -212,7 +212,7 @@ def test_samples_that_do_not_fit_are_left_out_cut_or_an_error() -> None:
 @pytest.mark.timeout(60)
 def test_data_without_samples_end_instead_of_going_round_forever() -> None:
     rows = [{"text": "1" * 100}] * 9
-    with pytest.raises(DataError, match=r"no sample of s0 is left to learn from"):
+    with pytest.raises(DataError, match=r"no sample of s0 is left to train on"):
         drawn(StreamLoader(stream_of([rows], settings_of(2, too_long="skip")), batch_size=2), StreamCursor(), 1)
 
 
@@ -279,7 +279,7 @@ def test_what_a_block_is_made_of_must_be_the_same_when_a_run_resumes() -> None:
     ):
         changed = StreamLoader(other, batch_size=5)
         with pytest.raises(
-            CheckpointError, match=r"rows 1 to 12 of an epoch make other samples than when the checkpoint was saved"
+            CheckpointError, match=r"rows 1 to 12 of an epoch yield different samples than when the checkpoint was saved"
         ):
             drawn(changed, changed.restore(state, epochs=False), 1)
 

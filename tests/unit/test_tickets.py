@@ -58,7 +58,7 @@ def saved_alike(tickets: Tickets) -> None:
     answered = {ticket.number for ticket in tickets._consumed} | tickets._finished
     stored = {ticket.number for ticket in begin} & answered
     if any(ticket.version < tickets.version and ticket.number not in stored for ticket in begin):
-        with pytest.raises(TicketError, match="no answers to the tickets"):
+        with pytest.raises(TicketError, match="neither the completions of the tickets"):
             tickets.state(stored)
         return
     restored = Tickets.restore(tickets.state(stored), batch=tickets.batch, staleness=tickets.staleness)
@@ -249,7 +249,7 @@ def test_a_checkpoint_goes_on_with_the_same_tickets() -> None:
     assert relative(restored) == relative(tickets)
     assert restored.state([3, 4]) == state
     assert [t.number for t in restored.waiting] == [5, 6]
-    with pytest.raises(TicketError, match=r"no answers to the tickets \[3, 4\]"):
+    with pytest.raises(TicketError, match=r"neither the completions of the tickets \[3, 4\]"):
         tickets.state()
     with pytest.raises(CheckpointError, match=r"saved with rl\.staleness = 1, now it is 2"):
         Tickets.restore(state, batch=2, staleness=2)
@@ -322,5 +322,5 @@ def test_a_log_of_answers_out_of_order_or_too_old_is_refused() -> None:
         check_events(events_of("b00 i00 i10 s00 s10 f10 k10"), 2, 0)
     # Resumed with a ticket of a version before.
     assert check_events(events_of("b02 i01 i12 s01 f01 k02"), 1, 1) == 6
-    with pytest.raises(TicketError, match="its answer is of version 0, and at most 1 versions may be between"):
+    with pytest.raises(TicketError, match="its completions are of version 0, and at most 1 versions may be between"):
         check_events(events_of("b02 i00 i12 s00 f00 k02"), 1, 1)

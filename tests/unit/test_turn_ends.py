@@ -139,7 +139,7 @@ def test_answers_without_an_end_are_warned_of_once(
     for ends, warnings in ((None, 0), (STOP_IDS, 0), (STOP_IDS[:1], 1)):
         caplog.clear()
         load_token_caches([str(file) for file in files], TOKENIZER, data, training=True, ends=ends)
-        assert caplog.text.count("the chat template ends an answer with no token") == warnings
+        assert caplog.text.count("the chat template ends an assistant turn without a token") == warnings
         caplog.clear()
         stream = SampleStream(
             sources=[DataSource("s", rows=rows)],
@@ -154,7 +154,7 @@ def test_answers_without_an_end_are_warned_of_once(
         )
         batches = StreamLoader(stream, batch_size=1).batches(StreamCursor())
         assert len([next(batches) for _ in rows]) == 3
-        assert caplog.text.count("the chat template ends an answer with no token") == warnings
+        assert caplog.text.count("the chat template ends an assistant turn without a token") == warnings
 
 
 def test_the_tokens_that_end_answers_are_those_of_the_model(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""The settings of an algorithm's loss and advantages. This module does not import torch.
+"""Settings of an algorithm's loss and advantages. This module does not import torch.
 
-Those that belong to one objective or estimator are added from its registration (`losses.registry`).
+Settings that belong to a single objective or estimator are added from its registration (`losses.registry`).
 """
 
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ else:
 @dataclass(frozen=True, kw_only=True)
 @with_settings_of(OBJECTIVES, "objective")
 class PolicyLossConfig(Settings):
-    """The loss of the policy; see `losses.policy.PolicyLoss`. Null takes the value of rl.algorithm."""
+    """The policy loss; see `losses.policy.PolicyLoss`. Null takes the value from rl.algorithm."""
 
     section: ClassVar[str] = "rl.loss"
 
-    objective: str | None = setting(None, "loss of a token")
-    aggregation: Aggregation | None = setting(None, "how the losses of tokens are averaged")
+    objective: str | None = setting(None, "loss per token")
+    aggregation: Aggregation | None = setting(None, "how the token losses are averaged")
     length_norm: int | None = setting(
         None,
-        "for seq-mean-token-sum-norm: number of tokens that sums are divided by; null: the most tokens of an answer, or of an episode",
+        "for seq-mean-token-sum-norm: number of tokens that sums are divided by; null: the maximum number of tokens of a completion, or of an episode",
     )
     entropy_coef: float | None = setting(None, "weight of the entropy bonus", most=1e6)
     kl_coef: float | None = setting(None, "weight of the KL divergence from the reference in the loss; 0: none", most=1e6)
@@ -40,10 +40,10 @@ class PolicyLossConfig(Settings):
 @dataclass(frozen=True, kw_only=True)
 @with_settings_of(ESTIMATORS, "estimator")
 class EstimatorConfig(Settings):
-    """How advantages are computed. Null takes the value of rl.algorithm."""
+    """The advantage estimator. Null takes the value from rl.algorithm."""
 
     section: ClassVar[str] = "rl.advantage"
 
-    estimator: str | None = setting(None, "estimator of the advantages")
+    estimator: str | None = setting(None, "advantage estimator")
     kl_coef: float | None = setting(None, "weight of the KL divergence from the reference in the rewards; 0: none", most=1e6)
     kl_estimator: Literal["k1", "k2", "k3", "abs"] | None = setting(None, "estimator of that KL divergence")

@@ -15,7 +15,7 @@ class CommandConfig(Settings):
         """Merge the defaults, a recipe and settings into a configuration, as the command line does.
 
         Args:
-            settings: What stands on the command line, such as `recipe=sft` and `model.path=MODEL`.
+            settings: Words of the command line, such as `recipe=sft` and `model.path=MODEL`.
 
         Raises:
             ConfigError: A setting is unknown or has the wrong type, or the recipe does not exist.

@@ -12,7 +12,7 @@ TooLong = Literal["error", "skip", "truncate_left", "truncate_right", "split"]
 Turns = Literal["auto", "single", "per_turn"]
 
 MEDIA_COLUMNS = {"images": "image", "image": "image", "videos": "video", "video": "video", "audios": "audio", "audio": "audio"}
-"""The columns of media, whose items are taken in the order of their placeholders, and their kinds."""
+"""Media columns, mapped to their kinds. The items of a column are matched to its placeholders in order."""
 RESERVED_VARIABLES = (
     "tokenize",
     "padding",
@@ -47,14 +47,15 @@ class SourcesConfig(Settings):
     )
     eval: tuple[str, ...] = setting((), "sources to evaluate on, given as in data.train", path=True)
     columns: dict[str, str] = setting(
-        factory=dict, help="columns that have other names in the data, our name first: data.columns={prompt: question}"
+        factory=dict,
+        help="columns with other names in the data, as {expected name: name in the data}: data.columns={prompt: question}",
     )
-    txt: Literal["line", "file"] = setting("line", "what a text is in a txt file: each line, or the entire file")
+    txt: Literal["line", "file"] = setting("line", "what one text in a txt file is: each line, or the entire file")
     chat_template_kwargs: dict[str, Any] = setting(
         factory=dict, help="variables for the chat template, for example data.chat_template_kwargs.enable_thinking=false"
     )
     too_long: TooLong = setting(
-        "error", "what to do with a sample that is too long; split: make several of it, for plain text to learn entirely"
+        "error", "what to do with a sample that is too long; split: cut it into several samples, for plain text"
     )
     media_dir: str | None = setting(
         None,
@@ -63,14 +64,14 @@ class SourcesConfig(Settings):
     )
     allow_url: bool = setting(False, "fetch images, videos and audio that are given as http or https URLs")
     max_pixels: int | None = setting(
-        None, "the most pixels of an image or of a frame; null: as many as the model's processor allows"
+        None, "maximum number of pixels of an image or a video frame; null: the limit of the model's processor"
     )
-    max_frames: int = setting(64, "the most frames of a video")
-    fps: float = setting(2.0, "frames per second of a video that are used, evenly spread, up to max_frames")
-    max_seconds: float | None = setting(None, "the most seconds of audio; null: as many as the model's encoder takes")
+    max_frames: int = setting(64, "maximum number of frames of a video")
+    fps: float = setting(2.0, "frames per second to sample from a video, evenly spaced, up to data.max_frames")
+    max_seconds: float | None = setting(None, "maximum length of audio in seconds; null: the limit of the model's encoder")
     too_large: Literal["resize", "error", "skip"] = setting(
         "resize",
-        "what to do with media beyond these limits; resize: fewer pixels, fewer frames per second, the first seconds of audio; skip: leave the row out",
+        "what to do with media that exceed these limits; resize: reduce pixels and frames per second, keep the first seconds of audio; skip: leave the row out",
     )
     cache_dir: str | None = setting(
         None,
@@ -100,10 +101,10 @@ class SourcesConfig(Settings):
         if self.weights is not None:
             self._check_weights(self.weights)
         if taken := sorted({*self.chat_template_kwargs} & {*RESERVED_VARIABLES}):
-            raise ConfigError(f"data.chat_template_kwargs has {', '.join(taken)}, which the trainer sets itself; leave it out")
+            raise ConfigError(f"data.chat_template_kwargs has {', '.join(taken)}, which the trainer sets itself; remove it")
 
     def doubled_columns(self) -> list[str]:
-        """Return the names that `data.columns` maps to one column of the data, if it does so."""
+        """Return names that `data.columns` maps to the same column of the data; empty if there are none."""
         for theirs in self.columns.values():
             if len(names := [ours for ours, column in self.columns.items() if column == theirs]) > 1:
                 return names
@@ -131,21 +132,21 @@ class DataConfig(SourcesConfig):
     )
     turns: Turns = setting(
         "auto",
-        "how a chat's answers become samples; single: all in one sample; per_turn: one sample per answer, with the messages before it; auto: per_turn if the chat template requires it",
+        "how a chat's assistant turns become samples; single: all in one sample; per_turn: one sample per assistant turn, with the messages before it; auto: per_turn if the chat template requires it",
     )
     learn: Literal["answers", "last_answer", "all"] = setting(
         "answers",
-        "tokens to learn; answers: those of the assistant, or of a completion; last_answer: of a chat the last one alone; all: the prompts too",
+        "tokens that the loss is computed on; answers: those of assistant turns or completions; last_answer: only the last assistant turn of a chat; all: those of the prompts too",
     )
     max_length: int | None = setting(None, "maximum number of tokens in a sample; null: engine.micro_batch.max_tokens")
     streaming: bool = setting(
         False,
-        "read and tokenize data.train while training, and store nothing; needs trainer.max_steps, and shuffles within stream_rows",
+        "read and tokenize data.train during training, and store nothing; needs trainer.max_steps, and shuffles within data.stream_rows",
     )
-    stream_rows: int = setting(4096, "rows that are read, tokenized and shuffled together, if streaming")
+    stream_rows: int = setting(4096, "with data.streaming: number of rows that are read, tokenized and shuffled together")
     batch_size: int = setting(32, "samples per step across all ranks; a pair is one sample")
     workers: int | None = setting(
-        None, "processes that tokenize; 0: only the first rank itself; null: one per CPU core for large data", most=1024
+        None, "processes that tokenize; 0: the first rank itself; null: one per CPU core for large data", most=1024
     )
 
     def _check_values(self) -> None:
@@ -168,11 +169,11 @@ class DataConfig(SourcesConfig):
             )
         if self.streaming and self.weights is not None:
             raise ConfigError(
-                "data.weights with data.streaming=true, which reads one source after the other; mix the rows beforehand, or unset one of them"
+                "data.weights with data.streaming=true, which reads the sources one after another; mix the rows beforehand, or unset one of them"
             )
         if self.learn == "last_answer" and self.turns == "per_turn":
             raise ConfigError(
-                "data.learn=last_answer with data.turns=per_turn, which makes a sample of every answer; unset one of them"
+                "data.learn=last_answer with data.turns=per_turn, which makes one sample of every assistant turn; unset one of them"
             )
 
 
@@ -181,9 +182,9 @@ class PromptsConfig(SourcesConfig):
     """The prompts to train and evaluate on. A row has a `prompt`, a text or a chat; its other columns go to the rewards."""
 
     max_length: int | None = setting(
-        None, "maximum number of tokens in a prompt; null: engine.micro_batch.max_tokens less rollout.max_tokens"
+        None, "maximum number of tokens in a prompt; null: engine.micro_batch.max_tokens minus rollout.max_tokens"
     )
-    batch_size: int = setting(32, "prompts per step, each of which gets rl.group_size answers")
+    batch_size: int = setting(32, "prompts per step, each with rl.group_size completions")
 
     def _check_values(self) -> None:
         super()._check_values()

@@ -1,4 +1,4 @@
-"""The settings of environments. This module does not import torch."""
+"""Settings of environments. This module does not import torch."""
 
 import math
 from dataclasses import dataclass
@@ -15,24 +15,26 @@ class EnvironmentConfig(Settings):
     section: ClassVar[str] = "environment"
 
     settings: dict[str, Any] = setting(factory=dict, help="arguments of the environment, by name")
-    max_turns: int = setting(8, "turns of the policy in an episode, after which it ends", most=65535)
+    max_turns: int = setting(8, "maximum number of policy turns in an episode", most=65535)
     max_tokens: int | None = setting(
         None,
-        "tokens of an episode behind its first prompt, those of turns and of observations; null: environment.max_turns times rollout.max_tokens",
+        "maximum number of tokens of an episode after its first prompt, including observations; null: environment.max_turns times rollout.max_tokens",
     )
-    timeout_s: float = setting(60.0, "seconds that a call of the environment may take, after which its episode has failed")
+    timeout_s: float = setting(60.0, "seconds that a call of the environment may take before its episode counts as failed")
     episode_timeout_s: float | None = setting(
         None,
-        "seconds that the environment of an episode may take in all its calls together, after which it has failed; null: no limit",
+        "seconds that all calls of an episode's environment may take together before the episode counts as failed; null: no limit",
     )
-    workers: int = setting(4, "processes that run environments, each many of them", most=4096)
-    memory_mb: int = setting(4096, "memory that such a process may have for data, in MiB")
+    workers: int = setting(4, "processes that run environments; each runs many environments", most=4096)
+    memory_mb: int = setting(4096, "memory limit for the data of such a process, in MiB")
     restarts: int = setting(
-        1, "how often an episode is made again from its beginning whose process ended, before it has failed", most=1000
+        1,
+        "how many times an episode is restarted from its beginning after its process died, before it counts as failed",
+        most=1000,
     )
     wait_for_all: bool | None = setting(
         None,
-        "whether a call of the generator waits until no environment is at work, so that it does not depend on time which turns it has; null: unless rl.staleness or rollout.invariant is set",
+        "wait with each call of the generator until no environment is running, so that its batch does not depend on timing; null: enabled unless rl.staleness or rollout.invariant is set",
     )
 
     def check(self) -> None:

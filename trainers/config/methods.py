@@ -36,11 +36,11 @@ class PreferenceConfig(Settings):
 
     loss: PreferenceLossName = setting(
         "sigmoid",
-        f"loss of a pair, relative to a reference; {_named(lambda spec: not spec.needs_reference)}: without one; kto: relative to a reference, of single answers labeled good or bad",
+        f"loss of a pair, relative to a reference; {_named(lambda spec: not spec.needs_reference)}: without a reference; kto: relative to a reference, on single completions labeled good or bad",
     )
     loss_weights: dict[str, float] = setting(
         factory=dict,
-        help="weights of several losses whose sum is trained instead of dpo.loss, as in dpo.loss_weights={sigmoid: 0.8, sft: 0.2}; sft: the chosen side's negative log-likelihood",
+        help="weights of several losses whose weighted sum replaces dpo.loss, as in dpo.loss_weights={sigmoid: 0.8, sft: 0.2}; sft: the chosen side's negative log-likelihood",
     )
     beta: float = setting(
         0.1,
@@ -56,7 +56,7 @@ class PreferenceConfig(Settings):
     divergence: Divergence = setting(
         "reverse_kl", f"how the distance to the reference is measured; for {', '.join(ONLY['divergence'])}"
     )
-    alpha: float = setting(0.5, "parameter of the alpha_divergence; 1 is the reverse_kl")
+    alpha: float = setting(0.5, "parameter of dpo.divergence=alpha_divergence; 1 equals reverse_kl")
     length_normalize: bool | None = setting(
         None,
         f"divide each side's log-probability by its number of tokens; null: as the loss is defined ({_named(lambda spec: spec.per_token)} divide)",
@@ -66,8 +66,8 @@ class PreferenceConfig(Settings):
         f"weight of the chosen side's negative log-likelihood (RPO's term); null: as the loss is defined (above 0 for {_named(lambda spec: spec.sft_weight > 0)})",
         most=1e6,
     )
-    desirable_weight: float = setting(1.0, "kto: weight of answers labeled good", most=1e6)
-    undesirable_weight: float = setting(1.0, "kto: weight of answers labeled bad", most=1e6)
+    desirable_weight: float = setting(1.0, "kto: weight of completions labeled good", most=1e6)
+    undesirable_weight: float = setting(1.0, "kto: weight of completions labeled bad", most=1e6)
 
     def check(self) -> None:
         """Check these settings independently of the other sections.
@@ -78,11 +78,11 @@ class PreferenceConfig(Settings):
         defaults = PreferenceConfig()
         if self.loss_weights and self.loss != defaults.loss:
             raise ConfigError(
-                f"dpo.loss={self.loss} with dpo.loss_weights={self.loss_weights}, which takes its place; give one of them"
+                f"dpo.loss={self.loss} with dpo.loss_weights={self.loss_weights}, which replaces it; give one of them"
             )
         if "kto" in self.loss_weights:
             raise ConfigError(
-                "dpo.loss_weights.kto: kto learns from single answers and cannot be added to losses of pairs; remove it"
+                "dpo.loss_weights.kto: kto trains on single completions and cannot be added to losses of pairs; remove it"
             )
         losses = self.loss_weights or {self.loss: 1.0}
         for name, known in ONLY.items():
@@ -102,7 +102,7 @@ class PreferenceConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig(Settings):
-    """The reference that the policy is compared with."""
+    """The reference model of the policy."""
 
     section: ClassVar[str] = "reference"
 

@@ -1,6 +1,6 @@
 """Parsing of YAML recipes and dotted overrides into a typed config.
 
-This module does not import torch, so that `--help` and a mistyped setting are answered at once.
+This module does not import torch, so that `--help` and errors about mistyped settings appear at once.
 """
 
 import difflib
@@ -96,8 +96,8 @@ def help_text(cls: type, usage: str) -> str:
         "--nproc N starts N worker processes (group.nproc)."
         if is_rl
         else "--nproc N starts N processes on this machine, by default one; --nnodes, --node-rank, --master-addr and the other options "
-        "of torchrun for several machines are passed on.",
-        "--dry-run makes only a first step, saves nothing and reports the memory.",
+        "of torchrun for several machines are passed through.",
+        "--dry-run runs only the first step, saves nothing and reports the memory use.",
         "Settings are key=value; recipe=NAME or recipe=PATH loads a YAML file first.",
         "",
         f"Built-in recipes: {', '.join(recipes_of(cls))}",
@@ -121,7 +121,7 @@ def help_text(cls: type, usage: str) -> str:
 
 
 def _section(name: str) -> str:
-    """Return the section of a setting in `--help`: that of the top level, or for the largest ones the section inside it."""
+    """Return the section of a setting in `--help`: its top-level section, or the nested one for the largest sections."""
     parts = name.split(".")[:-1]
     return ".".join(parts[:2] if parts[0] in ("engine", "model", "rl") else parts[:1])
 
@@ -133,20 +133,20 @@ def recipes_of(cls: type) -> list[str]:
 
 
 def own_sections(cls: type) -> tuple[tuple[str, str, type], ...]:
-    """Return the sections that default to one of the top level, such as `actor.engine` to `engine`.
+    """Return the sections that default to a top-level one, such as `actor.engine` to `engine`.
 
     Args:
         cls: The config class.
 
     Returns:
-        The dotted name of each, the name of the section of the top level, and its class.
+        For each, its dotted name, the name of the top-level section, and its class.
     """
     hints = get_type_hints(cls)
     sections: list[tuple[str, str, type]] = []
     for key in keys(cls):
         parent = key.name.rpartition(".")[2]
         hint = hints.get(parent)
-        # `rollout.environment` is a name, and no section as `environment` is.
+        # `rollout.environment` is a name, unlike the section `environment`.
         if "." in key.name and isinstance(hint, type) and is_dataclass(hint) and hint.__name__ in key.type:
             sections.append((key.name, parent, hint))
     return tuple(sections)
@@ -177,7 +177,7 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str = "") -> Config:
     names = [word.partition("=")[0] for word in argv]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1 and name != "recipe"):
         if os.environ.get("RANK", "0") == "0":
-            log.warning("%s is given %d times; the last one counts", name, names.count(name))
+            log.warning("%s is given %d times; the last one is used", name, names.count(name))
     recipes = [w.removeprefix("recipe=") for w in argv if w.startswith("recipe=")]
     if len(recipes) > 1:
         raise ConfigError(f"recipe= is given {len(recipes)} times; give only one")
@@ -219,7 +219,7 @@ def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
                 if isinstance(value := OmegaConf.select(layer, name), str):
                     OmegaConf.update(layer, name, [value])
             for name in switches:
-                # In YAML on and off are true and false.
+                # YAML reads on and off as true and false.
                 if isinstance(value := OmegaConf.select(layer, name), bool):
                     OmegaConf.update(layer, name, "on" if value else "off")
         base = OmegaConf.structured(cls)
@@ -237,7 +237,7 @@ def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
 
 
 def parse_over(cls: type[Config], saved: Mapping[str, Any], argv: Sequence[str]) -> Config:
-    """Merge settings over complete ones that were saved.
+    """Merge settings over a complete, saved configuration.
 
     Args:
         cls: The config class.
@@ -251,7 +251,7 @@ def parse_over(cls: type[Config], saved: Mapping[str, Any], argv: Sequence[str])
 
 
 def _escaped(value: Any) -> Any:
-    """Return plain data in which `${` stands for itself, and refers to nothing."""
+    """Return plain data in which `${` is escaped, so that it is not an interpolation."""
     if isinstance(value, dict):
         return {key: _escaped(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -260,7 +260,7 @@ def _escaped(value: Any) -> Any:
 
 
 def _inherit(merged: Any, name: str, parent: str, layers: Sequence[DictConfig]) -> None:
-    """Set a section that is given in part to that of the top level, with what is given."""
+    """Fill a partly given section from its top-level counterpart."""
     nodes = [node for layer in layers if (node := OmegaConf.select(layer, name)) is not None]
     if not nodes:
         return
@@ -280,7 +280,7 @@ def _inherit(merged: Any, name: str, parent: str, layers: Sequence[DictConfig]) 
         try:
             OmegaConf.to_object(section[last])
         except ConfigError as e:
-            # The section itself names the setting as that of the top level.
+            # The section's own error names the setting as if it were at the top level.
             raise ConfigError(f"{holder}.{e}") from e
 
 
@@ -298,7 +298,7 @@ def _words(cls: type, words: Sequence[str]) -> DictConfig:
             raise ConfigError(f"{word!r} is not a setting; {hint}")
         try:
             OmegaConf.from_dotlist([_quoted(word)])
-        except Exception as e:  # of the parser, or of what it reads
+        except Exception as e:  # the parser raises its own types, and others on malformed text
             problem = yaml_error(e, word)[1]
             hint = "; write a list or a mapping as one word, in quotes if it has spaces" if problem[0] in "[]{}" else ""
             raise ConfigError(f"{shorten(' '.join(word.split()), 120)} cannot be read: {problem}{hint}") from e
@@ -404,7 +404,7 @@ def differences(old: Path, config: Any) -> list[str]:
     switched = OmegaConf.select(before, "engine.backend") != OmegaConf.select(now, "engine.backend")
     for name in sorted({*_leaves(DictConfig(before)), *_leaves(now)}):
         a, b = OmegaConf.select(before, name), OmegaConf.select(now, name)
-        # Where one has settings inside and the other has none, the lines of these are enough; and another backend has other options.
+        # If only one side has nested settings, their own lines suffice. Another backend has other options.
         inside = any(isinstance(value, DictConfig) and len(value) for value in (a, b))
         if a != b and not inside and not (switched and name.startswith("engine.options")):
             lines.append(f"{name}: {a} -> {b}")

@@ -1,4 +1,4 @@
-"""The settings of the trainers of reinforcement learning. This module does not import torch."""
+"""Settings of the reinforcement learning trainers. This module does not import torch."""
 
 import math
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ OffloadMode = Literal["none", "host", "disk"]
 REWARD_MODEL = "model"
 """The name of the reward model in `rewards.use`."""
 ENVIRONMENT_REWARD = "environment"
-"""The name of the reward that an environment gives in `rewards.use`."""
+"""The name, in `rewards.use`, of the reward that an environment returns."""
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
-"""The roles of a run, except those that have no model."""
+"""The roles of a run that have a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,74 +37,81 @@ class RLSettings(Settings):
 
     section: ClassVar[str] = "rl"
 
-    algorithm: AlgorithmName = setting("grpo", "algorithm, which sets rl.loss and rl.advantage where these are null")
-    loss: PolicyLossConfig = setting(factory=PolicyLossConfig, help="loss of the policy")
+    algorithm: AlgorithmName = setting(
+        "grpo", "algorithm; it provides the defaults of rl.loss and rl.advantage where these are null"
+    )
+    loss: PolicyLossConfig = setting(factory=PolicyLossConfig, help="policy loss")
     advantage: EstimatorConfig = setting(factory=EstimatorConfig, help="advantages")
-    group_size: int = setting(8, "answers to each prompt", most=65536)
-    mini_batch_size: int | None = setting(None, "answers per optimizer step; null: all answers of the step")
-    epochs: int = setting(1, "passes over the answers of a step", most=10000)
+    group_size: int = setting(8, "completions per prompt", most=65536)
+    mini_batch_size: int | None = setting(None, "completions per optimizer step; null: all completions of the step")
+    epochs: int = setting(1, "passes over the completions of a step", most=10000)
     staleness: int = setting(
         0,
-        "K: answers are generated while the policy is trained, by weights of at most so many steps before; 0: in turns; needs group.pools.rollout",
+        "K: generate while the policy trains, with weights that are at most this many steps old; 0: alternate between generating and training; above 0 needs group.pools.rollout",
         most=1024,
     )
     swap_at: Literal["completion", "token"] = setting(
         "completion",
-        "with rl.staleness: where new weights take over; completion: an answer is made by one version from beginning to end; token: inside an answer, which goes on from the tokens so far, so that no weights wait, and another run is not the same to the bit",
+        "with rl.staleness: when the generator switches to new weights; completion: one version writes a completion from beginning to end; token: in the middle of a completion, which continues from its tokens so far, so that new weights never wait, but runs are not reproducible bit by bit",
     )
-    critic_warmup: int = setting(0, "steps at the beginning in which only the critic is trained")
+    critic_warmup: int = setting(0, "first steps of the run, in which only the critic is trained")
     critic_clip: float = setting(0.5, "how far a value may move in a step before its loss is clipped; 0: no clipping")
     kl_target: float | None = setting(
-        None, "KL divergence per answer, in nats, that rl.advantage.kl_coef is adapted to; null: the weight is constant"
+        None,
+        "target KL divergence per completion, in nats, to which rl.advantage.kl_coef is adapted; null: constant coefficient",
     )
-    kl_horizon: int = setting(10000, "answers over which an adapted weight changes by at most a fifth")
-    reward_clip: float | None = setting(None, "largest absolute value of an answer's reward; null: no clipping")
+    kl_horizon: int = setting(
+        10000, "number of completions over which an adapted rl.advantage.kl_coef changes by at most a fifth"
+    )
+    reward_clip: float | None = setting(None, "largest absolute value of a completion's reward; null: no clipping")
     reward_norm: RewardNorm = setting(
-        "none", "shift and scale rewards to mean 0 and variance 1; batch: of the step; running: of all steps so far"
+        "none", "shift and scale rewards to mean 0 and variance 1; batch: over the step; running: over all steps so far"
     )
     dynamic_sampling: bool | None = setting(
         None,
-        "replace groups whose rewards are all equal, which teach nothing, by those of further prompts; null: as in rl.algorithm",
+        "replace groups whose rewards are all equal, which carry no learning signal, with groups of further prompts; null: as in rl.algorithm",
     )
     max_resamples: int = setting(
         10,
-        "with dynamic sampling: at most so many times the prompts of a step are replaced; then groups of equal rewards are kept",
+        "with dynamic sampling: how many times the prompts of a step may be replaced; after that, groups with equal rewards are kept",
     )
     old_log_probs: OldLogProbs = setting(
         "actor",
-        "log-probabilities that ratios compare with; actor: computed again by the actor; rollout: those of the generator",
+        "old log-probabilities in the ratios; actor: recomputed by the actor; rollout: those of the generator",
     )
     routing_replay: Literal["off", "rollout", "actor"] = setting(
         "off",
-        "mixtures of experts: where tokens go in the update, and before it; off: where the router sends them; rollout: to the experts of the generator; actor: to those of the pass that computes rl.old_log_probs",
+        "mixture-of-experts models: which experts tokens are routed to in the update and the pass before it; off: those that the router selects; rollout: those of the generator; actor: those of the pass that computes rl.old_log_probs",
     )
     importance: Literal["auto", "none", "truncate", "mask"] = setting(
         "auto",
-        "correction of the difference between actor and generator; truncate: weights of at most the upper bound; mask: nothing is learned where the weight is out of bounds; auto: truncate if the generator computes other numbers than the actor (bfloat16, vLLM, quantized weights), otherwise none",
+        "importance weights that correct the difference between actor and generator; truncate: clip weights at the upper bound; mask: exclude tokens or completions whose weight is out of bounds from the loss; auto: truncate if the generator's numerics differ from the actor's (bfloat16, vLLM, quantized weights), otherwise none",
     )
-    importance_level: Level = setting("token", "whether a weight belongs to a token or to an answer")
-    importance_bounds: tuple[float, float] = setting((0.5, 2.0), "bounds of the weights; truncate uses the upper one")
+    importance_level: Level = setting("token", "whether an importance weight is per token or per completion")
+    importance_bounds: tuple[float, float] = setting(
+        (0.5, 2.0), "bounds of the importance weights; truncate uses only the upper one"
+    )
     rejection: dict[str, Any] = setting(
         factory=dict,
-        help="tokens and answers that are not learned because actor and generator differ too much: criterion and limit, as in rl.rejection.seq_mean_k3=0.01; see losses.importance.Rejection",
+        help="exclude from the loss the tokens and completions for which actor and generator differ too much: criterion and limit, as in rl.rejection.seq_mean_k3=0.01; see losses.importance.Rejection",
     )
     max_log_prob_gap: float | None = setting(
         0.1,
-        "the run stops if the log-probabilities of actor and generator differ by more than this on average, in nats per token; null: never",
+        "stop the run if the log-probabilities of actor and generator differ by more than this on average, in nats per token; null: never",
     )
     allow_biased_sampling: bool = setting(
         False,
-        "accept rollout.top_p and top_k that leave out a part of the vocabulary, for which the log-probabilities of the actor are wrong",
+        "accept values of rollout.top_p and rollout.top_k that sample from a part of the vocabulary, although the actor's log-probabilities, taken over all of it, are then wrong",
     )
     log_entropy: bool = setting(True, "compute the entropy of the policy, for the metrics")
     eval_before_train: bool = setting(True, "evaluate before the first step")
     eval_samples: int = setting(
-        1, "answers to each held-out prompt; 1: the most likely tokens; more: sampled, for avg@k and pass@k", most=65536
+        1, "completions per held-out prompt; 1: greedy; more: sampled, for avg@k and pass@k", most=65536
     )
     eval_reward: str | None = setting(
-        None, "reward that decides whether an answer counts as right (a value of 1 or more); null: the first of rewards.use"
+        None, "reward that decides whether a completion is correct (a value of 1 or more); null: the first of rewards.use"
     )
-    warn_equal_steps: int = setting(10, "steps without any group of different rewards after which a warning is logged")
+    warn_equal_steps: int = setting(10, "log a warning after this many steps in which every group had equal rewards")
 
     def check(self) -> None:
         """Check these settings independently of the other sections.
@@ -163,50 +170,50 @@ class RLSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings(Settings):
-    """The generation of answers."""
+    """The generation of completions."""
 
     section: ClassVar[str] = "rollout"
 
     generator: str = setting("static", "generator; `drivetrain generators` lists them")
     temperature: float = setting(
-        1.0, "temperature at which answers are sampled and log-probabilities are computed", least=1e-3, most=1e3
+        1.0, "temperature at which completions are sampled and log-probabilities are computed", least=1e-3, most=1e3
     )
     top_p: float = setting(1.0, "probability mass to sample from")
     top_k: int = setting(0, "number of most likely tokens to sample from; 0: all")
-    max_tokens: int = setting(256, "maximum number of tokens in an answer")
+    max_tokens: int = setting(256, "maximum number of tokens in a completion")
     prompts_per_call: int | None = setting(
         None,
-        "prompts that are answered together, whose answers are judged while the next ones are generated; null: all that are due",
+        "prompts per call of the generator; completions of one call are scored while those of the next are generated; null: all pending prompts",
     )
     dtype: Literal["float32", "bfloat16"] | None = setting(
         None,
-        "number format of the generator's weights; null: bfloat16 if engine.precision.compute is or comes to be, otherwise float32",
+        "number format of the generator's weights; null: bfloat16 if engine.precision.compute is or resolves to bfloat16, otherwise float32",
     )
-    max_batch_size: int = setting(256, "number of answers that a process generates at the same time")
+    max_batch_size: int = setting(256, "number of completions that a process generates at the same time")
     max_batch_total_tokens: int | None = setting(
         None,
-        "number of tokens of these answers and their prompts, which bounds the cache; null: as many as fit on the GPU if the generator has it to itself while it generates (group.pools.rollout, or group.offload), otherwise 32768 or what all answers of a call can need, if that is less",
+        "maximum number of tokens of these completions and their prompts, which bounds the KV cache; null: as many as fit if the generator has the GPU to itself while it generates (group.pools.rollout, or group.offload); otherwise 32768, or fewer if all completions of a call need fewer",
     )
     target_tokens_per_batch: int = setting(8192, "number of tokens in a forward pass")
     held_versions: int | None = setting(
         None,
-        "with rl.staleness: versions of the weights that the generator holds, of which it uses one, while the others are in host memory; new weights wait until the answers of older ones are complete; null: as many as rl.staleness",
+        "with rl.staleness: number of weight versions that the generator holds; it uses one of them, and the others stay in host memory; new weights wait until the completions of older ones are finished; null: as many as rl.staleness",
         most=1024,
     )
     restarts: int = setting(
         3,
-        "with processes of its own (group.pools.rollout): how often in a row these are started again after one died, before the run ends; with rl.staleness the actor's first process keeps the versions that the generator holds in host memory for that; 0: never",
+        "with dedicated generator processes (group.pools.rollout): how many times in a row they are restarted after one of them died, before the run ends; with rl.staleness, the actor's first process keeps the generator's weight versions in host memory for this; 0: never",
         most=1000,
     )
     invariant: bool = setting(
         False,
-        "whether an answer is the same to the bit whatever is generated at the same time; for continuous and static, on a CPU",
+        "make each completion bitwise independent of what is generated in the same batch; for the continuous and static generators, on CPUs",
     )
     environment: str | None = setting(
         None,
-        "what the policy acts in, turn by turn: a name that `drivetrain environments` lists, or module:class; null: an answer is a single turn",
+        "environment in which the policy acts turn by turn: a name that `drivetrain environments` lists, or module:class; null: single-turn completions",
     )
-    options: dict[str, Any] = setting(factory=dict, help="settings that only this generator has")
+    options: dict[str, Any] = setting(factory=dict, help="settings specific to this generator")
 
     def check(self) -> None:
         """Check these settings independently of the other sections.
@@ -227,7 +234,7 @@ class RolloutSettings(Settings):
         check_least("rollout.restarts", self.restarts, 0)
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ConfigError(
-                f"rollout.temperature={self.temperature}; it must be more than 0, since answers are learned from"
+                f"rollout.temperature={self.temperature}; it must be more than 0, since the policy is trained on sampled completions"
             )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"rollout.top_p={self.top_p}; it must be above 0 and at most 1")
@@ -235,17 +242,17 @@ class RolloutSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenRoleConfig(Settings):
-    """The model and the engine of a role that is not trained. What is not set is that of the top level."""
+    """The model and the engine of a frozen role. Settings that are not given are those of the top level."""
 
-    model: ModelConfig | None = setting(None, "settings as of `model`, where they differ from those")
-    engine: EngineConfig | None = setting(None, "settings as of `engine`, where they differ from those")
+    model: ModelConfig | None = setting(None, "settings that override those of `model` for this role")
+    engine: EngineConfig | None = setting(None, "settings that override those of `engine` for this role")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRoleConfig(FrozenRoleConfig):
-    """The model, the engine and the optimizer of a role that is trained. What is not set is that of the top level."""
+    """The model, the engine and the optimizer of a trained role. Settings that are not given are those of the top level."""
 
-    optim: OptimConfig | None = setting(None, "settings as of `optim`, where they differ from those")
+    optim: OptimConfig | None = setting(None, "settings that override those of `optim` for this role")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,27 +265,27 @@ class GroupConfig(Settings):
         "process", "process: started on this machine; ray: on a Ray cluster; local: this program, under torchrun"
     )
     nproc: int = setting(
-        1, "processes of the pool that all roles share; for local torchrun says how many", most=MOST_PROCESSES
+        1, "number of processes in the pool that roles share; with group.kind=local, torchrun sets it", most=MOST_PROCESSES
     )
     pools: dict[str, int] = setting(
         factory=dict,
-        help="roles with processes of their own, and how many: group.pools.rollout=2 (critic, reference, reward too)",
+        help="roles with dedicated processes, and how many: group.pools.rollout=2 (also critic, reference and reward)",
     )
     offload: OffloadMode = setting(
-        "none", "where the state of roles on shared processes is kept while others work; the generator's is dropped meanwhile"
+        "none", "where roles on shared processes keep their state while other roles run; the generator's is dropped instead"
     )
     weight_sync: WeightSync = setting(
         "auto",
-        "how weights go to a generator with processes of its own; nccl: from GPU to GPU; tcp: through host memory; auto: nccl if every process has a GPU, otherwise tcp; gloo: as nccl, on CPUs, for tests",
+        "how weights are sent to a generator with dedicated processes; nccl: from GPU to GPU; tcp: through host memory; auto: nccl if every process has a GPU, otherwise tcp; gloo: like nccl, on CPUs, for tests",
     )
 
     sync_changes: bool | None = setting(
         None,
-        "whether a generator with processes of its own is sent only the weights that have changed, for which both sides keep all weights in host memory; not with nccl; null: with group.kind=ray, if its weights have 16 bits, of which few change in a step",
+        "send only changed weights to a generator with dedicated processes; both sides then keep all weights in host memory; not with nccl; null: enabled with group.kind=ray if the generator's weights have 16 bits, since few of those change in a step",
     )
     sync_adapters: bool | None = setting(
         None,
-        "whether of a policy that is trained through adapters these are sent alone to the generator, which adds them to the weights of model.path; null: if the generator has processes of its own, group.sync_changes is not true, and nothing else of the policy differs from these weights",
+        "for a policy with adapters, send only the adapters to the generator, which adds them to the weights of model.path; null: enabled if the generator has dedicated processes, group.sync_changes is not true, and the rest of the policy equals the weights of model.path",
     )
 
     def check(self) -> None:
@@ -291,7 +298,7 @@ class GroupConfig(Settings):
         for role, size in self.pools.items():
             if role not in ROLES[1:]:
                 raise ConfigError(
-                    f"group.pools.{role}={size}: roles that can have processes of their own are {', '.join(ROLES[1:])}"
+                    f"group.pools.{role}={size}: roles that can have dedicated processes are {', '.join(ROLES[1:])}"
                 )
             check_least(f"group.pools.{role}", size, 1)
             if size > MOST_PROCESSES:
@@ -304,11 +311,11 @@ class GroupConfig(Settings):
         if self.sync_changes and ("rollout" not in self.pools or self.weight_sync in ("nccl", "gloo")):
             other = f"group.weight_sync={self.weight_sync}" if "rollout" in self.pools else "no group.pools.rollout"
             raise ConfigError(
-                f"group.sync_changes=true with {other}, where weights do not go from process to process through host memory; remove it"
+                f"group.sync_changes=true with {other}, where weights are not sent between processes through host memory; remove it"
             )
         if self.sync_changes and self.sync_adapters:
             raise ConfigError(
-                "group.sync_changes=true and group.sync_adapters=true: either changes are sent, or adapters; remove one of them"
+                "group.sync_changes=true and group.sync_adapters=true: only one of the two can be sent; remove one of them"
             )
         if self.pools and self.kind == "local":
             raise ConfigError(
@@ -319,10 +326,10 @@ class GroupConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RLConfig(CommandConfig):
-    """The settings that all trainers of reinforcement learning share."""
+    """The settings that all reinforcement learning trainers share."""
 
     recipe_prefix: ClassVar[str] = ""
-    """What the names of the command's recipes begin with."""
+    """The common prefix of the command's recipe names."""
 
     model: ModelConfig = setting(factory=ModelConfig, help="the policy")
     data: PromptsConfig = setting(factory=PromptsConfig, help="the prompts")
@@ -367,21 +374,21 @@ class RLConfig(CommandConfig):
         overrides = (self.actor.model or self.model).overrides
         if overrides and self.rollout.generator not in ("static", "continuous", "exact"):
             raise ConfigError(
-                f"model.overrides={overrides} with rollout.generator={self.rollout.generator}, which reads the config of the "
-                "folder; use static or continuous, or change config.json"
+                f"model.overrides={overrides} with rollout.generator={self.rollout.generator}, which reads the config from the "
+                "model folder; use static or continuous, or change config.json"
             )
         if self.rollout.generator == "exact" and not (self.actor.engine or self.engine).invariant:
             raise ConfigError(
-                "rollout.generator=exact with engine.invariant=false: answers would cost a forward pass for each token, and their "
-                "log-probabilities would not be the actor's to the bit; set engine.invariant=true, or use static or continuous"
+                "rollout.generator=exact with engine.invariant=false: completions would cost a forward pass per token, and their "
+                "log-probabilities would not equal the actor's bit by bit; set engine.invariant=true, or use static or continuous"
             )
         biased = {"top_p": self.rollout.top_p} if self.rollout.top_p < 1 else {}
         biased |= {"top_k": self.rollout.top_k} if self.rollout.top_k else {}
         for name, value in biased.items():
             if not self.rl.allow_biased_sampling:
                 raise ConfigError(
-                    f"rollout.{name}={value}: answers would be drawn from a part of the vocabulary, but the actor's log-probabilities "
-                    f"are of all of it, so every ratio would be wrong; remove rollout.{name}, or accept that with "
+                    f"rollout.{name}={value}: completions would be sampled from a part of the vocabulary, but the actor's log-probabilities "
+                    f"are over all of it, so every ratio would be wrong; remove rollout.{name}, or accept that with "
                     "rl.allow_biased_sampling=true"
                 )
         for name in ("best_metric", "eval_every"):
@@ -391,7 +398,7 @@ class RLConfig(CommandConfig):
 
     @property
     def max_answer_tokens(self) -> int:
-        """The number of tokens that may follow a prompt: of an answer, or of an episode."""
+        """The maximum number of tokens after a prompt, in a completion or an episode."""
         if self.rollout.environment is None:
             return self.rollout.max_tokens
         return self.environment.max_tokens or self.environment.max_turns * self.rollout.max_tokens
@@ -403,78 +410,76 @@ class RLConfig(CommandConfig):
                 raise ConfigError("environment is set, but rollout.environment is not; set that, or remove it")
             if ENVIRONMENT_REWARD in self.rewards.use:
                 raise ConfigError(
-                    f"rewards.use has {ENVIRONMENT_REWARD}, the reward that an environment gives, but rollout.environment is not set; set that, or "
+                    f"rewards.use has {ENVIRONMENT_REWARD}, the reward that an environment returns, but rollout.environment is not set; set that, or "
                     "remove it"
                 )
             return
         if self._estimator is not None and "baselines" in self._estimator.needs:
             raise ConfigError(
-                f"rollout.environment={self.rollout.environment} with the estimator {self._estimator.name}, whose baselines are most likely answers of "
-                "a single turn; use another one"
+                f"rollout.environment={self.rollout.environment} with the estimator {self._estimator.name}, whose baselines are greedy completions of "
+                "a single turn; use another estimator"
             )
         most = self.environment.max_tokens
         if most is not None and most < self.rollout.max_tokens:
             raise ConfigError(
-                f"environment.max_tokens={most} is less than rollout.max_tokens={self.rollout.max_tokens}, the tokens of a single turn; lower that, or "
+                f"environment.max_tokens={most} is less than rollout.max_tokens={self.rollout.max_tokens}, the limit of a single turn; lower that, or "
                 "raise environment.max_tokens"
             )
 
     def not_adapters_alone(self) -> str:
-        """Return why the generator cannot be sent adapters alone; empty if it can, and what it then computes with is what it would be sent."""
+        """Return why sending only the adapters would not reproduce the policy in the generator; empty if it would."""
         model = self.actor.model or self.model
         reasons = {
             "the policy has no adapters (model.lora.rank=0)": not model.lora.rank,
             f"its weights are not those of model.path (model.init={model.init})": model.init == "random",
-            f"the weights that adapters are added to have another number format (model.quantization={model.quantization})": (
-                model.quantization != "none"
-            ),
+            f"the base weights are quantized (model.quantization={model.quantization})": (model.quantization != "none"),
             f"the weights of new tokens are not in model.path (model.added_tokens={list(model.added_tokens)})": bool(
                 model.added_tokens
             ),
-            f"the bias of routers changes too (model.router_bias_update_rate={model.router_bias_update_rate})": (
+            f"the routers' biases change too (model.router_bias_update_rate={model.router_bias_update_rate})": (
                 model.router_bias_update_rate > 0
             ),
         }
         return next((reason for reason, applies in reasons.items() if applies), "")
 
     def _check_staleness(self) -> None:
-        """Check that what answers meanwhile has processes of its own, and that answers of older weights can be learned from."""
+        """Check that the generator has dedicated processes, and that the policy can train on completions of older weights."""
         staleness, held = self.rl.staleness, self.rollout.held_versions
         if not staleness:
             if held is not None:
                 raise ConfigError(f"rollout.held_versions={held} is not used without rl.staleness; set that, or remove it")
             if self.rl.swap_at == "token":
                 raise ConfigError(
-                    "rl.swap_at=token with rl.staleness=0, where nothing is generated while new weights come; set rl.staleness, or remove rl.swap_at"
+                    "rl.swap_at=token with rl.staleness=0, where nothing is generated when new weights arrive; set rl.staleness, or remove rl.swap_at"
                 )
             return
         if "rollout" not in self.group.pools:
             raise ConfigError(
-                f"rl.staleness={staleness}, but the generator has no processes of its own in which it could answer while the policy is trained; "
+                f"rl.staleness={staleness}, but the generator has no dedicated processes in which to generate while the policy trains; "
                 "set group.pools.rollout, or rl.staleness=0"
             )
         if held is not None and self.rl.swap_at == "token":
             raise ConfigError(
-                f"rollout.held_versions={held} with rl.swap_at=token, where all answers go on with the newest weights; remove one of them"
+                f"rollout.held_versions={held} with rl.swap_at=token, where all completions continue with the newest weights; remove one of them"
             )
         processes, tp = self.group.pools["rollout"], self.rollout.options.get("tp", 1)
         if self.rl.swap_at == "token" and self.rollout.generator == "vllm" and processes > 1 and tp != 1:
             raise ConfigError(
                 f"rl.swap_at=token with rollout.generator=vllm, rollout.options.tp={tp} and group.pools.rollout={processes}: the processes of a model "
-                "would have to end a call at the same step; set tp=1, one process, or rl.swap_at=completion"
+                "would have to interrupt a call at the same step; set tp=1, one process, or rl.swap_at=completion"
             )
         if held is not None and held > staleness:
             raise ConfigError(
-                f"rollout.held_versions={held} with rl.staleness={staleness}, for which {staleness} suffice; lower it, or remove it"
+                f"rollout.held_versions={held} with rl.staleness={staleness}, which needs at most {staleness}; lower it, or remove it"
             )
         if self._estimator is not None and "baselines" in self._estimator.needs:
             raise ConfigError(
                 f"rl.staleness={staleness} with the estimator {self._estimator.name} (rl.algorithm={self.rl.algorithm}, rl.advantage.estimator="
-                f"{self.rl.advantage.estimator}), whose baselines are answers of the present weights; set rl.staleness=0, or use another one"
+                f"{self.rl.advantage.estimator}), whose baselines are completions of the current weights; set rl.staleness=0, or use another estimator"
             )
 
     def _check_used(self) -> None:
-        """Refuse settings that the algorithm would not read."""
+        """Reject settings that the algorithm does not use."""
         rl = self.rl
         estimator = self._estimator
         defaults = RLSettings()
@@ -498,12 +503,12 @@ class RLConfig(CommandConfig):
             )
         if self.group.kind == "local" and self.group.nproc != 1:
             raise ConfigError(
-                f"group.nproc={self.group.nproc} with group.kind=local, where torchrun says how many processes there are; use its "
+                f"group.nproc={self.group.nproc} with group.kind=local, where torchrun sets the number of processes; use its "
                 "--nproc-per-node"
             )
         if self.trainer.max_steps is not None and rl.critic_warmup >= self.trainer.max_steps:
             raise ConfigError(
-                f"rl.critic_warmup={rl.critic_warmup} is as many steps as trainer.max_steps={self.trainer.max_steps}, so the policy would "
+                f"rl.critic_warmup={rl.critic_warmup} is not less than trainer.max_steps={self.trainer.max_steps}, so the policy would "
                 "never be trained"
             )
         for name in ("actor", "critic"):
@@ -516,7 +521,7 @@ class RLConfig(CommandConfig):
 
     @property
     def _estimator(self) -> type[Estimator] | None:
-        """The estimator of the advantages; None if the loss compares pairs of answers."""
+        """The advantage estimator; None if the loss compares pairs of completions."""
         spec = ALGORITHMS.get(self.rl.algorithm)
         if spec.advantage is None:
             return None
@@ -527,13 +532,13 @@ class RLConfig(CommandConfig):
         dynamic = ALGORITHMS.get(rl.algorithm).dynamic_sampling if rl.dynamic_sampling is None else rl.dynamic_sampling
         if rl.group_size < 2 and dynamic:
             raise ConfigError(
-                f"rl.group_size={rl.group_size} with dynamic sampling, which replaces groups whose rewards are all equal, as those of a "
-                "single answer always are; use at least 2, or rl.dynamic_sampling=false"
+                f"rl.group_size={rl.group_size} with dynamic sampling, which replaces groups whose rewards are all equal, as is every group of "
+                "one completion; use at least 2, or rl.dynamic_sampling=false"
             )
         if rl.group_size < 2 and (estimator is None or estimator.compares):
             others = [name for name, kind in ESTIMATORS.all().items() if not kind.compares]
             raise ConfigError(
-                f"rl.group_size={rl.group_size} with rl.algorithm={rl.algorithm}, which compares the answers to one prompt; use at "
+                f"rl.group_size={rl.group_size} with rl.algorithm={rl.algorithm}, which compares the completions of one prompt; use at "
                 f"least 2, or an algorithm with one of the estimators {', '.join(others)}"
             )
 

@@ -32,7 +32,7 @@ class RunConfig(CommandConfig):
         self.trainer.check()
         if self.data.streaming and self.trainer.max_steps is None:
             raise ConfigError(
-                "data.streaming=true without trainer.max_steps: the number of samples of an epoch is not known before its end; set the "
+                "data.streaming=true without trainer.max_steps: the number of samples in an epoch is not known before its end; set the "
                 "number of steps"
             )
         for name in ("best_metric", "generate", "eval_every"):

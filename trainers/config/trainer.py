@@ -12,7 +12,7 @@ from ...engine.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig(Settings):
-    """What the training loops of all trainers have in common."""
+    """The settings that the training loops of all trainers share."""
 
     section: ClassVar[str] = "trainer"
 
@@ -37,7 +37,7 @@ class LoopConfig(Settings):
     )
     best_metric: str | None = setting(
         None,
-        "evaluation metric that selects the checkpoint to keep and export (loss; accuracy in SFT; reward_accuracy or reward_margin in the other trainers; any of metrics); null: the last checkpoint",
+        "evaluation metric that selects the checkpoint to keep and export (loss; accuracy in SFT; reward_accuracy or reward_margin in the other trainers; any of trainer.metrics); null: the last checkpoint",
     )
     patience: int | None = setting(
         None, "early stopping: stop after this many evaluations without an improvement of best_metric; null: never"
@@ -48,7 +48,7 @@ class LoopConfig(Settings):
     max_minutes: float | None = setting(
         None, "stop after this many minutes of training in this process, and save and export as at the end; null: no limit"
     )
-    generate: int = setting(0, "number of held-out samples for which each evaluation generates, logs and measures an answer")
+    generate: int = setting(0, "number of held-out samples for which each evaluation generates, logs and scores a completion")
     log_every: int = setting(1, "steps between progress lines when the output is not a terminal")
     loggers: tuple[str, ...] = setting(("console", "jsonl", "tensorboard"), "any of console, jsonl, tensorboard, wandb")
     wandb_project: str = setting("drivetrain", "Weights & Biases project of the run")
@@ -85,7 +85,7 @@ class LoopConfig(Settings):
             )
         if self.stopping_threshold is not None and self.eval_every is None:
             raise ConfigError(
-                f"trainer.stopping_threshold={self.stopping_threshold} is looked at by evaluations, but the only one is at the end; "
+                f"trainer.stopping_threshold={self.stopping_threshold} is compared at evaluations, but the only evaluation is at the end; "
                 "set trainer.eval_every"
             )
         if self.push_to_hub is not None and not self.export_hf:
@@ -111,10 +111,10 @@ class TrainerConfig(LoopConfig):
         True, "write checkpoints in the background while training continues, from a copy in host memory; false: training waits"
     )
     verify_checksums: bool = setting(True, "verify a checkpoint's data against its checksums while loading")
-    generate_tokens: int = setting(64, "maximum number of tokens in a generated answer")
+    generate_tokens: int = setting(64, "maximum number of tokens in a completion that an evaluation generates")
     metrics: tuple[str, ...] = setting(
         (),
-        "metrics of the generated answers: exact_match, contains, or functions module:function of prompt, answer and wanted, of which higher is better",
+        "metrics of the generated completions: exact_match, contains, or functions module:function with the arguments prompt, answer and wanted; higher must be better",
     )
     peak_tflops: float | None = setting(
         None,
@@ -138,23 +138,23 @@ class TrainerConfig(LoopConfig):
         super().check()
         if self.metrics and not self.generate:
             raise ConfigError(
-                f"trainer.metrics={list(self.metrics)} judges generated answers, but trainer.generate=0; set it to their number"
+                f"trainer.metrics={list(self.metrics)} scores generated completions, but trainer.generate=0; set it to their number"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLTrainerConfig(LoopConfig):
-    """The training loop of reinforcement learning and its outputs."""
+    """The reinforcement learning loop and its outputs."""
 
     max_steps: int | None = setting(
-        None, "number of steps, each from prompts to new weights; null: determined by trainer.epochs"
+        None, "number of steps, each from prompts to updated weights; null: determined by trainer.epochs"
     )
     best_metric: str | None = setting(
         None, "evaluation metric that selects the checkpoint to keep and export: reward or accuracy; null: the last checkpoint"
     )
-    generate: int = setting(3, "number of prompts whose answers every evaluation logs, with their rewards")
+    generate: int = setting(3, "number of prompts whose completions and rewards each evaluation logs")
     bundle_every: int | None = setting(
-        None, "steps between replay bundles, each with everything that repeats its step; null: none"
+        None, "steps between replay bundles, each of which has everything needed to repeat its step; null: none"
     )
 
     def _check_values(self) -> None:

@@ -1,4 +1,4 @@
-"""Hints for settings that do not exist: the closest name, or ours for one of another program. This module does not import torch."""
+"""Hints for unknown settings: the closest name, or our name for another program's setting. This module does not import torch."""
 
 import difflib
 from collections.abc import Collection
@@ -48,7 +48,7 @@ FOREIGN = {
 ALWAYS = {
     **dict.fromkeys(
         ("packing", "sample_packing", "neat_packing", "use_remove_padding", "padding_free"),
-        "samples are always packed, without padding and without attention across them; there is nothing to set",
+        "samples are always packed, without padding and without attention across samples; there is nothing to set",
     ),
     **dict.fromkeys(
         ("attn_implementation", "flash_attn", "flash_attention", "flash_attention_2", "use_flash_attention"),
@@ -63,11 +63,11 @@ ALWAYS = {
         "the model is sharded over all processes of --nproc; other layouts are engine.parallel.*",
     ),
 }
-"""Names that other programs use for what needs no setting here, and what to say about it."""
+"""Other programs' settings that have no counterpart here, and the explanation to print."""
 
 
 def hint_for(name: str, names: Collection[str]) -> str:
-    """Return what to say about a setting that does not exist, as the end of a sentence.
+    """Return a hint about an unknown setting, as the end of a sentence.
 
     Args:
         name: The dotted name.
@@ -77,7 +77,7 @@ def hint_for(name: str, names: Collection[str]) -> str:
     if last in ALWAYS:
         return f": {ALWAYS[last]}"
     ours = {k.rpartition(".")[2] for k in names}
-    # A setting in another section, or of another program, is a better guess than one that is spelled alike.
+    # The same name in another section or program is a better guess than a similar spelling.
     full = FOREIGN.get(last) if FOREIGN.get(last) in names else None
     if full is None and last in ours:
         full = min((k for k in names if k.rpartition(".")[2] == last), key=lambda k: (k.count("."), k))

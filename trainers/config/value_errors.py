@@ -7,13 +7,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-_KINDS = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
+_KINDS = {"str": "a string", "int": "a whole number", "float": "a number", "bool": "true or false"}
 _CONVERTED = {"Integer": _KINDS["int"], "Float": _KINDS["float"], "Boolean": _KINDS["bool"]}
-"""By the names that OmegaConf gives to types."""
+"""Descriptions of types, by OmegaConf's names for them."""
 
 
 def value_error(error: Exception, layers: Sequence[DictConfig], types: Mapping[str, str]) -> str:
-    """Return what is wrong with a value, in the words of the settings.
+    """Describe an invalid value in terms of the settings.
 
     Args:
         error: OmegaConf's error.
@@ -22,12 +22,12 @@ def value_error(error: Exception, layers: Sequence[DictConfig], types: Mapping[s
     """
     sections = {name.rpartition(".")[0] for name in types}
     for layer in layers:
-        # Without resolving what a value refers to, which may be what is wrong.
+        # Do not resolve interpolations, since they may be the cause of the error.
         for name, value in _values(OmegaConf.to_container(layer, resolve=False)):
             kind = types.get(name)
             if kind is None and name in sections:
                 example = next(other for other in types if other.startswith(f"{name}."))
-                return f"{name}={value}: {name} has settings of its own, such as {example}; set one of them"
+                return f"{name}={value}: {name} is a section with settings, such as {example}; set one of them"
             if kind is None:
                 continue
             if value is None and "None" not in kind:
@@ -55,7 +55,7 @@ def value_error(error: Exception, layers: Sequence[DictConfig], types: Mapping[s
 
 
 def _values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name of each value in plain data, and the value; of an empty mapping nothing."""
+    """Yield the dotted name and the value of each leaf in plain data; nothing for an empty mapping."""
     for key, value in node.items():
         if isinstance(value, dict):
             yield from _values(value, f"{prefix}{key}.")

@@ -21,7 +21,7 @@ from .turn_ends import TurnEnds
 
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TAIL = 4
-"""The number of last tokens of a marked turn among which its end is looked for."""
+"""The number of last tokens of a marked turn that are searched for its end."""
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
@@ -32,7 +32,7 @@ class Chat:
     Args:
         name: The row's name, for error messages.
         messages: The messages, in the form that the chat template expects.
-        learned: For each message, whether it is learned; only an assistant message may be.
+        learned: For each message, whether the loss is computed on it; only possible for assistant messages.
         variables: The template's variables: `tools` and those from `chat_template_kwargs`.
         media: Reads media; None if the model takes none.
     """
@@ -59,11 +59,11 @@ def read_chat(
             `chat_template_kwargs`.
         name: The row's name, for error messages.
         variables: The template's variables from the settings; the row's own take precedence.
-        last_only: Whether only the last answer is learned.
+        last_only: Whether to train only on the last assistant turn.
         media: Reads media; None if the model takes none.
 
     Raises:
-        DataError: A message is malformed, or there is nothing to learn.
+        DataError: A message is malformed, or there is nothing to train on.
     """
     queue = MediaQueue(row, name, media)
     if row.get("messages") is not None:
@@ -77,7 +77,7 @@ def read_chat(
     for i, (message, learn) in enumerate(zip(messages, learned, strict=True), 1):
         if learn and not (message["content"] or set(message) - {"role", "content"}):
             raise DataError(
-                f"{name}: the content of message {i} is empty; there is nothing to learn: remove the message, or set "
+                f"{name}: the content of message {i} is empty; there is nothing to train on: remove the message, or set "
                 "its train to false"
             )
         if learn and message["role"] != "assistant":
@@ -86,7 +86,7 @@ def read_chat(
                 "learned"
             )
     if not any(m["role"] == "assistant" for m in messages):
-        raise DataError(f"{name}: no message has the role assistant; there is nothing to learn")
+        raise DataError(f"{name}: no message has the role assistant; there is nothing to train on")
     if not any(learned):
         raise DataError(
             f"{name}: every assistant message is excluded from learning (train=false, or part of the prompt); leave the row "
@@ -124,26 +124,26 @@ def template_variables(row: Mapping[str, Any], name: str, variables: Mapping[str
 
 
 def encode_chat(tokenizer: Any, chat: Chat, turns: Turns, ends: TurnEnds | None = None) -> list[Sample]:
-    """Tokenize a chat, supervised on the assistant turns that are to be learned.
+    """Tokenize a chat, supervised on the assistant turns to train on.
 
-    A template with generation marks specifies which tokens those are. With any other template the chat is rendered turn by
-    turn, and the text up to the end of each turn must be a prefix of the full chat, because otherwise the turn's span is
-    unknown; the tokens that end a turn are learned with it. If the template writes none, the turn ends with the token that opens the
-    next one, provided that generation stops at it. If a template renders a turn differently once others follow
-    (Qwen3's drops earlier thoughts), each answer becomes a sample of its own, with the preceding messages rendered as the
-    model will see them when it answers.
+    A template with generation marks specifies which tokens those are. With any other template, the chat is rendered turn by
+    turn. The text up to the end of each turn must be a prefix of the full chat, because otherwise the turn's span is unknown. The
+    tokens that end a turn are supervised too. If the template writes none, the turn ends with the token that opens the next one,
+    provided that generation stops at it. If a template renders a turn differently once others follow (Qwen3's drops earlier
+    thoughts), each assistant turn becomes a separate sample, with the preceding messages rendered as the model will see them when
+    it generates the turn.
 
     Args:
         tokenizer: A fast tokenizer with a chat template.
         chat: The chat, from `read_chat`.
         turns: The setting `data.turns`.
-        ends: The tokens that may end a turn; None if nothing is generated with the model, and chats remain as they are rendered.
+        ends: The tokens that may end a turn; None if the model does not generate, so that chats remain as rendered.
 
     Returns:
-        One sample, or one per answer.
+        One sample, or one per assistant turn.
 
     Raises:
-        DataError: The template rejects the chat, the answers' spans are unknown, or no token is left to learn.
+        DataError: The template rejects the chat, the spans of turns are unknown, or no token is left to train on.
     """
     # A tokenizer may have several templates, including one for chats with tools.
     if GENERATION_MARK.search(tokenizer.get_chat_template(tools=chat.variables.get("tools"))):
@@ -157,20 +157,20 @@ def encode_chat(tokenizer: Any, chat: Chat, turns: Turns, ends: TurnEnds | None 
         return [_encode_answers(tokenizer, chat, answer.text, [answer], ends) for answer in answers]
     if not consistent:
         raise DataError(
-            f"{chat.name}: the chat template renders an earlier turn differently once others follow, so the span to learn is "
-            "unknown; set data.turns=auto, which makes one sample per answer, or use a template with {% generation %} marks"
+            f"{chat.name}: the chat template renders an earlier turn differently once others follow, so the span to train on is "
+            "unknown; set data.turns=auto, which makes one sample per assistant turn, or use a template with {% generation %} marks"
         )
     return [_encode_answers(tokenizer, chat, text, answers, ends)]
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """An answer to learn.
+    """An assistant turn to train on.
 
     Args:
         turn: The number of its message, from 0.
         text: The chat rendered up to and including it.
-        begin: The offset at which it begins.
+        begin: The character offset at which it begins.
     """
 
     turn: int
@@ -179,7 +179,7 @@ class _Answer:
 
 
 def _encode_answers(tokenizer: Any, chat: Chat, text: str, answers: Sequence[_Answer], ends: TurnEnds | None) -> Sample:
-    """Tokenize a text, supervised on the answers in it and the tokens that end them; each answer's own text begins the text."""
+    """Tokenize a text, supervised on its answers and the tokens that end them. Each answer's own text is a prefix of the text."""
     openings, ended = set[int](), True
     for answer in answers:
         if ends is None or ends.ended(answer.text[answer.begin :]):
@@ -196,18 +196,18 @@ def _encode_answers(tokenizer: Any, chat: Chat, text: str, answers: Sequence[_An
 
 
 def _next_turn(tokenizer: Any, chat: Chat, answer: _Answer) -> str:
-    """Return what the template renders behind an answer if another turn follows; an empty text if that is unknown."""
+    """Return the text that the template renders after an answer if another turn follows; an empty text if it is unknown."""
     message, *later = chat.messages[answer.turn :]
     if message.get("tool_calls") or (later and later[0]["role"] == "tool"):
         before, following = [*chat.messages[: answer.turn + 1]], {"role": "tool", "content": "0"}
     else:
-        # Of any chat: in this one, a template may drop the answer's thoughts once a question follows.
+        # Use a fixed chat: in this one, a template may drop the answer's thoughts once a question follows.
         before = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}]
         following = {"role": "user", "content": "0"}
     try:
         shorter, longer = (str(_apply(tokenizer, chat, m, tokenize=False)) for m in (before, [*before, following]))
     except DataError:
-        # The template takes only other chats; the answer counts as one without an end, which is warned of.
+        # The template rejects the fixed chat; the answer counts as one without an end, which is reported in a warning.
         return ""
     return longer[len(shorter) :] if longer.startswith(shorter) else ""
 
@@ -216,7 +216,7 @@ def _render_answer(tokenizer: Any, chat: Chat, turn: int) -> _Answer:
     """Return an answer as the template renders it."""
     rendered = _render(tokenizer, chat, turn + 1)
     if turn == 0:
-        # Templates do not render an empty chat, so the generation prompt is taken from behind the first message.
+        # Templates do not render an empty chat, so take the generation prompt from after the first message.
         prompt = _render(tokenizer, chat, 1, add_generation_prompt=True).removeprefix(rendered)
         before = rendered[: max(0, rendered.find(prompt))] + prompt
     else:
@@ -226,7 +226,7 @@ def _render_answer(tokenizer: Any, chat: Chat, turn: int) -> _Answer:
             f"{chat.name}: the chat template begins the answer of message {turn + 1} with "
             f"{_around_difference(before, rendered)!r} in the generation prompt, but with "
             f"{_around_difference(rendered, before)!r} in the rendered chat (some add or drop a thought; see "
-            "data.chat_template_kwargs), so the span to learn is unknown; "
+            "data.chat_template_kwargs), so the span to train on is unknown; "
             "use a template with {% generation %} marks (model.chat_template), or prompt and completion as texts"
         )
     return _Answer(turn, rendered, len(before))
@@ -251,7 +251,7 @@ def _encode_marked(tokenizer: Any, chat: Chat, ends: TurnEnds | None) -> Sample:
     ids, mask = _marked_ids(tokenizer, chat)
     turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
     if any(not chat.learned[i] for i in turns):
-        # Runs of marked tokens are matched with answers by position, so the template must mark every answer exactly once.
+        # Runs of marked tokens are matched with answers in order, so the template must mark every answer exactly once.
         runs = [(mark_supervised, len(list(run))) for mark_supervised, run in groupby(mask)]
         if sum(mark_supervised for mark_supervised, _ in runs) != len(turns):
             raise DataError(
@@ -261,7 +261,7 @@ def _encode_marked(tokenizer: Any, chat: Chat, ends: TurnEnds | None) -> Sample:
         flags = iter([chat.learned[i] for i in turns])
         mask = [is_marked for mark_supervised, length in runs for is_marked in [mark_supervised and next(flags)] * length]
     sample = _sample(chat.name, ids, mask)
-    # What the template marks is learned, and nothing else.
+    # Exactly the tokens that the template marks are supervised.
     stops = [i for i, (marked, following) in enumerate(pairwise([*mask, False]), 1) if marked and not following]
     return replace(sample, ended=ends is None or all(ends.ended(tokenizer.decode(ids[max(0, i - TAIL) : i])) for i in stops))
 
@@ -275,7 +275,7 @@ def _marked_ids(tokenizer: Any, chat: Chat) -> tuple[list[int], list[bool]]:
     template = tokenizer.get_chat_template(tools=chat.variables.get("tools"))
     messages = for_template(chat.messages, lists=chat.media.lists_content)
     try:
-        # Its annotation leaves out the spans.
+        # transformers' type annotation lacks the spans.
         rendered_with_spans: Any = render_jinja_template(
             conversations=[messages],
             chat_template=template,
@@ -287,7 +287,7 @@ def _marked_ids(tokenizer: Any, chat: Chat) -> tuple[list[int], list[bool]]:
     (text,), (spans,) = rendered_with_spans
     text, marked = chat.media.expanded(text, media_of(chat.messages), spans, chat.name)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    # As transformers does it: from the token with the first character to that with the last one.
+    # As in transformers: from the token with the first character to the token with the last one.
     inside = [
         any(begin < stop and end > start for start, stop in marked) and end > begin for begin, end in encoded["offset_mapping"]
     ]
@@ -305,7 +305,7 @@ def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Any], **options: Any) 
 def apply_template(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], name: str, media: MediaReader | None, **options: Any
 ) -> Any:
-    """Render messages, with what stands for their media, or tokenize messages that have none.
+    """Render messages with their media placeholders expanded, or tokenize messages without media.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -315,7 +315,7 @@ def apply_template(
         options: The arguments of transformers' `apply_chat_template`.
 
     Raises:
-        DataError: The template rejects the messages, or writes another number of placeholders than there are media.
+        DataError: The template rejects the messages, or the number of its placeholders differs from that of the media.
     """
     plain = list(messages) if media is None else for_template(messages, lists=media.lists_content)
     try:
@@ -331,9 +331,9 @@ def apply_template(
 def _encode_spans(
     tokenizer: Any, name: str, text: str, spans: Sequence[tuple[int, int]], openings: Collection[int] = ()
 ) -> Sample:
-    """Tokenize the full text at once; a token belongs to the span in which it begins, or is learned if it begins at one of `openings`.
+    """Tokenize the full text at once. A token belongs to the span in which it begins; tokens that begin at one of `openings` are supervised too.
 
-    The model never sees a token that crosses a span's boundary when it answers, because its prompt ends there. If there is
+    During generation, the model never sees a token that crosses a span's boundary, because its prompt ends there. If there is
     such a token, the text is split at the boundaries and the parts are tokenized separately.
     """
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -366,7 +366,7 @@ def _encode_spans(
 def _sample(name: str, ids: Sequence[int], supervised: Sequence[bool]) -> Sample:
     # The first token is never a target, because nothing before it can predict it.
     if not any(supervised[1:]):
-        raise DataError(f"{name}: no token of the assistant's turns is left to learn")
+        raise DataError(f"{name}: no token of the assistant's turns is left to train on")
     return Sample(name, ids, supervised)
 
 

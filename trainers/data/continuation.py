@@ -1,11 +1,11 @@
-"""Tokens of messages that follow what a policy has written, whose own tokens stay as they are.
+"""Tokens of messages that follow a completion, whose own tokens stay unchanged.
 
-    rendered    <user>0<assistant>0|<end>\n<tool>42<assistant>|      an answer of nobody's, and the messages behind it
+    rendered    <user>0<assistant>0|<end>\n<tool>42<assistant>|      a placeholder answer, and the messages after it
     the policy  ... <user>What is 6*7?<assistant>...<end>            its own tokens, which end with the one at which generation stops
     given       ... <user>What is 6*7?<assistant>...<end>|\n<tool>42<assistant>|
 
-Rendering the whole conversation again would give other tokens: a template drops thoughts and white space, and a tokenizer merges characters
-otherwise.
+Rendering the whole conversation again could give different tokens: templates drop thoughts and white space, and the tokenizer may merge
+characters differently.
 """
 
 import json
@@ -17,12 +17,12 @@ from .chat import apply_template
 from .turn_ends import TurnEnds
 
 _CONTENTS = ("The answer is 7.", "Well, so be it.")
-"""Answers behind which messages have to be rendered alike."""
+"""Placeholder answers, after which the template must render messages identically."""
 _NAME = "a conversation"
 
 
 class Continuation:
-    """What a chat template writes behind an answer.
+    """The text and tokens that a chat template writes after an answer.
 
     Args:
         tokenizer: A tokenizer with a chat template.
@@ -35,40 +35,40 @@ class Continuation:
         self._texts: dict[str, str] = {}
 
     def tokens(self, messages: Sequence[Mapping[str, Any]], last: int) -> list[int]:
-        """Return the tokens that follow an answer, up to where the next one begins.
+        """Return the tokens that follow an answer, up to the start of the next one.
 
         Args:
-            messages: The messages behind the answer.
+            messages: The messages after the answer.
             last: The last token of the answer.
 
         Raises:
-            DataError: The template does not take such messages, or what it writes behind an answer depends on the answer.
+            DataError: The template rejects the messages, or the text that it writes after an answer depends on the answer.
         """
         text = self._text(messages)
-        # The policy has written its own end, or the token that opens the next turn.
+        # The policy has already written the end token, or the token that opens the next turn.
         opening = self._tokenizer.convert_ids_to_tokens(last)
         if text.startswith(opening) and opening in (*self._ends.stopping, *self._ends.special):
             text = text[len(opening) :]
         return self._encoded(text, messages)
 
     def first_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the tokens of a conversation up to where its first answer begins.
+        """Return the tokens of a conversation up to the start of its first answer.
 
         Raises:
-            DataError: The template does not take it.
+            DataError: The template rejects it.
         """
         return self._encoded(self._rendered(messages, asks=True), messages)
 
     def _encoded(self, text: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Tokenize what the template has rendered. A special token in the content of a message, or in the arguments of a call, is a text there, or a
-        document that a tool has found could write turns of its own.
+        """Tokenize rendered text. Special tokens in the content of a message or in the arguments of a call become plain text. Otherwise, a document
+        that a tool returns could forge turns.
         """
         ids: list[int] = []
         at = 0
         for content in [part for message in messages for part in (message["content"], *_strings(message.get("tool_calls")))]:
             if not any(token in content for token in self._ends.special if token):
                 continue
-            # As it is, without white space around it, or in JSON.
+            # The template may render the text unchanged, stripped of white space, or as JSON.
             forms = dict.fromkeys(
                 (content, content.strip(), json.dumps(content, ensure_ascii=False)[1:-1], json.dumps(content)[1:-1])
             )
@@ -94,8 +94,8 @@ class Continuation:
             texts = [self._behind(content, messages) for content in _CONTENTS]
             if texts[0] != texts[1]:
                 raise DataError(
-                    f"the chat template writes {texts[0]!r:.80} behind one answer and {texts[1]!r:.80} behind another, so what follows what the "
-                    "policy has written is not known; use a template that only appends (model.chat_template), or tokens instead of messages"
+                    f"the chat template writes {texts[0]!r:.80} after one answer and {texts[1]!r:.80} after another, so the text after a "
+                    "completion is unknown; use a template that only appends (model.chat_template), or tokens instead of messages"
                 )
             if len(self._texts) >= 4096:
                 self._texts.clear()
@@ -103,11 +103,11 @@ class Continuation:
         return self._texts[key]
 
     def _behind(self, content: str, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text behind an answer with a content, from the token that ends it."""
+        """Return the text after an answer with the given content, starting with the token that ends it."""
         question = {"role": "user", "content": "0"}
         answers: list[dict[str, Any]] = [{"role": "assistant", "content": content}]
         if any(message["role"] == "tool" for message in messages):
-            # Some templates take the answer of a tool only behind its call.
+            # Some templates accept a tool result only after its call.
             answers.insert(0, _with_calls(content, messages))
         error: DataError | None = None
         for answer in answers:
@@ -118,20 +118,21 @@ class Continuation:
                 error = error or e
                 continue
             answered = whole[: self._end_of_answer(whole)]
-            # Calls of tools, for example. Thoughts before the content may be dropped when something follows; nobody needs them here.
+            # The rendered answer continues after the content, for example with tool calls. A template may drop thoughts before the
+            # content; that is fine.
             rest = answered[answered.find(content) :]
             begin = following.find(rest)
             if content in answered and begin >= 0:
                 return following[begin + len(rest) :]
             error = error or DataError(
-                f"the chat template renders the end of an answer as {rest!r:.80}, and otherwise with {messages[0]['role']} behind it, so it is not "
-                "known what follows the policy's own tokens; use a template that only appends (model.chat_template), or tokens instead of messages"
+                f"the chat template renders the end of an answer as {rest!r:.80}, but differently before a message with the role {messages[0]['role']}, "
+                "so the text after a completion is unknown; use a template that only appends (model.chat_template), or tokens instead of messages"
             )
         assert error is not None
         raise error
 
     def _end_of_answer(self, rendered: str) -> int:
-        """Return where the token begins that ends the answer; the end of the text if the template writes none."""
+        """Return the offset of the token that ends the answer; the length of the text if the template writes none."""
         stops = [at for token in (*self._ends.stopping, *self._ends.special) if token and (at := rendered.rfind(token)) >= 0]
         last = max(stops, default=-1)
         for token in (*self._ends.stopping, *self._ends.special):

@@ -42,7 +42,7 @@ def from_alpaca(row: Mapping[str, Any], name: str, *, chat: bool) -> dict[str, A
     """
     answer = _text(row["output"], "output", name)
     if not answer:
-        raise DataError(f"{name}: output is empty; there is nothing to learn")
+        raise DataError(f"{name}: output is empty; there is nothing to train on")
     others = {column: value for column, value in row.items() if column not in ("instruction", "output", *_ALPACA_OPTIONAL)}
     question = _question(row, name)
     if chat:
@@ -97,7 +97,7 @@ def with_prompt(row: Mapping[str, Any], name: str, *, chat: bool) -> Mapping[str
         prompt = _conversation(row, name)
         if prompt[-1].get("role") == "assistant":
             raise DataError(
-                f"{name}: conversations ends with an answer, but so do chosen and rejected; leave out the last turn, or "
+                f"{name}: conversations ends with an assistant turn, but so do chosen and rejected; leave out the last turn, or "
                 "chosen and rejected"
             )
         return {**row, "prompt": prompt}
@@ -121,7 +121,7 @@ def _question(row: Mapping[str, Any], name: str) -> str:
 
 
 def _alpaca_context(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return the messages before the question: the system message and the earlier turns, whose answers are learned too."""
+    """Return the messages before the question: the system message and the earlier turns, whose answers are trained on too."""
     messages = _system(row, name)
     history = row.get("history") or []
     if not isinstance(history, Sequence) or isinstance(history, str):
@@ -162,7 +162,7 @@ def _sharegpt_message(turn: Any, which: str, name: str) -> dict[str, Any]:
     extra = {key: value for key, value in turn.items() if key not in ("from", "value", "weight")}
     weight = turn.get("weight")
     if weight not in (None, 0, 1):
-        raise DataError(f"{name}: weight of {which} is {weight!r}; it must be 1 (learned) or 0")
+        raise DataError(f"{name}: weight of {which} is {weight!r}; it must be 1 (trained on) or 0")
     role = SHAREGPT_ROLES[speaker.lower()]
     if weight is not None and role == "assistant":
         extra.setdefault("train", bool(weight))

@@ -1,4 +1,4 @@
-"""The tokens of a conversation's next part, behind what a policy has written."""
+"""The tokens of a conversation's next part, after a completion of the policy."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ from .continuation import Continuation
 from .turn_ends import TurnEnds
 
 _MOST = 64
-"""How many sets of tools are remembered."""
+"""The number of sets of tools that are cached."""
 
 
 class ConversationTokens:
-    """Tokenizes messages and texts that follow what a policy has written, or begin a conversation.
+    """Tokenizes messages and texts that follow a completion of the policy, or begin a conversation.
 
     Args:
         tokenizer: The tokenizer of the policy.
@@ -29,15 +29,15 @@ class ConversationTokens:
     def messages(
         self, messages: Sequence[Mapping[str, Any]], last: int | None, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """Return the tokens of messages, up to where the answer to them begins.
+        """Return the tokens of messages, with the generation prompt.
 
         Args:
             messages: The messages.
             last: The last token of the answer before them; None if they begin a conversation.
-            tools: The tools that the policy is told about; without any those of the variables, if they have some.
+            tools: The tools in the prompt; if empty, those of the variables, if any.
 
         Raises:
-            DataError: There is no chat template, it does not take the messages, or what it writes behind an answer depends on the answer.
+            DataError: There is no chat template, it rejects the messages, or the text that it writes after an answer depends on the answer.
         """
         if not self.tokenizer.chat_template:
             raise DataError(
@@ -52,21 +52,21 @@ class ConversationTokens:
         if continuation is None:
             variables = {**self._variables, "tools": list(tools)} if tools else self._variables
             continuation = Continuation(self.tokenizer, self._ends, variables)
-            # Several threads may be here.
+            # Several threads may call this.
             if len(self._continuations) >= _MOST:
                 self._continuations.clear()
             self._continuations[key] = continuation
         return continuation
 
     def text(self, text: str, last: int | None) -> list[int]:
-        """Return the tokens of a text as it is, in which special tokens are special.
+        """Return the tokens of a raw text, in which special tokens are recognized.
 
         Args:
             text: The text.
             last: The last token of the answer before it, which the text may begin with; None if it begins a conversation.
 
         Raises:
-            DataError: It holds half of a character.
+            DataError: It has an unpaired surrogate.
         """
         if last is not None:
             ending = self.tokenizer.convert_ids_to_tokens(last)

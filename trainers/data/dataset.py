@@ -35,15 +35,15 @@ class Budget:
 
 
 def micro_batch_budget(engine: EngineConfig, *, infers: bool, multiple: int = 1) -> tuple[int, Budget]:
-    """Return how many tokens a document that is computed in one micro-batch can have, and the setting that says so.
+    """Return the maximum number of tokens of a document in one micro-batch, and the setting that determines it.
 
     Args:
         engine: The settings of the engine.
         infers: Whether documents go through a forward pass without gradients as well.
-        multiple: What the number of tokens in a micro-batch must be a multiple of, beside what the layout requires.
+        multiple: An additional divisor of the number of tokens in a micro-batch, besides that of the layout.
 
     Returns:
-        The number, and the setting with its value, of which the number may be a bit less.
+        The number, and the setting with its value; the number may be slightly smaller than that value.
     """
     sizes, multiple = engine.micro_batch, math.lcm(engine.parallel.token_multiple, multiple)
     most, name = sizes.max_tokens, "engine.micro_batch.max_tokens"
@@ -59,7 +59,7 @@ def sample_budget(engine: EngineConfig, data: DataConfig, *, infers: bool, multi
         engine: The settings of the engine.
         data: The settings of the data.
         infers: Whether samples go through a forward pass without gradients as well.
-        multiple: What the number of tokens in a micro-batch must be a multiple of, beside what the layout requires.
+        multiple: An additional divisor of the number of tokens in a micro-batch, besides that of the layout.
 
     Raises:
         ConfigError: `data.max_length` is larger than this number.
@@ -86,8 +86,8 @@ class TokenDataset:
         budget: The token limit of a micro-batch, which no sample may exceed.
         names: The names of the sources, for messages.
         block: Whether this is a block of streamed data, which may have no samples.
-        quiet: Whether messages are left out.
-        store: Where processed media are kept; None if the model takes none.
+        quiet: Whether to suppress messages.
+        store: The store of processed media; None if the model takes no media.
 
     Raises:
         DataError: A sample is too long under `data.too_long=error`, or a source has no sample left.
@@ -126,7 +126,7 @@ class TokenDataset:
             bool(cache.equal[0] or cache.large[0]) or int((last - first).sum()) != int(cache.lengths.sum())
             for cache, (_, first, last) in zip(stores, fitted, strict=True)
         )
-        """Whether anything was left out or cut."""
+        """Whether any sample was left out or cut."""
         self.sizes = [len(index) for index, _, _ in fitted]
         """The number of samples in each source."""
         for size, cache, name in zip(self.sizes, stores, names, strict=True):
@@ -135,13 +135,13 @@ class TokenDataset:
                 reason = (
                     " (all of its media are too large: data.too_large=skip)" if cache.large[0] and not len(cache) else reason
                 )
-                raise DataError(f"no sample of {name} is left to learn from{reason}")
+                raise DataError(f"no sample of {name} is left to train on{reason}")
         self._source = np.repeat(np.arange(len(stores), dtype=np.int32), self.sizes)
         self._index, self._first, self._last = (np.concatenate(arrays) for arrays in zip(*fitted, strict=True))
         self.lengths: NDArray[Any] = self._last - self._first
         """`[samples, width]`: the number of tokens in each document."""
         self.split_chats = [cache.split_chats for cache in stores]
-        """The number of chats in each source that were split into one sample per answer."""
+        """The number of chats in each source that were split into one sample per assistant turn."""
         self.tokens = [int(last.sum() - first.sum()) for _, first, last in fitted]
         """The number of tokens in each source."""
 
@@ -193,7 +193,7 @@ def length_limit(data: DataConfig, budget: Budget) -> Budget:
 
 
 def too_long_hint(width: int) -> str:
-    """Return what to do about a sample that is too long, given its number of documents, as the end of a sentence."""
+    """Return advice about a sample that is too long, given its number of documents, as the end of a sentence."""
     cut = "skip, truncate_left, truncate_right or, for text, split" if width == 1 else "skip, truncate_left or truncate_right"
     return f"raise it, or set data.too_long to {cut}"
 
@@ -232,7 +232,7 @@ def _fit(cache: TokenArrays, data: DataConfig, budget: Budget, level: int) -> tu
     if data.too_long == "split":
         return _split(cache, lengths[:, 0], cap, limit_text, level)
     if data.too_long == "truncate_left":
-        # Both sides are cut at the same position, so that they still compare answers to one prompt.
+        # Cut both sides at the same position, so that they still compare completions of one prompt.
         first[longer] = (lengths[longer].max(1) - cap)[:, None]
     else:
         last[longer] = np.minimum(lengths[longer], cap)
@@ -245,7 +245,7 @@ def _fit(cache: TokenArrays, data: DataConfig, budget: Budget, level: int) -> tu
     if not remaining.all():
         log.log(
             level,
-            "left out: %d samples, because data.too_long=%s leaves only a prompt with nothing to learn at %s",
+            "left out: %d samples, because data.too_long=%s leaves only a prompt with nothing to train on at %s",
             (~remaining).sum(),
             data.too_long,
             limit_text,
@@ -254,15 +254,15 @@ def _fit(cache: TokenArrays, data: DataConfig, budget: Budget, level: int) -> tu
 
 
 def _keep_media_whole(cache: TokenArrays, cut: NDArray[Any], first: NDArray[Any], last: NDArray[Any]) -> None:
-    """Move the ends of samples that are cut to the ends of images, videos and audio that they would cut, which are then left out.
+    """Move cuts that fall into images, videos or audio to the border of the item, which is then left out.
 
-    The token before an item and the one behind it count as parts of it: families mark the borders of items, and positions depend on them.
+    The tokens before and after an item count as parts of it: model families mark the borders of items, and positions depend on them.
 
     Args:
         cache: The samples.
         cut: Whether each sample is cut.
         first: `[K, width]`, the first token of each document, changed in place.
-        last: The token behind its last one, changed in place.
+        last: The token after its last one, changed in place.
     """
     if not cache.has_media:
         return
@@ -278,7 +278,7 @@ def _keep_media_whole(cache: TokenArrays, cut: NDArray[Any], first: NDArray[Any]
 def _split_between_media(
     cache: TokenArrays, lengths: NDArray[Any], most: int
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return the pieces of samples of one document: the sample of each, its first token, and the one behind its last.
+    """Return the pieces of single-document samples: for each, its sample, its first token, and the token after its last.
 
     Raises:
         DataError: An item of media has more tokens than a piece.
@@ -306,7 +306,7 @@ def _split_between_media(
 def _split(
     cache: TokenArrays, lengths: NDArray[Any], most: int, limit_text: str, level: int
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Cut samples of one document into consecutive pieces of at most `most` tokens, those without anything to learn left out."""
+    """Cut single-document samples into consecutive pieces of at most `most` tokens, leaving out pieces without supervised tokens."""
     pieces = -(-lengths // most)
     index = np.repeat(np.arange(len(lengths)), pieces)
     number = np.arange(len(index)) - np.repeat(pieces.cumsum() - pieces, pieces)

@@ -15,7 +15,7 @@ from .sample import Sample
 from .turn_ends import TurnEnds
 
 DataKind = Literal["completions", "pairs", "unpaired"]
-"""The data that a trainer learns from: answers, pairs of answers, or single answers labeled good or bad."""
+"""The kind of data that a trainer uses: completions, pairs of completions, or single completions labeled good or bad."""
 FORMS = {
     "messages": ("messages",),
     "prompt_completion": ("prompt", "completion"),
@@ -39,11 +39,13 @@ COLUMNS = tuple(dict.fromkeys([*(c for form in FORMS.values() for c in form), *O
 HINTS: Mapping[DataKind, Mapping[str, str]] = {
     "completions": {"chosen": " (preference data: use it with drivetrain dpo or rm)"},
     "pairs": {
-        "label": " (single answers labeled good or bad: use them with drivetrain dpo and dpo.loss=kto)",
-        "messages": " (answers to learn: use them with drivetrain sft)",
-        **dict.fromkeys(("completion", "conversations", "output"), " (answers to learn: use them with drivetrain sft)"),
+        "label": " (single completions labeled good or bad: use them with drivetrain dpo and dpo.loss=kto)",
+        "messages": " (completions to train on: use them with drivetrain sft)",
+        **dict.fromkeys(("completion", "conversations", "output"), " (completions to train on: use them with drivetrain sft)"),
     },
-    "unpaired": dict.fromkeys(("messages", "conversations", "output"), " (answers to learn: use them with drivetrain sft)"),
+    "unpaired": dict.fromkeys(
+        ("messages", "conversations", "output"), " (completions to train on: use them with drivetrain sft)"
+    ),
 }
 
 
@@ -63,17 +65,17 @@ def encode_row(
         row: The row's columns.
         name: The row's file and number, for error messages.
         data: The data settings; the format, the turns and the template's variables are used.
-        kind: The kind of data that the trainer learns from.
-        ends: The tokens that may end a turn of a chat; None if nothing is generated with the model.
+        kind: The kind of data that the trainer uses.
+        ends: The tokens that may end a turn of a chat; None if the model does not generate.
         media: Reads media; None if the model takes none.
 
     Returns:
-        One sample, or one per answer of a chat (`data.turns`). For a pair, both sides with the chosen one first, or no samples
-        if the sides are equal.
+        One sample, or one per assistant turn of a chat (`data.turns`). For a pair, both sides with the chosen one first, or no
+        samples if the sides are equal.
 
     Raises:
         DataError: The row cannot be used; the message names it and the problem.
-        TooLargeError: Its media are beyond the limits, and `data.too_large` does not resize them.
+        TooLargeError: Its media exceed the limits, and `data.too_large` does not resize them.
     """
     samples = _encode(_Context(tokenizer, name, data, ends, media), row, kind)
     return [replace(s, supervised=[True] * len(s.ids)) for s in samples] if data.learn == "all" else samples
@@ -81,7 +83,7 @@ def encode_row(
 
 @dataclass(frozen=True)
 class _Context:
-    """What the rows of one file have in common, and the name of one of them."""
+    """The shared context of the rows of one file, and the name of one of them."""
 
     tokenizer: Any
     name: str
@@ -104,12 +106,12 @@ def _encode(context: _Context, row: Mapping[str, Any], kind: DataKind) -> list[S
         sides = split_preference(row, name)
         return [] if sides.equal else _encode_sides(context, row, sides)
     if form == "unpaired":
-        # A csv file has texts.
+        # The cells of a csv file are texts.
         label = {1: True, 0: False, "1": True, "0": False, "true": True, "false": False}.get(
             row["label"].lower() if isinstance(row["label"], str) else row["label"]
         )
         if label is None:
-            raise DataError(f"{name}: label is {row['label']!r}; it must be true (a good answer) or false (a bad one)")
+            raise DataError(f"{name}: label is {row['label']!r}; it must be true (a good completion) or false (a bad one)")
         (sample,) = _encode_answers(context, {**row, "messages": None}, form)
         return [replace(sample, chosen=label)]
     return _encode_answers(context, row, form)
@@ -140,8 +142,8 @@ def _encode_answers(context: _Context, row: Mapping[str, Any], form: str) -> lis
     samples = encode_chat(tokenizer, chat_row, data.turns, context.ends)
     if form in ("preference", "unpaired") and len(samples) > 1:
         raise DataError(
-            f"{name} has {len(samples)} answers, and the chat template renders earlier ones differently once others follow; "
-            "what is compared must be a single text: put all but the last answer into prompt, or "
+            f"{name} has {len(samples)} assistant turns, and the chat template renders earlier ones differently once others follow; "
+            "a side to compare must be a single text: put all but the last assistant turn into prompt, or "
             "use a template with {% generation %} marks"
         )
     if context.media is None:
@@ -162,10 +164,10 @@ def form_of(row: Mapping[str, Any], name: str, data: DataConfig, kind: DataKind 
         row: The row's columns.
         name: The row's name, for error messages.
         data: The data settings; `format` is used.
-        kind: The kind of data that the trainer learns from.
+        kind: The kind of data that the trainer uses.
 
     Raises:
-        DataError: The row has no form that the trainer reads, or not that of `data.format`.
+        DataError: The row has no form that the trainer reads, or its form is not that of `data.format`.
     """
     forms = {f: FORMS[f] for f in KINDS[kind] if data.format in ("auto", f)}
     # Tables return null for a column that only other rows of the file have.
@@ -192,7 +194,7 @@ def encode_text(tokenizer: Any, text: Any, name: str) -> Sample:
     """
     ids = _tokens(tokenizer, text, "text", name, special=True)
     if not text or len(ids) < 2:
-        raise DataError(f"{name}: the text is empty; there is nothing to learn")
+        raise DataError(f"{name}: the text is empty; there is nothing to train on")
     return Sample(name, ids, [True] * len(ids))
 
 
@@ -208,19 +210,19 @@ def encode_completion(tokenizer: Any, prompt: Any, completion: Any, name: str) -
     Raises:
         DataError: One of the two is not a string, or the completion is empty.
     """
-    # Prompt and completion are tokenized separately, so that no token crosses the boundary: at inference the prompt is
-    # tokenized alone too.
+    # Prompt and completion are tokenized separately, so that no token crosses the boundary: at inference, the prompt is also
+    # tokenized by itself.
     before = _tokens(tokenizer, prompt, "prompt", name, special=True)
     if tokenizer.eos_token_id is not None and not prompt.endswith(tokenizer.eos_token):
         before.pop()
     after = _tokens(tokenizer, completion, "completion", name, special=False)
     if not completion or (not before and len(after) < 2):
-        raise DataError(f"{name}: the completion is empty; there is nothing to learn")
+        raise DataError(f"{name}: the completion is empty; there is nothing to train on")
     return Sample(name, [*before, *after], [False] * len(before) + [True] * len(after))
 
 
 def oddity(row: Mapping[str, Any]) -> str | None:
-    """Return what is probably wrong with a row that can be used nevertheless, if anything.
+    """Return a description of what is probably wrong with a usable row, or None.
 
     Args:
         row: The row's columns.
@@ -230,7 +232,7 @@ def oddity(row: Mapping[str, Any]) -> str | None:
         if not isinstance(messages, list):
             continue
         roles = [message.get("role") for message in messages if isinstance(message, Mapping)]
-        # Calls of several tools are answered by several messages.
+        # Several tool calls are answered by several tool messages.
         for i, (role, following) in enumerate(pairwise(roles), 1):
             if role == following != "tool":
                 return f"messages {i} and {i + 1} of {column} both have the role {role!r}"

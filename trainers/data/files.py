@@ -16,10 +16,10 @@ from ..config.data import MEDIA_COLUMNS
 
 CHUNK_ROWS = 256
 MEDIA_ROWS = 16
-"""The rows of a chunk of a table with images, which are in memory as the files that they are."""
+"""The number of rows in a chunk of a table with media, which are in memory as encoded files."""
 ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-"""A further ending, and what pyarrow calls the compression. Parquet files compress their columns themselves."""
+"""Suffixes of compressed files, mapped to pyarrow's name of the compression. Parquet files compress their columns themselves."""
 
 Choose: TypeAlias = Callable[[Sequence[str], str], list[str]]
 """Returns the columns to read from the names of all columns and of the source."""
@@ -33,7 +33,7 @@ class Chunk:
         file: The file's name, for messages.
         rows: Pairs of a row's number, from 1, and the row: a line of JSON as bytes, or the row's columns.
         fraction: The chunk's fraction of the entire source.
-        doubled: The rows in which a key stands twice, and the key; they are found while the rows are parsed.
+        doubled: The rows with a duplicate key, and the key; filled in while the rows are parsed.
     """
 
     file: str
@@ -68,7 +68,7 @@ def small_chunks(chunk: Chunk) -> Iterator[Chunk]:
 
 
 def ending_of(path: Path) -> str | None:
-    """Return which of `ENDINGS` a file has, also before `.gz` or `.zst`; None if it has another one."""
+    """Return the one of `ENDINGS` that a file has, ignoring `.gz` or `.zst`; None if it has another one."""
     ending = path.suffix
     if ending in COMPRESSED:
         ending = Path(path.stem).suffix
@@ -140,7 +140,7 @@ def _opened(file: Path) -> Iterator[tuple[IO[bytes], Callable[[], float]]]:
 
 
 def _lines(file: Path, fraction: float, *, is_text: bool) -> Iterator[Chunk]:
-    # Rows are read by line, so that an error names the line that an editor shows; the process that tokenizes a row also parses
+    # Rows are read by line, so that an error names the line that an editor shows. The process that tokenizes a row also parses
     # it.
     rows: list[tuple[int, bytes | dict[str, Any]]] = []
     done = 0.0
@@ -198,7 +198,7 @@ def _array(file: Path, fraction: float) -> Iterator[Chunk]:
 
 
 def _separated(file: Path, fraction: float, delimiter: str) -> Iterator[Chunk]:
-    """Yield the rows of a csv file, each with the number of its last line; cells that are JSON lists or objects are read as such."""
+    """Yield the rows of a csv file, each with the number of its last line. Cells with JSON lists or objects are parsed."""
     csv.field_size_limit(sys.maxsize)
     rows: list[tuple[int, bytes | dict[str, Any]]] = []
     done = 0.0

@@ -1,4 +1,4 @@
-"""Texts that certainly have too many tokens, recognized without tokenizing them, which takes minutes for millions of tokens.
+"""Detection of texts that certainly have too many tokens, without tokenizing them, which takes minutes for millions of tokens.
 
 Let `m(b)` be the number of bytes of the longest token that contains the byte `b`. The bytes of a token of length `l` have `m(b) >= l`, so
 the sum of `1 / m(b)` over its bytes is at most 1, and a text has at least as many tokens as that sum over all of its bytes. This holds
@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 QUICK = 100_000
-"""Texts of up to so many characters are tokenized at once."""
+"""Texts of up to this many characters are tokenized without a check."""
 SPACES = ("▁", *filter(str.isspace, map(chr, range(128, 0x3001))))
-"""Characters beside those of ASCII that do not count: the one for a space in vocabularies of SentencePiece, and white space."""
+"""Non-ASCII characters that do not count: the one for a space in SentencePiece vocabularies, and white space."""
 FORMS = ("NFC", "NFD", "NFKC", "NFKD")
-"""Normalizers that leave a text as it is if it is normalized."""
+"""Normalizers that leave an already normalized text unchanged."""
 HARMLESS = ("Prepend", "Strip")
 """Normalizers that only add text, or drop white space."""
 KEEPS = ("ByteLevel", "Metaspace", "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "BertPreTokenizer")
@@ -32,7 +32,7 @@ class TooManyTokens(Exception):
     """A text has more tokens than allowed. It is caught where the row is known.
 
     Args:
-        least: A number of tokens that the text has at least.
+        least: A lower bound on its number of tokens.
     """
 
     def __init__(self, least: int) -> None:
@@ -41,7 +41,7 @@ class TooManyTokens(Exception):
 
 
 class LimitedTokenizer:
-    """A tokenizer that refuses texts that certainly have too many tokens; otherwise it does what the tokenizer does.
+    """A wrapper of a tokenizer that rejects texts that certainly have too many tokens.
 
     Args:
         tokenizer: A fast tokenizer.
@@ -52,7 +52,7 @@ class LimitedTokenizer:
         self._tokenizer, self._most = tokenizer, most
 
     def __getattr__(self, name: str) -> Any:
-        # Attributes of an object that is being unpickled are not there yet.
+        # An object that is being unpickled does not have its attributes yet.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._tokenizer, name)
@@ -100,13 +100,13 @@ class LengthBound:
         pipeline = json.loads(tokenizer.backend_tokenizer.to_str())
         self._normalizers = list(_parts(pipeline["normalizer"], "normalizers"))
         splits = list(_parts(pipeline["pre_tokenizer"], "pretokenizers"))
-        # A normalizer may change the text before the added tokens are looked for in it.
+        # A normalizer may change the text before the tokenizer searches it for added tokens.
         added = [text for token in pipeline["added_tokens"] for text in (token["content"], token["content"].lower())]
         self._longest = _longest_tokens(pipeline["model"], splits, added)
         """`[256]`: `m(b)`; None if tokens may not cover the whole text."""
 
     def least(self, text: str) -> int:
-        """Return a number of tokens that a text has at least; 0 if the tokenizer is of a kind for which none is known.
+        """Return a lower bound on the number of tokens of a text; 0 if none is known for this kind of tokenizer.
 
         Args:
             text: The text.
@@ -124,11 +124,11 @@ class LengthBound:
                 count = normalized.count(space)
                 for byte in space.encode():
                     counts[byte] -= count
-        # Less by more than the error of the sum.
+        # Subtract more than the rounding error of the sum.
         return int((counts / self._longest).sum() * (1 - 1e-9))
 
     def _normalized(self, text: str) -> str | None:
-        """Return the text as the tokenizer normalizes it, up to white space and what it adds; None if that is not known."""
+        """Return the text as the tokenizer normalizes it, up to white space and added text; None if that is unknown."""
         for normalizer in self._normalizers:
             kind = normalizer["type"]
             if kind in FORMS and (text.isascii() or (unicodedata.is_normalized(kind, text) and _is_assigned(text))):
@@ -145,7 +145,7 @@ class LengthBound:
 
 
 def _is_assigned(text: str) -> bool:
-    """Return whether Python has all characters of a text; how others are normalized is not known here."""
+    """Return whether Python's Unicode database has all characters of a text; the normalization of others is unknown here."""
     return all(unicodedata.category(character) != "Cn" for character in set(text))
 
 
@@ -183,7 +183,7 @@ def _longest_tokens(
     elif model["type"] != "BPE" or not all(map(_keeps, splits)):
         return None
     elif any(split["type"] == "ByteLevel" for split in splits):
-        # Transformers' modules of tokenizers are imported where one is used.
+        # Importing the tokenizer modules of transformers is slow, so import them only here.
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         byte_of = {character: byte for byte, character in bytes_to_unicode().items()}

@@ -24,7 +24,7 @@ class RunData:
 
     Args:
         tokenizer: The model's tokenizer.
-        source: The samples to train on, or what streams them.
+        source: The samples to train on, or the stream of them.
         held_out: The samples to evaluate on, or None if `data.eval` is not set.
     """
 
@@ -54,7 +54,7 @@ def load_data(
     Args:
         model: The settings of the model, whose tokenizer is used.
         data: The settings of the data.
-        kind: The kind of data that the trainer learns from.
+        kind: The kind of data that the trainer uses.
         budget: The token limit of a sample.
         python: The rows in memory and the formatting function of a Python program.
         gather: Exchanges objects and errors between all ranks while data are streamed.

@@ -1,4 +1,4 @@
-"""Global batches of documents, each of which is read by the rank that it is assigned to."""
+"""Global batches of documents; each document is read only by the rank that it is assigned to."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ class GlobalBatch:
         compared: Whether each document is labeled as chosen or not, with a margin.
         numbers: The documents' numbers in the dataset, or None if they do not come from it.
         digest: The dataset's digest.
-        store: Where processed media are kept; None if the model takes none.
+        store: The store of processed media; None if the model takes no media.
         media: The function that returns the media of the document at a position, on every rank; None if no document has any.
         shard_read: The shard of this process, if it has been read.
     """
@@ -108,11 +108,11 @@ class GlobalBatch:
         )
 
     def with_shard(self, engine: BaseEngine) -> Self:
-        """Return the batch with the shard of this process, whose media may be unreadable on one rank alone. Collective.
+        """Return the batch with the shard of this process, and agree on errors, since media may be unreadable on a single rank. Collective.
 
         Raises:
             DataError: This rank's media cannot be read.
-            RemoteError: Those of another rank cannot.
+            RemoteError: The media of another rank cannot be read.
         """
         if self.media is None:
             return self
@@ -122,7 +122,7 @@ class GlobalBatch:
 
 
 class Batches(ABC):
-    """Global batches to train on, endlessly, from any position on."""
+    """An endless sequence of global batches to train on, from any position."""
 
     @abstractmethod
     def batches(self, cursor: Cursor) -> Iterator[tuple[GlobalBatch, Cursor]]:
@@ -130,7 +130,7 @@ class Batches(ABC):
 
     @abstractmethod
     def epoch(self, cursor: Cursor) -> float:
-        """Return how many epochs lie before a cursor, in whole and in part."""
+        """Return the number of epochs before a cursor, including the fraction of the current one."""
 
     @abstractmethod
     def state(self, cursor: Cursor) -> dict[str, Any]:
@@ -215,5 +215,5 @@ class Loader(BatchOrder, Batches):
         return batch_of([(dataset, i) for i in chosen], width, numbers=numbers, digest=dataset.digest)
 
     def epoch(self, cursor: Cursor) -> float:
-        """Return how many epochs lie before a cursor, in whole and in part."""
+        """Return the number of epochs before a cursor, including the fraction of the current one."""
         return cursor.epoch + cursor.position / len(self)

@@ -1,4 +1,4 @@
-"""Media of rows: images, video and audio in the parts of messages or in columns of their own, and their places among the tokens."""
+"""Media of rows: images, video and audio in the parts of messages or in separate columns, and their positions among the tokens."""
 
 import re
 from collections import deque
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 KINDS: tuple[Kind, ...] = get_args(Kind)
 COLUMNS = cast("Mapping[str, Kind]", MEDIA_COLUMNS)
 PARTS: Mapping[str, Kind] = {"image": "image", "image_url": "image", "video": "video", "video_url": "video", "audio": "audio"}
-"""The types of parts with media."""
+"""The types of message parts with media."""
 ROLES = ("user", "tool")
 """The roles whose messages may have media: those that the model does not write."""
 MARK = re.compile("<(image|video|audio)>")
-"""What stands for an item of a column within a text, as LLaMA-Factory writes it."""
+"""The placeholders in texts for the items of a column, as in LLaMA-Factory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,9 @@ class ChatMedia:
 
     Args:
         key: Its name in the store.
-        text: What stands in the place of the placeholder that the chat template writes.
-        tokens: The number of tokens in whose place its features stand.
-        parts: The number of its parts whose patches alone attend to each other.
+        text: The text that replaces the placeholder of the chat template.
+        tokens: The number of tokens that its features replace.
+        parts: The number of its parts; patches attend only within a part.
     """
 
     key: MediaKey
@@ -59,10 +59,10 @@ class MediaReader:
     Args:
         processor: The model's processor.
         tokenizer: The model's tokenizer.
-        store: Where processed media are kept.
-        limits: The limits on what is decoded.
-        folder: The folder that relative paths start from; None is that of the row's file.
-        urls: Whether URLs are fetched.
+        store: The store of processed media.
+        limits: The limits on decoded media.
+        folder: The folder that relative paths start from; None for the folder of the row's file.
+        urls: Whether to fetch URLs.
     """
 
     processor: "MediaProcessor"
@@ -72,11 +72,11 @@ class MediaReader:
     folder: Path | None = None
     urls: bool = False
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """The size and the time of change of each file that was read since they were last taken."""
+    """The size and the modification time of each file that was read since `take_files` was last called."""
 
     @classmethod
     def of(cls, model: ModelConfig, data: SourcesConfig, tokenizer: Any, cache: Path) -> Self | None:
-        """Return what reads the media of a run's data; None if the model takes none.
+        """Return the reader of the media of a run's data; None if the model takes no media.
 
         Args:
             model: The model settings.
@@ -87,7 +87,7 @@ class MediaReader:
         config = whole_config(model)
         if config.model_type not in MEDIA_FAMILIES:
             return None
-        # It brings transformers' models, which processes that tokenize texts do without.
+        # This import loads transformers' models, which processes that tokenize only texts do not need.
         from ...media.processors import PROCESSORS
 
         return cls(
@@ -106,24 +106,24 @@ class MediaReader:
         )
 
     def key(self) -> str:
-        """Return a digest of everything but the rows that their media depend on."""
+        """Return a digest of everything except the rows that processed media depend on."""
         keys = []
         for kind in self.processor.family.modalities:
             try:
                 keys.append(self.processor.key(kind))
             except ModelError:
-                # Rows of text alone need no processor; others are refused by name.
+                # Rows without media need no processor; others are rejected with an error.
                 keys.append("none")
         return f"{keys} {asdict(self.limits)} {self.folder} {self.urls}"
 
     def take_files(self) -> dict[str, tuple[int, int]]:
-        """Return `files`, and begin anew."""
+        """Return `files`, and reset it."""
         files = dict(self.files)
         self.files.clear()
         return files
 
     def read(self, kind: Kind, value: Any, file: str) -> ChatMedia:
-        """Return an item, which is decoded unless the store has it.
+        """Return an item, decoding it unless the store has it.
 
         Args:
             kind: The kind.
@@ -151,18 +151,18 @@ class MediaReader:
 
     @cached_property
     def lists_content(self) -> bool:
-        """Whether the chat template takes the content of messages as lists of parts alone."""
+        """Whether the chat template accepts the content of messages only as lists of parts."""
         return lists_content(self.tokenizer)
 
     @cached_property
     def placeholders(self) -> Mapping[str, Kind]:
-        """The kinds by what a chat template writes for an item."""
+        """The kinds of media, keyed by the chat template's placeholder for an item."""
         return {self.processor.placeholder(kind): kind for kind in self.processor.family.modalities}
 
     def expanded(
         self, text: str, media: Sequence[ChatMedia], spans: Sequence[tuple[int, int]], name: str
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Put what stands for each item into the place of its placeholder.
+        """Replace each placeholder with the text of its item.
 
         Args:
             text: The chat as its template renders it.
@@ -187,11 +187,11 @@ class MediaReader:
             present = sum(place.group() == mark for place in places)
             if present != counts[kind]:
                 raise DataError(
-                    f"{name} has {counts[kind]} {kind}s, but {present} times {mark!r} in its text behind the chat template; each stands for one: "
-                    "leave it out of the texts, and use a template that writes it for each part (model.chat_template)"
+                    f"{name} has {counts[kind]} {kind}s, but {present} times {mark!r} in its rendered chat, which must have it once for each: "
+                    "remove it from the texts, and use a template that writes it for each part (model.chat_template)"
                 )
         parts: list[str] = []
-        # By how much what is behind a placeholder moves.
+        # The shift of the text after each placeholder.
         shifts = [(0, 0)]
         done = 0
         for place in places:
@@ -207,14 +207,14 @@ class MediaReader:
         return "".join(parts), [(moved(begin), moved(end)) for begin, end in spans]
 
     def located(self, sample: Sample, media: Sequence[ChatMedia]) -> Sample:
-        """Return a sample with the places of its media among its tokens.
+        """Return a sample with the positions of its media among its tokens.
 
         Args:
             sample: The sample.
             media: The items of its chat, of which it has the first ones.
 
         Raises:
-            DataError: The tokens that stand for media are not as many as those of its items.
+            DataError: The number of media tokens differs from that of its items.
         """
         ids = np.asarray(sample.ids)
         spans: list[MediaSpan] = []
@@ -229,14 +229,14 @@ class MediaReader:
                 used += item.tokens
             if used < len(places):
                 raise DataError(
-                    f"{sample.name} has {len(places)} tokens {self.processor.token(kind)!r}, of which its {kind}s account for {used}; the text must "
-                    "not have such tokens of its own"
+                    f"{sample.name} has {len(places)} tokens {self.processor.token(kind)!r}, of which its {kind}s account for {used}; the text itself must "
+                    "not have such tokens"
                 )
         return replace(sample, media=tuple(sorted(spans, key=lambda span: span.first))) if spans else sample
 
 
 class MediaQueue:
-    """The media of a row's columns, which placeholders and parts without a value of their own take in order.
+    """The media of a row's columns, which placeholders and parts without a value consume in order.
 
     Args:
         row: The row.
@@ -244,7 +244,7 @@ class MediaQueue:
         reader: Reads media; None if the model takes none.
 
     Raises:
-        DataError: There are two columns of one kind.
+        DataError: There are two columns of the same kind.
     """
 
     def __init__(self, row: Mapping[str, Any], name: str, reader: MediaReader | None) -> None:
@@ -253,7 +253,7 @@ class MediaQueue:
         self._columns: dict[Kind, str] = {}
         for column, kind in COLUMNS.items():
             value = row.get(column)
-            # A table has an empty cell.
+            # An empty cell of a table.
             if value is None or value == "" or (isinstance(value, list) and not value):
                 continue
             if kind in self._columns and reader is not None:
@@ -277,7 +277,7 @@ class MediaQueue:
         return parts
 
     def part(self, part: Mapping[str, Any], which: str, role: str) -> dict[str, Any]:
-        """Return a part with media as chat templates take it, with the item under `media`.
+        """Return a part with media in the form that chat templates expect, with the item under `media`.
 
         Args:
             part: The part.
@@ -285,7 +285,7 @@ class MediaQueue:
             role: The role of its message.
 
         Raises:
-            DataError: The item cannot be used, or may not be there.
+            DataError: The item cannot be used, or is not allowed there.
         """
         kind = PARTS[part["type"]]
         if self._reader is None:
@@ -310,7 +310,7 @@ class MediaQueue:
             raise
         except MediaError as e:
             raise DataError(f"{self._name}: {which}: {e}") from e
-        # Templates look for the key or for the type.
+        # Templates check either the key or the type.
         return {"type": kind, kind: "", "media": item}
 
     def _count(self, kind: Kind) -> str:
@@ -321,14 +321,14 @@ class MediaQueue:
         )
 
     def check_used(self) -> None:
-        """Check that all items of the columns have a place.
+        """Check that all items of the columns are used.
 
         Raises:
-            DataError: One has none.
+            DataError: An item is not used.
         """
         for kind, waiting in self._waiting.items():
             if self._reader is None:
-                # Nothing refers to it, so that it is a column like others that are not read; it is warned of.
+                # No placeholder refers to it, so treat it like any other unused column, with a warning.
                 continue
             if waiting:
                 raise DataError(
@@ -349,11 +349,11 @@ def media_of(messages: Sequence[Mapping[str, Any]]) -> list[ChatMedia]:
 
 
 def for_template(messages: Sequence[Mapping[str, Any]], *, lists: bool) -> list[dict[str, Any]]:
-    """Return messages as a chat template takes them.
+    """Return messages in the form that a chat template expects.
 
     Args:
         messages: The messages.
-        lists: Whether the template takes lists of parts alone.
+        lists: Whether the template accepts only lists of parts.
     """
 
     def content(value: Any) -> Any:
@@ -365,7 +365,7 @@ def for_template(messages: Sequence[Mapping[str, Any]], *, lists: bool) -> list[
 
 
 def lists_content(tokenizer: Any) -> bool:
-    """Return whether a chat template takes the content of messages as lists of parts alone."""
+    """Return whether a chat template accepts the content of messages only as lists of parts."""
     word = "drivetrain"
     try:
         return word not in tokenizer.apply_chat_template([{"role": "user", "content": word}], tokenize=False)
@@ -387,9 +387,9 @@ def fields_of(samples: Sequence[HasMedia], store: MediaStore) -> dict[str, Media
 
     Args:
         samples: The documents.
-        store: Where processed media are kept.
+        store: The store of processed media.
 
     Raises:
-        DataError: An item is not in the store any more.
+        DataError: An item is no longer in the store.
     """
     return media_fields([[store.fields(span.key) for span in sample.media] for sample in samples])

@@ -57,7 +57,7 @@ class Sampler:
 
     @property
     def epoch_sizes(self) -> list[int]:
-        """The number of samples that the first epoch takes from each source; with weights, others may take one more or less."""
+        """The number of samples that the first epoch takes from each source; with weights, other epochs may take one more or less."""
         return self.sizes if self.weights is None else self.drawn(1)
 
     def drawn(self, epoch: int) -> list[int]:
@@ -111,14 +111,14 @@ class Sampler:
 def apportion(total: int, weights: Sequence[float], before: Sequence[int], count: int) -> list[int]:
     """Return integers that add up to `total`, after `count` more were given out in proportion to the weights.
 
-    Each one grows by its fraction of `count`, rounded up or down: up where it is then furthest below its fraction of `total`. What
-    rounding has taken from one is made up for later, so that the integers stay within about 1 of their fractions of any total.
+    Each integer grows by its fraction of `count`, rounded up or down: up for those that would be furthest below their fraction of
+    `total`. Later calls make up for rounding, so that the integers stay within about 1 of their fractions of any total.
 
     Args:
         total: The sum afterwards.
         weights: The weights.
         before: The integers so far, whose sum is `total - count`.
-        count: How many are given out.
+        count: The number to distribute.
     """
     exact = [Fraction(weight) for weight in weights]
     whole = sum(exact)
@@ -130,7 +130,7 @@ def apportion(total: int, weights: Sequence[float], before: Sequence[int], count
 
 
 class BatchOrder:
-    """Batches of samples, and the state by which a checkpoint resumes them.
+    """Batches of samples, and the state with which a checkpoint resumes them.
 
     Args:
         order: The sampler, which determines the order.
@@ -170,7 +170,7 @@ class BatchOrder:
         return cursor.epoch * len(self) + cursor.position
 
     def cursor(self, number: int) -> Cursor:
-        """Return the cursor before the sample of a number, counted over all epochs."""
+        """Return the cursor before the sample with a number, counted over all epochs."""
         epoch, position = divmod(number, len(self))
         return Cursor(epoch=epoch, position=position)
 
@@ -182,7 +182,7 @@ class BatchOrder:
         return {**progress, "batch_size": self.batch_size, **self._sampler.describe(), "digest": self._digest()}
 
     def _drawn_at(self, cursor: Cursor) -> list[list[int]]:
-        """Return what is drawn from each source before the cursor's epoch and, within one, up to its end."""
+        """Return the numbers of samples drawn from each source before the cursor's epoch and, within an epoch, up to its end."""
         return [self._sampler.drawn(cursor.epoch + i) for i in range(1 + (cursor.position > 0))]
 
     def restore(self, state: Mapping[str, Any], *, epochs: bool) -> Cursor:
@@ -223,13 +223,13 @@ class BatchOrder:
                 "steps of trainer.epochs cannot be counted; set trainer.max_steps, or keep the batch size"
             )
         if self._sampler.weights is not None:
-            # Checkpoints from before rounding was made up for have no such numbers: every epoch drew what the first one draws.
+            # Checkpoints of versions that did not make up for rounding lack these numbers: every epoch drew the same as the first.
             first, drawn = self._sampler.drawn(1), self._drawn_at(cursor)
             earlier = [[(cursor.epoch + i) * count for count in first] for i in range(len(drawn))]
             if state.get("drawn", earlier) != drawn:
                 log.warning(
-                    "the checkpoint was saved by an earlier version, which rounded data.weights to the same side in every epoch; in the "
-                    "first epoch after it some samples are used again and others left out, and from then on each as often as any other"
+                    "the checkpoint was saved by an earlier version, which rounded data.weights the same way in every epoch; the first epoch "
+                    "after it repeats some samples and leaves out others, and later epochs use all samples equally often"
                 )
         if digest != self._digest():
             log.warning("the dataset has as many samples as in the checkpoint, but its contents have changed")

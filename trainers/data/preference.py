@@ -11,13 +11,13 @@ from .chat import common_length
 
 @dataclass(frozen=True, kw_only=True)
 class Sides:
-    """Two answers to one prompt, as texts or as lists of messages.
+    """Two completions of one prompt, as texts or as lists of messages.
 
     Args:
-        prompt: The prompt that both answers follow.
-        chosen: The better answer.
-        rejected: The worse answer.
-        margin: The margin by which the chosen answer is better, or 0 if the row has none.
+        prompt: The prompt of both completions.
+        chosen: The better completion.
+        rejected: The worse completion.
+        margin: The margin by which the chosen completion is better, or 0 if the row has none.
     """
 
     prompt: Any
@@ -27,7 +27,7 @@ class Sides:
 
     @property
     def equal(self) -> bool:
-        """Whether both answers are equal, so that there is nothing to compare."""
+        """Whether both completions are equal, so that there is nothing to compare."""
         return bool(self.chosen == self.rejected)
 
 
@@ -67,15 +67,15 @@ def split_preference(row: Mapping[str, Any], name: str) -> Sides:
             )
     for column, value in (("chosen", chosen), ("rejected", rejected)):
         if not value:
-            raise DataError(f"{name}: {column} has nothing beyond the prompt; a pair needs two answers")
+            raise DataError(f"{name}: {column} has nothing beyond the prompt; a pair needs two completions")
     return Sides(prompt=prompt, chosen=chosen, rejected=rejected, margin=float(margin or 0.0))
 
 
 def _common_words(a: str, b: str) -> int:
     """Return the length of the common beginning of two texts, up to the end of its last complete word.
 
-    A token must not cross the boundary between prompt and answer, and with most tokenizers a word begins with the space before
-    it.
+    A token must not cross the boundary between prompt and completion, and with most tokenizers a word begins with the space
+    before it.
     """
     length = common_length(a, b)
     while length and not a[length - 1].isspace():

@@ -1,6 +1,6 @@
-"""Prompts to be answered: rows with a `prompt`, a text or a chat, and other columns for the rewards.
+"""Prompts for generation: rows with a `prompt`, which is a text or a chat, and other columns for the rewards.
 
-They are few and short compared with texts to learn from, so they are read and tokenized when a run begins and kept in memory.
+They are few and short compared with training texts, so they are read and tokenized when a run starts, and kept in memory.
 """
 
 import json
@@ -43,9 +43,9 @@ class Prompt:
         content: The text, or the messages of the chat, as a reward sees it.
         columns: The other columns of the row.
         media: Its images, videos and audios, in the order of their tokens.
-        store: Where these are kept; None without any.
-        empty: The fields that the media of other prompts of the run have, without rows. Every batch has all of them, because a field that
-            only some of the samples of a step had would be dropped.
+        store: The store of its media; None if it has none.
+        empty: The fields of the media of other prompts of the run, with zero rows. Every batch has all of them, because a field that only
+            some samples of a step have would be dropped.
     """
 
     name: str
@@ -57,15 +57,15 @@ class Prompt:
     empty: Mapping[str, Tensor] = field(default_factory=dict)
 
     def fields(self) -> dict[str, Tensor]:
-        """Return what the model's encoders read of its media.
+        """Return the inputs of the model's encoders for its media.
 
         Raises:
-            DataError: They are not in the store any more.
+            DataError: The media are no longer in the store.
         """
         return {name: field.values for name, field in _media_of([self]).items()}
 
     def identity(self) -> list[Any]:
-        """Return what its completions depend on, as JSON can hold it."""
+        """Return everything that its completions depend on, as JSON-compatible data."""
         media = [[span.key.digest for span in self.media]] if self.media else []
         return [self.ids, dict(self.columns), *media]
 
@@ -74,7 +74,7 @@ def packed_prompts(prompts: Sequence[Prompt]) -> PackedBatch:
     """Return prompts as a batch, with their media.
 
     Raises:
-        DataError: Media are not in the store any more.
+        DataError: Media are no longer in the store.
     """
     return from_lists([prompt.ids for prompt in prompts], media=_media_of(prompts), names=[prompt.name for prompt in prompts])
 
@@ -88,7 +88,7 @@ def _media_of(prompts: Sequence[Prompt]) -> dict[str, MediaField]:
 
 
 def empty_fields(sets: Sequence["PromptSet"]) -> dict[str, Tensor]:
-    """Return all fields that the media of prompts have, without rows."""
+    """Return all fields of the media of prompts, with zero rows."""
     fields: dict[str, Tensor] = {}
     kinds = set()
     for prompts in sets:
@@ -134,7 +134,7 @@ class PromptSet:
         return hasher.hexdigest()
 
     def check_media(self, generator: str, reader: MediaReader | None) -> None:
-        """Check that a generator takes the media of the prompts; see `check_media`."""
+        """Check that a generator supports the media of the prompts; see `check_media`."""
         check_media(self._prompts, generator, reader)
 
     @property
@@ -218,8 +218,8 @@ def _load_source(
                 ids = prompt.ids[excess:] if data.too_long == "truncate_left" else prompt.ids[:limit]
                 if prompt.media:
                     raise DataError(
-                        f"{place} has media, and is {excess} tokens longer than {setting}: it would be cut (data.too_long={data.too_long}), so that "
-                        "they are no longer where they were; raise it, or set data.too_long=skip"
+                        f"{place} has media, and is {excess} tokens longer than {setting}: cutting it (data.too_long={data.too_long}) would "
+                        "move the media; raise the limit, or set data.too_long=skip"
                     )
                 prompt = replace(prompt, ids=ids)
             prompts.append(prompt)
@@ -232,20 +232,20 @@ def _load_source(
     if cut:
         log.warning("cut to %s (data.too_long=%s) in %s: %d prompts", setting, data.too_long, source.name, cut)
     if not prompts:
-        raise DataError(f"no prompt of {source.name} is left to answer")
+        raise DataError(f"no prompt of {source.name} is left")
     return prompts
 
 
 def check_media(prompts: Sequence[Prompt], generator: str, reader: MediaReader | None) -> None:
-    """Check that a generator takes the media of prompts.
+    """Check that a generator supports the media of prompts.
 
     Args:
         prompts: The prompts.
         generator: The name of the generator.
-        reader: What has read the media; None if the model takes none.
+        reader: The reader of the media; None if the model takes none.
 
     Raises:
-        DataError: It does not.
+        DataError: It does not support them.
     """
     if reader is None:
         return
@@ -254,7 +254,7 @@ def check_media(prompts: Sequence[Prompt], generator: str, reader: MediaReader |
             kind = span.key.kind
             if not generator_class(generator).takes_media:
                 raise DataError(
-                    f"{prompt.name} has {kind}s, which generator={generator} does not take; use continuous or static (of drivetrain generate: --engine transformers)"
+                    f"{prompt.name} has {kind}s, which generator={generator} does not support; use continuous or static (of drivetrain generate: --engine transformers)"
                 )
             if kind in reader.processor.family.block_kinds:
                 raise DataError(
@@ -293,22 +293,22 @@ def encode_prompt(
     content = row.get("prompt")
     if content is None:
         present = ", ".join(f"{c} (null)" if v is None else str(c) for c, v in row.items()) or "none"
-        hint = "; leave out the answer and call the rest prompt" if "messages" in row else ""
+        hint = "; leave out the last assistant turn, and name the column prompt" if "messages" in row else ""
         raise DataError(f"{name} has the columns {present}; it needs prompt, a text or a list of messages{hint}")
-    # Columns of media are for the model; without one that takes them they go to the rewards, as other columns do.
+    # Media columns are for the model. If the model takes no media, they go to the rewards like other columns.
     queue = MediaQueue(row if media is not None else {}, name, media)
     others = ("prompt", *TEMPLATE_COLUMNS, *(MEDIA_COLUMNS if media is not None else ()))
     columns = {column: value for column, value in row.items() if column not in others}
     items: list[ChatMedia] = []
     if isinstance(content, str):
         if not content.strip():
-            raise DataError(f"{name}: the prompt is empty; there is nothing to answer")
+            raise DataError(f"{name}: the prompt is empty; give a text or a list of messages")
         ids = _text_ids(tokenizer, content, name)
     elif isinstance(content, Sequence):
         messages = read_messages(content, "prompt", name, queue)
         items = media_of(messages)
         if messages[-1]["role"] == "assistant":
-            raise DataError(f"{name}: the prompt ends with an answer (role assistant); leave it out")
+            raise DataError(f"{name}: the prompt ends with an assistant turn; leave it out")
         if not tokenizer.chat_template:
             raise DataError(
                 f"{name} is a chat, but the model's tokenizer has no chat template; set model.chat_template=FILE, or use a text"
@@ -335,8 +335,8 @@ def _text_ids(tokenizer: Any, text: str, name: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=True)["input_ids"]
     except TooManyTokens:
         raise
-    except Exception as e:  # half of a character, for example
+    except Exception as e:  # tokenizers raise anything on bad text, such as an unpaired surrogate
         raise DataError(f"{name}: the prompt cannot be tokenized: {type(e).__name__}: {e}") from e
-    # Some tokenizers end every text.
+    # Some tokenizers append an end-of-sequence token to every text.
     ends = tokenizer.eos_token is not None and not text.endswith(tokenizer.eos_token)
     return ids[:-1] if ends and ids[-1:] == [tokenizer.eos_token_id] else ids

@@ -1,4 +1,4 @@
-"""What a Python program adds to the settings of the data: rows in memory, and a function that makes rows of rows."""
+"""Data that a Python program passes in addition to the settings: rows in memory, and a formatting function."""
 
 import copy
 import inspect
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 Rows: TypeAlias = Sequence[Mapping[str, Any]]
 """A list of rows, or a `datasets.Dataset`."""
 Formatting: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any] | str]
-"""Makes a row that a trainer reads of a row of any other form; a text stands for a row with the column `text`."""
+"""Converts a row of any form to one that the trainer reads; a returned text is a row with the column `text`."""
 
 TRAIN, EVAL = "train_data", "eval_data"
-"""The names of rows in memory, which stand in `data.train` and `data.eval`."""
+"""The names of rows in memory, as entries of `data.train` and `data.eval`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,8 +34,8 @@ class PythonData:
     """Data of a Python program.
 
     Args:
-        rows: Rows in memory, by the name that stands for them in `data.train` and `data.eval`.
-        formatting: What is applied to every row, also to those of files; None for nothing.
+        rows: Rows in memory, by their name in `data.train` and `data.eval`.
+        formatting: The function to apply to every row, also of files; None for none.
     """
 
     rows: Mapping[str, Rows]
@@ -48,10 +48,10 @@ class PythonData:
         Args:
             train: The rows to train on; None for those that `data.train` names.
             held_out: The rows to evaluate on; None for those that `data.eval` names.
-            formatting: What is applied to every row.
+            formatting: The function to apply to every row.
 
         Raises:
-            ConfigError: An argument has another type.
+            ConfigError: An argument has the wrong type.
         """
         rows = {name: data for name, data in ((TRAIN, train), (EVAL, held_out)) if data is not None}
         for name, data in rows.items():
@@ -75,7 +75,7 @@ class PythonData:
 
         try:
             return str(Hasher.hash([self.formatting, sources_of(self.formatting)]))
-        except Exception as e:  # of many types, from objects that cannot be serialized
+        except Exception as e:  # objects that cannot be serialized raise anything
             log.warning(
                 "formatting=%s cannot be compared with that of earlier runs (%s): tokenizing again", self.formatting, e
             )
@@ -87,25 +87,25 @@ class PythonData:
         if self.formatting is None:
             return True
         try:
-            # What an object refers to by name stands in it as the name of a module.
+            # A pickle refers to importable objects by the name of their module.
             return b"__main__" not in pickle.dumps(self.formatting)
-        except Exception:  # of many types; the function then stays in this process
+        except Exception:  # objects that cannot be serialized raise anything; the function then stays in this process
             return False
 
     def formatted(self, row: dict[str, Any], place: str) -> dict[str, Any]:
-        """Return what the formatting function makes of a row.
+        """Return a row after the formatting function.
 
         Args:
             row: The row.
             place: The row's source and number, for messages.
 
         Raises:
-            DataError: The function failed, or returned something else than a row or a text.
+            DataError: The function failed, or returned neither a row nor a text.
         """
         if self.formatting is None:
             return row
         try:
-            # The rows may be those of the program, which are formatted again by the next run.
+            # Pass a copy: the rows may belong to the program, and the next run formats them again.
             result = self.formatting(copy.deepcopy(row))
         except Exception as e:
             raise DataError(f"{place}: formatting failed with {type(e).__name__}: {e}") from e
@@ -117,9 +117,9 @@ class PythonData:
 
 
 def sources_of(function: Any) -> dict[str, str]:
-    """Return the text of the modules that a function uses, by their files, as far as its names tell; not that of installed packages.
+    """Return the source of the modules that a function refers to, keyed by file, except installed packages.
 
-    A hash of a function has only the name of what it can import, whose text may change.
+    The hash of a function covers only the names of its imports, whose source may change.
 
     Args:
         function: The function.
@@ -151,7 +151,7 @@ def sources_of(function: Any) -> dict[str, str]:
 
 
 def _cells(function: Any) -> Iterator[Any]:
-    """Yield what the variables of a function that it takes from around it hold."""
+    """Yield the values of a function's closure variables."""
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # not assigned yet
             yield cell.cell_contents

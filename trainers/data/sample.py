@@ -12,9 +12,9 @@ class MediaSpan:
 
     Args:
         key: Its name in the store of processed media.
-        first: The first of the tokens in whose place its features stand.
-        last: The token behind the last of them.
-        parts: The number of its parts whose patches alone attend to each other, such as frames or tiles.
+        first: The first of the tokens that its features replace.
+        last: The token after the last of them.
+        parts: The number of its parts, such as frames or tiles; patches attend only within a part.
     """
 
     key: MediaKey
@@ -30,10 +30,10 @@ class Sample:
     Args:
         name: The file and row that the document comes from, for messages.
         ids: The token ids.
-        supervised: For each token, whether it is a target to learn.
+        supervised: For each token, whether the loss is computed on it.
         chosen: Whether the document was preferred or labeled good; None if it has no such label.
         margin: The margin by which the chosen side of its pair is better, or 0 if the data have none.
-        ended: Whether each answer to learn ends with a token at which generation can stop.
+        ended: Whether each supervised answer ends with a token at which generation can stop.
         media: Its media, in the order of their tokens.
     """
 

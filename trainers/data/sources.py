@@ -35,7 +35,7 @@ class DataSource:
         files: The source's files in the order in which they are read; empty for a Hub dataset.
         table: The Hub dataset that `open_source` has loaded, or None.
         rows: Rows in memory, or None.
-        every_column: Whether all columns are read, and not only those that trainers on answers know.
+        every_column: Whether all columns are read, and not only those that trainers on fixed datasets use.
         columns: Our name of a column -> its name in the data.
         whole_text: Whether a txt file is one text; otherwise each of its lines is one.
     """
@@ -49,7 +49,7 @@ class DataSource:
     whole_text: bool = False
 
     def identity(self) -> str:
-        """Return a string that changes with the rows, as far as the files' paths, sizes and modification times show it."""
+        """Return a string that changes with the rows, as far as the files' paths, sizes and modification times reveal it."""
         if self.table is not None:
             return f"{self.name} {self.table._fingerprint}"
         if self.rows is not None:
@@ -89,7 +89,7 @@ class DataSource:
         return None if self.every_column else partial(_choose, columns=self.columns)
 
     def _rows_of_table(self) -> Iterator[Chunk]:
-        # A dataset that is read over the network may not know its columns or its length.
+        # A streamed dataset may not know its columns or its length.
         names = self.table.column_names or list(next(iter(self.table), {}))
         table = self.table if self.every_column else self.table.select_columns(self._chosen(names, self.name))
         table, media = _with_files_of_media(table)
@@ -101,7 +101,7 @@ class DataSource:
 
 
 def _with_files_of_media(table: Any) -> tuple[Any, bool]:
-    """Return a Hub dataset whose media are the files that they were, not decoded by it, and whether it has any."""
+    """Return a Hub dataset with its media as undecoded files, and whether it has any."""
     features = table.features or {}
     media = [name for name, feature in features.items() if type(feature).__name__ in ("Image", "Audio", "Video")]
     media += [
@@ -132,7 +132,7 @@ def open_source(
         every_column: Whether all columns are read.
         columns: Our name of a column -> its name in the data.
         whole_text: Whether a txt file is one text; otherwise each of its lines is one.
-        streaming: Whether a Hub dataset is read over the network as it is used, and not downloaded first.
+        streaming: Whether a Hub dataset is read over the network on demand, instead of being downloaded first.
 
     Raises:
         DataError: The entry does not exist, is of an unknown type, or contains no data.
@@ -141,7 +141,7 @@ def open_source(
     options: dict[str, Any] = {"every_column": every_column, "columns": columns or {}, "whole_text": whole_text}
     if path.is_dir():
         every = [f for f in sorted(path.rglob("*")) if ending_of(f) and f.is_file() and not _hidden(f, path)]
-        # A txt file beside tables is a README or a license.
+        # A txt file next to tables is a README or a license.
         files = tuple(f for f in every if ending_of(f) != ".txt") or tuple(every)
         if not files:
             there = sorted({f.suffix or f.name for f in path.rglob("*") if f.is_file()})
@@ -168,7 +168,7 @@ def open_source(
 
 
 def warn_about_repeated(sources: Sequence[DataSource], setting: str) -> None:
-    """Log a line for a file or dataset that is read twice, which some mean and others have not seen.
+    """Log a warning about a file or dataset that is read twice, which may be a mistake.
 
     Args:
         sources: The opened sources.
@@ -198,7 +198,7 @@ def _load_hub(entry: str, name: str, config: str | None, split: str | None, trai
     import datasets
 
     datasets.disable_progress_bars()
-    # Offline the library looks into its cache at once.
+    # In offline mode, the library uses its cache without attempts to connect.
     problem = None if datasets.config.HF_HUB_OFFLINE else hub_problem()
     if problem is not None:
         copy = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
@@ -215,10 +215,10 @@ def _load_hub(entry: str, name: str, config: str | None, split: str | None, trai
             copy,
         )
     try:
-        # The line above stands for the library's line about every attempt.
+        # The warning above replaces the library's warning about every attempt.
         with nullcontext() if problem is None else quiet_hub():
             loaded = datasets.load_dataset(name, config, split=split, streaming=streaming)
-    except Exception as e:  # of many types: no network, an unknown dataset or config
+    except Exception as e:  # the library raises anything: no network, an unknown dataset or config
         raise DataError(
             f"{entry} is not a file or folder, and loading it as a Hugging Face Hub dataset failed: {str(e).splitlines()[0]}"
         ) from e
@@ -272,7 +272,7 @@ def with_our_columns(row: dict[str, Any], columns: Mapping[str, str], place: str
 
 
 def hidden_column(row: Mapping[str, Any], columns: Mapping[str, str]) -> str | None:
-    """Return what to say about a column that has the name for which `data.columns` takes another one, if there is any.
+    """Return a warning about a column that is hidden because `data.columns` maps its name to another column, if any.
 
     Args:
         row: The row, under its own names.
@@ -285,7 +285,7 @@ def hidden_column(row: Mapping[str, Any], columns: Mapping[str, str]) -> str | N
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
-    """Check the names that `data.columns` gives to columns of answers to learn.
+    """Check the names that `data.columns` gives to columns of training data.
 
     Raises:
         ConfigError: There is no such column.

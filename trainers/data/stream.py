@@ -1,8 +1,8 @@
-"""Streaming: data that are read, tokenized and shuffled block by block while training runs, and never stored.
+"""Streaming: data are read, tokenized and shuffled block by block during training, and never stored.
 
-Only the first rank reads the data. It passes the rows of a block to all ranks, each of which tokenizes its part of them in the
-background while the block before is trained on; then every rank gets all tokens of the block. The blocks, and the order within each of
-them, depend on the data, `data.stream_rows` and `data.seed` alone, so that a cursor resumes at the next sample on any number of ranks.
+Only the first rank reads the data. It passes the rows of a block to all ranks. Each rank tokenizes its part in the background while
+the previous block is trained on; then every rank gets all tokens of the block. The blocks and their order depend only on the data,
+`data.stream_rows` and `data.seed`, so that a cursor resumes at the next sample on any number of ranks.
 """
 
 import copy
@@ -32,7 +32,7 @@ from .tokenize import ENDLESS, SYNC_SECONDS, Encoder
 log = logging.getLogger(__name__)
 
 NAME = "data.train"
-"""What messages call the data if no row is to blame."""
+"""The name of the data in messages that are not about a single row."""
 Gather = Callable[..., list[Any]]
 """`all_gather_object` of the run: takes this rank's value, and with `error` this rank's error; collective."""
 BroadcastFunction = Callable[..., Any]
@@ -47,7 +47,7 @@ class StreamCursor(Cursor):
         epoch: The epoch, counted from 0.
         position: The number of samples of the block that have been used.
         rows: The number of rows of this epoch before the block.
-        fraction: The fraction of the epoch's data before the block, as far as it is known.
+        fraction: The fraction of the epoch's data before the block, if it is known.
         progress: The fraction of the epoch's data before the next batch.
         digest: A digest of the lengths of the block's samples; empty at its beginning.
     """
@@ -60,7 +60,7 @@ class StreamCursor(Cursor):
 
 @dataclass(frozen=True, kw_only=True)
 class RawBlock:
-    """Rows that are shuffled together, not tokenized yet.
+    """Rows that are shuffled together, before tokenization.
 
     Args:
         cursor: The position of the block's first sample.
@@ -74,7 +74,7 @@ class RawBlock:
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether the next block is of another epoch."""
+        """Whether the next block belongs to another epoch."""
         return self.following.epoch > self.cursor.epoch
 
     def part(self, rank: int, ranks: int) -> Iterator[tuple[int, Chunk]]:
@@ -87,7 +87,7 @@ def read_blocks(sources: Sequence[DataSource], rows: int, start: StreamCursor) -
     """Yield blocks forever, epoch after epoch.
 
     Args:
-        sources: The sources, read one after the other.
+        sources: The sources, read one after another.
         rows: The number of rows of a block; the last one of an epoch may be smaller.
         start: The position of the first block.
 
@@ -117,7 +117,7 @@ def read_blocks(sources: Sequence[DataSource], rows: int, start: StreamCursor) -
                 f"the data of the checkpoint had at least {start.rows} rows in an epoch, now there are {start.rows - skip}; use the same data"
             )
         following = StreamCursor(epoch=cursor.epoch + 1)
-        # Also without rows, since it ends the epoch.
+        # Yield it even without rows, since it ends the epoch.
         yield RawBlock(cursor=cursor, chunks=chunks, following=following)
         cursor = following
 
@@ -129,7 +129,7 @@ def _rest(chunk: Chunk, count: int) -> Chunk:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleStream:
-    """What a stream is made of.
+    """The inputs of a stream.
 
     Args:
         sources: The sources on the first rank; empty elsewhere.
@@ -161,7 +161,7 @@ class SampleStream:
     def blocks(self, start: StreamCursor) -> "Iterator[tuple[RawBlock, TokenDataset]]":
         """Yield the samples of each block, and the block. Collective: every rank asks for the next block at the same time."""
         reader = read_blocks(self.sources, self.data.stream_rows, start) if self.rank == 0 else iter(())
-        # A tokenizer cannot be used by two threads, and the first one decodes sample answers.
+        # A tokenizer cannot be used by two threads, and the main thread decodes sample completions.
         tokenizer = copy.deepcopy(self.encoder.tokenizer)
         media = self.encoder.media
         encoder = replace(
@@ -176,7 +176,7 @@ class SampleStream:
             following, failure = self._outcome(reading)
             raw: RawBlock | None = self.broadcast(following)
             while raw is not None:
-                # Both run in the background while the samples of the block before are trained on.
+                # Both run in the background while the samples of the previous block are trained on.
                 encoding = threads.submit(self._encode, encoder, raw, stopped)
                 reading = threads.submit(self._read, reader)
                 if ready is not None:
@@ -191,12 +191,12 @@ class SampleStream:
                     log.warning(ENDLESS, endless)
                 warned = warned or bool(endless)
                 ready = raw, self._dataset(raw, encoded, quiet=quiet)
-                # What is left out is told once, when it first happens.
+                # Samples that are left out are reported once, when it first happens.
                 quiet = quiet or ready[1].trimmed
                 raw = self.broadcast(following)
             if ready is not None:
                 yield ready
-            # The next block could not be read, which the samples before it do not suffer from.
+            # The next block could not be read; the samples before it are still used.
             self.gather(None, error=failure)
         finally:
             stopped.set()
@@ -206,11 +206,11 @@ class SampleStream:
         return next(reader) if self.rank == 0 else None
 
     def _encode(self, encoder: Encoder, raw: RawBlock, stopped: Event) -> list[tuple[int, EncodedSamples]]:
-        # A run that has ended does not wait for the rest.
+        # Do not delay the end of a run with the rest of the block.
         return [(number, encoder.chunk(chunk)) for number, chunk in raw.part(self.rank, self.ranks) if not stopped.is_set()]
 
     def _wait(self, futures: Sequence["Future[Any]"]) -> None:
-        """Wait until the work of all ranks is done. Reading may take longer than they wait for each other in one exchange."""
+        """Wait until the work of all ranks is done. Reading may take longer than the timeout of a single collective."""
         while not all(self.gather(not wait(futures, SYNC_SECONDS).not_done)):
             pass
 
@@ -220,13 +220,13 @@ class SampleStream:
             return future.result(), None
         except DrivetrainError as e:
             return None, e
-        except Exception as e:  # of many types, such as a connection that is lost
+        except Exception as e:  # readers raise anything, for example on a lost connection
             error = DataError(f"{', '.join(self.names)} cannot be read: {type(e).__name__}: {e}")
             error.__cause__ = e
             return None, error
 
     def _dataset(self, raw: RawBlock, parts: Sequence[tuple[int, EncodedSamples]], *, quiet: bool) -> TokenDataset:
-        """Join the parts in the order of the rows, whichever ranks they come from; `quiet` is whether messages are left out."""
+        """Join the parts in the order of the rows, whatever ranks they come from; `quiet` suppresses messages."""
         joined = {name: np.concatenate([getattr(p, name) for _, p in parts] or [np.empty(0, FIELDS[name])]) for name in FIELDS}
         joined["files"] = np.repeat([number for number, _ in parts], [len(p.lengths) for _, p in parts]).astype(np.int32)
         order = np.lexsort((joined["rows"], joined["files"]))
@@ -261,7 +261,7 @@ class StreamLoader(Batches):
     """Global batches of streamed data.
 
     Args:
-        stream: What the stream is made of.
+        stream: The inputs of the stream.
         batch_size: The number of samples per step across all ranks; the last batch of an epoch may be smaller.
     """
 
@@ -276,14 +276,14 @@ class StreamLoader(Batches):
         """Yield the blocks with samples, and those that end an epoch.
 
         Raises:
-            DataError: No row of an epoch makes a sample; raised on all ranks.
+            DataError: No row of an epoch yields a sample; raised on all ranks.
         """
-        # What an epoch had before the position at which a run resumes is not known.
+        # Whether the epoch had samples before the position at which a run resumes is unknown.
         has_rows = start.rows > 0
         for raw, samples in self._stream.blocks(start):
             has_rows = has_rows or len(samples) > 0
             if raw.ends_epoch and not has_rows:
-                raise DataError(f"no sample of {', '.join(self._stream.names)} is left to learn from")
+                raise DataError(f"no sample of {', '.join(self._stream.names)} is left to train on")
             if len(samples) or raw.ends_epoch:
                 yield raw, samples
             has_rows = has_rows and not raw.ends_epoch
@@ -298,7 +298,7 @@ class StreamLoader(Batches):
             digest = xxhash.xxh3_64_hexdigest(samples.lengths.tobytes())
             if position and start.digest != digest:
                 raise CheckpointError(
-                    f"rows {raw.cursor.rows + 1} to {raw.cursor.rows + self._stream.data.stream_rows} of an epoch make other samples than when "
+                    f"rows {raw.cursor.rows + 1} to {raw.cursor.rows + self._stream.data.stream_rows} of an epoch yield different samples than when "
                     "the checkpoint was saved, so the next sample is unknown; use the same data, model.path and settings of data.* and "
                     "engine.micro_batch, or start over from the exported model in another trainer.output_dir"
                 )

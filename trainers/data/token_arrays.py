@@ -55,7 +55,7 @@ class TokenArrays:
 
     @property
     def split_chats(self) -> int:
-        """The number of rows that were split into one sample per answer."""
+        """The number of rows that were split into one sample per assistant turn."""
         return int((self._parts == 1).sum())
 
     def name(self, index: int) -> str:
@@ -111,11 +111,11 @@ class TokenArrays:
 
     @property
     def supervised_tokens(self) -> int:
-        """The number of tokens to learn."""
+        """The number of supervised tokens."""
         return int(self._supervised.sum())
 
     def arrays(self, first: int, last: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the token ids of consecutive documents, and whether each is learned.
+        """Return the token ids of consecutive documents, and whether each token is supervised.
 
         Args:
             first: The first document.

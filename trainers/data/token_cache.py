@@ -53,23 +53,23 @@ class EncodedSamples:
 
     Args:
         ids: The token ids of all samples, concatenated; `[T]` int32.
-        supervised: For each token, whether it is a target to learn; `[T]` bool.
+        supervised: For each token, whether the loss is computed on it; `[T]` bool.
         lengths: The number of tokens in each sample; `[N]` int32.
         files: The number of each sample's file; `[N]` int32.
         rows: The number of each sample's row in its file, from 1; `[N]` int64.
-        parts: The number of each sample's answer, from 1, if its row makes several samples, otherwise 0; `[N]` int32.
+        parts: The number of each sample's assistant turn, from 1, if its row yields several samples, otherwise 0; `[N]` int32.
         chosen: Whether each sample was chosen, 1 or 0, or -1 if it has no such label; `[N]` int8.
         margins: The margin of each sample's pair; `[N]` float32.
         media_counts: The number of each sample's images, videos and audios; `[N]` int32.
         media_kinds: The kind of each of them, its place in `KINDS`; `[M]` int8.
         media_digests: The digest that names it in the store of processed media, 32 hexadecimal digits; `[M]`.
         media_first: The first of its tokens in its sample; `[M]` int32.
-        media_last: The token behind the last of them; `[M]` int32.
+        media_last: The token after the last of them; `[M]` int32.
         media_parts: The number of its parts, such as frames; `[M]` int32.
         equal: The numbers of the rows that were left out, because they are pairs with equal sides.
         large: The numbers of the rows that were left out, because their media are too large.
-        odd: Rows that are probably not what their author meant, and why. They are used, and not stored.
-        media_files: The size and the time of change, in nanoseconds, of each file of media that was read.
+        odd: Rows that probably have a mistake, and why. The rows are used; this field is not stored.
+        media_files: The size and the modification time, in nanoseconds, of each media file that was read.
         endless: The first sample with an answer that has no token at which generation can stop; empty if there is none.
     """
 
@@ -108,8 +108,8 @@ class EncodedSamples:
             samples: For each sample, the number of its file, its row, its part and the sample itself.
             equal: The numbers of the rows that were left out, because they are pairs with equal sides.
             large: The numbers of those that were left out, because their media are too large.
-            odd: Rows that are probably not what their author meant, and why.
-            media_files: The size and the time of change of each file that was read.
+            odd: Rows that probably have a mistake, and why.
+            media_files: The size and the modification time of each file that was read.
         """
         spans = [span for *_, s in samples for span in s.media]
         return cls(
@@ -147,7 +147,7 @@ class TokenCacheWriter:
         self._temporary = folder.with_name(f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}")
         self._temporary.mkdir(parents=True)
         for stale in folder.parent.glob(".tmp-*"):
-            # Remove what killed runs left behind; a folder that is still being written is younger.
+            # Remove leftovers of killed runs; a folder that is still being written is younger.
             if time.time() - stale.stat().st_mtime > STALE_SECONDS:
                 shutil.rmtree(stale, ignore_errors=True)
         self._files = {name: open(self._temporary / name, "wb") for name in FIELDS}
@@ -245,7 +245,7 @@ def is_undamaged(folder: Path) -> bool:
 
 
 def media_files(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield the files of media from which a token cache was made: path, size, and time of change in nanoseconds."""
+    """Yield the media files that a token cache was built from: path, size, and modification time in nanoseconds."""
     with open(folder / MEDIA_FILES, encoding="utf-8") as lines:
         for line in lines:
             path, size, changed = json.loads(line)
@@ -267,7 +267,7 @@ class TokenCache(TokenArrays):
             empty = not (folder / name).stat().st_size
             return np.empty(0, FIELDS[name]) if empty else np.memmap(folder / name, dtype=FIELDS[name], mode="r")
 
-        # Without media, the digest that checkpoints had before there were any.
+        # Without media, keep the digest of checkpoints from before media were supported.
         none = () if meta["media"] else (*MEDIA_FIELDS, "media_counts")
         digests = {name: digest for name, digest in meta["digests"].items() if name not in none}
         super().__init__(

@@ -48,11 +48,11 @@ FEW_MEDIA_CHUNKS = 4
 MAX_WORKERS = 16
 NO_PYTHON = PythonData(rows={})
 ENDLESS = (
-    "%s: the chat template ends an answer with no token at which generation stops (eos_token_id of generation_config.json), so the model does not "
-    "learn to end its answers; use a template that writes such a token behind each answer, inside of {%% generation %%} marks if it has "
+    "%s: the chat template ends an assistant turn without a token at which generation stops (eos_token_id of generation_config.json), so the model does "
+    "not learn to end its turns; use a template that writes such a token after each assistant turn, inside of {%% generation %%} marks if it has "
     "some (model.chat_template)"
 )
-"""The warning about answers without an end; for the name of a sample."""
+"""The warning about assistant turns without an end, given the name of a sample."""
 SYNC_SECONDS = 15.0
 """The longest time between two synchronizations with the waiting ranks, which would otherwise time out."""
 
@@ -76,10 +76,10 @@ def load_token_caches(
         tokenizer: The model's tokenizer.
         data: The data settings.
         training: Whether the entries are those of `data.train`.
-        kind: The kind of data that the trainer learns from.
+        kind: The kind of data that the trainer uses.
         python: The rows in memory and the formatting function of a Python program.
         limit: The limit on the tokens of a document; None for no limit.
-        ends: The ids of the tokens at which generation stops; None if nothing is generated with the model.
+        ends: The ids of the tokens at which generation stops; None if the model does not generate.
         media: Reads media; None if the model takes none.
 
     Raises:
@@ -132,8 +132,8 @@ def shared_key(tokenizer: Any, data: DataConfig, kind: DataKind, ends: Collectio
     Args:
         tokenizer: The model's tokenizer.
         data: The data settings.
-        kind: The kind of data that the trainer learns from.
-        ends: The ids of the tokens at which generation stops; None if nothing is generated with the model.
+        kind: The kind of data that the trainer uses.
+        ends: The ids of the tokens at which generation stops; None if the model does not generate.
     """
     inputs = {
         "format": FORMAT,
@@ -237,31 +237,31 @@ def _build(
 
 
 def _media_problem(folder: Path, media: MediaReader | None, *, changes: bool) -> str:
-    """Return why the media of a token cache are not those of the rows any more; an empty text if they are.
+    """Return why the media of a token cache no longer match the rows; an empty text if they do.
 
     Args:
         folder: The token cache.
         media: Reads media; None if the model takes none.
-        changes: Whether to compare the files of media with those that were read, which only the first rank does: their times may differ
+        changes: Whether to compare the media files with those that were read. Only the first rank does, since modification times may differ
             between machines.
     """
     if media is None:
         return ""
     if any(not media.store.path(key).is_file() for key in TokenCache(folder).media_keys()):
-        return "has media that are not in the cache any more"
+        return "has media that are no longer in the cache"
     for path, size, changed in media_files(folder) if changes else ():
         try:
             status = os.stat(path)
         except OSError:
-            # Processed already; the file itself is not needed.
+            # The media are already processed, so the file itself is not needed.
             continue
         if (status.st_size, status.st_mtime_ns) != (size, changed):
-            return f"has media of files that have changed ({path})"
+            return f"has media from files that have changed ({path})"
     return ""
 
 
 def _write(source: DataSource, writer: TokenCacheWriter, encoder: "Encoder") -> Generator[None, None, str]:
-    """Build a token cache, yielding after every chunk; return the name of the first sample with an answer without an end, or an empty text."""
+    """Build a token cache, yielding after every chunk. Return the name of the first sample with an unended assistant turn, or an empty text."""
     files: dict[str, int] = {}
     odd: dict[str, str] = {}
     endless = ""
@@ -292,10 +292,10 @@ class Encoder:
     Args:
         tokenizer: The model's tokenizer.
         data: The data settings.
-        kind: The kind of data that the trainer learns from.
+        kind: The kind of data that the trainer uses.
         python: The formatting function of a Python program; its rows are not used.
-        limit: The limit on the tokens of a document, if a document beyond it is an error: what certainly exceeds it is not tokenized.
-        ends: The ids of the tokens at which generation stops; None if nothing is generated with the model.
+        limit: The limit on the tokens of a document, if exceeding it is an error. Documents that certainly exceed it are not tokenized.
+        ends: The ids of the tokens at which generation stops; None if the model does not generate.
         media: Reads media; None if the model takes none.
     """
 
@@ -353,7 +353,7 @@ class Encoder:
             numbered = self.kind == "completions" and len(samples) > 1
             encoded += [(0, number, part if numbered else 0, sample) for part, sample in enumerate(samples, 1)]
         odd |= {
-            f"{chunk.file}:{number}": f"the key {key!r} stands twice; the last one counts" for number, key in chunk.doubled
+            f"{chunk.file}:{number}": f"the key {key!r} occurs twice; the last one is used" for number, key in chunk.doubled
         }
         files = {} if self.media is None else self.media.take_files()
         return EncodedSamples.of(encoded, equal, large, odd, files)
@@ -363,7 +363,7 @@ def _encode_chunks(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[
     """Yield each chunk with its samples, in order, tokenized in this process or in worker processes."""
     few = FEW_CHUNKS
     if encoder.media is not None:
-        # Their media are in memory as files, and take longer than texts.
+        # Their media are in memory as files, and take longer to process than texts.
         few, chunks = FEW_MEDIA_CHUNKS, chain.from_iterable(map(small_chunks, chunks))
     first = list(islice(chunks, few + 1))
     workers = encoder.data.workers
@@ -376,9 +376,9 @@ def _encode_chunks(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[
         for chunk in all_chunks:
             yield chunk, encoder.chunk(chunk)
         return
-    # The rows in memory stay here.
+    # Do not send the rows in memory to the workers.
     sent = replace(encoder, python=replace(encoder.python, rows={}))
-    # Not forks of this process, which would not have its threads (gloo's and the tokenizer's), but would need them.
+    # Do not fork this process: the child would lack its threads (gloo's and the tokenizer's), but need them.
     with ForkPool(workers, __name__, _start_worker, (sent,)) as pool:
         pending: deque[tuple[Chunk, Future[EncodedSamples]]] = deque()
         try:
@@ -399,7 +399,7 @@ def _reason(row: Any, error: Exception) -> str:
     try:
         json.dumps(row, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as e:
-        return f"{e.object[e.start : e.end]!r} is half of a character; no tokenizer can read it"
+        return f"{e.object[e.start : e.end]!r} is an unpaired surrogate, which no tokenizer can read"
     return f"it cannot be tokenized: {type(error).__name__}: {error}"
 
 
@@ -416,7 +416,7 @@ def _work(chunk: Chunk) -> EncodedSamples:
 
 
 class Bar:
-    """A progress bar on a terminal; otherwise, a log line from time to time."""
+    """A progress bar on a terminal; otherwise, an occasional log line."""
 
     def __init__(self, title: str) -> None:
         self._title, self._fraction, self._last_report = title, 0.0, time.monotonic()

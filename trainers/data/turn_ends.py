@@ -1,7 +1,7 @@
-"""The tokens that end an assistant's turn.
+"""The tokens that end an assistant turn.
 
-Most templates write such a token behind each answer. Those of GLM write none: generation stops at the token that opens the next turn,
-`<|user|>` or, after a call of a tool, `<|observation|>`. A model learns to stop only if it learns that token.
+Most templates write such a token after each assistant turn. Those of GLM write none: generation stops at the token that opens the next
+turn, `<|user|>` or, after a tool call, `<|observation|>`. A model learns to stop only if it is trained on that token.
 """
 
 from collections.abc import Collection
@@ -27,7 +27,8 @@ class TurnEnds:
 
     Args:
         stopping: The tokens at which generation stops.
-        special: All special tokens. A template may end its turns with another than those, to which generation is then set.
+        special: All special tokens. A template may end its turns with one that is not in `stopping`; generation must then be set to stop
+            at it.
     """
 
     stopping: tuple[str, ...]
@@ -41,7 +42,7 @@ class TurnEnds:
             tokenizer: The model's tokenizer.
             ends: The ids of the tokens at which generation stops; the tokenizer's end-of-sequence token is added to them.
         """
-        # Only added tokens are recognized in a text wherever they are.
+        # Only added tokens are recognized at any place in a text.
         added = tokenizer.added_tokens_decoder
         special = (*(token.content for token in added.values() if token.special), *tokenizer.all_special_tokens)
         stopping = [added[i].content for i in {*ends, tokenizer.eos_token_id} if i in added]
@@ -52,5 +53,5 @@ class TurnEnds:
         return answer.rstrip().endswith((*self.stopping, *self.special))
 
     def opening(self, following: str) -> str:
-        """Return the token at which generation stops and with which the text behind a turn begins, or an empty text."""
+        """Return the stop token with which the text after a turn begins, or an empty text."""
         return next((token for token in self.stopping if following.startswith(token)), "")

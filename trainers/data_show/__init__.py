@@ -1,1 +1,1 @@
-"""`drivetrain data show`: what a trainer would learn from data."""
+"""`drivetrain data show`: how a trainer would read data."""

@@ -1,7 +1,7 @@
-"""`drivetrain data show SOURCE ... --model MODEL`: what a trainer would learn from data, before it is trained on.
+"""`drivetrain data show SOURCE ... --model MODEL`: inspect data as a trainer would read it, before training on it.
 
-Prints some samples with what is learned of them between « and », the lengths with a histogram (also as a picture), what is longer than
-data.max_length, duplicates, and what evaluation data have in common with the training data. Settings of the trainer follow as key=value:
+Prints a few samples with their supervised parts between « and », the lengths with a histogram (also as an image), samples longer than
+data.max_length, duplicates, and overlaps of evaluation data with the training data. Settings of the trainer follow as key=value:
 
   drivetrain data show train.jsonl --model MODEL --eval eval.jsonl data.max_length=4096
   drivetrain data show pairs/ --model MODEL --trainer dpo data.columns={chosen: better}
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         config = _config(arguments, sources, settings)
         kind = {"auto": None, "sft": "completions", "kto": "unpaired"}.get(arguments.trainer, "pairs")
         picture = None if arguments.no_png else Path(arguments.png)
-        # Imported when needed, so that --help and a mistyped setting do not wait for torch.
+        # Imported lazily, so that --help and errors about mistyped settings do not wait for torch.
         import_module(".show", __package__).show(config, kind, samples=arguments.samples, picture=picture)
     except BrokenPipeError:
         raise
@@ -55,16 +55,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("sources", nargs="*", metavar="SOURCE|key=value", help="data as in data.train, and settings")
     parser.add_argument("--model", required=True, help="the model whose tokenizer and chat template are used")
-    parser.add_argument("--eval", action="append", default=[], metavar="SOURCE", help="data to evaluate on; may be repeated")
+    parser.add_argument("--eval", action="append", default=[], metavar="SOURCE", help="evaluation data; may be repeated")
     parser.add_argument(
         "--trainer",
         choices=("auto", *CONFIGS),
         default="auto",
-        help="which trainer reads the data; auto: dpo if the rows have chosen and rejected, kto if they have a label, or else sft",
+        help="the trainer that would read the data; auto: dpo if the rows have chosen and rejected, kto if they have a label, otherwise sft",
     )
     parser.add_argument("--samples", type=int, default=3, help="the number of samples to print (3)")
-    parser.add_argument("--png", default=PICTURE, metavar="FILE", help=f"the picture of the histogram ({PICTURE})")
-    parser.add_argument("--no-png", action="store_true", help="write no picture")
+    parser.add_argument("--png", default=PICTURE, metavar="FILE", help=f"the image file of the histogram ({PICTURE})")
+    parser.add_argument("--no-png", action="store_true", help="do not write an image")
     return parser
 
 
@@ -81,7 +81,7 @@ def _config(arguments: argparse.Namespace, sources: Sequence[str], settings: Seq
     for name in ("data.train", "data.eval", "model.path"):
         if any(word.startswith(f"{name}=") for word in settings):
             other = {"data.train": "SOURCE", "data.eval": "--eval SOURCE", "model.path": "--model MODEL"}[name]
-            raise ConfigError(f"{name} is given as {other} here")
+            raise ConfigError(f"{name} is not accepted here; give {other} instead")
     config = parse(CONFIGS.get(arguments.trainer, SFTConfig), settings)
     data = replace(config.data, train=tuple(sources), eval=tuple(arguments.eval))
     data.check()

@@ -1,4 +1,4 @@
-"""What there is to know of tokenized data before training on it: lengths, what is learned, duplicates, overlaps."""
+"""Statistics of tokenized data before training: lengths, supervised tokens, duplicates, overlaps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Facts:
-    """What is known of some sources.
+    """The statistics of one or more sources.
 
     Args:
         sizes: The number of samples of each source.
         tokens: The number of tokens.
-        supervised: The number of tokens to learn.
-        lengths: `[documents]`, the number of tokens of each document: of each side, if a sample is a pair.
+        supervised: The number of supervised tokens.
+        lengths: `[documents]`, the number of tokens of each document; if a sample is a pair, of each side.
         equal: The number of pairs that are left out because their sides are equal, and the first of them.
         large: The number of rows that are left out because their media are too large, and the first of them.
-        media: The number of tokens in whose place features stand, of each item, by kind.
-        samples: `[samples]` uint64, a hash of each sample's tokens, and of which are learned.
-        prompts: `[samples]` uint64, a hash of the tokens before the first one to learn; 0 if there are none.
+        media: For each kind, the number of placeholder tokens of each item, which features replace.
+        samples: `[samples]` uint64, a hash of each sample's tokens and of their supervision mask.
+        prompts: `[samples]` uint64, a hash of the tokens before the first supervised one; 0 if there are none.
         names: The name of each sample.
     """
 
@@ -70,7 +70,7 @@ class Facts:
         return len(self.samples)
 
     def longer_than(self, limit: int, together: int) -> int:
-        """Return the number of samples with a document that has more tokens than a limit, or that have too many together.
+        """Return the number of samples that have too many tokens in one document, or in all documents together.
 
         Args:
             limit: The largest number of tokens of a document.
@@ -86,7 +86,7 @@ class Facts:
         return {"shortest": int(self.lengths.min()), **named, "longest": int(self.lengths.max())}
 
     def duplicates(self) -> tuple[int, str]:
-        """Return the number of samples that equal an earlier one, and the names of the first two that are equal."""
+        """Return the number of samples that equal an earlier one, and the names of the first such pair."""
         _, first, inverse = np.unique(self.samples, return_index=True, return_inverse=True)
         earlier = first[inverse]
         repeated = np.flatnonzero(earlier != np.arange(len(self)))
@@ -98,10 +98,10 @@ class Facts:
         """Compare with other data.
 
         Args:
-            other: The data to look for, such as that to evaluate on.
+            other: The data to look for, such as evaluation data.
 
         Returns:
-            The number of samples of `other` that are here too, that of those whose prompt alone is here, and the first sample of either.
+            The number of samples of `other` that are also here, the number of those of which only the prompt is, and the first of either.
         """
         same = np.isin(other.samples, self.samples)
         prompt = np.isin(other.prompts, self.prompts) & (other.prompts != 0) & ~same
@@ -110,7 +110,7 @@ class Facts:
 
 
 class SampleNames:
-    """The name of each sample of some sources, made when it is asked for.
+    """The names of all samples of some sources, built on access.
 
     Args:
         caches: The token cache of each source.
@@ -132,7 +132,7 @@ def _hashes(cache: TokenCache) -> tuple[NDArray[Any], NDArray[Any]]:
     samples, prompts = np.empty(count, np.uint64), np.zeros(count, np.uint64)
     for i in range(count):
         ids, supervised = cache.arrays(i * cache.width, (i + 1) * cache.width)
-        # Images of one size have equal tokens.
+        # Images of the same size have equal tokens, so their names are hashed too.
         spans = [span for j in range(i * cache.width, (i + 1) * cache.width) for span in cache.media(j)]
         media = "".join(span.key.digest for span in spans).encode()
         samples[i] = xxhash.xxh3_64_intdigest(ids.tobytes() + supervised.tobytes() + media)
@@ -145,7 +145,7 @@ def _hashes(cache: TokenCache) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def histogram(lengths: NDArray[Any], bins: int) -> list[tuple[int, int, int]]:
-    """Count lengths in bins of one width, which is a round number.
+    """Count lengths in bins of equal width, which is a round number.
 
     Args:
         lengths: The lengths, at least one.

@@ -1,4 +1,4 @@
-"""Reads data as a trainer would, and prints what there is to know of it."""
+"""Reads data as a trainer would, and prints its statistics."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -29,12 +29,12 @@ def show(config: RunConfig, kind: DataKind | None, *, samples: int, picture: Pat
 
     Args:
         config: The settings of the trainer that would read the data.
-        kind: The kind of data that it learns from; None for that of the first row.
+        kind: The kind of data that it trains on; None for that of the first row.
         samples: The number of samples to print.
-        picture: The file of the picture; None for no picture.
+        picture: The image file; None for no image.
 
     Raises:
-        DrivetrainError: The data or the tokenizer cannot be used, or the picture cannot be written.
+        DrivetrainError: The data or the tokenizer cannot be used, or the image cannot be written.
     """
     configure_logging()
     if picture is not None and not picture.absolute().parent.is_dir():
@@ -58,7 +58,7 @@ def show(config: RunConfig, kind: DataKind | None, *, samples: int, picture: Pat
     for title, caches, names in (("train", train, config.data.train), ("eval", held_out, config.data.eval)):
         if caches and not any(len(cache) for cache in caches):
             raise DataError(
-                f"no sample of {', '.join(names)} is left to learn from: all of its pairs have equal sides ({title})"
+                f"no sample of {', '.join(names)} is left to train on: all of its pairs have equal sides ({title})"
             )
     train_facts = Facts.of(train)
     _print_samples(out, tokenizer, train, samples, media)
@@ -70,7 +70,7 @@ def show(config: RunConfig, kind: DataKind | None, *, samples: int, picture: Pat
         which = f"; the first is {first}" if first else ""
         out.print()
         out.print(
-            f"overlap      {_share(same, len(facts))} of eval's samples are in train too, {_share(prompts, len(facts))} others have a prompt "
+            f"overlap      {_share(same, len(facts))} of eval's samples are also in train, {_share(prompts, len(facts))} others have a prompt "
             f"of train{which}",
             markup=False,
         )
@@ -83,7 +83,7 @@ def kind_of(config: RunConfig) -> DataKind:
     """Return the kind of data that the first row has.
 
     Args:
-        config: The settings; those of the data are used.
+        config: The settings, of which only `data` is used.
 
     Raises:
         DataError: There is no row.
@@ -116,7 +116,7 @@ def _print_samples(out: Console, tokenizer: Any, caches: Sequence[TokenCache], m
     count = min(most, total)
     chosen = [i * total // count for i in range(count)]
     if count:
-        out.print("samples, with what is learned between « and »:")
+        out.print("samples, with the supervised parts between « and »:")
     start = 0
     for cache in caches:
         size = len(cache) // cache.width
@@ -124,7 +124,7 @@ def _print_samples(out: Console, tokenizer: Any, caches: Sequence[TokenCache], m
             for document in range(index * cache.width, (index + 1) * cache.width):
                 sample = cache.sample(document, 0, int(cache.lengths[document]))
                 learned = sum(sample.supervised)
-                out.print(f"  {sample.name}: {len(sample.ids)} tokens, {learned} learned", markup=False)
+                out.print(f"  {sample.name}: {len(sample.ids)} tokens, {learned} supervised", markup=False)
                 out.print(f"    {mark_supervised(tokenizer, sample)}", markup=False)
                 for span in sample.media:
                     assert media is not None
@@ -142,10 +142,10 @@ def _print_facts(
     out.print()
     sources = "" if len(names) == 1 else f" ({', '.join(f'{n}: {size}' for n, size in zip(names, facts.sizes, strict=True))})"
     out.print(f"{title:12} {len(facts)} {unit}{sources}", markup=False)
-    out.print(f"tokens       {facts.tokens}, {_share(facts.supervised, facts.tokens)} of them learned")
+    out.print(f"tokens       {facts.tokens}, {_share(facts.supervised, facts.tokens)} of them supervised")
     split = sum(cache.split_chats for cache in caches)
     if split:
-        out.print(f"chats        {split}, with each answer as a sample of its own (data.turns={config.data.turns})")
+        out.print(f"chats        {split}, with each assistant turn as a separate sample (data.turns={config.data.turns})")
     out.print(f"lengths      {', '.join(f'{name} {value}' for name, value in facts.quantiles().items())}")
     most = config.engine.micro_batch.max_tokens
     longer = facts.longer_than(limit, most)
@@ -204,4 +204,4 @@ def _draw(picture: Path, config: RunConfig, facts: dict[str, Facts]) -> None:
     try:
         figure.savefig(picture, dpi=120, format="png")
     except OSError as e:
-        raise disk_error(f"the picture {picture}", e) from e
+        raise disk_error(f"the image {picture}", e) from e

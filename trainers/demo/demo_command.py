@@ -1,13 +1,13 @@
 """`drivetrain demo`: train, export and evaluate a tiny model on an embedded task, in a few minutes on two CPU cores. `demo
 dpo` and `demo rm` do the same for preference learning, in about a minute, `demo grpo` for reinforcement learning, `demo vision` for chats
-with pictures, and `demo tinker` for two clients of a training service.
+with images, and `demo tinker` for two clients of a training service.
 
-Every demo trains until an evaluation reaches its goal, within a bound of steps and time, and reports the accuracy on held-out rows
-that did not decide when to stop.
+Every demo trains until an evaluation reaches its goal, within limits on steps and time. It reports the accuracy on held-out rows that were
+not used to decide when to stop.
 
-The demo of sft creates data and an untrained model, trains the model with two processes on each engine, shows that the losses agree,
-merges the checkpoints, and lets the merged models answer held-out questions in plain transformers, in a separate process. A
-short comparison of both engines with plain Hugging Face follows; then the exported model answers over HTTP. It writes `summary.json`.
+The SFT demo creates data and an untrained model, trains the model with two processes on each engine, and shows that the losses agree. It
+merges the checkpoints and queries the merged models with held-out questions in plain transformers, in a separate process. A short
+comparison of both engines with plain Hugging Face follows; then the exported model is queried over HTTP. It writes `summary.json`.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         "--nproc", type=int, default=None, help="number of processes; default: 2, or 1 on a machine with a single GPU"
     )
     parser.add_argument(
-        "--steps", type=int, default=None, help="largest number of optimizer steps; default: as set by the recipe"
+        "--steps", type=int, default=None, help="maximum number of optimizer steps; default: as set by the recipe"
     )
     parser.add_argument(
         "--seed",
@@ -61,16 +61,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--shuffled",
         action="store_true",
-        help="grpo only: the control, with answers of other questions, which must learn nothing",
+        help="grpo only: run the control, with the answers of other questions, in which accuracy must not improve",
     )
     parser.add_argument(
         "--tools",
         action="store_true",
-        help="grpo only: sums that are too large for the model, and a calculator that it learns to ask, in two turns",
+        help="grpo only: sums that are too large for the model, and a calculator that it learns to use, in two turns",
     )
     args = parser.parse_args(argv)
     if args.tools and (args.task != "grpo" or args.algorithm != "grpo" or args.shuffled):
-        parser.error("--tools goes with demo grpo alone, without --algorithm ppo and --shuffled")
+        parser.error("--tools is only for demo grpo, without --algorithm ppo and --shuffled")
     name = f"{args.task}-tools" if args.tools else args.task
     root, start = Path(args.output or ("runs/demo" if args.task == "sft" else f"runs/demo-{name}")), time.monotonic()
     if args.task == "grpo":
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     for number, backend in enumerate(engines):
         run_folder = root / "run" if backend == "fsdp" else root / f"run-{backend}"
         if run_folder.is_dir():
-            # Left over from an earlier demo; this one starts from scratch.
+            # Remove the run of an earlier demo; this one starts from scratch.
             shutil.rmtree(run_folder)
         # FSDP shards the parameters across both processes; Megatron-core instead splits every matrix across them.
         layout = [] if backend == "fsdp" else [f"engine.parallel.tp={nproc}"]
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
         print("     checking that merging the best checkpoint reproduces the exported model", flush=True)
         tool = ("-m", "drivetrain.cli")
         evaluations = [r for r in records if r.get("split") == "eval"]
-        # Without an evaluation, since time was up before the first one, the last checkpoint is exported.
+        # If time was up before the first evaluation, the last checkpoint is exported.
         best = max(evaluations, key=lambda evaluation: evaluation["accuracy"], default=records[-1])["step"]
         python(*tool, "merge", str(run_folder / "checkpoints" / f"step-{best:08d}"), str(run_folder / "merged"))
         python(*tool, "verify", str(run_folder / "merged"), str(run_folder / "hf"))

@@ -1,7 +1,7 @@
 """The commands `drivetrain demo dpo` and `drivetrain demo rm`, which train a tiny model on an embedded preference task.
 
-Two processes train the model until it judges the pairs of evaluations right, within a bound of steps and time. It judges other
-held-out pairs in plain transformers before and after. The accuracy is written to `summary.json`.
+Two processes train the model until it ranks the evaluation pairs correctly, within limits on steps and time. The accuracy on other held-out
+pairs is measured in plain transformers before and after, and written to `summary.json`.
 """
 
 import sys
@@ -22,7 +22,7 @@ def run_preference_demo(task: str, root: Path, nproc: int | None, steps: int | N
         task: Either `dpo` or `rm`.
         root: The folder of the demo.
         nproc: The number of processes; None for two, or one on a machine with a single GPU.
-        steps: The largest number of optimizer steps; None for the number in the recipe.
+        steps: The maximum number of optimizer steps; None for the number in the recipe.
         seed: The seed of the data, of the untrained model and of the order of the samples.
     """
     start = time.monotonic()

@@ -1,9 +1,9 @@
-"""The command `drivetrain demo grpo`: a tiny model that has seen too few sums is trained further by rewards for right answers; with `--tools` one
-that may ask a calculator, but hardly does.
+"""The command `drivetrain demo grpo`: rewards for correct answers improve a tiny model that was fine-tuned on too few sums. With `--tools`, they
+improve one that can call a calculator, but rarely does.
 
-Both parts train until an evaluation reaches a goal, within a bound of steps and time, because no number of steps does for the
-arithmetic of every processor. It writes `summary.json`. The accuracy is that of the exported model in plain transformers, on
-held-out questions that did not decide when to stop.
+Both parts train until an evaluation reaches a goal, within limits on steps and time, because rounding differs between processors and no
+fixed number of steps suits all of them. It writes `summary.json`. The accuracy is that of the exported model in plain transformers, on
+held-out questions that were not used to decide when to stop.
 """
 
 import json
@@ -16,21 +16,21 @@ from pathlib import Path
 from .processes import measured, python
 
 START_STEPS, START_MINUTES = 2000, 10
-"""The bounds of supervised fine-tuning."""
+"""The limits of supervised fine-tuning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLTask:
-    """An embedded task that is learned from rewards.
+    """An embedded task that is trained with rewards.
 
     Args:
         make: The step that writes its data and its untrained model.
-        answer: The step that asks a model the questions of the test.
-        recipe: What follows the name of the algorithm in that of the recipe.
-        start: Settings of supervised fine-tuning, which ends when its model is good enough to begin with.
-        enough: The accuracy that the demo must reach. It leaves room below the recipe's `trainer.stopping_threshold`, since the rows that decide when
-            to stop are few.
-        gain: By how much the accuracy must rise.
+        answer: The step that queries a model with the test questions.
+        recipe: The suffix of the recipe's name, after the name of the algorithm.
+        start: Settings of supervised fine-tuning, which ends when its model is good enough to start from.
+        enough: The accuracy that the demo must reach. It is below the recipe's `trainer.stopping_threshold`, since only a few rows decide
+            when to stop.
+        gain: The minimum gain in accuracy.
     """
 
     make: str
@@ -61,7 +61,7 @@ TOOLS = RLTask(
     make="make-tools",
     answer="answer-tools",
     recipe="tools_demo",
-    # All tokens of examples that ask but the first one, which most of the examples have otherwise.
+    # A model that predicts nearly all tokens of examples with a call, except the first, at which most examples give up instead.
     start=(
         "engine.micro_batch.max_tokens=4096",
         "trainer.eval_every=25",
@@ -73,9 +73,9 @@ TOOLS = RLTask(
     gain=0.3,
 )
 CONTROL_STEPS = 110
-"""The steps of the control, which has no goal."""
+"""The number of steps of the control, which has no goal."""
 NOTHING = 0.1
-"""By how much the accuracy may rise in the control."""
+"""The maximum gain in accuracy in the control."""
 
 
 def run_rl_demo(
@@ -89,15 +89,15 @@ def run_rl_demo(
     tools: bool,
     seed: int,
 ) -> int:
-    """Run the demo; return 0 if the model has learned, or in the control has not.
+    """Run the demo; return 0 if the accuracy has improved, or, in the control, has not.
 
     Args:
         root: The folder of the demo.
         algorithm: `grpo` or `ppo`.
         engine: The engine that trains.
         nproc: The number of processes; None for two, or one on a machine with a single GPU.
-        steps: The largest number of steps; None for the number in the recipe.
-        shuffled: Whether this is the control, in which the rewards are those for answers to other questions.
+        steps: The maximum number of steps; None for the number in the recipe.
+        shuffled: Whether this is the control, whose expected answers are those of other questions.
         tools: Whether the policy acts in turns, with a calculator.
         seed: The seed of the data, of the untrained model and of the order of the samples.
     """
@@ -107,7 +107,7 @@ def run_rl_demo(
     data, test = root / "data", str(root / "data" / "test.jsonl")
     for name in ("start", "run"):
         if (root / name).is_dir():
-            # Left over from an earlier demo; this one starts from scratch.
+            # Remove the run of an earlier demo; this one starts from scratch.
             shutil.rmtree(root / name)
     shows = "examples, most of which give up" if tools else "a few right answers"
     print(f"1/4  creating data and an untrained model, and showing it {shows}", flush=True)
@@ -181,7 +181,7 @@ def _verdict(task: RLTask, before: float, after: float, shuffled: bool) -> int:
 
 
 def curve(values: list[float], width: int = 40) -> str:
-    """Return numbers as a line of bars, each the mean of some of them."""
+    """Return numbers as a line of bars, each the mean of consecutive numbers."""
     bars = "▁▂▃▄▅▆▇█"
     count = min(width, len(values))
     parts = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]

@@ -1,4 +1,4 @@
-"""The last step of the demo: the exported model behind `drivetrain serve`, asked by the client of OpenAI's interface."""
+"""The last step of the demo: the exported model behind `drivetrain serve`, queried with the OpenAI client."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ _READY = " is served at "
 
 
 def missing() -> list[str]:
-    """Return the packages that this step needs and that are not installed."""
+    """Return the packages that this step needs but that are not installed."""
     return [name for name in _NEEDS if find_spec(name) is None]
 
 

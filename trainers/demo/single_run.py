@@ -1,4 +1,4 @@
-"""What the demos of one run have in common: the training, in processes of its own, and the report."""
+"""The shared parts of the demos with one run: training in separate processes, and the report."""
 
 import json
 import shutil
@@ -16,12 +16,12 @@ def train(trainer: str, recipe: str, root: Path, *, nproc: int, steps: int | Non
         recipe: The recipe.
         root: The folder of the demo, with its model and data.
         nproc: The number of processes.
-        steps: The largest number of optimizer steps; None for the number in the recipe.
+        steps: The maximum number of optimizer steps; None for the number in the recipe.
         seed: The seed of the order of the samples.
     """
     folder = root / "run"
     if folder.is_dir():
-        # Left over from an earlier demo; this one starts from scratch.
+        # Remove the run of an earlier demo; this one starts from scratch.
         shutil.rmtree(folder)
     print(f"2/3  training with {nproc} processes", flush=True)
     python(
@@ -36,14 +36,14 @@ def train(trainer: str, recipe: str, root: Path, *, nproc: int, steps: int | Non
 
 
 def report(root: Path, folder: Path, before: float, after: float, start: float) -> None:
-    """Write `summary.json`, and print what it says.
+    """Write `summary.json`, and print its contents.
 
     Args:
         root: The folder of the demo.
         folder: The folder of its run.
         before: The held-out accuracy of the untrained model.
-        after: That of the trained one.
-        start: When the demo began, by `time.monotonic`.
+        after: The held-out accuracy of the trained model.
+        start: The start time of the demo, by `time.monotonic`.
     """
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = {

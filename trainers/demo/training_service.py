@@ -1,7 +1,7 @@
-"""`drivetrain demo tinker`: two clients of a training service train two adapters of one untrained model at the same time, and sample both.
+"""`drivetrain demo tinker`: two clients of a training service train two adapters of one untrained model at the same time, and sample from both.
 
-One learns to count up, the other to count down: digits, of which the one after 9 is 0. Each trains until sampled digits follow as they should
-from beginnings that it has not seen, within a bound of steps.
+One learns to count up in digits, the other to count down; the digit after 9 is 0. Each trains until its samples continue unseen prefixes
+correctly, within a limit on steps.
 """
 
 import json
@@ -20,9 +20,9 @@ from ..tasks.addition import DIGITS, write_model
 from .processes import python_environment
 
 ENOUGH = 0.9
-"""The share of digits that have to be right."""
+"""The fraction of digits that must be correct."""
 STEPS, EVERY = 80, 10
-"""The largest number of steps, and after how many of them samples are drawn."""
+"""The maximum number of steps, and the number of steps between samples."""
 DOCUMENTS, LENGTH, SAMPLED = 16, 12, 8
 _NEEDS = ("starlette", "uvicorn", "google.protobuf", "zstandard", "tinker")
 _READY = " is trained at "
@@ -31,7 +31,7 @@ KEYS = {"up": "tml-the-key-of-who-counts-up", "down": "tml-the-key-of-who-counts
 
 @dataclass
 class _Learner:
-    """A client, and what becomes of it."""
+    """A client and its results."""
 
     name: str
     direction: int
@@ -43,7 +43,7 @@ class _Learner:
 
 
 def run_training_service_demo(root: Path, steps: int | None, seed: int) -> int:
-    """Run the demo; return 0 if both adapters have learned."""
+    """Run the demo; return 0 if both adapters have reached the goal."""
     if lacking := [name for name in _NEEDS if find_spec(name.partition(".")[0]) is None]:
         print(f"this demo needs {', '.join(lacking)}: pip install 'drivetrain[tinker]' tinker")
         return 1
@@ -124,7 +124,7 @@ def _train(learner: _Learner, url: str, model: Path, steps: int, seed: int) -> N
             model_input=tinker.ModelInput.from_ints(tokens[:-1]),
             loss_fn_inputs={
                 "target_tokens": tinker.TensorData(data=tokens[1:], dtype="int64", shape=[LENGTH - 1]),
-                # The service divides by nothing: a mean is a matter of weights.
+                # The service does not normalize the loss; a mean is expressed through the weights.
                 "weights": tinker.TensorData(
                     data=[1 / (DOCUMENTS * (LENGTH - 1))] * (LENGTH - 1), dtype="float32", shape=[LENGTH - 1]
                 ),
@@ -132,7 +132,7 @@ def _train(learner: _Learner, url: str, model: Path, steps: int, seed: int) -> N
         )
 
     def accuracy(sampler: Any) -> float:
-        """Return the share of right digits after each beginning."""
+        """Return the fraction of correct digits over all prefixes."""
         options = tinker.SamplingParams(max_tokens=SAMPLED, temperature=0.0, stop=[])
         futures = [
             sampler.sample(prompt=tinker.ModelInput.from_ints([token]), num_samples=1, sampling_params=options)

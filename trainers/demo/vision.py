@@ -1,7 +1,8 @@
-"""The command `drivetrain demo vision`, which trains a tiny vision-language model on an embedded task with pictures.
+"""The command `drivetrain demo vision`, which trains a tiny vision-language model on an embedded task with images.
 
-Two processes train the model, on pictures and rows of text alone, until it answers the questions of evaluations, within a bound of steps and
-time. It answers other held-out questions in plain transformers before and after, and a page of pictures shows some answers.
+Two processes train the model on rows with images and rows with only text, until it answers the evaluation questions, within limits on
+steps and time. The accuracy on other held-out questions is measured in plain transformers before and after, and a page of images shows
+some answers.
 """
 
 import sys
@@ -12,7 +13,7 @@ from .processes import measured, python
 from .single_run import report, train
 
 LEAST, ENOUGH = 0.2, 0.9
-"""The held-out accuracy that the untrained model must be below, and that the demo must reach."""
+"""The held-out accuracy that the untrained model must not reach, and the one that the demo must reach."""
 
 
 def run_vision_demo(root: Path, nproc: int | None, steps: int | None, seed: int) -> int:
@@ -21,7 +22,7 @@ def run_vision_demo(root: Path, nproc: int | None, steps: int | None, seed: int)
     Args:
         root: The folder of the demo.
         nproc: The number of processes; None for two, or one on a machine with a single GPU.
-        steps: The largest number of optimizer steps; None for the number in the recipe.
+        steps: The maximum number of optimizer steps; None for the number in the recipe.
         seed: The seed of the data, of the untrained model and of the order of the samples.
     """
     start = time.monotonic()

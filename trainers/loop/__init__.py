@@ -1,1 +1,1 @@
-"""The training loop, with resuming, early stopping, signals, sample answers and loggers."""
+"""The training loop, with resuming, early stopping, signals, sample completions and loggers."""

@@ -1,4 +1,4 @@
-"""Callbacks: code of a user that runs at points of the training loop, on every rank."""
+"""Callbacks: user code that the training loop runs at fixed points, on every rank."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -12,8 +12,8 @@ StepHook = Literal["on_train_begin", "on_step_end", "on_evaluate", "on_save", "o
 class Callback:
     """A base class whose methods the training loop calls; they do nothing unless they are overridden.
 
-    Every rank calls them with the same arguments; `run` is an `OfflineRun` or an `RLRun`. An error on one rank ends the run on all of them.
-    To call collectives, such as those of `run.engine`, every rank must do so.
+    Every rank calls them with the same arguments; `run` is an `OfflineRun` or an `RLRun`. An error on one rank ends the run on all ranks.
+    A callback that calls collectives, such as those of `run.engine`, must do so on every rank.
     """
 
     def on_train_begin(self, run: Any, step: int) -> None:
@@ -36,7 +36,7 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
     """Check that callbacks are objects of the class `Callback`, and that the loop calls all of their methods `on_...`.
 
     Raises:
-        ConfigError: One of them is not, or has a method that nothing would call.
+        ConfigError: One of them is not a `Callback`, or has a method that the loop never calls.
     """
     hooks = [name for name in dir(Callback) if name.startswith("on_")]
     for callback in callbacks:
@@ -44,16 +44,16 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
             raise ConfigError(
                 f"callbacks has {callback!r}, which is not a Callback; derive its class from drivetrain.Callback"
             )
-        # A method that nothing calls would be taken for one that does nothing.
+        # A misspelled method would otherwise be ignored silently.
         unknown = sorted(name for name in dir(callback) if name.startswith("on_") and name not in hooks)
         if unknown:
             raise ConfigError(
-                f"{type(callback).__name__} has the method {unknown[0]}, which nothing calls; a Callback has {', '.join(hooks)}"
+                f"{type(callback).__name__} has the method {unknown[0]}, which is never called; a Callback has {', '.join(hooks)}"
             )
 
 
 def call_all(callbacks: Sequence[Callback], hook: StepHook, ranks: TrainerRanks, *args: Any) -> bool:
-    """Call a method of every callback, and return whether any of them asked to stop, on any rank. Collective if there are callbacks.
+    """Call a method of every callback, and return whether any callback on any rank asked to stop. Collective if there are callbacks.
 
     Args:
         callbacks: The callbacks.
@@ -63,7 +63,7 @@ def call_all(callbacks: Sequence[Callback], hook: StepHook, ranks: TrainerRanks,
 
     Raises:
         Exception: A callback's error.
-        RemoteError: That of another rank.
+        RemoteError: An error of another rank.
     """
     stop = False
     for callback in callbacks:
@@ -72,6 +72,6 @@ def call_all(callbacks: Sequence[Callback], hook: StepHook, ranks: TrainerRanks,
             asked = getattr(callback, hook)(*args) is True
         except Exception as e:  # raised on all ranks by the exchange
             failure = e
-        # After each of them: the next one may wait in a collective for a rank that has failed in this one.
+        # Exchange after each callback: the next one may wait in a collective for a rank that failed in this one.
         stop |= any(ranks.all_gather_object(asked, error=failure))
     return stop

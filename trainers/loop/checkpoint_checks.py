@@ -7,15 +7,15 @@ from ...engine.errors import CheckpointError, ConfigError
 
 
 def check_method(checkpoint: str, saved: str, method: str) -> None:
-    """Check that a checkpoint is of the same training method.
+    """Check that a checkpoint was saved by the same training method.
 
     Args:
         checkpoint: The checkpoint.
-        saved: The method that it was saved by.
+        saved: The method that saved it.
         method: The method of this run.
 
     Raises:
-        CheckpointError: It is of another one.
+        CheckpointError: It does not match.
     """
     if saved != method:
         raise CheckpointError(
@@ -25,7 +25,7 @@ def check_method(checkpoint: str, saved: str, method: str) -> None:
 
 
 def check_fingerprint(checkpoint: str, saved: str | None, saved_path: str | None, fingerprint: str | None, path: str) -> None:
-    """Check that a checkpoint is of this run's model: adapters, for example, belong to one.
+    """Check that a checkpoint belongs to this run's model; adapters, for example, fit only one model.
 
     Args:
         checkpoint: The checkpoint.
@@ -35,7 +35,7 @@ def check_fingerprint(checkpoint: str, saved: str | None, saved_path: str | None
         path: The path of this run's model.
 
     Raises:
-        CheckpointError: It is of another one.
+        CheckpointError: It does not match.
     """
     if saved is not None and saved != fingerprint:
         raise CheckpointError(
@@ -54,7 +54,7 @@ def check_no_later(root: str, present: Sequence[str], resume: str, step: int) ->
         step: The last completed step of the checkpoint that the run starts from; 0 if there is none.
 
     Raises:
-        ConfigError: It has.
+        ConfigError: There are later checkpoints.
     """
     latest = (step_of(present[-1]) or (0, 0))[0] if present else 0
     if resume != "auto" and present and latest > step:

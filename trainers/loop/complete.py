@@ -60,7 +60,7 @@ def _open_loggers(run: TrainingRun) -> Iterator[None]:
             if run.loggers and "jsonl" in config.loggers:
                 plot_metrics(folder / "metrics.jsonl", _plot_file(run), str(folder), run.display.panels)
         except OSError as e:
-            # An error such as a full disk is reported, but must not hide the error that may have ended the run.
+            # Report an error such as a full disk, but do not hide the error that may have ended the run.
             log.warning("the metrics or their plot could not be written completely: %s", e.strerror or e)
 
 

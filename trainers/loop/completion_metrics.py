@@ -1,4 +1,4 @@
-"""Metrics of generated answers: functions that compare the model's answer to a held-out sample with the expected one."""
+"""Metrics of generated completions: functions that compare the model's completion for a held-out sample with the expected one."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ Metric: TypeAlias = Callable[..., float]
 """A function of any of `prompt`, `answer` and `wanted`, which are texts without special tokens; higher is better."""
 GIVEN = ("prompt", "answer", "wanted")
 TAKEN = ("step", "split", "loss", "accuracy", "tokens", "seconds", "reward_accuracy", "reward_margin")
-"""Names that the records of an evaluation have already."""
+"""Names that evaluation records already use."""
 
 
 def exact_match(answer: str, wanted: str) -> float:
@@ -25,7 +25,7 @@ def exact_match(answer: str, wanted: str) -> float:
 
 
 def contains(answer: str, wanted: str) -> float:
-    """Return 1 if the answer has the expected text in it, and otherwise 0."""
+    """Return 1 if the answer contains the expected text, and otherwise 0."""
     return float(wanted.strip() in answer)
 
 
@@ -75,10 +75,10 @@ class CompletionMetrics:
         """Return the mean of every metric. Not collective.
 
         Args:
-            answers: The answers; at least one.
+            answers: The completions; at least one.
 
         Raises:
-            DataError: A function failed, or returned no number.
+            DataError: A function failed, or did not return a number.
         """
         return {
             title: sum(_value(function, title, answer) for answer in answers) / len(answers)
@@ -99,7 +99,7 @@ def _named(name: str) -> tuple[Metric, str]:
         function: Any = import_module(module)
         for attribute in attributes.split("."):
             function = getattr(function, attribute)
-    except Exception as e:  # a module may raise anything while it is imported
+    except Exception as e:  # a module may raise anything when it is imported
         raise ConfigError(f"trainer.metrics has {name!r}, which cannot be imported: {type(e).__name__}: {e}") from e
     if not callable(function):
         raise ConfigError(f"trainer.metrics has {name!r}, which is a {type(function).__name__} and cannot be called")
@@ -111,7 +111,7 @@ def _check_signature(function: Metric, title: str) -> None:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as e:
         raise ConfigError(
-            f"the metric {title} does not tell its parameters; wrap it in a function of any of {', '.join(GIVEN)}"
+            f"the parameters of the metric {title} cannot be inspected; wrap it in a function of any of {', '.join(GIVEN)}"
         ) from e
     needed = [
         name
@@ -130,7 +130,7 @@ def _value(function: Metric, title: str, answer: HeldOutCompletion) -> float:
     try:
         value = function(**{name: text for name, text in arguments.items() if everything or name in parameters})
     except Exception as e:
-        raise DataError(f"the metric {title} failed on the answer to {answer.name} with {type(e).__name__}: {e}") from e
+        raise DataError(f"the metric {title} failed on the completion for {answer.name} with {type(e).__name__}: {e}") from e
     if not isinstance(value, Real | np.bool_):
-        raise DataError(f"the metric {title} returned {value!r} for the answer to {answer.name}; it must be a number")
+        raise DataError(f"the metric {title} returned {value!r} for the completion for {answer.name}; it must be a number")
     return float(value)

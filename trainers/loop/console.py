@@ -16,7 +16,7 @@ from .samples import HeldOutCompletion
 
 BAR_WIDTH = 12
 SHOWN_COMPLETIONS = 10
-"""An evaluation may generate hundreds of completions, which `answers.jsonl` has all of."""
+"""An evaluation may generate hundreds of completions; `answers.jsonl` has all of them."""
 SHOWN = ("accuracy", "reward_accuracy", "reward_margin")
 """Metrics that a progress line shows when they are present."""
 
@@ -27,7 +27,7 @@ class TextPart:
 
     Args:
         text: The text.
-        rank: Parts with the highest ranks are left out where the line is too long.
+        rank: Parts with the highest ranks are dropped first if the line is too long.
     """
 
     text: str
@@ -35,19 +35,19 @@ class TextPart:
 
 
 def fitted(parts: Sequence[TextPart], width: int) -> str:
-    """Return the parts as one line that is at most this wide; the first one is always there."""
+    """Return the parts as one line of at most this width; the first part is always kept."""
     kept = list(parts)
     while len(kept) > 1 and len("  ".join(part.text for part in kept)) > width:
-        # Of equally unimportant ones the last.
+        # Among parts of the same rank, drop the last one.
         kept.remove(max(reversed(kept[1:]), key=lambda part: part.rank))
     return "  ".join(part.text for part in kept)
 
 
 class Lines:
-    """What records look like as lines.
+    """The formatter of records as lines.
 
     Args:
-        metrics: Further metrics that the line of an evaluation shows.
+        metrics: Additional metrics in the line of an evaluation.
     """
 
     def __init__(self, metrics: Sequence[str] = ()) -> None:
@@ -89,7 +89,7 @@ class Console:
         total_steps: The number of steps in the run.
         every: The number of steps between lines when the output is not a terminal.
         out: The console to write to; standard output by default.
-        lines: What the lines look like; those of the trainers on a fixed dataset by default.
+        lines: The formatter of lines; by default that of the trainers on a fixed dataset.
     """
 
     def __init__(self, total_steps: int, every: int, out: RichConsole | None = None, lines: "Lines | None" = None) -> None:
@@ -100,7 +100,7 @@ class Console:
         self._bar: Progress | None = None
         if self._out.is_terminal:
             columns = (BarColumn(bar_width=BAR_WIDTH), TextColumn("{task.description}", table_column=Column(no_wrap=True)))
-            # The bar also keeps other output above itself.
+            # The bar also keeps other output above it.
             self._bar = Progress(*columns, console=self._out, transient=True, refresh_per_second=4)
             self._bar.add_task("", total=total_steps)
             self._bar.start()

@@ -16,8 +16,8 @@ class EarlyStopping:
 
     Args:
         metric: The name of the metric, or None to track nothing.
-        patience: The number of evaluations without a better value after which to stop; None to never stop for that.
-        threshold: The value of the metric at which to stop; None to never stop for that.
+        patience: The number of evaluations without a better value after which to stop; None to disable.
+        threshold: The value of the metric at which to stop; None to disable.
         data: An identifier of the evaluation data, since values on other data are not comparable.
         lower_is_better: The metrics that an evaluation measures, and for each whether lower values are better.
 
@@ -49,7 +49,7 @@ class EarlyStopping:
 
     @classmethod
     def of(cls, config: LoopConfig, lower_is_better: Mapping[str, bool], data: str = "") -> Self:
-        """Return the tracker that the settings ask for.
+        """Return the tracker for the settings.
 
         Args:
             config: The `trainer` settings.
@@ -62,14 +62,14 @@ class EarlyStopping:
         return cls(config.best_metric, config.patience, data, lower_is_better, config.stopping_threshold)
 
     def update(self, step: int, measured: Mapping[str, float]) -> bool:
-        """Record an evaluation and return whether it is the best so far. NaN never is.
+        """Record an evaluation and return whether it is the best so far; NaN never is.
 
         Args:
             step: The last completed step.
             measured: The metrics of the evaluation.
 
         Raises:
-            ConfigError: The metric is not among them, which only a loss of the user's own can cause.
+            ConfigError: The metric is not among them, which only a user-defined loss can cause.
         """
         if self.metric is None:
             return False
@@ -93,7 +93,7 @@ class EarlyStopping:
         return self.best <= self._threshold if self._lower_is_better[self.metric] else self.best >= self._threshold
 
     def describe_reached(self, step: int) -> str:
-        """Return the line about a run that the threshold has ended."""
+        """Return the line to log when the threshold has ended the run."""
         return f"stopped after step {step}: {self.metric}={self.best:.4g} has reached trainer.stopping_threshold={self._threshold:g}"
 
     @property
@@ -116,13 +116,13 @@ class EarlyStopping:
 
         Args:
             state: What `state` returned.
-            steps: The steps of which there are checkpoints; one that is not there cannot be exported.
-            root: Where the checkpoints are, for messages.
+            steps: The steps that have a checkpoint; only those can be exported.
+            root: The location of the checkpoints, for messages.
         """
         if (state.get("metric"), state.get("data")) == (self.metric, self._data):
             self.best, self.best_step, self._since = state["best"], state["best_step"], int(state["since"])
         if self.best_step is not None and self.best_step not in steps:
-            # It was loaded from another run's folder, or deleted by hand.
+            # The state comes from another run's folder, or the checkpoint was deleted by hand.
             log.warning(
                 "the checkpoint of the best %s, step %d, is not in %s; the search for the best starts over",
                 self.metric,

@@ -1,4 +1,4 @@
-"""Upload of an exported folder to the Hugging Face Hub, if a run asks for it."""
+"""Upload of an exported folder to the Hugging Face Hub."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ def check_push(repo: str) -> None:
     """Check before training that the model can be pushed afterwards.
 
     Raises:
-        ConfigError: The name is not that of a repository, or no user is logged in.
+        ConfigError: The name is not a valid repository name, or no user is logged in.
     """
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
@@ -18,7 +18,7 @@ def check_push(repo: str) -> None:
     try:
         validate_repo_id(repo)
     except HFValidationError as e:
-        raise ConfigError(f"trainer.push_to_hub={repo} is not the name of a repository: {e}") from e
+        raise ConfigError(f"trainer.push_to_hub={repo} is not a valid repository name: {e}") from e
     if get_token() is None:
         raise ConfigError(
             f"trainer.push_to_hub={repo} needs a token for the Hub, and there is none; log in with `hf auth login`, set "

@@ -144,7 +144,7 @@ def make_loggers(
         total_steps: The number of steps in the run.
         resumed_step: The step that the run resumes from; records of later steps are dropped.
         settings: All settings of the run, for loggers that store them.
-        lines: What the lines of the console look like.
+        lines: The formatter of console lines.
     """
     makers: dict[str, Callable[[], Logger]] = {
         "console": lambda: Console(total_steps, config.log_every, lines=lines),
@@ -175,8 +175,8 @@ class Panel:
     """One set of axes of a plot.
 
     Args:
-        ylabel: What is plotted, with its unit.
-        curves: The label of each curve, with the split and the name of its numbers.
+        ylabel: The plotted quantity, with its unit.
+        curves: The label of each curve, mapped to its split and metric name.
     """
 
     ylabel: str
@@ -185,14 +185,14 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True)
 class Display:
-    """How the numbers of a run are shown.
+    """The presentation of a run's numbers.
 
     Args:
-        lines: What the lines of the console look like.
-        summary: What collects the statistics that are printed at the end.
+        lines: The formatter of console lines.
+        summary: The logger that collects the statistics that are printed at the end.
         plot_name: The name of the plot among the run's outputs.
         plot_file: Its file in the run's folder.
-        panels: What is plotted, from top to bottom.
+        panels: The panels, from top to bottom.
     """
 
     lines: Lines
@@ -211,13 +211,13 @@ LOSS = (
 
 
 def plot_metrics(metrics: Path, picture: Path, title: str, panels: Sequence[Panel]) -> None:
-    """Plot numbers of a `metrics.jsonl` as a PNG.
+    """Plot the numbers of a `metrics.jsonl` as a PNG.
 
     Args:
         metrics: The file.
-        picture: The picture to write.
+        picture: The image file to write.
         title: Its title.
-        panels: What is plotted, from top to bottom.
+        panels: The panels, from top to bottom.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -259,7 +259,7 @@ def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
-    # A process that was killed may leave an incomplete last line.
+    # A killed process may leave an incomplete last line.
     try:
         record: dict[str, Any] = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The messages of a run, on standard error of the first process."""
+"""Logging of a run, on standard error of the first process."""
 
 import logging
 import os
@@ -19,6 +19,6 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 def configure_logging() -> None:
-    """Send the messages of a run to standard error; of other processes than the first, only errors."""
+    """Send log messages to standard error; processes other than the first log only errors."""
     logging.basicConfig(format="%(message)s", handlers=[_Stderr()])
     logging.getLogger("drivetrain").setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)

@@ -29,7 +29,7 @@ class TrainResult:
     Args:
         step: The last completed step.
         reason: The reason why no further step was taken.
-        signal: The signal that has ended the run, if this process has received it.
+        signal: The signal that ended the run, if this process received it.
         evaluation: The metrics of the last evaluation.
         outputs: The location of each output, by name.
     """
@@ -53,7 +53,7 @@ def train(run: TrainingRun) -> TrainResult:
         is_best = evaluate(run, stop) if run.evaluates_first and run.has_evaluation else None
         stop.exchange()
         reason = stop_reason(run, stop)
-        # A resumed run has saved that the evaluation is due, and must save that it was done.
+        # The resumed checkpoint says that the evaluation is due, so save again once it is done.
         if is_best is not None and (is_best or reason is not None or run.step):
             run.save(last=reason is not None)
         while reason is None:
@@ -67,7 +67,7 @@ def train(run: TrainingRun) -> TrainResult:
                 run.save(evaluation_due=is_best is None, last=reason is not None)
             if config.export_hf_every and run.step % config.export_hf_every == 0:
                 run.export(Path(config.output_dir) / "exports" / folder_name(run.step))
-        # Whoever asks a run to stop while it is saved for the last time does not want to wait for its export.
+        # A user who stops a run during its last save does not want to wait for the export.
         stop.exchange()
         if stop.is_requested:
             reason = StopReason.SIGNAL
@@ -87,7 +87,7 @@ def stop_reason(run: TrainingRun, stop: StopSignal) -> StopReason | None:
         return StopReason.THRESHOLD if run.early_stopping.reached else StopReason.PATIENCE
     if run.step >= run.total_steps:
         return StopReason.DONE
-    # A process makes at least one step: one whose time is always up would otherwise never come further, however often it is started.
+    # Every process makes at least one step. Otherwise a run whose time is always up would never progress, however often it restarts.
     return StopReason.TIME if stop.is_time_up and run.step > run.resumed_step else None
 
 
@@ -95,8 +95,8 @@ def evaluate(run: TrainingRun, stop: StopSignal) -> bool | None:
     """Evaluate and log the result. Collective.
 
     Returns:
-        Whether it is the best evaluation so far, which it is not without anything to evaluate on; None if the run was asked to
-        stop before the evaluation was complete.
+        Whether it is the best evaluation so far, False without evaluation data; None if the run was asked to stop before the
+        evaluation was complete.
     """
     if not run.has_evaluation:
         return False

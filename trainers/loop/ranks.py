@@ -1,4 +1,4 @@
-"""The processes that run a trainer together: those of torchrun, or the only one of an RL controller."""
+"""The processes that run a trainer together: those of torchrun, or the single process of an RL controller."""
 
 import atexit
 from collections.abc import Callable, Iterator
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class TrainerRanks:
-    """What the processes of a trainer agree on, and what one of them does for all: files, rewards, the console.
+    """The processes of a trainer: their exchanges, and the work that one does for all (files, rewards, the console).
 
     Args:
         group: Their process group; the default one if None.
-        alone: Whether this process runs the trainer by itself, whether or not there is a process group.
+        alone: Whether this process runs the trainer by itself, even if there is a process group.
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, alone: bool = False) -> None:
@@ -28,7 +28,7 @@ class TrainerRanks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process does what one of them does."""
+        """Whether this process does the work that one process does for all."""
         return self._alone or dist.get_rank(self._group) == 0
 
     def run_on_rank0(self, run: Callable[[], T]) -> T:
@@ -40,7 +40,7 @@ class TrainerRanks:
 
         Args:
             value: A picklable object.
-            error: This process's error, which all of them raise.
+            error: This process's error, to be raised in all processes.
         """
         if not self._alone:
             return all_gather_object(value, self._group, error=error)
@@ -53,8 +53,8 @@ class TrainerRanks:
 def process_group(minutes: float) -> Iterator[None]:
     """Set up the default process group for the block, unless there is one. Collective over all processes of the job.
 
-    With several processes it stays until the program ends: torchrun's store keeps the addresses of the first group, and a second one of the
-    same name would read them and hang.
+    With several processes, the group stays until the program ends: torchrun's store keeps the addresses of the first group, and a second
+    group of the same name would read them and hang.
 
     Args:
         minutes: The timeout of collectives.
@@ -65,12 +65,12 @@ def process_group(minutes: float) -> Iterator[None]:
         yield
     except BaseException:
         atexit.unregister(close_if_open)
-        # With several ranks, destroying the NCCL groups would wait for ranks that may be stuck in a collective that this rank
-        # never enters. The caller must end the process.
+        # After an error on one of several ranks, destroying the NCCL groups would wait for ranks that may be stuck in a
+        # collective that this rank never enters. The caller must end the process.
         if is_new and dist.get_world_size() == 1:
             close_distributed()
         raise
-    # One that the program, or a block around this one, has set up is not this block's to close.
+    # A group that the program or an enclosing block has set up is not closed here.
     if is_new and dist.get_world_size() > 1:
         atexit.register(close_if_open)
     elif is_new:

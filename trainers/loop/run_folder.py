@@ -38,10 +38,10 @@ def locked_folders(config: LoopConfig, ranks: TrainerRanks) -> Iterator[None]:
 
         error: Exception | None = None
         try:
-            # On every rank: other machines may have a file system of their own.
+            # On every rank: machines may not share a file system.
             for name, folder in _folders(config).items():
                 make_folder(Path(folder), name)
-        except Exception as e:  # any error: the others wait
+        except Exception as e:  # any error must reach the other ranks, which wait
             error = e
         ranks.all_gather_object(None, error=error)
         ranks.run_on_rank0(lock)
@@ -94,7 +94,7 @@ def lock_folder(folder: Path, setting: str = "trainer.output_dir") -> TextIO:
         ) from e
     except OSError as e:
         # Some network file systems do not support locks.
-        log.warning("%s cannot be locked (%s): a second run in the same folder would not be noticed", folder, e.strerror or e)
+        log.warning("%s cannot be locked (%s): a second run in the same folder would not be detected", folder, e.strerror or e)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()

@@ -1,7 +1,7 @@
-"""Completions to held-out samples during training, for people to read, decoded greedily with the engine's own forward pass.
+"""Completions for held-out samples during training, for people to read, decoded greedily with the engine's own forward pass.
 
-The full text goes through the model for every token, so a model that is sharded for training needs no KV cache. This is meant
-for a handful of short completions, on any engine and layout.
+The full text is forwarded again for every token, so a model that is sharded for training needs no KV cache. This is meant for a
+handful of short completions, on any engine and layout.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,15 @@ from .signals import StopSignal
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutCompletion:
-    """The model's completion to a held-out sample, and the expected completion.
+    """The model's completion for a held-out sample, and the expected completion.
 
     Args:
         name: The name of the sample.
         prompt: The text up to the first supervised token.
         completion: The model's completion.
-        wanted: The expected completion, which is the text of the first supervised tokens, of a chat its first completion; empty if there is
-            none.
-        rewards: What each reward made of the completion, by name, if it was judged.
+        wanted: The expected completion: the text of the first supervised tokens, which in a chat are its first assistant turn; empty if
+            there is none.
+        rewards: The value of each reward by name, if the completion was scored.
         plain_prompt: The prompt without special tokens.
         plain_completion: The completion without special tokens.
         plain_wanted: The expected completion without special tokens.
@@ -51,7 +51,7 @@ class HeldOutCompletion:
         return ", ".join(f"{name} {value:.3g}" for name, value in (self.rewards or {}).items()) or "none"
 
     def record(self) -> dict[str, Any]:
-        """Return the fields that there are, for a file or a table."""
+        """Return the fields that are set, for a file or a table."""
         fields = {"name": self.name, "prompt": self.prompt, "answer": self.completion}
         return fields | ({"wanted": self.wanted} if self.rewards is None else {"rewards": dict(self.rewards)})
 
@@ -76,7 +76,7 @@ def generate_completions(
         most: The maximum number of tokens in a completion.
         budget: The maximum number of tokens in a micro-batch; a completion ends when its text would exceed it.
         stop: The stop signal of the run.
-        store: Where processed media are kept; None if the model takes none.
+        store: The store of processed media; None if the model takes no media.
     """
     topology = engine.topology
     local_indices = range(topology.dp_rank, len(samples), topology.dp_size)
@@ -88,7 +88,7 @@ def generate_completions(
     request = OutputRequest(greedy=True)
     for _ in range(most):
         active = [i for i in texts if open_[i] and len(texts[i]) < budget]
-        # Ranks whose own completions are complete take part as well, since the forward pass is collective.
+        # Ranks whose own completions are finished also take part, since the forward pass is collective.
         rank_states = topology.all_gather_object((bool(active), stop.is_requested_here))
         if any(stop_requested for _, stop_requested in rank_states):
             return None
@@ -124,7 +124,7 @@ def _parts(sample: Sample, completion: Sequence[int]) -> dict[str, Sequence[int]
 
 
 def _prompt(sample: Sample) -> Sample:
-    """Return what comes before the first target."""
+    """Return the part of a sample before its first target."""
     end = _first_target(sample)
     media = tuple(span for span in sample.media if span.last <= end)
     return replace(sample, ids=sample.ids[:end], supervised=sample.supervised[:end], media=media)
@@ -138,7 +138,7 @@ def _ends(tokenizer: Any, sample: Sample) -> set[int]:
 
 
 def _first_completion(sample: Sample) -> list[int]:
-    """Return the supervised tokens up to the next one that is not."""
+    """Return the first run of consecutive supervised tokens."""
     start = _first_target(sample) if not sample.supervised[0] else 0
     return [
         token for token, _ in takewhile(lambda pair: pair[1], zip(sample.ids[start:], sample.supervised[start:], strict=True))

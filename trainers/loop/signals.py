@@ -18,15 +18,15 @@ class StopSignal:
 
     Args:
         ranks: The processes that stop together.
-        max_minutes: The minutes from now after which time is up; None for no limit.
+        max_minutes: The time limit from now, in minutes; None for no limit.
     """
 
     def __init__(self, ranks: TrainerRanks, max_minutes: float | None = None) -> None:
         self._ranks = ranks
         self.number: int | None = None
-        """The signal that this process has received first, if any."""
+        """The first signal that this process received, if any."""
         self.is_requested = self.is_time_up = False
-        """Whether any rank was asked to stop, and whether time is up by the clock of any rank, as of the last exchange."""
+        """Whether any rank was asked to stop, and whether time is up on any rank's clock, as of the last exchange."""
         self._deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
 
     def __enter__(self) -> Self:
@@ -40,7 +40,7 @@ class StopSignal:
             # The next Ctrl-C is no longer caught.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if os.environ.get("RANK", "0") == "0":
-                # Not print, which the signal may have interrupted.
+                # Do not use print, which the signal may have interrupted.
                 os.write(2, b"\nstopping after this step; Ctrl-C again to stop at once\n")
         self.number = self.number or number
 

@@ -1,4 +1,4 @@
-"""A run as the training loop sees it, whichever trainer makes its steps."""
+"""The interface between the training loop and the runs of all trainers."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -29,7 +29,7 @@ class EvaluationResult:
     Args:
         metrics: Its metrics by name.
         tokens: The number of tokens that the model was evaluated on.
-        completions: What the model wrote, for people.
+        completions: The model's completions, for people to read.
     """
 
     metrics: Mapping[str, float]
@@ -39,15 +39,15 @@ class EvaluationResult:
 
 @dataclass(kw_only=True, eq=False)
 class TrainingRun(ABC):
-    """A run that `train` makes the steps of. Methods that are not properties are collective over `ranks` unless they say otherwise.
+    """A run of a trainer, driven by `train`. Methods that are not properties are collective over `ranks` unless they say otherwise.
 
     Args:
-        settings: All settings, as `config.yaml` has them.
+        settings: All settings, as in `config.yaml`.
         ranks: The processes that run the trainer.
         early_stopping: The tracker of the best evaluation.
-        display: How the numbers of the run are shown.
+        display: The presentation of the run's numbers.
         total_steps: The number of the last step.
-        callbacks: Code of the user, called on every rank.
+        callbacks: User code, called on every rank.
     """
 
     settings: RunConfig | RLConfig
@@ -90,7 +90,7 @@ class TrainingRun(ABC):
     @property
     @abstractmethod
     def has_adapters(self) -> bool:
-        """Whether adapters are trained, which are exported by themselves as well."""
+        """Whether adapters are trained; they are also exported separately."""
 
     @abstractmethod
     def make_step(self) -> dict[str, Any]:
@@ -106,23 +106,23 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def restore_step(self, step: int) -> None:
-        """Load the model of an earlier step, of which there is a checkpoint."""
+        """Load the model of an earlier step from its checkpoint."""
 
     @abstractmethod
     def export_model(self, folder: Path, *, adapters_only: bool) -> str:
-        """Write the model in Hugging Face format, or its adapters in that of peft; return where it is."""
+        """Write the model in Hugging Face format, or its adapters in peft format; return the path."""
 
     def wait(self) -> None:  # noqa: B027  # most runs write nothing in the background
-        """Wait for what is still being written."""
+        """Wait until background writes are complete."""
 
     def failure(self) -> Exception | None:
-        """Return this rank's error in something that runs in the background, without waiting. Not collective."""
+        """Return this rank's error in background work, without waiting. Not collective."""
         return None
 
     # ---- what the loop needs -----------------------------------------------------------------------------------------
 
     def is_due(self, every: int | None) -> bool:
-        """Return whether something that happens every so many steps, and at the end, is due after the last completed step.
+        """Return whether a periodic action, which also happens at the end, is due after the last completed step.
 
         Not collective.
         """
@@ -137,7 +137,7 @@ class TrainingRun(ABC):
         """Pass a record and completions to the loggers. Not collective.
 
         Returns:
-            The error, if any, which the next exchange between the ranks is to raise on all of them.
+            The error, if any, for the next exchange between the ranks to raise on all of them.
         """
         try:
             for logger in self.loggers:
@@ -146,7 +146,7 @@ class TrainingRun(ABC):
                     logger.log_completions(self.step, completions)
         except OSError as e:
             return disk_error(f"the metrics of step {self.step}", e)
-        except Exception as e:  # of a logger's own library
+        except Exception as e:  # a logger's library may raise anything
             return e
         return None
 
@@ -166,8 +166,8 @@ class TrainingRun(ABC):
         """Save the last completed step if the block fails, and raise the error. Saving is collective.
 
         Args:
-            error: The class of the errors, which one error must have on all ranks: a rank that does not save lets the others wait.
-            what: What fails, for messages.
+            error: The class of errors to save on. All ranks must raise an error of this class, or the others would wait in the save.
+            what: A description of the block, for messages.
             evaluation_due: Whether the evaluation of that step still has to be done.
         """
         try:
@@ -177,12 +177,12 @@ class TrainingRun(ABC):
                 if self.step > self._saved_step:
                     self.save(evaluation_due=evaluation_due, last=True)
                 else:
-                    # It may be saved in the background still, and fail.
+                    # The checkpoint may still be in a background write, which can fail.
                     self.wait()
                 log.error("%s failed; step %d was saved, from which the same command resumes", what, self.step)
             raise
 
     def export(self, folder: Path) -> dict[str, str]:
-        """Export the current model, and its adapters by themselves if it has any; return where they are, by name."""
+        """Export the current model, and its adapters separately if it has any; return their paths by name."""
         outputs = {"adapter": self.export_model(folder / "adapter", adapters_only=True)} if self.has_adapters else {}
         return {**outputs, "model": self.export_model(folder / "hf", adapters_only=False)}

@@ -15,11 +15,11 @@ from ..data.encode import KINDS, DataKind
 from ..data.loader import GlobalBatch
 
 PAIR_METRICS: Mapping[str, bool] = {"loss": True, "reward_accuracy": False, "reward_margin": False}
-"""The metrics of an evaluation on pairs, and whether lower is better."""
+"""The metrics of an evaluation on pairs, and for each whether lower is better."""
 
 
 class TrainingMethod(ABC):
-    """A training method, between the training loop and the engine.
+    """The base class of training methods, between the training loop and the engine.
 
     Args:
         config: The run's settings.
@@ -30,9 +30,9 @@ class TrainingMethod(ABC):
     name: ClassVar[str]
     head: ClassVar[str] = "lm"
     can_generate: ClassVar[bool] = True
-    """Whether the trained model can generate answers."""
+    """Whether the trained model can generate completions."""
     lower_is_better: ClassVar[Mapping[str, bool]]
-    """The evaluation metrics by which a best checkpoint can be chosen, and whether lower is better."""
+    """The evaluation metrics that can select the best checkpoint, and for each whether lower is better."""
 
     def __init__(self, config: RunConfig, loss: Loss | None = None) -> None:
         self.config, self.own_loss = config, loss
@@ -94,7 +94,7 @@ class TrainingMethod(ABC):
                 ("learn", data.learn, "last_answer"),
             ):
                 if value == usual:
-                    raise ConfigError(f"data.{name}={value}: {self.name} compares entire answers; unset it")
+                    raise ConfigError(f"data.{name}={value}: {self.name} compares entire completions; unset it")
         if model.head != self.head:
             target = "a language-model head" if self.head == "lm" else "a value head, which gives one number per text"
             raise ConfigError(f"model.head={model.head}: {self.name} trains {target}; set model.head={self.head}")

@@ -1,4 +1,4 @@
-"""Preference learning: the policy's loss, and the reference that the policy is compared with."""
+"""Preference learning: the loss of the policy, relative to a reference."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,12 +64,12 @@ class PreferenceMethod(TrainingMethod):
         if config.dpo.loss == "kto":
             if config.data.batch_size < 2:
                 raise ConfigError(
-                    f"data.batch_size={config.data.batch_size}: kto compares each answer with another one in the "
+                    f"data.batch_size={config.data.batch_size}: kto compares each completion with another one in the "
                     "batch; use at least 2"
                 )
             if resolved_mode(config) == "cached":
                 raise ConfigError(
-                    "reference.mode=cached with dpo.loss=kto, which needs the log-probabilities of new prompt-answer "
+                    "reference.mode=cached with dpo.loss=kto, which needs the log-probabilities of new prompt-completion "
                     "combinations in every epoch; use model or base"
                 )
 
@@ -117,7 +117,7 @@ class PreferenceMethod(TrainingMethod):
 
     @property
     def token_multiple(self) -> int:
-        """The multiple that the reference requires if it has a layout of its own."""
+        """The multiple that the reference requires if it has its own layout."""
         return self._config.reference.parallel.token_multiple
 
     def close(self) -> None:
@@ -127,13 +127,13 @@ class PreferenceMethod(TrainingMethod):
 
 
 def mismatched(global_batch: GlobalBatch, longest: int) -> GlobalBatch:
-    """Combine each prompt of a batch with the answer to the nearest different prompt before it.
+    """Combine each prompt of a batch with the completion of the nearest different prompt before it.
 
     KTO uses these documents to measure the distance to the reference. If all prompts of the batch are equal, there are none.
 
     Args:
-        global_batch: A global batch of single answers.
-        longest: The maximum number of tokens in a document; a longer answer is truncated.
+        global_batch: A global batch of single completions.
+        longest: The maximum number of tokens in a document; longer documents are truncated.
     """
     documents = [global_batch.read(position) for position in range(len(global_batch))]
     prompts = [_prompt(document) for document in documents]
@@ -160,13 +160,13 @@ class _Prompt:
 
 
 def _prompt(sample: Sample) -> _Prompt:
-    """Return what comes before an answer. Images of one size have equal tokens, so their names are compared too."""
+    """Return the part of a sample before the completion, with its media: images of the same size have equal tokens."""
     begin = _begin(sample)
     return _Prompt(tuple(sample.ids[:begin]), tuple(span for span in sample.media if span.last <= begin))
 
 
 def _begin(sample: Sample) -> int:
-    """Return the index of the answer's first token."""
+    """Return the index of the completion's first token."""
     return list(sample.supervised).index(True)
 
 
@@ -175,13 +175,13 @@ def preference_loss(settings: PreferenceConfig, temperature: float = 1.0) -> Pre
 
     Args:
         settings: The settings.
-        temperature: What logits are divided by.
+        temperature: The divisor of the logits.
 
     Raises:
-        ConfigError: They name a loss that is not one over pairs, or a number is out of range.
+        ConfigError: The settings do not name a loss over pairs, or a number is out of range.
     """
     if settings.loss == "kto":
-        raise ConfigError("dpo.loss=kto does not compare pairs of answers; use sigmoid, ipo or hinge")
+        raise ConfigError("dpo.loss=kto does not compare pairs of completions; use sigmoid, ipo or hinge")
     try:
         return PreferenceLoss(
             kind=settings.loss,

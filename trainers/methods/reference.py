@@ -79,7 +79,7 @@ class ReferenceModel(ABC):
 
 
 class FrozenModel(ReferenceModel):
-    """A frozen model in an engine of its own.
+    """A frozen model in a separate engine.
 
     Args:
         engine: The model's initialized engine.
@@ -218,7 +218,7 @@ def _identity(config: DPOConfig, engine: BaseEngine) -> str:
     """
 
     def compute() -> str:
-        # A Hub name refers to the repository's latest commit, whichever that is.
+        # A Hub name refers to the repository's latest commit, so hash the resolved folder.
         folder = resolve_folder(engine.model_config.path)
         inputs = {
             "format": FORMAT,

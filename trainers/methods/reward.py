@@ -1,4 +1,4 @@
-"""Reward modeling: a model that scores the chosen answer higher than the rejected one."""
+"""Reward modeling: a model that scores the chosen completion higher than the rejected one."""
 
 from ...engine.base import BaseEngine
 from ...engine.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: next-token prediction on the answers."""
+"""Supervised fine-tuning: next-token prediction on the completions."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -19,7 +19,7 @@ class SFTMethod(TrainingMethod):
 
     @property
     def loss(self) -> Loss:
-        """The negative log-likelihood of the answers."""
+        """The negative log-likelihood of the completions."""
         return self.own_loss or SFTLoss()
 
     @property

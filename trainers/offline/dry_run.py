@@ -1,6 +1,6 @@
-"""A dry run: everything up to and including a first step, with its memory.
+"""A dry run: everything up to and including the first step, with its memory use.
 
-Nothing is written but what later runs use again: tokenized data and, with `reference.mode=cached`, a reference's log-probabilities.
+Only caches that later runs reuse are written: tokenized data and, with `reference.mode=cached`, the reference's log-probabilities.
 """
 
 import os
@@ -19,16 +19,16 @@ from .run import OfflineRun
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What a run would do.
+    """The plan of a run, and the measurements of its first step.
 
     Args:
         first_step: The number of the first step: 1, or the one after the checkpoint that the run resumes from.
         total_steps: The number of the last step.
-        samples: The number of samples in an epoch; of the first `data.stream_rows` rows, if streaming.
+        samples: The number of samples in an epoch; if streaming, in the first `data.stream_rows` rows.
         tokens: The number of their tokens.
         result: A step on the longest samples, whose micro-batches are the fullest.
-        initial_gib: The peak memory before the step of the rank that uses most, in GiB: GPU memory, or the process's memory.
-        device_gib: The memory that such a rank has, in GiB: its GPU's, or its share of the machine's.
+        initial_gib: The peak memory before the step, in GiB, maximum over ranks: GPU memory, or the process's memory.
+        device_gib: The memory available to a rank, in GiB, minimum over ranks: its GPU's, or its share of the machine's.
         seconds: The time of the step, which includes compilation and allocation.
     """
 
@@ -58,7 +58,7 @@ class DryRun:
 
 
 def measure(run: OfflineRun) -> DryRun:
-    """Make a step on the longest samples of a run, and print what the run would do. Collective.
+    """Run a step on the longest samples of a run, and print the plan of the run. Collective.
 
     Args:
         run: The run, opened with `is_dry`.

@@ -70,7 +70,7 @@ def _announce_sources(config: RunConfig, dataset: TokenDataset, epoch_sizes: Seq
             "" if samples_per_epoch == size else f"; {samples_per_epoch} per epoch ({samples_per_epoch / size:.2f} times)"
         )
         per_turn = (
-            f"; {split_chats_count} chats, with each answer as a separate sample (data.turns={config.data.turns})"
+            f"; {split_chats_count} chats, with each assistant turn as a separate sample (data.turns={config.data.turns})"
             if split_chats_count
             else ""
         )

@@ -1,4 +1,4 @@
-"""The runs of SFT, DPO and reward models: opening one, and what the training loop asks of it."""
+"""The runs of SFT, DPO and reward models, as the training loop drives them."""
 
 import logging
 import time
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, eq=False)
 class OfflineRun(TrainingRun):
-    """A run whose samples are given.
+    """A run on a fixed dataset.
 
     Args:
         engine: The initialized engine.
@@ -109,7 +109,7 @@ class OfflineRun(TrainingRun):
     def make_step(self) -> dict[str, Any]:
         """Train on the next batch; see the base class. Collective."""
         start = time.perf_counter()
-        # Streamed data that cannot be used end a run, but not what it has learned.
+        # Invalid streamed data end the run, but its last step is saved first.
         with self.saved_on(DrivetrainError, f"the data of step {self.step + 1}"):
             global_batch, following = next(self._batches)
             global_batch = global_batch.with_shard(self.engine)
@@ -262,7 +262,7 @@ class OfflineRun(TrainingRun):
     def _restore_cursor(self, checkpoint: str, state: RestoredState) -> Cursor:
         if "data" not in state.extra:
             log.warning(
-                "%s records no position in the data, since it is from another program; the data starts from the beginning",
+                "%s records no position in the data, since another program wrote it; the data starts from the beginning",
                 checkpoint,
             )
             return Cursor()
@@ -293,7 +293,7 @@ def open_run(
         metrics: The metrics of the generated completions.
         python: Rows in memory, and what is applied to every row.
         callbacks: Code that the training loop calls on every rank.
-        is_dry: Whether nothing is to be written: folders are neither created nor locked against other runs.
+        is_dry: Whether to write nothing; folders are then neither created nor locked against other runs.
 
     Raises:
         DrivetrainError: A file, a row, the model or a checkpoint cannot be used; raised on all ranks.
@@ -317,7 +317,7 @@ def open_run(
             datasets = [one for one in (data.source, data.held_out) if isinstance(one, TokenDataset)]
             if any(one.has_media for one in datasets) and not engine.capabilities.media:
                 raise CapabilityError(
-                    f"the data have images, video or audio, which engine.backend={config.engine.backend} does not take; use engine.backend=fsdp"
+                    f"the data have images, video or audio, which engine.backend={config.engine.backend} does not support; use engine.backend=fsdp"
                 )
             loader = _loader(config.data, data)
             steps = -(-len(loader) // config.data.batch_size) if isinstance(loader, Loader) else 0

@@ -1,4 +1,4 @@
-"""The trainers on a fixed dataset as Python classes, which the commands run."""
+"""The trainers on a fixed dataset, as Python classes that the commands also use."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -28,21 +28,21 @@ C = TypeVar("C", bound=RunConfig)
 class Trainer(BaseTrainer[C, DryRun]):
     """A trainer on a fixed dataset: the base class of `SFTTrainer`, `DPOTrainer` and `RewardTrainer`.
 
-    In a notebook it runs in this process; under torchrun every process makes the same trainer and calls `train`.
+    In a notebook it runs in this process. Under torchrun, every process creates the same trainer and calls `train`.
 
     Args:
         config: The settings, such as `SFTConfig.parse("recipe=sft", "model.path=MODEL")`.
         train_data: Rows to train on, a list of dicts or a `datasets.Dataset`, instead of those that `data.train` names.
         eval_data: Rows to evaluate on, instead of those that `data.eval` names.
-        formatting: A function that makes of each row one that the trainer reads, also of rows of files; a text that it returns
-            stands for a row with the column `text`.
-        loss: The loss to minimize, instead of that of the settings. For DPO the batches hold the reference's log-probabilities,
+        formatting: A function that converts each row, also of files, to one that the trainer reads. If it returns a text, the row
+            has the single column `text`.
+        loss: The loss to minimize, instead of that of the settings. For DPO, batches hold the reference's log-probabilities
             unless the loss has an attribute `needs_reference` that is False.
-        metrics: Functions of any of `prompt`, `answer` and `wanted`, which measure the answers of `trainer.generate`.
+        metrics: Functions of any of `prompt`, `answer` and `wanted`, which score the completions of `trainer.generate`.
         callbacks: Code that the training loop calls on every rank.
 
     Raises:
-        ConfigError: An argument is of another type, or contradicts the settings.
+        ConfigError: An argument has the wrong type, or contradicts the settings.
     """
 
     method_class: ClassVar[type[TrainingMethod]]

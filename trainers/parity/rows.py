@@ -37,7 +37,7 @@ from .parity_command import Job, Row, relative
 OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
 LAYERS = 4
 VISION = "qwen2_5_vl"
-"""The embedded tiny model that takes images, and has samples of its own."""
+"""The embedded tiny model that takes images, and has separate samples."""
 CHATS, QUESTIONS = 64, 3
 
 
@@ -85,10 +85,10 @@ def _write_chats(path: Path) -> None:
     random = Random(0)
 
     def text(longest: int) -> str:
-        # Special tokens inside too, whose rows engines may treat in their own ways.
+        # Include special tokens, whose embedding rows engines may treat differently.
         return "".join(random.choices([*DIGITS, "+", "=", *SPECIAL], k=random.randint(1, longest)))
 
-    # Half of them are answers to a few questions, so that documents of a batch begin alike.
+    # Half of the samples share a few prompts, so that documents of a batch have common prefixes.
     questions = [{"role": "user", "content": "".join(random.choices(DIGITS, k=40))} for _ in range(QUESTIONS)]
     with open(path, "w") as file:
         for i in range(CHATS):
@@ -141,7 +141,7 @@ def documents_of(
 def make_reference(job: Job) -> None:
     """Train the references in plain Hugging Face, one document at a time.
 
-    For bfloat16 each reference is trained twice, also in float32, to measure the effect of bfloat16 alone.
+    For bfloat16, each reference is also trained in float32, to measure the effect of bfloat16 by itself.
     """
     make_models(job)
     init_distributed()
@@ -231,7 +231,7 @@ def run_rows(job: Job, nproc: int) -> None:
         dist.barrier()
         try:
             result = run_row(job, row)
-        except Exception as e:  # a backend may fail in any way; other ranks may wait for this one, so all processes restart
+        except Exception as e:  # a backend may raise anything; other ranks may wait for this one, so all processes restart
             job.result(i).write_text(json.dumps({"error": f"{type(e).__name__}: {e}"}))
             raise
         if dist.get_rank() == 0:

@@ -1,1 +1,1 @@
-"""Reinforcement learning: rollout, scores and updates, as phases over the roles of a group."""
+"""Reinforcement learning: rollout, scoring and updates, as phases over the roles of a group."""

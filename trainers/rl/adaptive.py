@@ -1,4 +1,4 @@
-"""What a run adapts from step to step: the weight of the KL penalty, and the scale of the rewards. Its state is in checkpoints."""
+"""Values that a run adapts from step to step: the weight of the KL penalty, and the scale of the rewards. Checkpoints store their state."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from ..config.rl import RLSettings
 from .algorithms import Algorithm
 
 _MOST = 0.2
-"""By how much the error of the KL divergence counts at most, as in the paper."""
+"""The clipping bound of the proportional error of the KL divergence, as in the paper."""
 _EPS = 1e-8
 
 
@@ -70,14 +70,14 @@ class Adaptive:
         self._coef *= 1 + error * min(1.0, completions / self._settings.kl_horizon)
 
     def shape_rewards(self, rewards: Sequence[float]) -> list[float]:
-        """Return the rewards of a step's completions, scaled and clipped as the settings say."""
+        """Return the rewards of a step's completions, scaled and clipped according to the settings."""
         kind = self._settings.reward_norm
         if kind == "batch":
             mean = sum(rewards) / max(1, len(rewards))
             squares = sum((reward - mean) ** 2 for reward in rewards)
             self._shift, self._scale = mean, _deviation(squares, len(rewards))
         elif kind == "running":
-            # Welford 1962: sums of squares of the distance from a moving mean, which lose no digits.
+            # Welford 1962: accumulates squared distances from a running mean, without cancellation.
             for reward in rewards:
                 self._count += 1
                 distance = reward - self._mean
@@ -87,7 +87,7 @@ class Adaptive:
         return self.shape_others(rewards)
 
     def shape_others(self, rewards: Sequence[float]) -> list[float]:
-        """Return other rewards on the scale of those that `shape_rewards` was called with last."""
+        """Return other rewards on the scale of the last call of `shape_rewards`."""
         clip = math.inf if self._settings.reward_clip is None else self._settings.reward_clip
         return [min(max((reward - self._shift) / self._scale, -clip), clip) for reward in rewards]
 
@@ -100,7 +100,7 @@ class Adaptive:
         return {"kl_coef": self._coef, "count": self._count, "mean": self._mean, "squares": self._squares}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint. A weight that is not adapted is that of the settings."""
+        """Restore the state of a checkpoint. A weight that is not adapted keeps its value from the settings."""
         if self._settings.kl_target is not None:
             self._coef = float(state.get("kl_coef", self._coef))
         self._count, self._mean = int(state.get("count", 0)), float(state.get("mean", 0.0))
@@ -108,6 +108,6 @@ class Adaptive:
 
 
 def _deviation(squares: float, count: int) -> float:
-    """Return a standard deviation that can be divided by: 1 if all values are equal."""
+    """Return a standard deviation that is safe to divide by: 1 if all values are equal."""
     deviation = math.sqrt(squares / (count - 1)) if count > 1 else 0.0
     return deviation + _EPS if deviation > _EPS else 1.0

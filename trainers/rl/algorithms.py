@@ -1,4 +1,4 @@
-"""Algorithms: each is the settings of one loss and one estimator of advantages."""
+"""Algorithms: each combines the settings of a loss and an advantage estimator."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -21,9 +21,9 @@ class Algorithm:
     """An algorithm.
 
     Args:
-        loss: The loss of the policy.
-        advantage: How advantages are computed; None for a loss that compares pairs of completions.
-        dynamic_sampling: Whether groups of equal rewards are replaced.
+        loss: The policy loss.
+        advantage: The advantage estimator; None for a loss that compares pairs of completions.
+        dynamic_sampling: Whether groups with equal rewards are replaced.
     """
 
     loss: PolicyLoss | PreferenceLoss
@@ -32,14 +32,14 @@ class Algorithm:
 
     @property
     def loss_text(self) -> str:
-        """The loss, for people."""
+        """A description of the loss."""
         if isinstance(self.loss, PreferenceLoss):
             return _text(vars(self.loss), vars(PreferenceLoss()), ("kind",))
         return _text(self.loss.settings(), self.loss.defaults(), ("objective", "ratio", "aggregation"))
 
     @property
     def advantage_text(self) -> str:
-        """The estimator of advantages, for people."""
+        """A description of the advantage estimator."""
         assert self.advantage is not None
         names = [f.name for f in fields(self.advantage.estimator)]
         return _text(self.advantage.settings(), self.advantage.defaults(), ("estimator", *names))
@@ -58,7 +58,7 @@ class Algorithm:
 
     @property
     def needs_squared_probs(self) -> bool:
-        """Whether it uses the sums of squared probabilities of the policy that answered."""
+        """Whether it uses the sums of squared probabilities of the policy that generated the completions."""
         return self._needs("sum_squared_probs")
 
     @property
@@ -69,7 +69,7 @@ class Algorithm:
 
     @property
     def needs_baselines(self) -> bool:
-        """Whether it compares each completion with the most likely one."""
+        """Whether it compares each completion with the greedy one."""
         return self._needs("baselines")
 
     def _needs(self, name: str) -> bool:
@@ -83,7 +83,7 @@ def published(name: str) -> Algorithm:
         name: Its name, a value of `rl.algorithm`.
 
     Raises:
-        ConfigError: There is none of this name.
+        ConfigError: There is no algorithm of this name.
     """
     spec = ALGORITHMS.get(name)
     if spec.loss is None or spec.advantage is None:
@@ -96,7 +96,7 @@ def published(name: str) -> Algorithm:
 
 
 def resolve(config: RLConfig) -> Algorithm:
-    """Return the algorithm of a run: that of `rl.algorithm`, with what the settings change.
+    """Return the algorithm of a run: that of `rl.algorithm`, changed by the other settings.
 
     Args:
         config: The run's settings.
@@ -110,7 +110,7 @@ def resolve(config: RLConfig) -> Algorithm:
         pairs = preference_loss(config.dpo, config.rollout.temperature)
         if pairs.needs_matching:
             raise ConfigError(
-                "dpo.loss=aot with rl.algorithm=online_dpo: it compares distributions over many pairs of known answers; use it with "
+                "dpo.loss=aot with rl.algorithm=online_dpo: it compares distributions over many pairs of a fixed dataset; use it with "
                 "drivetrain dpo, or another loss"
             )
         return replace(known, loss=pairs)
@@ -121,7 +121,7 @@ def resolve(config: RLConfig) -> Algorithm:
     by_norm = aggregation == "seq-mean-token-sum-norm"
     if not (config.rollout.temperature > 0 and math.isfinite(config.rollout.temperature)):
         raise ConfigError(
-            f"rollout.temperature={config.rollout.temperature}; it must be a finite number above 0, for answers that differ from each other"
+            f"rollout.temperature={config.rollout.temperature}; it must be a finite number above 0, so that completions differ from each other"
         )
     of_run = {
         "length_norm": norm if by_norm or rl.loss.length_norm is not None else None,
@@ -136,7 +136,7 @@ def resolve(config: RLConfig) -> Algorithm:
             f"rl.loss.{unread[0]}={changes[unread[0]]} is not used by the objective {loss.objective.name} of rl.algorithm={rl.algorithm}; "
             "remove it"
         )
-    # A bound that another objective does not read can be left out; what the algorithm is a ratio of cannot.
+    # Another objective may ignore the algorithm's bounds, but not the definition of its ratio.
     for name, value in (ALGORITHMS.get(rl.algorithm).loss or {}).items():
         if isinstance(value, str) and name not in loss.settings():
             raise ConfigError(
@@ -176,7 +176,7 @@ def resolve(config: RLConfig) -> Algorithm:
 
 
 def _text(settings: Mapping[str, Any], defaults: Mapping[str, Any], always: Collection[str]) -> str:
-    """Return those settings that are named, and those that are not at their defaults."""
+    """Format the settings in `always`, and those that differ from their defaults."""
     return ", ".join(f"{name}={value}" for name, value in settings.items() if name in always or value != defaults[name])
 
 

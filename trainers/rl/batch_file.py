@@ -10,7 +10,7 @@ _STRUCTURE = ("input_ids", "position_ids", "labels", "cu_seqlens")
 
 
 def tensors_of(batch: PackedBatch) -> dict[str, Tensor]:
-    """Return the tensors of a batch by name, as they are written to a file."""
+    """Return the tensors of a batch by name, for a file."""
     tensors = {name: getattr(batch, name) for name in _STRUCTURE}
     tensors |= {f"token/{name}": values for name, values in batch.token_fields.items()}
     tensors |= {f"sequence/{name}": values for name, values in batch.sequence_fields.items()}
@@ -20,11 +20,11 @@ def tensors_of(batch: PackedBatch) -> dict[str, Tensor]:
 
 
 def batch_from(tensors: Mapping[str, Tensor], extra_fields: Collection[str]) -> PackedBatch:
-    """Return the batch of such tensors.
+    """Return the batch of the tensors of a file.
 
     Args:
-        tensors: The tensors of a file by name; others are left out.
-        extra_fields: The names of fields that nothing needs to read.
+        tensors: The tensors of a file by name; unknown ones are left out.
+        extra_fields: The names of optional fields.
 
     Raises:
         KeyError: A tensor is missing.

@@ -1,6 +1,6 @@
-"""Replay bundles: completions with all of their tensors in a file, from which a phase continues, or a step is repeated elsewhere.
+"""Replay bundles: files with completions and all of their tensors, from which a phase continues, or a step is repeated elsewhere.
 
-A bundle is a safetensors file. Its metadata is JSON: what the completions are, and the settings that made them. Nothing in it is code: names
+A bundle is a safetensors file. Its metadata is JSON: the completions, and the settings that produced them. It never executes code: names
 of code and `trust_remote_code` in its settings are ignored.
 """
 
@@ -31,17 +31,17 @@ KEY = "drivetrain.bundle"
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """Completions, and everything that is known of them.
+    """Completions with all of their data.
 
     Args:
         batch: The documents, each a prompt with its completion, and their fields.
         rows: The completions.
         config: The settings of the run, as plain data.
         step: The number of the step; 0 if there is none.
-        adaptive: The state of what the run adapts, before the step.
+        adaptive: The state of the adapted values before the step.
         checkpoints: The checkpoint of each role before the step, relative to the bundle.
         expected: The metrics of the step.
-        machine: What computed it; see `describe_machine`. None in a bundle of an older version.
+        machine: The machine that computed it; see `describe_machine`. None in a bundle of an older version.
     """
 
     batch: PackedBatch
@@ -54,7 +54,7 @@ class Bundle:
     machine: Mapping[str, Any] | None = field(default_factory=describe_machine)
 
     def write(self, path: Path) -> None:
-        """Write the bundle, whole or not at all.
+        """Write the bundle atomically.
 
         Raises:
             CheckpointError: The file cannot be written.
@@ -96,21 +96,21 @@ class Bundle:
             with safe_open(path, framework="pt") as file:
                 text = (file.metadata() or {}).get(KEY)
                 if text is None:
-                    raise CheckpointError(f"{path} is a safetensors file, but no bundle of drivetrain rl")
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # a file is no mapping
+                    raise CheckpointError(f"{path} is a safetensors file, but not a bundle of drivetrain rl")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # a safetensors file is not a mapping
         except (SafetensorError, OSError) as e:
             raise CheckpointError(f"{path} is not a bundle, or is damaged: {e}") from e
         try:
             about = json.loads(text)
             sampled = {name: about["config"]["rollout"][name] for name in ("temperature", "top_p", "top_k")}
             if about["log_probs"] != sampled:
-                raise ValueError(f"its log-probabilities are of {about['log_probs']}, but its settings say {sampled}")
+                raise ValueError(f"its log-probabilities are of {about['log_probs']}, but its settings have {sampled}")
             if about["format"] != FORMAT:
                 raise CheckpointError(f"{path} has format {about['format']!r}; this version reads format {FORMAT}")
             batch = batch_from(tensors, about["passengers"])
             rows = tuple(_completion_of(record, batch, i) for i, record in enumerate(about["answers"]))
             if len(rows) != batch.num_sequences:
-                raise ValueError(f"it has {len(rows)} answers and {batch.num_sequences} documents")
+                raise ValueError(f"it has {len(rows)} completions and {batch.num_sequences} documents")
             return cls(
                 batch=batch,
                 rows=rows,
@@ -159,7 +159,7 @@ def _completion_of(record: Mapping[str, Any], batch: PackedBatch, row: int) -> C
     ids: list[int] = batch.input_ids[begin:end].tolist()
     first = int(record["prompt_tokens"])
     if not 0 < first <= len(ids):
-        raise ValueError(f"answer {row} has a prompt of {first} tokens in a document of {len(ids)}")
+        raise ValueError(f"completion {row} has a prompt of {first} tokens in a document of {len(ids)}")
     prompt = Prompt(name=str(record["name"]), ids=ids[:first], content=record["prompt"], columns=dict(record["columns"]))
     return Completion(
         prompt=prompt,
@@ -171,20 +171,20 @@ def _completion_of(record: Mapping[str, Any], batch: PackedBatch, row: int) -> C
         rewards={str(name): float(value) for name, value in record["rewards"].items()},
         reward=math.nan if record["reward"] is None else float(record["reward"]),
         baseline=None if record["baseline"] is None else float(record["baseline"]),
-        # Bundles from before there were environments have none.
+        # Bundles from before environments were supported have no episode.
         episode=None if record.get("episode") is None else EpisodeRecord.from_json(record["episode"]),
     )
 
 
 _PATHS = ("path", "chat_template", "train", "eval", "output_dir", "checkpoint_dir", "resume")
-"""Names of settings in which variables of the environment are expanded."""
+"""Names of settings in which environment variables are expanded."""
 
 
 def _check_literal(section: Mapping[str, Any], prefix: str) -> None:
-    """Check that no path refers to the environment, which the path would carry elsewhere.
+    """Check that no path refers to environment variables, whose values a bundle from elsewhere could leak.
 
     Raises:
-        CheckpointError: One does.
+        CheckpointError: A path does.
     """
     for name, value in section.items():
         if isinstance(value, Mapping):
@@ -193,15 +193,15 @@ def _check_literal(section: Mapping[str, Any], prefix: str) -> None:
             for path in value if isinstance(value, list) else [value]:
                 if isinstance(path, str) and ("$" in path or path.startswith("~")):
                     raise CheckpointError(
-                        f"the bundle's {prefix}{name}={path} refers to a variable or a home folder, which it may not"
+                        f"the bundle's {prefix}{name}={path} refers to a variable or a home folder, which is not allowed in a bundle"
                     )
 
 
 def settings_of(bundle: Bundle) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of a bundle without those that would run code, and the names of these.
+    """Return the settings of a bundle without those that would run code, and the names of the removed ones.
 
     Args:
-        bundle: The bundle, which may be anybody's.
+        bundle: The bundle, which may come from an untrusted source.
     """
     settings: dict[str, Any] = json.loads(json.dumps(bundle.config))
     ignored: list[str] = []
@@ -242,10 +242,10 @@ class StepBundles:
         self._folder = Path(phases.config.trainer.output_dir).absolute() / "bundles"
 
     def begin(self, completions: Completions, step: int) -> Bundle | None:
-        """Save what repeats the update of a step, before it; return the bundle without the update's metrics, None if none is due.
+        """Save the inputs of a step's update before it; return the bundle without the update's metrics, or None if none is due.
 
         Args:
-            completions: The judged and scored completions, with `old_log_probs`.
+            completions: The completions with rewards and scores, and with `old_log_probs`.
             step: The number of the step.
         """
         if not self._every or step % self._every:
@@ -264,7 +264,7 @@ class StepBundles:
         """Write the bundle of a step after its update.
 
         Args:
-            bundle: What `begin` returned.
+            bundle: The bundle from `begin`.
             metrics: The metrics of the update.
         """
         complete = replace(bundle, expected=dict(metrics))

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: those of the actor and the critic. The actor's is written last and marks the checkpoint complete."""
+"""Checkpoints of a run, which consist of the actor's and the critic's. The actor's is written last and marks the checkpoint as complete."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -22,18 +22,18 @@ log = logging.getLogger(__name__)
 
 METHOD = "rl"
 COMPLETIONS = "completions.safetensors"
-"""The file of completions that wait to be learned from."""
+"""The file of completions that are pending for training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """A checkpoint that was loaded.
+    """A loaded checkpoint.
 
     Args:
         folder: Its folder.
         step: The last completed step.
         extra: The state of the trainer.
-        completions: Completions that were waiting to be learned from, as a file; None if there were none.
+        completions: Completions that were pending for training, as file contents; None if there were none.
     """
 
     folder: str
@@ -54,7 +54,7 @@ class RunCheckpoints:
     def __init__(self, config: RLConfig, group: WorkerGroup, ranks: TrainerRanks) -> None:
         self._config, self._group, self._ranks = config, group, ranks
         where = config.trainer.checkpoint_dir or str(Path(config.trainer.output_dir) / "checkpoints")
-        # Workers of a cluster may run in another folder.
+        # Workers of a cluster may have another working directory.
         self.root = where if "://" in where else str(Path(where).absolute())
 
     @property
@@ -75,13 +75,13 @@ class RunCheckpoints:
         Args:
             step: The last completed step.
             extra: The state of the trainer.
-            completions: Completions that wait to be learned from, as a file; None if there are none.
+            completions: Completions that are pending for training, as file contents; None if there are none.
             best: The step of the best evaluation so far, whose checkpoint is kept.
         """
         trainer = self._config.trainer
         roots = [self.root]
         if self._has_critic:
-            # First: what is found later is the actor's, and it is complete only with the critic.
+            # Write the critic first: resuming looks for the actor's checkpoint, which is complete only with the critic's.
             roots.insert(0, self._critic_root(self.root))
             self._group["critic"].save_checkpoint(roots[0], step, {})
         store = self._completions_store(self.root)
@@ -100,7 +100,7 @@ class RunCheckpoints:
                     keep_every=trainer.keep_every,
                     keep=() if best is None else (best,),
                 )
-            # Those of a step that is saved again may be others.
+            # If a step is saved again, its completions may differ.
             written = extra.get("completions")
             left = {(step_of(name) or (0, 0))[0] for name in steps(open_store(self.root))} - {step}
             for folder in store.folders():
@@ -128,7 +128,7 @@ class RunCheckpoints:
                 completions = self._completions_of(root, step, extra)
                 self.load(folder, f"{self._critic_root(root)}/{Path(folder).name}")
             except DrivetrainError as e:
-                # Damage shows only when the bytes are read. All processes of a controller have this error.
+                # Damage is detected only when the bytes are read. All processes of the controller get this error.
                 if setting != "auto" or "DamagedError" not in f"{type(e).__name__} {e} {e.__cause__!r}":
                     raise
                 log.warning("checkpoint skipped: %s", e)
@@ -141,7 +141,7 @@ class RunCheckpoints:
         """Return the completions that belong to a checkpoint.
 
         Raises:
-            DamagedError: They are not there, or are not those that were written.
+            DamagedError: The file is missing, or its digest does not match.
         """
         digest = extra.get("completions")
         if digest is None:
@@ -152,11 +152,11 @@ class RunCheckpoints:
         except CheckpointError as e:
             raise DamagedError(f"{store}/{COMPLETIONS} cannot be used: {e}") from e
         if digest_of(data) != digest:
-            raise DamagedError(f"{store}/{COMPLETIONS} cannot be used: its bytes are not those that were written")
+            raise DamagedError(f"{store}/{COMPLETIONS} cannot be used: its contents do not match its digest")
         return data
 
     def steps(self) -> set[int]:
-        """Return the steps of which there are checkpoints in the folder of this run."""
+        """Return the steps that have a checkpoint in the folder of this run."""
         names = self._ranks.run_on_rank0(lambda: steps(open_store(self.root)))
         return {(step_of(name) or (0, 0))[0] for name in names}
 
@@ -170,12 +170,12 @@ class RunCheckpoints:
         """Load the actor's checkpoint of a step.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: It does not exist.
         """
         self._group["actor"].load_checkpoint(f"{self.root.rstrip('/')}/{folder_name(step)}")
 
     def _find(self, setting: str, damaged: Collection[str] = ()) -> tuple[str, str, int, Mapping[str, Any]] | None:
-        """Return the folder of the checkpoint to start from, the folder it is in, its step and the trainer's state."""
+        """Return the folder of the checkpoint to start from, its parent folder, its step and the trainer's state."""
         root = open_store(self.root)
         for store in (root, open_store(self._critic_root(self.root))):
             recover(store)
@@ -195,7 +195,7 @@ class RunCheckpoints:
         extra = manifest.data["extra"]
         if "data" not in extra:
             raise CheckpointError(
-                f"{folder} does not say where in the prompts to continue, so it was not saved by a run; give the folder of a run, or one of "
+                f"{folder} has no position in the prompts, so it was not saved by a run; give the folder of a run, or one of "
                 "its checkpoints"
             )
         actor = self._config.actor.model or self._config.model
@@ -204,7 +204,7 @@ class RunCheckpoints:
         root_of = folder.rpartition("/")[0]
         if self._has_critic and not self._is_complete(f"{self._critic_root(root_of)}/{Path(folder).name}"):
             raise CheckpointError(
-                f"{folder} has no checkpoint of a critic beside it ({self._critic_root(root_of)}), which this run trains; it is of a run "
+                f"{folder} has no checkpoint of a critic beside it ({self._critic_root(root_of)}), but this run trains a critic; it is from a run "
                 "without one: set model.path to the model that it exported"
             )
         return folder, folder.rpartition("/")[0], step, manifest.data["extra"]

@@ -18,7 +18,7 @@ class Collector:
     Args:
         config: The run's settings.
         phases: The phases.
-        rollouts: The completions to the run's tickets.
+        rollouts: The completions of the run's tickets.
     """
 
     def __init__(self, config: RLConfig, phases: Phases, rollouts: Rollouts) -> None:
@@ -29,7 +29,7 @@ class Collector:
     def collect(self) -> Completions:
         """Return the completions of a step, whose rewards are being computed.
 
-        The groups of the next tickets are taken, in order.
+        They are the groups of the next tickets, in order.
         """
         parts: list[Completions] = []
         while not self._rollouts.tickets.is_full:
@@ -38,15 +38,15 @@ class Collector:
         return join(parts)
 
     def collect_varied(self) -> tuple[Completions, dict[str, float]]:
-        """Return the completions of a step with dynamic sampling: groups whose rewards are all equal are dropped, and rewards are known.
+        """Return the completions of a step with dynamic sampling: their rewards are known, and groups whose rewards are all equal are dropped.
 
         Source: DAPO, arXiv:2503.14476, section 3.2.
 
         Returns:
-            The completions, and numbers of what happened to others.
+            The completions, and the counts of dropped ones.
 
         Raises:
-            RewardError: Too many completions could not be judged.
+            RewardError: Too many completions could not be scored.
         """
         most = self._config.rl.max_resamples * self._config.data.batch_size
         parts: list[Completions] = []
@@ -67,8 +67,8 @@ class Collector:
         if equal:
             self._warn_once(
                 "resamples",
-                "step %d has %d groups of equal rewards, because %d others were replaced before (rl.max_resamples=%d times the prompts of a "
-                "step); the task may be too hard or too easy for the policy",
+                "step %d has %d groups with equal rewards, because %d groups were already replaced (rl.max_resamples=%d times the prompts "
+                "of a step); the task may be too hard or too easy for the policy",
                 self._rollouts.tickets.version + 1,
                 equal,
                 replaced,
@@ -79,11 +79,11 @@ class Collector:
 
     @property
     def _missing(self) -> int:
-        """How many groups the step still needs."""
+        """Return the number of groups that the step still needs."""
         return self._rollouts.tickets.batch - self._rollouts.tickets.kept
 
     def _judge(self, numbers: Sequence[int]) -> list[tuple[int, dict[str, float]]]:
-        """Wait for the rewards of the completions to several prompts together, which asks a reward model once."""
+        """Wait for the rewards of several prompts' completions together, with a single call of the reward model."""
         parts = self._phases.ask_reward_model([self._rollouts.completions(number) for number in numbers])
         outcomes = []
         for number, part in zip(numbers, parts, strict=True):
@@ -93,16 +93,16 @@ class Collector:
         return outcomes
 
     def warn(self, metrics: dict[str, float]) -> None:
-        """Warn about a run that cannot learn.
+        """Warn about a run without a learning signal.
 
         Args:
-            metrics: The numbers of a step.
+            metrics: The metrics of a step.
         """
         self._equal_steps = self._equal_steps + 1 if metrics.get("equal_groups", 0.0) >= 1 else 0
         if self._equal_steps == self._config.rl.warn_equal_steps and self._config.rl.group_size > 1:
             log.warning(
-                "in the last %d steps all answers to each prompt had equal rewards (%s), so nothing was learned from them; check the "
-                "rewards on the sample answers, use easier prompts, or raise rl.group_size or rollout.temperature",
+                "in the last %d steps all completions of each prompt had equal rewards (%s), which carries no learning signal; check the "
+                "rewards on the sample completions, use easier prompts, or raise rl.group_size or rollout.temperature",
                 self._equal_steps,
                 ", ".join(f"{name} {value:.3g}" for name, value in metrics.items() if name.startswith("reward/")),
             )
@@ -110,7 +110,7 @@ class Collector:
         if at_limits >= 1:
             self._warn_once(
                 "limits",
-                "all episodes of a step came to a limit: environment.max_turns=%d (%.0f%%) or environment.max_tokens=%d; raise it, or check that the "
+                "all episodes of a step reached a limit: environment.max_turns=%d (%.0f%%) or environment.max_tokens=%d; raise it, or check that the "
                 "environment ends them (Done)",
                 self._config.environment.max_turns,
                 100 * metrics.get("max_turns", 0.0),
@@ -119,8 +119,8 @@ class Collector:
         elif metrics.get("truncated", 0.0) >= 1:
             self._warn_once(
                 "truncated",
-                "all answers of a step reached rollout.max_tokens=%d without an end; raise it, or check that the model's "
-                "eos_token_id (generation_config.json) is the token that ends its answers",
+                "all completions of a step reached rollout.max_tokens=%d without an end; raise it, or check that the model's "
+                "eos_token_id (generation_config.json) is the token that ends its completions",
                 self._config.rollout.max_tokens,
             )
 

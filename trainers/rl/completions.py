@@ -1,4 +1,4 @@
-"""Completions to prompts, as the controller sees them: their text here, their tensors with the workers."""
+"""Completions of prompts, as the controller sees them: it has their text, and the workers have their tensors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,25 +12,25 @@ from ...workers.data_plane.data_ref import DataRef
 from ..data.prompts import Prompt
 
 EpisodeEnd = Literal["done", "max_turns", "max_tokens", "error", "invalid", "timeout", "lost"]
-"""How an episode has ended: by its environment, at a limit, or because the environment failed; see `environments.pool`."""
+"""How an episode ended: by its environment, at a limit, or because the environment failed; see `environments.pool`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRecord:
-    """What happened in an episode. One that branches has several documents; each turn is learned in one of them, and the last one is judged for all.
+    """The record of an episode. One that branches has several documents; each turn is trained on in one of them, and the last document is scored for all.
 
     Args:
-        end: How it has ended.
+        end: How it ended.
         turns: The turns of the policy (role `assistant`) in this document and the observations between them, as messages.
-        spans: For each turn that is learned here, where its tokens begin and end behind the prompt.
-        turn_rewards: The reward of each of them; None where the environment gave none.
+        spans: For each turn that is trained on in this document, the start and the end of its tokens, relative to the end of the prompt.
+        turn_rewards: The reward of each of these turns; None where the environment gave none.
         metrics: Numbers of the environment.
-        message: What went wrong, if the environment failed.
-        own_prompt: Whether the environment has written what the policy read first.
-        sample: The number of the episode among those of its prompt.
-        document: The number of this document among those of the episode.
-        documents: How many there are.
-        first_turn: The number of turns before the first one that is learned here.
+        message: The error message, if the environment failed.
+        own_prompt: Whether the environment wrote the first prompt of the policy.
+        sample: The index of the episode among those of its prompt.
+        document: The index of this document among those of the episode.
+        documents: The number of documents of the episode.
+        first_turn: The number of turns before the first one that is trained on in this document.
         other_rewards: The sum of the rewards of turns in other documents; None if they have none.
     """
 
@@ -49,11 +49,11 @@ class EpisodeRecord:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self:
-        """Return what happened in an episode, from its fields in JSON, which knows no tuples.
+        """Return the record of an episode from its JSON fields, in which lists stand for tuples.
 
         Raises:
-            TypeError: They are something else.
-            KeyError: One is missing.
+            TypeError: A field has the wrong type.
+            KeyError: A field is missing.
         """
         spans = tuple((int(begin), int(end)) for begin, end in record["spans"])
         others = {name: tuple(record[name]) for name in ("turns", "turn_rewards")}
@@ -61,36 +61,36 @@ class EpisodeRecord:
 
     @property
     def failure(self) -> str:
-        """The kind of the environment's failure; empty if it has not failed."""
+        """The kind of the environment's failure; empty if it did not fail."""
         return self.end if self.end in FAILURE_KINDS else ""
 
     @property
     def last_span(self) -> tuple[int, int]:
-        """Where the tokens of the last turn begin and end behind the prompt."""
+        """The start and the end of the last turn's tokens, relative to the end of the prompt."""
         return self.spans[-1] if self.spans else (0, 0)
 
     @property
     def reward(self) -> float | None:
-        """The sum of the rewards. Without any, 0 if the episode has come to a limit, where nothing was earned, and else None."""
+        """The sum of the rewards. If there are none, 0 for an episode that reached a limit, and otherwise None."""
         rewards = [reward for reward in (*self.turn_rewards, self.other_rewards) if reward is not None]
         return sum(rewards) if rewards else 0.0 if self.end in ("max_turns", "max_tokens") else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """A completion to a prompt: an answer, or an episode.
+    """A completion of a prompt: a single turn, or an episode.
 
     Args:
         prompt: The prompt.
         group: The number of the prompt in the run, or in an evaluation.
-        tokens: The token ids behind the prompt; of an episode those of turns and observations.
-        text: The completion without special tokens; of an episode its last turn.
+        tokens: The token ids after the prompt; for an episode, those of turns and observations.
+        text: The completion without special tokens; for an episode, its last turn.
         finished: Whether it was ended by the model, and not by a limit.
-        versions: The versions of the weights that made its tokens, each once.
-        rewards: What each reward made of it, by name; without those that had no value.
-        reward: The weighted sum; NaN if it has none.
-        baseline: The reward of the most likely completion to the same prompt, if the algorithm compares with it.
-        episode: What happened in the episode, if there is an environment.
+        versions: The versions of the weights that generated its tokens, each once.
+        rewards: The value of each reward by name, without those that returned none.
+        reward: The weighted sum of the rewards; NaN if it has none.
+        baseline: The reward of the greedy completion of the same prompt, if the algorithm compares with it.
+        episode: The record of the episode, if there is an environment.
     """
 
     prompt: Prompt
@@ -106,12 +106,12 @@ class Completion:
 
     @property
     def is_judged(self) -> bool:
-        """Whether it is judged itself: of the documents of an episode only the last one is."""
+        """Whether it is scored itself: of an episode's documents, only the last one is."""
         return self.episode is None or self.episode.document == self.episode.documents - 1
 
     @property
     def written(self) -> list[int]:
-        """The tokens that the policy has written, without observations and what is learned in another document."""
+        """The tokens that the policy has written, without observations and turns that are trained on in another document."""
         if self.episode is None:
             return self.tokens
         return [token for begin, end in self.episode.spans for token in self.tokens[begin:end]]
@@ -121,7 +121,7 @@ class Completion:
         return not self.finished and len(self.tokens) < max_tokens
 
     def sample(self) -> RewardSample:
-        """Return what a reward function is given."""
+        """Return the argument of a reward function."""
         episode = self.episode
         return RewardSample(
             prompt=self.prompt.content,
@@ -137,14 +137,14 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completions:
-    """Completions, and where their tensors are.
+    """Completions, with references to their tensors.
 
     Args:
         ref: The samples, each a prompt with its completion.
         rows: The completions, in the same order.
-        pending: The rewards that are being computed, for each part of the rows in turn; None in it in a process that computes none.
-        model_scores: What the reward model made of each completion, if it was asked.
-        baselines: The most likely completion to each prompt, if the algorithm needs it.
+        pending: The pending rewards, for consecutive parts of the rows; entries are None in a process that computes no rewards.
+        model_scores: The reward model's score of each completion, if it was called.
+        baselines: The greedy completion of each prompt, if the algorithm needs it.
     """
 
     ref: DataRef
@@ -158,7 +158,7 @@ class Completions:
 
     @property
     def groups(self) -> list[int]:
-        """The number of each completion's prompt."""
+        """The number of the prompt of each completion."""
         return [row.group for row in self.rows]
 
     def select(self, indices: Sequence[int]) -> Self:
@@ -178,15 +178,15 @@ def decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 def join(parts: Sequence[Completions]) -> Completions:
-    """Return several batches of completions that nothing has been computed for yet as one.
+    """Concatenate batches of completions that have no computed columns yet.
 
     Args:
-        parts: The batches, at least one; the completions of different ones are to different prompts.
+        parts: The batches, at least one; different batches have completions of different prompts.
     """
     first = parts[0]
     rows = tuple(row for part in parts for row in part.rows)
     ref = DataRef.of(first.ref.buffer, [sample for part in parts for sample in part.ref.ids])
-    # An update may distribute the completions to a prompt.
+    # An update may distribute the completions of a prompt over ranks.
     ref = replace(ref, extra_fields=first.ref.extra_fields).without_groups().with_prefixes(prefixes_of(rows))
     baselines = [part.baselines for part in parts if part.baselines is not None]
     return Completions(
@@ -198,7 +198,7 @@ def join(parts: Sequence[Completions]) -> Completions:
 
 
 def split(completions: Completions) -> dict[int, Completions]:
-    """Return the completions to each prompt by themselves, by the number of the prompt.
+    """Split completions by prompt, keyed by the number of the prompt.
 
     Args:
         completions: Completions whose rewards are not being computed yet.
@@ -211,7 +211,7 @@ def split(completions: Completions) -> dict[int, Completions]:
 
 
 def prefixes_of(rows: Sequence[Completion]) -> Prefixes:
-    """Return which completions begin alike: those to one prompt, which an environment may have written for each anew."""
+    """Return which completions share a prefix: those of one prompt, unless the environment has written a prompt for each."""
     numbers: dict[Any, int] = {}
     prompts = [
         (row.group, tuple(row.prompt.ids) if row.episode is not None and row.episode.own_prompt else ()) for row in rows
@@ -222,12 +222,12 @@ def prefixes_of(rows: Sequence[Completion]) -> Prefixes:
 
 
 def judged_only(completions: Sequence[Completion]) -> list[Completion]:
-    """Return the completions that are judged themselves: each episode counts once."""
+    """Return the completions that are scored themselves, one per episode."""
     return [completion for completion in completions if completion.is_judged]
 
 
 def episodes_of(completions: Sequence[Completion]) -> list[int]:
-    """Return for each completion the place of the one that is judged for it, which follows it: its own, or that of the last document of its episode."""
+    """Return for each completion the index of the one that is scored for it: its own, or that of its episode's last document, which follows it."""
     places: list[int] = []
     judged = len(completions) - 1
     for i in reversed(range(len(completions))):
@@ -238,7 +238,7 @@ def episodes_of(completions: Sequence[Completion]) -> list[int]:
 
 
 def equal_groups(completions: Sequence[Completion]) -> set[int]:
-    """Return the groups in which all rewards are equal, those of a single completion among them."""
+    """Return the groups in which all rewards are equal, including those of a single completion."""
     rewards: dict[int, set[float]] = {}
     for completion in completions:
         rewards.setdefault(completion.group, set()).add(completion.reward)

@@ -1,4 +1,4 @@
-"""Decides whether the difference between the numbers of generator and actor is corrected for."""
+"""Decides whether to correct for the numerical difference between generator and actor."""
 
 import logging
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from .roles import rollout_config
 log = logging.getLogger(__name__)
 
 _SAME_PROGRAM = ("static", "continuous", "exact", "tensor_parallel")
-"""Generators that compute by transformers, as the actor does."""
+"""Generators that compute with transformers, like the actor."""
 
 
 def resolve_importance(config: RLConfig, group: WorkerGroup) -> RLConfig:
-    """Return the settings with `rl.importance=auto` replaced by what it stands for, and log it in one line.
+    """Return the settings with `rl.importance=auto` resolved, and log the choice.
 
     Args:
         config: The run's settings.
@@ -36,7 +36,7 @@ def resolve_importance(config: RLConfig, group: WorkerGroup) -> RLConfig:
         generator = {"dtype": ("bfloat16" if device == "cuda" else "float32") if dtype == "auto" else dtype, "device": device}
     reason = difference(config, generator)
     if reason is None and config.rl.staleness:
-        reason = f"answers may be of weights of {config.rl.staleness} steps before"
+        reason = f"completions may be up to {config.rl.staleness} steps old"
     unused = config.rl.old_log_probs == "rollout" or config.rl.algorithm == "online_dpo"
     importance: Literal["none", "truncate"] = "none" if unused or reason is None else "truncate"
     if not unused:
@@ -54,7 +54,7 @@ def difference(config: RLConfig, generator: Mapping[str, str]) -> str | None:
     """
     rollout, model = config.rollout, config.actor.model or config.model
     if rollout.generator not in _SAME_PROGRAM:
-        return f"rollout.generator={rollout.generator} computes by other kernels than the actor"
+        return f"rollout.generator={rollout.generator} uses other kernels than the actor"
     quantized = rollout.options.get("quant") or (model.quantization if model.quantization != "none" else None)
     if quantized:
         return f"weights are quantized ({quantized})"

@@ -1,4 +1,4 @@
-"""A dry run of reinforcement learning: everything up to and including a first step, with its memory, and nothing saved."""
+"""A dry run of reinforcement learning: everything up to and including the first step, with its memory use; nothing is saved."""
 
 import time
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from .tickets import Tickets
 
 @dataclass(frozen=True, kw_only=True)
 class RLDryRun:
-    """What a run would do.
+    """The plan of a run, and the measurements of its first step.
 
     Args:
         total_steps: The number of steps of the run.
@@ -42,7 +42,7 @@ class RLDryRun:
         """Format it, one string per line."""
         metrics = self.metrics
         rows = {
-            "steps": f"{self.total_steps}, each of {self.completions} answers",
+            "steps": f"{self.total_steps}, each of {self.completions} completions",
             "prompts": f"{self.prompts} in an epoch",
             "first step": f"{self.seconds:.1f} s, reward {metrics['reward']:.3g}, length {metrics['length']:.1f}, "
             f"{metrics['truncated']:.0%} truncated",
@@ -55,18 +55,18 @@ class RLDryRun:
 def dry_run(
     config: RLConfig, algorithm: Algorithm, roles: Roles, prompts: Prompts, functions: Sequence[RewardTarget], total_steps: int
 ) -> RLDryRun:
-    """Start the processes of a run, make a step from its beginning, and print what it was. A checkpoint of the run is not looked at.
+    """Start the processes of a run, run its first step, and print the result. Checkpoints of the run are ignored.
 
     Args:
         config: The settings.
         algorithm: The algorithm.
         roles: The roles.
         prompts: The prompts.
-        functions: Reward functions beside those that the settings name.
+        functions: Reward functions in addition to those that the settings name.
         total_steps: The number of steps of the run.
 
     Raises:
-        DrivetrainError: Something cannot be built or judged; the message says what to do.
+        DrivetrainError: Something cannot be built or scored; the message says what to do.
     """
     with (
         controller_ranks(config) as ranks,

@@ -14,10 +14,10 @@ from ..loop.ranks import TrainerRanks
 
 @contextmanager
 def environment_pool(config: RLConfig, ranks: TrainerRanks) -> Iterator[EnvironmentPool | None]:
-    """Return the processes that run the environments of a run, in the first process of its controller; None elsewhere, or without any.
+    """Return the processes that run the environments of a run, in the first process of its controller; None elsewhere, or without an environment.
 
     Raises:
-        ConfigError: The environment cannot be built, or the settings do not fit it.
+        ConfigError: The environment cannot be built, or the settings are incompatible with it.
     """
     if config.rollout.environment is None or not ranks.is_first:
         yield None
@@ -26,7 +26,7 @@ def environment_pool(config: RLConfig, ranks: TrainerRanks) -> Iterator[Environm
     if config.environment.wait_for_all and not about.independent:
         raise ConfigError(
             f"environment.wait_for_all=true, but an episode of rollout.environment={config.rollout.environment} may wait for another one to end, because "
-            "agents run elsewhere; leave it out"
+            "agents run elsewhere; remove it"
         )
     most = about.processes or config.environment.workers
     with start_pool(config, min(most, config.environment.workers)) as pool:
@@ -37,12 +37,12 @@ _DESCRIBED: dict[tuple[str, str], EnvironmentDescription] = {}
 
 
 def described(config: RLConfig) -> EnvironmentDescription:
-    """Return what the environment of a run says of itself.
+    """Return the description of a run's environment.
 
     Raises:
-        ConfigError: It cannot be built.
+        ConfigError: The environment cannot be built.
     """
-    # A run asks several times.
+    # Cached, since a run asks several times.
     key = (str(config.rollout.environment), json.dumps(config.environment.settings, sort_keys=True, default=str))
     if key not in _DESCRIBED:
         with start_pool(config, 1) as pool:
@@ -55,7 +55,7 @@ def start_pool(config: RLConfig, workers: int) -> EnvironmentPool:
 
     Args:
         config: The run's settings.
-        workers: How many.
+        workers: The number of processes.
 
     Raises:
         ConfigError: There is no such environment.

@@ -1,4 +1,4 @@
-"""Answers tickets with episodes: a call of the generator writes a turn of each episode that is due, and environments answer beside it."""
+"""Fulfills tickets with episodes: a call of the generator writes a turn of each episode that is due, while environments run concurrently."""
 
 from typing import cast
 
@@ -10,12 +10,12 @@ from .tickets import Ticket, Tickets
 
 
 class EpisodeRollouts(Rollouts):
-    """The completions to a run's tickets, where there is an environment.
+    """The completions of a run's tickets, with an environment.
 
-    A ticket is being answered from the beginning of its episodes until all of them have ended, over several calls of the generator. With
-    `rl.swap_at=completion` all turns are written by the version that the ticket was issued with, so those of a later version begin when no episode of
-    an earlier one is left. Between two calls tokens are in the controller's memory alone, so a generator that dies loses no more than the turns
-    that it was writing.
+    A ticket is in flight from the start of its episodes until all of them have ended, over several calls of the generator. With
+    `rl.swap_at=completion`, all turns are written by the version that the ticket was issued with, so episodes of a later version start
+    when no episode of an earlier one is left. Between two calls, tokens are only in the controller's memory, so a generator that dies
+    loses only the turns in flight.
 
     Args:
         config: The run's settings.
@@ -29,7 +29,7 @@ class EpisodeRollouts(Rollouts):
         self._episodes = phases.new_episodes()
 
     def advance(self) -> None:
-        """If the generator's call is done, or environments have answered, go on. Does not wait."""
+        """Proceed if the generator's call is done, or environments have returned. Does not wait."""
         if self._advancing or not self._episodes.numbers:
             return
         if self._running is not None:
@@ -40,11 +40,11 @@ class EpisodeRollouts(Rollouts):
         self._begin()
 
     def _begin(self) -> None:
-        """Begin the episodes of tickets that wait, and let the generator write the turns that are due, if it does nothing."""
+        """Start the episodes of waiting tickets, and let the generator write the turns that are due, if it is idle."""
         if self._running is not None:
             return
         self._begin_episodes()
-        # To send new weights may have begun a call.
+        # Sending new weights may have started a call.
         if self._running is not None:
             return
         with self._no_advance():
@@ -88,12 +88,12 @@ class EpisodeRollouts(Rollouts):
 
     @property
     def _version_of_next(self) -> int:
-        """The version of the first ticket that waits."""
+        """The version of the first waiting ticket."""
         ticket: Ticket = self.tickets.waiting[0]
         return ticket.version
 
     def _finish(self) -> None:
-        """Wait for the generator's call, or if there is none for the environments that are at work, and take what has come."""
+        """Wait for the generator's call, or if there is none, for the running environments, and take the results."""
         if self._running is None:
             self._take_answers(wait=True)
             return
@@ -109,7 +109,7 @@ class EpisodeRollouts(Rollouts):
             self._add_complete()
 
     def _drop_call(self) -> None:
-        """Note that the running call has written nothing. Episodes go on from the turns that they have."""
+        """Record that the running call has written nothing. Episodes continue from their last turns."""
         if self._running is not None:
             self._episodes.give_back(cast("RunningTurns", self._running).episodes)
 
@@ -120,7 +120,7 @@ class EpisodeRollouts(Rollouts):
             self._add_complete()
 
     def _add_complete(self) -> None:
-        """Hand the episodes of tickets of which all have ended to the rewards."""
+        """Submit to the rewards the episodes of tickets whose episodes have all ended."""
         for number, kept in self._episodes.take_complete().items():
             if self._overlaps:
                 self._kept[number] = kept

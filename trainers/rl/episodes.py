@@ -1,12 +1,11 @@
-"""Episodes: the turns of the policy, and what environments answer to them, until each has ended.
+"""Episodes: the turns of the policy and the observations of environments, until each episode has ended.
 
-What the policy has written in a turn is never tokenized again. The next turn begins with exactly these tokens, behind which the tokens of
-the observation are put:
+The tokens of a turn are never tokenized again. The context of the next turn has exactly these tokens, followed by those of the observation:
 
     prompt | turn 0 | observation | turn 1 | observation | turn 2
-             learned                learned                learned
+             trained                trained                trained
 
-An environment that changes its history begins a branch, a document of its own: see `generation.trajectories`.
+An environment that changes its history starts a branch, which is a separate document; see `generation.trajectories`.
 """
 
 import logging
@@ -35,21 +34,21 @@ from .prompts import prompt_budget
 log = logging.getLogger(__name__)
 
 TURNS = 2**16
-"""More than the responses to a prompt: the seeds of a turn begin at its number times this."""
+"""An upper bound on the completions of a prompt: the seeds of a turn start at its number times this."""
 _LOOK_S = 1.0
-"""How often one looks for episodes that take too long."""
+"""The interval of checks for episodes that take too long, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentResult:
-    """What has become of a call of an environment.
+    """The result of a call of an environment.
 
     Args:
-        key: The episode.
-        value: What it has returned.
-        failure: How it has failed, if it has.
-        message: What went wrong.
-        settings: What is wrong with its settings, if that is why it has failed.
+        key: The key of the episode.
+        value: The return value.
+        failure: The kind of failure, if it failed.
+        message: The error message.
+        settings: The error in its settings, if that is why it failed.
     """
 
     key: tuple[int, ...]
@@ -64,9 +63,9 @@ class EpisodeTurn(PolicyTurn):
     """A turn of an episode.
 
     Args:
-        observation: The messages between the turn before it and itself; without one before it none.
+        observation: The messages between the previous turn and this one; empty for a first turn.
         text: Its text.
-        routed_experts: The experts that the tokens of its context and itself went to, if they are known.
+        routed_experts: The experts that the tokens of its context and of the turn were routed to, if known.
     """
 
     observation: tuple[Mapping[str, Any], ...] = ()
@@ -79,11 +78,11 @@ class Episode:
     """An episode that has not ended.
 
     Args:
-        key: Its key at the pool.
+        key: Its key in the pool.
         number: The number of its prompt.
-        sample: Its number among those of the prompt.
+        sample: Its index among the episodes of the prompt.
         row: The prompt of the row.
-        restarts: How often it has begun anew.
+        restarts: How many times it was restarted.
     """
 
     key: tuple[int, ...]
@@ -92,13 +91,13 @@ class Episode:
     row: Prompt
     restarts: int = 0
     is_due: bool = False
-    """Whether the policy has to write its next turn, and does not yet."""
+    """Whether its next turn is due, and not being written yet."""
     is_generating: bool = False
     turns: list[EpisodeTurn] = field(default_factory=list)
     parent: EpisodeTurn | None = None
     """The turn that the next one follows."""
     observed: list[int] = field(default_factory=list)
-    """The tokens between the two; without a turn before it, what the policy reads first."""
+    """The tokens between the two; without a previous turn, those of the first prompt."""
     observation: tuple[Mapping[str, Any], ...] = ()
     """The messages between the two."""
     stop: tuple[str, ...] = ()
@@ -108,13 +107,13 @@ class Episode:
     rewards: list[float | None] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     unread: set[int] = field(default_factory=set)
-    """The numbers of turns that are not learned."""
+    """The numbers of turns that are not trained on."""
     begun: Generation | None = None
     """The tokens of a turn whose call was cancelled."""
 
     @property
     def read_turns(self) -> list[EpisodeTurn]:
-        """The turns without those that nobody has read. One that another follows was read."""
+        """The turns that the agent has read. A turn with a successor counts as read."""
         unread = self.unread - {turn.parent.number for turn in self.turns if turn.parent is not None}
         return [turn for turn in self.turns if turn.number not in unread]
 
@@ -125,12 +124,12 @@ class Episode:
 
     @property
     def context_length(self) -> int:
-        """How many these are."""
+        """The number of these tokens."""
         return sum(self.lengths)
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """The number of tokens that were read first in the conversation that the next turn belongs to, and of those behind them."""
+        """The number of tokens in the first prompt of the next turn's conversation, and of the tokens after it."""
         if self.parent is None:
             return len(self.observed), 0
         first, *others = path_of(self.parent)
@@ -139,7 +138,7 @@ class Episode:
 
     @property
     def context(self) -> Prompt:
-        """What the policy reads for its next turn."""
+        """The context of the next turn, as a prompt."""
         return replace(self.row, ids=self.context_ids)
 
 
@@ -151,9 +150,9 @@ class Episodes:
         ranks: The processes of the controller.
         pool: The processes that run environments, in the first of them.
         tokenizer: The tokenizer of the policy.
-        conversation: Tokenizes what environments return.
-        title: A number that other episodes of the same pool do not have.
-        seed: The seed of what environments draw.
+        conversation: Tokenizes observations.
+        title: A number that is unique among the episodes of the pool.
+        seed: The seed of the environments.
         positions: The number of positions of the model; None without a limit.
         independent: Whether no episode waits for another one to end.
     """
@@ -175,27 +174,27 @@ class Episodes:
         self._tokenizer, self._conversation, self._title, self._seed = tokenizer, conversation, title, seed
         self._episodes: dict[tuple[int, ...], Episode] = {}
         self._left: dict[int, int] = {}
-        """For each prompt, how many of its episodes have not ended."""
+        """For each prompt, the number of its episodes that have not ended."""
         self._ended: dict[int, dict[int, list[tuple[Generation, Completion]]]] = {}
         self._results: queue.SimpleQueue[EnvironmentResult] = queue.SimpleQueue()
         self._asked: dict[tuple[int, ...], float] = {}
-        """The episodes whose environments were called by this process, and whose results were not taken, with the time of the call."""
+        """The episodes with a call of their environment in flight from this process, mapped to the time of the call."""
         self._seconds: dict[tuple[int, ...], float] = {}
-        """For how long the environment of each has worked before."""
+        """The time that each episode's environment has spent in earlier calls."""
         self._warned: set[str] = set()
         self._positions, self._independent = positions, independent
         longest = prompt_budget(config).tokens
         self._longest = longest if positions is None else min(longest, positions - 1)
 
-    # ---- what the generator does -----------------------------------------------------------------------------------------
+    # ---- calls of the generator ------------------------------------------------------------------------------------------
 
     def begin(self, number: int, prompt: Prompt, samples: int) -> None:
-        """Begin the episodes of a prompt.
+        """Start the episodes of a prompt.
 
         Args:
             number: The number of the prompt.
             prompt: The prompt.
-            samples: How many.
+            samples: The number of episodes.
         """
         self._left[number], self._ended[number] = samples, {}
         for sample in range(samples):
@@ -204,16 +203,16 @@ class Episodes:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of the prompts whose episodes were begun and not taken yet."""
+        """The numbers of the prompts whose episodes have started and were not taken yet."""
         return list(self._left)
 
     @property
     def at_work(self) -> bool:
-        """Whether an environment is at work."""
+        """Whether an environment is running."""
         return any(not episode.is_due and not episode.is_generating for episode in self._episodes.values())
 
     def due(self, most: int | None = None) -> list[Episode]:
-        """Return the episodes whose next turn has to be written, in order; they count as being written."""
+        """Return the episodes whose next turn is due, in order, and mark them as being written."""
         waiting = sorted((one for one in self._episodes.values() if one.is_due), key=lambda one: (one.number, one.sample))[
             :most
         ]
@@ -222,22 +221,22 @@ class Episodes:
         return waiting
 
     def room(self, episode: Episode) -> int:
-        """Return how many tokens the next turn of an episode may have."""
+        """Return the maximum number of tokens in the next turn of an episode."""
         first, behind = episode.lengths
         return min(self._config.rollout.max_tokens, episode.max_tokens or sys.maxsize, self._most(first) - behind)
 
     def _most(self, first: int) -> int:
-        """Return how many tokens may follow what is read first, of which there are `first`."""
+        """Return the maximum number of tokens after a first prompt of `first` tokens."""
         most = self._config.max_answer_tokens
         return most if self._positions is None else min(most, self._positions - first)
 
     def give_back(self, episodes: Sequence[Episode]) -> None:
-        """Note that whatever was writing turns is gone: they have to be written again."""
+        """Record that the call that was writing turns is lost; they are due again."""
         for episode in episodes:
             episode.is_due, episode.is_generating = True, False
 
     def take(self, episodes: Sequence[Episode], turns: Sequence[Generation], *, cancelled: bool = False) -> None:
-        """Take the turns that were written, and hand them to the environments.
+        """Take the written turns, and pass them to the environments.
 
         Args:
             episodes: The episodes.
@@ -246,7 +245,7 @@ class Episodes:
         """
         for episode, turn in zip(episodes, turns, strict=True):
             if episode.key not in self._episodes:
-                # It has failed meanwhile.
+                # It has failed in the meantime.
                 continue
             episode.is_generating = False
             if cancelled and not turn.finished and len(turn.response) < self.room(episode):
@@ -282,7 +281,7 @@ class Episodes:
         self._ask(episode, argument)
 
     def _until_stop(self, turn: Generation, stops: Sequence[str]) -> tuple[Generation, str, str]:
-        """Return a turn up to the token with which the first stop string is complete, its text before that, and the stop string."""
+        """Return a turn up to the token that completes the first stop string, its text before the string, and the string."""
         text = decoded(self._tokenizer, turn.response)
         if not any(stop in text for stop in stops):
             return turn, text, ""
@@ -305,7 +304,7 @@ class Episodes:
         )
         return cut, text[:at], stop
 
-    # ---- what environments do --------------------------------------------------------------------------------------------
+    # ---- calls of environments -------------------------------------------------------------------------------------------
 
     def _reset(self, episode: Episode) -> None:
         self._episodes[episode.key] = episode
@@ -314,7 +313,7 @@ class Episodes:
         self._ask(episode, EpisodeRow(prompt=row.content, columns=row.columns, seed=seed, temperature=temperature))
 
     def _ask(self, episode: Episode, argument: EpisodeRow | Turn) -> None:
-        """Call an environment, in the process that has it."""
+        """Call an environment, in the process that runs it."""
         if self._pool is None:
             return
         key = episode.key
@@ -333,10 +332,10 @@ class Episodes:
         future.add_done_callback(done)
 
     def poll(self, *, wait: bool) -> None:
-        """Take what environments have returned.
+        """Take the results of environments.
 
         Args:
-            wait: Whether to wait for at least one, if any is at work, or for all, if `environment.wait_for_all` says so.
+            wait: Whether to wait for at least one, if any is running, or for all with `environment.wait_for_all`.
         """
         for result in self._ranks.run_on_rank0(lambda: self._collect(wait=wait)):
             if (episode := self._episodes.get(result.key)) is not None:
@@ -366,7 +365,7 @@ class Episodes:
         return results
 
     def _timed(self, result: EnvironmentResult) -> EnvironmentResult:
-        """Return a result, or a failure if its environment has taken too long over it."""
+        """Return a result, or a failure if its environment has taken too long."""
         if result.settings is not None:
             raise result.settings
         asked_at = self._asked.pop(result.key, None)
@@ -377,7 +376,7 @@ class Episodes:
         return result if limit is None or self._seconds[result.key] <= limit else self._too_late(result.key)
 
     def _late(self) -> list[EnvironmentResult]:
-        """Return as failures the episodes whose environments take too long, for which nobody waits any more."""
+        """Return the episodes whose environments take too long as failures, and stop waiting for them."""
         limit, now = self._settings.episode_timeout_s, time.monotonic()
         if limit is None:
             return []
@@ -410,7 +409,7 @@ class Episodes:
             self._observe(episode, result.value)
 
     def _restart(self, episode: Episode) -> None:
-        """Begin an episode anew whose process has ended, perhaps because of another one."""
+        """Restart an episode whose process died, possibly because of another episode."""
         self._close(episode)
         *names, attempt = episode.key
         self._reset(
@@ -450,15 +449,15 @@ class Episodes:
         """Return the turn that an observation follows, and its tokens.
 
         Raises:
-            DataError: The chat template cannot render it, a token is not in the vocabulary, there is no such turn, or what is read first of all is too
-                long.
+            DataError: The chat template cannot render it, a token is not in the vocabulary, there is no such turn, or the first prompt is
+                too long.
         """
         parent = self._parent(episode, observation.after)
         if observation.tokens is not None:
             tokens = list(observation.tokens)
             if not tokens or not 0 <= min(tokens) <= max(tokens) < len(self._tokenizer):
                 raise DataError(
-                    f"an observation has the tokens {tokens[:8]}; there must be at least one, and the model has those below {len(self._tokenizer)}"
+                    f"an observation has the tokens {tokens[:8]}; there must be at least one, and all must be below {len(self._tokenizer)}"
                 )
             return parent, tokens
         assert self._conversation is not None
@@ -471,7 +470,7 @@ class Episodes:
             except DataError as e:
                 if parent is None or not observation.history:
                     raise
-                self._warn("history", "a conversation is rendered again from its beginning, in a document of its own: %s", e)
+                self._warn("history", "a conversation is rendered again from its beginning, as a separate document: %s", e)
                 parent = None
                 whole = [*observation.history, *observation.messages]
                 tokens = self._conversation.messages(whole, None, observation.tools)
@@ -502,9 +501,9 @@ class Episodes:
         """End an episode."""
         trajectories = trajectories_of(episode.read_turns)
         if end not in FAILURE_KINDS and not trajectories:
-            end, message = "invalid", "no turn has tokens that somebody has read"
+            end, message = "invalid", "no turn has tokens that the agent has read"
         if message:
-            text = "the environment of an episode of %s has failed, which is left out (%s: %s); further ones are counted in the metrics"
+            text = "the environment of an episode of %s failed, and the episode is left out (%s: %s); further failures are counted in the metrics"
             self._warn(end, text, episode.row.name, end, message)
         self._close(episode)
         self._ended[episode.number][episode.sample] = self._documents(episode, trajectories, end, message)
@@ -563,10 +562,10 @@ class Episodes:
         if self._pool is not None:
             self._pool.close_episode(episode.key)
 
-    # ---- what has ended --------------------------------------------------------------------------------------------------
+    # ---- ended episodes --------------------------------------------------------------------------------------------------
 
     def take_complete(self) -> dict[int, KeptCompletions]:
-        """Return the episodes of prompts of which all have ended, by the number of the prompt; each prompt once."""
+        """Return the episodes of prompts whose episodes have all ended, by the number of the prompt; each prompt only once."""
         complete = {}
         for number in [number for number, left in self._left.items() if not left]:
             del self._left[number]

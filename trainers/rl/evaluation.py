@@ -13,11 +13,11 @@ from .phases import Phases
 from .reward_runner import check_judged
 
 PROMPTS_PER_CALL = 512
-"""The number of prompts that are answered at a time."""
+"""The number of prompts per call of the generator."""
 
 
 def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict[str, float], list[Completion]]:
-    """Answer all held-out prompts, once with the most likely tokens, or `rl.eval_samples` times by sampling.
+    """Generate completions of all held-out prompts: one greedily, or `rl.eval_samples` by sampling.
 
     Args:
         phases: The phases of the run.
@@ -25,11 +25,11 @@ def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict
         version: The version of the weights.
 
     Returns:
-        The metrics: those of `completion_metrics`, and the share of right completions, `accuracy`. With k samples `avg@k` is the same, and
-        `pass@k` is the share of prompts of which one completion is right. And the completions.
+        The metrics and the completions. The metrics are those of `completion_metrics` and `accuracy`, the fraction of correct completions.
+        With k samples, `avg@k` equals `accuracy`, and `pass@k` is the fraction of prompts with at least one correct completion.
 
     Raises:
-        RewardError: No completion could be judged.
+        RewardError: No completion could be scored.
     """
     rl, rollout = phases.config.rl, phases.config.rollout
     samples = rl.eval_samples
@@ -42,11 +42,11 @@ def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict
             temperature=rollout.temperature if samples > 1 else 0.0,
             samples=samples,
             stop_tokens=phases.stop_tokens,
-            # The same random numbers at every evaluation, so that two of them differ by their weights alone.
+            # Use the same random numbers in every evaluation, so that evaluations differ only in the weights.
             seed=first,
             evaluation=True,
         )
-        # In each part: the reward model may have taken the generator's place.
+        # In each part, since the reward model may have taken the generator's place on the device.
         phases.memory_manager.enter("rollout")
         if phases.config.rollout.environment is None:
             completions = phases.generate(prompts, options, version=version, first=first)
@@ -69,19 +69,19 @@ def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict
 
 
 def correct_reward(config: RLConfig, names: Sequence[str]) -> str:
-    """Return the name of the reward that decides whether a completion is right."""
+    """Return the name of the reward that decides whether a completion is correct."""
     return config.rl.eval_reward or names[0]
 
 
 def accuracy(completions: Sequence[Completion], name: str, samples: int) -> dict[str, float]:
-    """Return the share of right completions, whose value of one reward is 1 or more, and for several samples `avg@k` and `pass@k`.
+    """Return the fraction of correct completions, for which one reward is 1 or more, and for several samples `avg@k` and `pass@k`.
 
     A completion without a value of that reward does not count.
 
     Args:
         completions: The completions.
         name: The name of the reward.
-        samples: k, the number of completions to each prompt.
+        samples: k, the number of completions per prompt.
     """
     by_group: dict[int, list[bool]] = {}
     for completion in completions:

@@ -1,4 +1,4 @@
-"""Completions of tickets in the controller's memory; as a file of a checkpoint, those that were generated with older weights than it has."""
+"""Completions of tickets in the controller's memory. A checkpoint stores those that were generated with weights older than its own."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from .prompts import Prompts
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptCompletions:
-    """The completions to the prompt of a ticket, in the controller's memory.
+    """The completions of a ticket's prompt, in the controller's memory.
 
     Args:
         batch: The documents, each the prompt with a completion, and their fields.
@@ -33,7 +33,7 @@ class KeptCompletions:
     rows: tuple[Completion, ...]
 
     def begun(self, max_tokens: int) -> list[Generation]:
-        """Return the completions of a call that was cancelled as the generator goes on from them.
+        """Return the completions of a cancelled call, for the generator to continue.
 
         Args:
             max_tokens: The number of tokens after which a completion ends.
@@ -46,16 +46,16 @@ class KeptCompletions:
 
 
 def generations_of(batch: PackedBatch, prompts: Sequence[int]) -> list[Generation]:
-    """Return the responses of a generator's batch.
+    """Return the completions of a generator's batch.
 
     Args:
-        batch: The batch, each document of which is a prompt with its response.
+        batch: The batch; each document is a prompt with its completion.
         prompts: The number of tokens of each prompt.
     """
     fields, generations = batch.token_fields, []
     finished = batch.sequence_fields["finished"].tolist()
     for size, (begin, end), ended in zip(prompts, pairwise(batch.bounds), finished, strict=True):
-        # What belongs to a token is stored where the token is predicted.
+        # Values of a token are stored at the position that predicts it.
         predicting = slice(begin + size - 1, end - 1)
         generations.append(
             Generation(
@@ -92,7 +92,7 @@ def from_bytes(data: bytes, prompts: Prompts, tokenizer: Any) -> dict[int, KeptC
         tokenizer: The tokenizer of the policy.
 
     Raises:
-        CheckpointError: They are completions to other prompts, or of another format.
+        CheckpointError: They are completions of other prompts, or in another format.
     """
     try:
         tensors = load(data)
@@ -100,7 +100,7 @@ def from_bytes(data: bytes, prompts: Prompts, tokenizer: Any) -> dict[int, KeptC
         numbers: list[int] = tensors.pop("numbers").tolist()
         batch = batch_from(tensors, json.loads(about["extra_fields"]))
         versions, finished = batch.token_fields["versions"], batch.sequence_fields["finished"]
-        # Checkpoints from before there were environments have none.
+        # Checkpoints from before environments were supported have no episode.
         episodes = json.loads(about.get("episodes", "null")) or [None] * len(numbers)
         records = [None if one is None else EpisodeRecord.from_json(one["record"]) for one in episodes]
     except (KeyError, TypeError, ValueError, BatchError, SafetensorError) as e:
@@ -119,7 +119,7 @@ def from_bytes(data: bytes, prompts: Prompts, tokenizer: Any) -> dict[int, KeptC
                 prompt = replace(prompt, ids=ids[: episodes[row]["prompt"]])
             if ids[: len(prompt.ids)] != prompt.ids:
                 raise CheckpointError(
-                    f"it has completions to another prompt than {prompt.name}, so the data have changed; use the same data, or start over from "
+                    f"it has completions of another prompt than {prompt.name}, so the data have changed; use the same data, or start over from "
                     "the exported model in another trainer.output_dir"
                 )
             tokens = ids[len(prompt.ids) :]
@@ -145,5 +145,5 @@ def _as_json(row: Completion) -> dict[str, Any]:
 
 
 def digest_of(data: bytes) -> str:
-    """Return the digest of a file's contents, by which it is named."""
+    """Return the digest of a file's contents, for its name."""
     return hashlib.sha256(data).hexdigest()

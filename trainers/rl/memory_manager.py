@@ -1,6 +1,6 @@
-"""The memory manager: where the state of every role is, and the only one that moves it.
+"""The memory manager, which tracks where the state of every role is, and is the only component that moves it.
 
-Roles that share processes take turns on their devices: a generator's parameters and cache, and the state of what is trained, are
+Roles that share processes take turns on their devices: the generator's parameters and cache, and the state of trained roles, are
 never there together, except the parameters of both while new weights are copied.
 """
 
@@ -26,8 +26,8 @@ class Allocation:
 
     Args:
         bytes: Its size in one process.
-        place: Where it is.
-        shared: Whether its processes have other roles as well.
+        place: Its current place.
+        shared: Whether its processes also have other roles.
     """
 
     bytes: int
@@ -38,8 +38,8 @@ class Allocation:
 def scoring_phase(*, own_reference: bool, critic: bool) -> Phase:
     """Return the phase in which the completions of a step are scored.
 
-    A policy that is its own reference is trained next, so all of its state comes at once, instead of the parameters for the reference's
-    log-probabilities, and back, and then again. With a critic it does not: the critic is trained first.
+    A policy that is its own reference is trained next, so all of its state is loaded at once, instead of loading its parameters twice.
+    With a critic it is not, since the critic is trained first.
 
     Args:
         own_reference: Whether the policy without its adapters is the reference.
@@ -49,11 +49,11 @@ def scoring_phase(*, own_reference: bool, critic: bool) -> Phase:
 
 
 class RoleStates(Protocol):
-    """The state of roles, which can be moved."""
+    """The movable state of roles."""
 
     def allocations(self) -> Mapping[tuple[str, RolePart], Allocation]:
-        """Return what there is, by role and part: of `rollout` the parameters, the cache and other versions of the parameters, of others the parameters and, if they are
-        trained, gradients and optimizer.
+        """Return all allocations, by role and part. `rollout` has the parameters, the cache and other versions of the parameters. Other roles have the
+        parameters and, if they are trained, gradients and optimizer.
         """
         ...
 
@@ -62,20 +62,20 @@ class RoleStates(Protocol):
         ...
 
     def sync(self, version: int) -> int:
-        """Copy the actor's weights to the generator, which then have a version; return how many bytes were sent or handed on."""
+        """Copy the actor's weights to the generator as a version; return the number of bytes that were sent or handed over."""
         ...
 
     def resend(self, version: int) -> None:
-        """Copy a version that the generator had to processes of it that have been started again."""
+        """Copy a version that the generator had to its restarted processes."""
         ...
 
     @property
     def holds_versions(self) -> bool:
-        """Whether the generator holds several versions of the weights, and goes over to a new one when it is asked for it."""
+        """Whether the generator holds several versions of the weights, and switches to a new one when a call asks for it."""
         ...
 
     def verify(self, version: int) -> None:
-        """Compare what the generator's processes have loaded, when they can generate; they go over to this version."""
+        """Compare the weights that the generator's processes have loaded, once they can generate; they switch to this version."""
         ...
 
 
@@ -84,7 +84,7 @@ class MemoryManager:
 
     Args:
         states: The state of the roles.
-        offload_to: Where the state of a role is while others use the devices: `host`, `disk`, or `none` to move nothing.
+        offload_to: The place for a role's state while others use the devices: `host`, `disk`, or `none` to move nothing.
     """
 
     def __init__(self, states: RoleStates, *, offload_to: Literal["none", "host", "disk"]) -> None:
@@ -93,28 +93,28 @@ class MemoryManager:
         self._phase: Phase | None = None
         self._version: int | None = None
         self.sent_bytes = 0
-        """How many bytes the last sync has sent, or handed on."""
+        """The number of bytes that the last sync has sent or handed over."""
 
     @property
     def _takes_turns(self) -> bool:
-        # A generator by itself has no other role to take turns with.
+        # A generator with dedicated processes has no other role to take turns with.
         return self._offload_to != "none" and any(
             allocation.shared for (role, _), allocation in self._allocations.items() if role != "rollout"
         )
 
     def place(self, role: str, part: RolePart) -> RolePlace:
-        """Return where a part of a role is."""
+        """Return the place of a part of a role."""
         return self._allocations[role, part].place
 
     def enter(self, phase: Phase) -> None:
-        """Move everything to where a phase needs it.
+        """Move all state to the places that a phase needs.
 
         Args:
-            phase: `rollout` needs the generator. `score` needs other roles, each of whose methods loads what it needs and puts it away
-                again; so do an update of the critic, a checkpoint and an export. `train` needs the actor with all of its state.
+            phase: `rollout` needs the generator. `score` needs other roles, whose methods load their state and offload it again; an update
+                of the critic, a checkpoint and an export do the same. `train` needs the actor with all of its state.
 
         Raises:
-            ConfigError: The generator was put away, and the actor has been trained since; see `sync`.
+            ConfigError: The generator was offloaded, and the actor has been trained since; see `sync`.
         """
         if self._takes_turns and phase != self._phase:
             if phase == "rollout":
@@ -130,7 +130,7 @@ class MemoryManager:
         self._phase = phase
 
     def sync(self, version: int) -> None:
-        """Copy the actor's weights to the generator, and get it ready to generate.
+        """Copy the actor's weights to the generator, and make it ready to generate.
 
         Args:
             version: The version of the weights.
@@ -152,22 +152,22 @@ class MemoryManager:
         self._verify_sync(version)
 
     def resend(self, version: int) -> None:
-        """Copy a version that the generator had to processes of it that have been started again, and are its own."""
+        """Copy a version that the generator had to its restarted, dedicated processes."""
         self._states.resend(version)
 
     def _verify_sync(self, version: int) -> None:
-        # A generator that holds versions would go over to the new one, while older ones are still needed.
+        # Verifying would switch a generator with several versions to the new one, while older ones are still needed.
         if not self._states.holds_versions:
             self._states.verify(version)
 
     def verify(self, version: int) -> None:
-        """Compare what the generator's processes make of a version of the weights that they hold, before it is used."""
+        """Compare the outputs of the generator's processes with a version of the weights that they hold, before it is used."""
         self._states.verify(version)
 
     def _bring_generator(self) -> None:
         if self.place("rollout", "parameters") == "absent" or self._version is None:
             if self._version is None:
-                raise ConfigError("the generator was put away, and the actor has been trained since; sync the weights first")
+                raise ConfigError("the generator was offloaded, and the actor has been trained since; sync the weights first")
             self.sync(self._version)
         else:
             for role in self._others():
@@ -175,13 +175,13 @@ class MemoryManager:
             self._move_generator("device", "cache")
 
     def _move_generator(self, place: RolePlace, part: RolePart) -> None:
-        # One with processes of its own stays where it is.
+        # A generator with dedicated processes stays in place.
         allocation = self._allocations.get(("rollout", part))
         if allocation is not None and allocation.shared:
             self.move("rollout", place, part)
 
     def _move_all(self, role: str, place: RolePlace, but: RolePart | None = None) -> None:
-        # Parameters go last and come first: what else there is belongs to them.
+        # Parameters are offloaded last and loaded first, since the other parts depend on them.
         parts = [part for part in _TRAINED if (role, part) in self._allocations and part != but]
         for part in parts if place == "device" else reversed(parts):
             self.move(role, place, part)
@@ -198,10 +198,10 @@ class MemoryManager:
         return self._offload_to
 
     def move(self, role: str, place: RolePlace, part: RolePart) -> None:
-        """Move a part of a role, unless it is there.
+        """Move a part of a role, unless it is already there.
 
         Raises:
-            ConfigError: There is no such part or place, or the move would bring two large things to the same devices.
+            ConfigError: There is no such part or place, or the move would put conflicting state on the same devices.
         """
         allocation = self._allocations.get((role, part))
         if allocation is None:
@@ -218,7 +218,7 @@ class MemoryManager:
         self._allocations[role, part] = replace(allocation, place=place)
 
     def _check_room(self, role: str, part: RolePart) -> None:
-        """Refuse to bring a part to devices that hold what must not be there at the same time."""
+        """Reject moving a part to devices that hold conflicting state."""
         if not self._takes_turns or not self._allocations[role, part].shared:
             return
         for (other, kind), allocation in self._allocations.items():
@@ -227,14 +227,14 @@ class MemoryManager:
             mine, theirs = (role == "rollout", part), (other == "rollout", kind)
             if mine[0] != theirs[0] and not (part == kind == "parameters" and {role, other} == {"actor", "rollout"}):
                 raise ConfigError(
-                    f"{part} of {role} cannot be brought to the device while {kind} of {other} are there: the generator and the other "
+                    f"{part} of {role} cannot be moved to the device while {kind} of {other} are there: the generator and the other "
                     f"roles take turns (group.offload={self._offload_to})"
                 )
 
-    # ---- for people --------------------------------------------------------------------------------------------------
+    # ---- reporting ---------------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Return the bytes of every place in a process that all roles share."""
+        """Return the number of bytes in every place, for a process that all roles share."""
         totals = dict.fromkeys(PLACES, 0)
         for allocation in self._allocations.values():
             if not allocation.shared:
@@ -243,11 +243,11 @@ class MemoryManager:
         return {f"memory/{place}_bytes": float(totals[place]) for place in PLACES if place != "absent"}
 
     def log_plan(self) -> None:
-        """Log what will be where in every phase."""
+        """Log the memory plan of every phase."""
         log.info("memory of a process, as estimated:\n  %s", "\n  ".join(self.plan()))
 
     def plan(self) -> list[str]:
-        """Return what will be where in every phase, for people."""
+        """Return the memory plan of every phase, as lines of text."""
         lines = []
         for phase in ("rollout", "score", "train", "sync"):
             parts: dict[RolePlace, list[str]] = {}

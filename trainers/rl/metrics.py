@@ -1,4 +1,4 @@
-"""Numbers of a step's completions, and how they are shown."""
+"""Metrics of a step's completions, and their presentation."""
 
 import math
 import statistics
@@ -13,18 +13,18 @@ from .completions import Completion, episodes_of, equal_groups, judged_only
 
 PANELS = (
     Panel(ylabel="reward", curves={"train": ("train", "reward"), "eval": ("eval", "reward")}),
-    Panel(ylabel="tokens per answer", curves={"train": ("train", "length"), "eval": ("eval", "length")}),
+    Panel(ylabel="tokens per completion", curves={"train": ("train", "length"), "eval": ("eval", "length")}),
 )
-"""What is plotted at the end of a run."""
+"""The panels of the plot at the end of a run."""
 
 
 def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return the numbers of judged completions, of which the documents of an episode are one.
+    """Return the metrics of scored completions; the documents of an episode count as one.
 
     Returns:
         The mean and the standard deviation of the `reward`; the mean of each reward, `reward/NAME`, over the completions that have it; mean
-        and largest `length` in tokens, without those of observations; the share of completions that are `truncated`; the number of completions,
-        `answers`, and of `groups`; the share of groups in which all rewards are equal, `equal_groups`; and with an environment those of
+        and maximum `length` in tokens, without observations; the fraction of completions that are `truncated`; the number of completions,
+        `answers`, and of `groups`; the fraction of groups in which all rewards are equal, `equal_groups`; and with an environment, those of
         `episode_metrics`.
     """
     documents, places = completions, episodes_of(completions)
@@ -57,11 +57,12 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return the numbers of episodes; none without an environment.
+    """Return the metrics of episodes; none without an environment.
 
     Returns:
-        The mean number of `turns`, of `documents`, and of tokens in observations, `observation_tokens`; the shares of episodes that ended at a limit,
-        `max_turns` and `max_tokens`; and the mean of each number of the environment, `environment/NAME`, over the episodes that have it.
+        The mean number of `turns`, of `documents`, and of tokens in observations, `observation_tokens`; the fractions of episodes that
+        ended at a limit, `max_turns` and `max_tokens`; and the mean of each number of the environment, `environment/NAME`, over the
+        episodes that have it.
     """
     documents = [completion.episode for completion in completions if completion.episode is not None]
     episodes = [completion.episode for completion in judged_only(completions) if completion.episode is not None]
@@ -82,18 +83,18 @@ def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def staleness(completions: Sequence[Completion], version: int) -> float:
-    """Return by how many versions the oldest token is behind the weights that learn from it."""
+    """Return the number of versions between the oldest token and the trained weights."""
     made_by = [made for completion in completions for made in completion.versions]
     return float(version - min(made_by)) if made_by else 0.0
 
 
 def mixed_versions(completions: Sequence[Completion]) -> float:
-    """Return the share of completions whose tokens were made by more than one version of the weights."""
+    """Return the fraction of completions with tokens from more than one version of the weights."""
     return sum(len(completion.versions) > 1 for completion in completions) / max(1, len(completions))
 
 
 def shown(completions: Sequence[Completion]) -> list[HeldOutCompletion]:
-    """Return completions with their rewards, for people."""
+    """Return completions with their rewards, for people to read."""
     return [
         HeldOutCompletion(
             name=completion.prompt.name,
@@ -112,20 +113,20 @@ def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def _of_parts(content: Any) -> str:
-    """Return the content of a message, in which `<image>` stands for an image."""
+    """Return the content of a message as text, with `<image>` for an image."""
     if not isinstance(content, list):
         return str(content)
     return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
 
 
 FAILED = ("error/", "timeout/", "invalid/", "lost/")
-"""What the names of the numbers of failures begin with: those of rewards and of environments."""
+"""The prefixes of failure counts, of rewards and of environments."""
 LINE = ("reward_accuracy", "reward_margin", "pairs", "kl", "entropy", "critic/loss", "critic/value_error")
-"""The metrics that the line of a step shows if there are any, beside rewards and lengths."""
+"""The metrics in the line of a step, if present, in addition to rewards and lengths."""
 
 
 class RLLines(Lines):
-    """The lines of a console."""
+    """The formatter of console lines."""
 
     def progress(self, record: Mapping[str, Any], total: int, left: float) -> list[TextPart]:
         """Return the parts of a step's line."""
@@ -152,7 +153,7 @@ class RLLines(Lines):
 
 
 def _failures(record: Mapping[str, Any]) -> list[str]:
-    """Return the numbers of completions that rewards could not judge, and of those that were left out for it."""
+    """Return the counts of completions that rewards could not score, and of those that were left out for it."""
     failed = sum(value for name, value in record.items() if name.startswith(FAILED))
     return [f"{name} {count:.0f}" for name, count in (("failed", failed), ("dropped", record.get("dropped", 0.0))) if count]
 

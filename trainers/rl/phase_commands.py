@@ -1,12 +1,12 @@
-"""`drivetrain rl rollout|score|train`: the phases of a step, each by itself, with a replay bundle between them.
+"""`drivetrain rl rollout|score|train`: run the phases of a step separately, with a replay bundle between them.
 
-drivetrain rl rollout OUT key=value ...             answers to all prompts of data.train, with log-probabilities and versions
-drivetrain rl score BUNDLE OUT key=value ...        adds rewards, and what reference, critic and reward model make of the answers
+drivetrain rl rollout OUT key=value ...             generates completions of all prompts of data.train, with log-probabilities and versions
+drivetrain rl score BUNDLE OUT key=value ...        adds rewards, and the outputs of reference, critic and reward model
 drivetrain rl train BUNDLE [OUT] key=value ...      updates the policy; OUT is a folder for the updated model
-drivetrain rl check-log RUN                         checks which weights made what a run has learned from, and in which order
+drivetrain rl check-log RUN                         checks the order and the weight versions of the completions that a run was trained on
 
 `rollout` takes the settings of drivetrain grpo. The others take those of the bundle, changed by key=value, and run in this process unless
-group.* says otherwise. `train` on a bundle that trainer.bundle_every has written repeats its step and compares loss and gradient norm.
+group.* is set. `train` on a bundle that trainer.bundle_every has written repeats its step and compares loss and gradient norm.
 """
 
 import json
@@ -50,30 +50,30 @@ SCORERS = ("reference", "critic", "reward")
 HELP = {
     "rollout": """drivetrain rl rollout OUT key=value ...
 
-Answers all prompts of data.train once, in order, and writes the answers with their tokens, log-probabilities and versions to the
-replay bundle OUT. Takes the settings of drivetrain grpo.
+Generates completions of all prompts of data.train once, in order, and writes them with their tokens, log-probabilities and versions to
+the replay bundle OUT. Takes the settings of drivetrain grpo.
 
   drivetrain rl rollout answers.safetensors recipe=grpo model.path=MODEL data.train=prompts.jsonl rewards.use=[answer]""",
     "score": """drivetrain rl score BUNDLE OUT key=value ...
 
-Judges the answers of a bundle, and writes them to OUT with their rewards and, where the algorithm needs them, the log-probabilities of
+Scores the completions of a bundle, and writes them to OUT with their rewards. If the algorithm needs them, it adds the log-probabilities of
 the reference, the values of the critic and the rewards of the reward model. Takes the settings of the bundle, changed by key=value. Names
 of code in the bundle are ignored unless they are repeated here.
 
   drivetrain rl score answers.safetensors scored.safetensors""",
     "train": """drivetrain rl train BUNDLE [OUT] key=value ...
 
-Makes one update of the policy with the scored answers of a bundle, in this process; with OUT the updated model is written to that folder.
-Takes the settings of the bundle, changed by key=value. A bundle that a run wrote (trainer.bundle_every) is that step with its checkpoints:
-loss and gradient norm are compared with those of the run, and the exit code is 1 if they differ.
+Makes one update of the policy with the scored completions of a bundle, in this process. With OUT, the updated model is written to that folder.
+Takes the settings of the bundle, changed by key=value. For a bundle that a run wrote (trainer.bundle_every), the run's step is repeated from its
+checkpoints: loss and gradient norm are compared with those of the run, and the exit code is 1 if they differ.
 
   drivetrain rl train scored.safetensors updated
   drivetrain rl train runs/grpo/bundles/step-00000010.safetensors""",
     "check-log": """drivetrain rl check-log RUN
 
-Checks the log of a run's tickets (RUN/tickets.jsonl) against the rules: prompts are learned from in their order, each once; none is answered by
-weights older than rl.staleness allows; and which weights answer it depends on what was learned before, not on time. The exit code is 1 if the
-log breaks a rule.
+Checks the log of a run's tickets (RUN/tickets.jsonl) against the rules. Prompts are consumed in order, each once. No completion comes from weights
+older than rl.staleness allows. The version of the weights depends only on what was consumed before, not on time. The exit code is 1 if the log
+breaks a rule.
 
   drivetrain rl check-log runs/grpo""",
 }
@@ -125,7 +125,7 @@ def _rollout(paths: Sequence[Path], settings: Sequence[str]) -> int:
     algorithm = resolve(config)
     if algorithm.needs_baselines:
         raise ConfigError(
-            f"rl.algorithm={config.rl.algorithm} compares with the most likely answer to each prompt, for which a bundle has no place; "
+            f"rl.algorithm={config.rl.algorithm} compares with the greedy completion of each prompt, which a bundle cannot store; "
             "use drivetrain grpo"
         )
     roles = build_roles(config, algorithm, total_steps=1)
@@ -140,17 +140,17 @@ def _rollout(paths: Sequence[Path], settings: Sequence[str]) -> int:
             parts.append(phases.rollout([prompts.of_ticket(number) for number in numbers], numbers, version=None))
         completions = join(parts)
         _write(phases, completions, paths[0], step=0)
-    print(f"{len(completions)} answers to {len(prompts.order)} prompts: {paths[0]}")
+    print(f"{len(completions)} completions of {len(prompts.order)} prompts: {paths[0]}")
     return 0
 
 
 def _check_log(paths: Sequence[Path], settings: Sequence[str]) -> int:
     if settings:
-        raise ConfigError(f"drivetrain rl check-log takes no settings ({settings[0]}); give the folder of a run alone")
+        raise ConfigError(f"drivetrain rl check-log takes no settings ({settings[0]}); give only the folder of a run")
     checked = check_log(paths[0])
     print(
-        f"{checked.events} events of {checked.processes} process{'es' if checked.processes > 1 else ''}: {checked.kept} groups learned from, by weights at most "
-        f"{checked.oldest} version{'s' if checked.oldest != 1 else ''} newer than those that answered; {checked.dropped} dropped: "
+        f"{checked.events} events of {checked.processes} process{'es' if checked.processes > 1 else ''}: {checked.kept} groups trained on, by weights at most "
+        f"{checked.oldest} version{'s' if checked.oldest != 1 else ''} newer than those that generated them; {checked.dropped} dropped: "
         "the rules hold"
     )
     return 0
@@ -160,7 +160,7 @@ def _score(paths: Sequence[Path], settings: Sequence[str]) -> int:
     bundle = Bundle.read(paths[0])
     config, algorithm, roles = _opened(bundle, settings)
     needed = {name for name in SCORERS if name in roles.specs} | ({"actor"} if roles.has_own_reference else set())
-    # Something has to hold the completions.
+    # At least one role must hold the completions.
     needed = needed or {"advantage"}
     with controller_ranks(config) as ranks, open_phases(config, algorithm, roles, ranks, only=needed) as phases:
         ref = phases.group.data.put(bundle.batch.with_extra_fields(*bundle.batch.token_fields)).with_prefixes(
@@ -172,7 +172,7 @@ def _score(paths: Sequence[Path], settings: Sequence[str]) -> int:
         _write(phases, completions, paths[1], step=bundle.step)
         mean = sum(row.reward for row in completions.rows) / max(1, len(completions))
     dropped = ", ".join(f"{name} {count:.0f}" for name, count in counts.items() if count)
-    print(f"{len(completions)} answers, mean reward {mean:.4g}{f'; {dropped}' if dropped else ''}: {paths[1]}")
+    print(f"{len(completions)} completions, mean reward {mean:.4g}{f'; {dropped}' if dropped else ''}: {paths[1]}")
     return 0
 
 
@@ -199,7 +199,7 @@ def replay(path: Path, settings: Sequence[str] = (), out: Path | None = None) ->
     Args:
         path: The bundle.
         settings: Changes of its settings, `key=value`.
-        out: The folder for the updated model; None writes none.
+        out: The folder for the updated model; None to write none.
 
     Raises:
         ConfigError: The completions have no rewards, or a setting is invalid.
@@ -207,7 +207,7 @@ def replay(path: Path, settings: Sequence[str] = (), out: Path | None = None) ->
     """
     bundle = Bundle.read(path)
     if any(math.isnan(row.reward) for row in bundle.rows):
-        raise ConfigError(f"{path} has answers without rewards; run drivetrain rl score on it first")
+        raise ConfigError(f"{path} has completions without rewards; run drivetrain rl score on it first")
     config, algorithm, roles = _opened(bundle, settings)
     with (
         controller_ranks(config) as ranks,
@@ -223,7 +223,7 @@ def replay(path: Path, settings: Sequence[str] = (), out: Path | None = None) ->
 
 
 def _batch_for(bundle: Bundle, config: RLConfig) -> PackedBatch:
-    """Return the batch of a bundle, with the routes of mixtures that the settings ask for.
+    """Return the batch of a bundle, with the expert routes that the settings ask for.
 
     Raises:
         ConfigError: They ask for the generator's routes, which the bundle does not have.
@@ -233,10 +233,10 @@ def _batch_for(bundle: Bundle, config: RLConfig) -> PackedBatch:
         return batch
     if asked == "rollout":
         raise ConfigError(
-            "rl.routing_replay=rollout, but the bundle does not have the routes of the generator; set it to off or actor, or make the answers "
-            "again with this setting"
+            "rl.routing_replay=rollout, but the bundle does not have the routes of the generator; set it to off or actor, or generate the "
+            "completions again with this setting"
         )
-    # Its log-probabilities are those of other routes.
+    # Its log-probabilities were computed with other routes.
     fields = {n: v for n, v in batch.token_fields.items() if n not in (ROUTED_EXPERTS, "old_log_probs", "entropy")}
     return replace(batch, token_fields=fields)
 
@@ -253,7 +253,7 @@ def _train(paths: Sequence[Path], settings: Sequence[str]) -> int:
 
 
 def _compare(expected: Mapping[str, float], metrics: Mapping[str, float], config: RLConfig) -> int:
-    """Print how a repeated step differs from the recorded one; return 1 if it should not."""
+    """Print how a repeated step differs from the recorded one; return 1 if it differs but must not."""
     import torch
 
     exact = compute_dtype(config.engine.precision, cuda=torch.cuda.is_available()) in ("float32", "float64")
@@ -271,10 +271,10 @@ def _compare(expected: Mapping[str, float], metrics: Mapping[str, float], config
             f"{name:16} {value:.9g} recorded, {repeated:.9g} now, difference {difference:.1e}{'' if equal else '  (differs)'}"
         )
     if worst:
-        print("error: the repeated step is not the recorded one", file=sys.stderr)
+        print("error: the repeated step differs from the recorded one", file=sys.stderr)
     else:
         print(
-            "the repeated step is the recorded one" if exact else "not judged, because sums of 16 bits depend on their order"
+            "the repeated step equals the recorded one" if exact else "not compared, because 16-bit sums depend on their order"
         )
     return worst
 
@@ -293,7 +293,7 @@ def _opened(bundle: Bundle, settings: Sequence[str]) -> tuple[RLConfig, Algorith
     alone = OmegaConf.to_container(OmegaConf.structured(GroupConfig(kind="local")))
     parallel = OmegaConf.to_container(OmegaConf.structured(ParallelConfig()))
     saved["group"] = alone
-    # What the answers of a bundle were made by is known; nothing is generated.
+    # The completions of a bundle already exist, so their sampling settings cannot change.
     saved["rl"] |= {"staleness": 0, "swap_at": "completion"}
     saved["rollout"]["held_versions"] = None
     for section in engines:
@@ -306,8 +306,8 @@ def _opened(bundle: Bundle, settings: Sequence[str]) -> tuple[RLConfig, Algorith
         value = getattr(config.rollout, name)
         if value != saved["rollout"][name]:
             raise ConfigError(
-                f"rollout.{name}={value}, but the answers of the bundle were sampled at {saved['rollout'][name]}, and their "
-                "log-probabilities are of that distribution; leave the setting out"
+                f"rollout.{name}={value}, but the completions of the bundle were sampled at {saved['rollout'][name]}, and their "
+                "log-probabilities are of that distribution; remove the setting"
             )
     log.info("model.path=%s", config.model.path)
     algorithm = resolve(config)
@@ -322,10 +322,10 @@ def _engines(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _inside(folder: Path, relative: str) -> Path:
-    """Return a path of a bundle, which must not leave the bundle's folder.
+    """Return a path of a bundle, which must be inside the bundle's folder.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: It is outside.
     """
     path = (folder / relative).resolve()
     if not path.is_relative_to(folder.resolve()):

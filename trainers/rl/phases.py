@@ -1,4 +1,4 @@
-"""The phases of a step before its update, each a function of role handles and completions: rollout and score."""
+"""The phases of a step before its update, rollout and scoring, as functions of role handles and completions."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,14 +34,14 @@ from .roles import Roles
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunningRollout:
-    """Completions that are being generated.
+    """Completions in flight.
 
     Args:
         prompts: The prompts.
         numbers: The number of each prompt in the run.
-        versions: The versions that tokens may be made by; None accepts any.
+        versions: The allowed versions of the tokens; None accepts any.
         prompt_ref: The prompts in the stores of the generator's processes.
-        calls: The calls of the generator: the completions, and where the algorithm needs them the most likely ones.
+        calls: The calls of the generator: for the completions, and if the algorithm needs them, for the greedy ones.
     """
 
     prompts: tuple[Prompt, ...]
@@ -52,18 +52,18 @@ class RunningRollout:
 
     @property
     def seconds(self) -> float:
-        """How long the generator has worked on them, in seconds, once they are there."""
+        """The time that the generator has spent on them, in seconds; available once they are done."""
         return max(call.seconds() for call in self.calls if call.seconds is not None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunningTurns:
-    """Turns of episodes that are being generated.
+    """Turns of episodes in flight.
 
     Args:
         episodes: The episodes.
-        versions: The versions that tokens may be made by; None accepts any.
-        prompt_ref: What is read in each, in the stores of the generator's processes.
+        versions: The allowed versions of the tokens; None accepts any.
+        prompt_ref: The context of each turn, in the stores of the generator's processes.
         calls: The call of the generator.
     """
 
@@ -74,30 +74,30 @@ class RunningTurns:
 
     @property
     def seconds(self) -> float:
-        """How long the generator has worked on them, in seconds, once they are there."""
+        """The time that the generator has spent on them, in seconds; available once they are done."""
         (call,) = self.calls
         return 0.0 if call.seconds is None else call.seconds()
 
 
 @dataclass(kw_only=True, eq=False)
 class Phases:
-    """What the phases work with.
+    """The phases of a run, with the resources that they use.
 
     Args:
         config: The run's settings.
         algorithm: The algorithm.
         roles: The roles.
         ranks: The processes of the controller.
-        group: The group that they run in.
-        rewards: The rewards; None if no completions are judged.
+        group: The group that the roles run in.
+        rewards: The rewards; None if no completions are scored.
         tokenizer: The tokenizer of the policy.
-        memory_manager: What moves the state of roles.
-        adaptive: The settings that a run adapts.
+        memory_manager: Moves the state of roles.
+        adaptive: The values that a run adapts.
         environments: The processes of environments, in the first process of the controller; None without any.
         positions: The number of positions of the model; None if it has no limit, or is not known.
-        conversation: Tokenizes what environments return; None without an environment.
-        is_random: Whether the policy computes random numbers while it is trained, as with dropout.
-        after_each: Called after each phase: what runs beside them may go on there.
+        conversation: Tokenizes observations; None without an environment.
+        is_random: Whether training the policy involves random numbers, as with dropout.
+        after_each: Called after each phase, so that concurrent work can proceed.
         seconds: The duration of each phase in this step, by name.
         tokens: The number of tokens that each phase has processed in this step, by name.
     """
@@ -128,9 +128,9 @@ class Phases:
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether the weights that answered make the only update of a step, so that ratios need no log-probabilities from before.
+        """Whether a step has a single update, of the weights that generated the completions, so that ratios need no old log-probabilities.
 
-        With dropout, or noise at routers, the update's own log-probabilities are not those of the policy that answered.
+        With dropout or router noise, the update's own log-probabilities are not those of the policy that generated the completions.
         """
         rl = self.config.rl
         return (
@@ -151,7 +151,7 @@ class Phases:
         return bool(self.roles.specs["actor"].config.model.lora.rank)
 
     def reset_timing(self) -> None:
-        """Begin to count durations and tokens from zero."""
+        """Reset the durations and token counts."""
         self.seconds.clear()
         self.tokens.clear()
 
@@ -162,18 +162,18 @@ class Phases:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """The tokens that end a completion, beside those of the model's generation config."""
+        """The tokens that end a completion, in addition to those of the model's generation config."""
         return () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
 
     def discard(self, ref: DataRef) -> None:
-        """Drop those samples of a reference that are still there."""
+        """Drop the samples of a reference that still exist."""
         left = [row for row, sample in enumerate(ref.ids) if sample in ref.buffer]
         if left:
             self.group.data.clear_data_cache(ref.select(left))
 
     @contextmanager
     def timed(self, name: str, tokens: int = 0) -> Iterator[None]:
-        """Add the duration of a block to those of a phase."""
+        """Add the duration of a block to that of a phase."""
         start = perf_counter()
         try:
             yield
@@ -186,7 +186,7 @@ class Phases:
     # ---- rollout -----------------------------------------------------------------------------------------------------
 
     def rollout(self, prompts: Sequence[Prompt], numbers: Sequence[int], *, version: int | None) -> Completions:
-        """Generate `rl.group_size` completions to each prompt, and wait for them. No rewards are computed yet.
+        """Generate `rl.group_size` completions of each prompt, and wait for them. No rewards are computed yet.
 
         Args:
             prompts: The prompts.
@@ -200,7 +200,7 @@ class Phases:
 
     @property
     def sampling_options(self) -> SamplingOptions:
-        """How completions that are learned from are sampled, without their number."""
+        """The sampling options of training completions, without their number."""
         settings = self.config.rollout
         return SamplingOptions(
             max_tokens=settings.max_tokens,
@@ -220,14 +220,14 @@ class Phases:
         oldest: int | None = None,
         begun: Mapping[int, Sequence[Generation]] | None = None,
     ) -> RunningRollout:
-        """Begin to generate completions; see `rollout`. The processes of the generator do nothing else until `finish_rollout`.
+        """Start to generate completions; see `rollout`. The processes of the generator do nothing else until `finish_rollout`.
 
         Args:
             prompts: The prompts.
             numbers: The number of each prompt in the run, which seeds its completions.
             version: The version that the weights must have; None accepts any.
-            oldest: The oldest version that made a token of those that go on; None if all tokens are of `version`.
-            begun: Completions that go on from the tokens that they have, by the number of their prompt.
+            oldest: The oldest version among the tokens of continued completions; None if all tokens are of `version`.
+            begun: Unfinished completions to continue, by the number of their prompt.
         """
         sampled = replace(self.sampling_options, samples=self.config.rl.group_size)
         greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0, samples=1)
@@ -254,11 +254,11 @@ class Phases:
         """Wait for completions, and return them.
 
         Args:
-            running: What `begin_rollout` returned.
+            running: The result of `begin_rollout`.
 
         Raises:
             WorkerError: A process of the generator failed.
-            ModelError: The generator used other weights than it was asked to.
+            ModelError: The generator used other weights than requested.
         """
         with self.timed("rollout"):
             refs = [call.result() for call in running.calls]
@@ -269,7 +269,7 @@ class Phases:
     def generate(
         self, prompts: Sequence[Prompt], options: SamplingOptions, *, version: int | None, first: int = 0
     ) -> Completions:
-        """Generate completions, and hand them to the rewards.
+        """Generate completions, and submit them to the rewards.
 
         Args:
             prompts: The prompts.
@@ -288,10 +288,10 @@ class Phases:
     # ---- episodes ----------------------------------------------------------------------------------------------------
 
     def new_episodes(self, *, evaluates: bool = False) -> Episodes:
-        """Return what runs episodes.
+        """Return a new runner of episodes.
 
         Args:
-            evaluates: Whether they are those of an evaluation, whose environments draw other numbers.
+            evaluates: Whether they belong to an evaluation, whose environments have other seeds.
         """
         self._titles += 1
         seed = seed_of(self.config.data.seed, int(evaluates))
@@ -312,14 +312,14 @@ class Phases:
         version: int | None,
         oldest: int | None = None,
     ) -> RunningTurns:
-        """Begin to generate the next turns of episodes. The processes of the generator do nothing else until `finish_turns`.
+        """Start to generate the next turns of episodes. The processes of the generator do nothing else until `finish_turns`.
 
         Args:
-            episodes: What runs the episodes.
+            episodes: The runner of the episodes.
             due: The episodes; at least one.
-            options: How turns are sampled.
+            options: The sampling options of turns.
             version: The version that the weights must have; None accepts any.
-            oldest: The oldest version that made a token of turns that go on; None if all tokens are of `version`.
+            oldest: The oldest version among the tokens of continued turns; None if all tokens are of `version`.
         """
         columns: dict[str, list[Any]] = {
             "number": [episode.number for episode in due],
@@ -336,14 +336,14 @@ class Phases:
         return RunningTurns(episodes=tuple(due), versions=versions, prompt_ref=prompt_ref, calls=(call,))
 
     def finish_turns(self, running: RunningTurns) -> list[Generation]:
-        """Wait for turns, and return them; nothing of them is left in the stores.
+        """Wait for turns, and return them; they are removed from the stores.
 
         Args:
-            running: What `begin_turns` returned.
+            running: The result of `begin_turns`.
 
         Raises:
             WorkerError: A process of the generator failed.
-            ModelError: The generator used other weights than it was asked to.
+            ModelError: The generator used other weights than requested.
         """
         with self.timed("rollout"):
             (call,) = running.calls
@@ -370,8 +370,8 @@ class Phases:
         Args:
             prompts: The prompts.
             numbers: The number of each prompt.
-            options: How turns are sampled.
-            samples: The number of episodes of each prompt.
+            options: The sampling options of turns.
+            samples: The number of episodes per prompt.
             version: The version that the weights must have; None accepts any.
         """
         episodes = self.new_episodes(evaluates=options.evaluation)
@@ -390,7 +390,7 @@ class Phases:
         return self.put_completions(PackedBatch.concat([one.batch for one in kept]), rows)
 
     def put_completions(self, batch: PackedBatch, rows: Sequence[Completion]) -> Completions:
-        """Put completions into the stores of the actor's processes, or of the generator's where there is no actor.
+        """Put completions into the stores of the actor's processes, or of the generator's if there is no actor.
 
         Args:
             batch: The documents.
@@ -400,12 +400,12 @@ class Phases:
         return Completions(ref=ref.without_groups().with_prefixes(prefixes_of(rows)), rows=tuple(rows))
 
     def submit(self, rows: Sequence[Completion]) -> tuple[PendingScores | None, ...]:
-        """Begin to judge completions, if completions are judged."""
+        """Start to score completions, if there are rewards."""
         return () if self.rewards is None else (self.rewards.submit(rows),)
 
     def _read(self, ref: DataRef, prompts: Sequence[Prompt], numbers: Sequence[int], versions: range | None) -> Completions:
-        """Read completions back. They are decoded here: this takes far less time than generating them, and the generator's processes need no
-        tokenizer and send no texts.
+        """Read completions back, and decode them. Decoding here takes far less time than generation, and the generator's processes need no tokenizer
+        and send no texts.
         """
         with self.timed("read"):
             columns = self.group.data.get(ref, ["input_ids", "versions", "finished"])
@@ -421,7 +421,7 @@ class Phases:
                     tokens=completion,
                     text=decoded(self.tokenizer, completion),
                     finished=bool(columns["finished"][i]),
-                    # Runs of equal versions, of which there are few, before Python sees them.
+                    # Collapse runs of equal versions as tensors first, so that few values reach Python.
                     versions=tuple(sorted({*makers.unique_consecutive().tolist()} - {-1})),
                 )
             )
@@ -432,14 +432,14 @@ class Phases:
     def _check_versions(self, makers: set[int], versions: range | None) -> None:
         if versions is not None and (others := makers - {*versions}):
             raise ModelError(
-                f"tokens were made by version {min(others)} of the weights, but {_named(versions)} was asked for; the generator has "
-                "changed its weights on its own"
+                f"tokens were generated by version {min(others)} of the weights, but {_named(versions)} was requested; the generator has "
+                "changed its weights by itself"
             )
 
     # ---- score -------------------------------------------------------------------------------------------------------
 
     def ask_reward_model(self, parts: Sequence[Completions]) -> list[Completions]:
-        """Let the reward model judge several batches of completions in one call, if there is one and it was not asked before."""
+        """Let the reward model score several batches of completions in one call, if there is one and it has not scored them yet."""
         asked = [
             one
             for part in parts
@@ -463,11 +463,11 @@ class Phases:
         return [replace(scored(part), baselines=None if part.baselines is None else scored(part.baselines)) for part in parts]
 
     def collect_rewards(self, completions: Completions) -> tuple[Completions, dict[str, float]]:
-        """Wait for the rewards of completions, unless they are there already.
+        """Wait for the rewards of completions, unless they are already known.
 
         Returns:
-            The completions with their rewards, without those that have none, and perhaps none at all; and the numbers of outcomes that are
-            not values.
+            The completions with their rewards, without those that have none (possibly all); and the counts of outcomes that are not
+            values.
         """
         if not completions.pending:
             return completions, {}
@@ -494,9 +494,9 @@ class Phases:
         return judged, counts
 
     def score(self, completions: Completions) -> Completions:
-        """Add what other models make of completions, as the algorithm needs it: reference, critic and reward model.
+        """Add the outputs of other models that the algorithm needs: reference, critic and reward model.
 
-        The rewards are computed meanwhile.
+        The rewards are computed concurrently.
         """
         (completions,) = self.ask_reward_model([completions])
         batch = completions.ref

@@ -26,9 +26,9 @@ class Prompts:
     """The prompts of a run.
 
     Args:
-        train: Those to train on.
+        train: The prompts to train on.
         order: Their order.
-        held_out: Those to evaluate on, or None.
+        held_out: The prompts to evaluate on, or None.
     """
 
     train: PromptSet
@@ -36,12 +36,12 @@ class Prompts:
     held_out: PromptSet | None
 
     def of_ticket(self, number: int) -> Prompt:
-        """Return the prompt of a ticket: the prompts of all epochs follow each other."""
+        """Return the prompt of a ticket; tickets number the prompts of all epochs consecutively."""
         return self.train[self.order.index(number)]
 
     @property
     def sets(self) -> list[PromptSet]:
-        """Both of them, if there are both."""
+        """The sets of prompts that exist."""
         return [self.train, *([self.held_out] if self.held_out is not None else [])]
 
 
@@ -50,7 +50,7 @@ def load_data(config: RLConfig) -> Prompts:
 
     Raises:
         DataError: A source or a row cannot be used.
-        ConfigError: A model has another tokenizer.
+        ConfigError: A model has a different tokenizer.
     """
     data = config.data
     tokenizer = load_tokenizer(config.model)
@@ -67,13 +67,13 @@ def load_data(config: RLConfig) -> Prompts:
     if positions is not None and positions <= budget.tokens:
         budget = Budget(
             tokens=positions - 1,
-            setting=f"the {positions} positions of {model.path} (max_position_embeddings) less one for an answer",
+            setting=f"the {positions} positions of {model.path} (max_position_embeddings) minus one for a completion",
         )
     media = MediaReader.of(config.model, data, tokenizer, cache_folder(data))
     variables = template_variables_of(config)
     if variables.get("tools") and not tokenizer.chat_template:
         raise ConfigError(
-            f"rollout.environment={config.rollout.environment} has tools, which a chat template tells the policy about, but the model's tokenizer has "
+            f"rollout.environment={config.rollout.environment} has tools, which need a chat template, but the model's tokenizer has "
             "none; set model.chat_template=FILE"
         )
     train = load_prompts(data.train, tokenizer, data, budget, training=True, media=media, variables=variables)
@@ -87,7 +87,7 @@ def load_data(config: RLConfig) -> Prompts:
     )
     if config.rollout.environment is not None and (with_media := [one for part in prompts.sets for one in part if one.media]):
         raise ConfigError(
-            f"{with_media[0].name} has media, which rollout.environment={config.rollout.environment} does not take; leave such prompts out, or train "
+            f"{with_media[0].name} has media, which rollout.environment={config.rollout.environment} does not support; leave such prompts out, or train "
             "without an environment"
         )
     fields = empty_fields(prompts.sets)
@@ -111,14 +111,14 @@ def template_variables_of(config: RLConfig) -> dict[str, Any]:
 
 
 def conversation_of(config: RLConfig, tokenizer: Any) -> ConversationTokens | None:
-    """Return what tokenizes the observations of an environment; None without one.
+    """Return the tokenizer of an environment's observations; None without an environment.
 
     Args:
         config: The run's settings.
         tokenizer: The tokenizer of the policy.
 
     Raises:
-        ConfigError: The environment has tools, but the template does not say what follows their calls.
+        ConfigError: The environment has tools, but the template does not support tool results.
     """
     if config.rollout.environment is None:
         return None
@@ -134,7 +134,7 @@ def conversation_of(config: RLConfig, tokenizer: Any) -> ConversationTokens | No
 
 
 def prompt_budget(config: RLConfig) -> Budget:
-    """Return the largest number of tokens of a prompt, with which its longest completion still fits into a micro-batch.
+    """Return the maximum number of tokens of a prompt that fits into a micro-batch together with its longest completion.
 
     Raises:
         ConfigError: No prompt would fit.
@@ -146,13 +146,13 @@ def prompt_budget(config: RLConfig) -> Budget:
         setting = f"environment.max_tokens={config.max_answer_tokens}"
     if room < 1:
         raise ConfigError(
-            f"{setting} leaves no room for a prompt in {budget.setting}, which a prompt and its answer have to fit into together; raise the latter"
+            f"{setting} leaves no room for a prompt in {budget.setting}, which must hold a prompt and its completion; raise the latter"
         )
     return Budget(tokens=room, setting=f"{budget.setting} less {setting}")
 
 
 def most_tokens(config: RLConfig, prompts: Prompts) -> int:
-    """Return the size of a generator's cache, in tokens, that is not full even if all completions of a call are as long as allowed.
+    """Return the size of a generator's cache, in tokens, that suffices even if all completions of a call have the maximum length.
 
     Args:
         config: The run's settings.
@@ -162,6 +162,6 @@ def most_tokens(config: RLConfig, prompts: Prompts) -> int:
     if prompts.held_out is not None:
         sizes.append((prompts.held_out, len(prompts.held_out) * config.rl.eval_samples))
     completions = min(config.rollout.max_batch_size, max(count for _, count in sizes))
-    # One token more than these, and whole pages, as `continuous` reserves them.
+    # Add one token per completion, and round up to whole pages, as `continuous` reserves them.
     tokens = max(part.longest for part, _ in sizes) + config.max_answer_tokens + 1
     return completions * -(-tokens // PAGE_TOKENS_CUDA) * PAGE_TOKENS_CUDA

@@ -1,4 +1,4 @@
-"""Rewards of a run: functions run in processes of their own while the workers go on."""
+"""Rewards of a run: functions run in separate processes while the workers keep running."""
 
 import logging
 from collections.abc import Mapping, Sequence, Sized
@@ -15,15 +15,15 @@ from .completions import Completion, episodes_of, judged_only
 
 log = logging.getLogger(__name__)
 SHOWN = 80
-"""The number of characters of a completion in a message."""
+"""The maximum number of characters of a completion in a message."""
 
 
 class RewardRunner:
-    """The reward functions of a run, which one process of the controller asks.
+    """The reward functions of a run, which one process of the controller calls.
 
     Args:
         config: The run's settings.
-        functions: Reward functions of the program, beside those of `rewards.use`.
+        functions: Reward functions of the program, in addition to those of `rewards.use`.
         ranks: The processes of the controller.
 
     Raises:
@@ -43,7 +43,7 @@ class RewardRunner:
         """The names of the rewards."""
         if (eval_reward := config.rl.eval_reward) is not None and eval_reward not in self.names:
             self.close()
-            raise ConfigError(f"rl.eval_reward={eval_reward} is no reward; they are {', '.join(self.names)}")
+            raise ConfigError(f"rl.eval_reward={eval_reward} is not one of the rewards; they are {', '.join(self.names)}")
 
     @property
     def asks_model(self) -> bool:
@@ -54,7 +54,7 @@ class RewardRunner:
         """Check that all prompts have the columns that their rewards need.
 
         Raises:
-            ConfigError: One has not; the message names its file and row.
+            ConfigError: A prompt lacks a column; the message names its file and row.
         """
 
         def check() -> None:
@@ -69,9 +69,9 @@ class RewardRunner:
         self._ranks.run_on_rank0(check)
 
     def submit(self, completions: Sequence[Completion]) -> PendingScores | None:
-        """Begin to judge completions, and return at once; None in a process that computes no rewards.
+        """Start to score completions, and return immediately; None in a process that computes no rewards.
 
-        Of an episode with several documents the last one is judged.
+        Of an episode with several documents, the last one is scored.
 
         Raises:
             ConfigError: A completion lacks a column that a reward needs.
@@ -87,8 +87,8 @@ class RewardRunner:
 
         Args:
             rows: The completions.
-            pending: What `submit` returned for each part of them.
-            model: What the reward model made of each completion, if there is one.
+            pending: The result of `submit` for each part of them.
+            model: The reward model's score of each completion, if there is one.
 
         Returns:
             The completions with their rewards, and the number of outcomes of each kind, by the name of the reward.
@@ -109,7 +109,7 @@ class RewardRunner:
                 try:
                     scores.append(part.result(models=values))
                 except RewardError as e:
-                    # All processes have to raise this one, after which they save together.
+                    # All processes must raise this error, since they save together afterwards.
                     return e
                 first += len(part)
             return scores
@@ -146,7 +146,7 @@ class RewardRunner:
             if name not in self._shown:
                 self._shown.add(name)
                 log.warning(
-                    "the reward %s could not judge an answer to %s, %r (%s); further ones are counted in the metrics",
+                    "the reward %s could not score a completion of %s, %r (%s); further failures are counted in the metrics",
                     name,
                     completion.prompt.name,
                     completion.text[:SHOWN],
@@ -154,7 +154,7 @@ class RewardRunner:
                 )
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         if self._scorer is not None:
             self._scorer.close()
 
@@ -163,16 +163,16 @@ def check_judged(completions: Sized, counts: Mapping[str, float]) -> None:
     """Check that completions are left after those without a reward were dropped.
 
     Args:
-        completions: The completions that are left.
-        counts: What happened to the others: `dropped`, and the numbers of outcomes by kind and reward.
+        completions: The remaining completions.
+        counts: The counts of the others: `dropped`, and the outcomes by kind and reward.
 
     Raises:
-        RewardError: None is left; the message says what the rewards made of them.
+        RewardError: None is left; the message has the counts of the outcomes.
     """
     if not len(completions):
         failures = (
             ", ".join(f"{name} {count:.0f}" for name, count in counts.items() if "/" in name) or "no reward was responsible"
         )
         raise RewardError(
-            f"none of {counts.get('dropped', 0):.0f} answers could be judged ({failures}), so there is nothing to learn from"
+            f"none of {counts.get('dropped', 0):.0f} completions could be scored ({failures}), so there is nothing to train on"
         )

@@ -27,7 +27,7 @@ from ..config.rl import REWARD_MODEL, FrozenRoleConfig, RLConfig, TrainedRoleCon
 from .algorithms import Algorithm
 
 MAIN = "main"
-"""The pool that roles share."""
+"""The name of the shared pool."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int, most_t
     Args:
         config: The run's settings.
         algorithm: The algorithm.
-        total_steps: The number of steps, for learning-rate schedules that have an end.
-        most_tokens: The size of a generator's cache that is never full, in tokens; None if the prompts are not known.
+        total_steps: The number of steps, for learning-rate schedules with an end.
+        most_tokens: The size of a generator's cache that always suffices, in tokens; None if the prompts are not known.
     """
     each = updates_per_step(config)
     updates = total_steps * each
@@ -69,7 +69,7 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int, most_t
                 model=model,
                 engine=_engine(config, config.actor),
                 optim=_optim(config, config.actor),
-                # While the critic warms up, the actor takes no steps.
+                # The actor takes no steps during the critic's warmup.
                 total_steps=max(each, updates - config.rl.critic_warmup * each),
                 loss=algorithm.loss,
             ),
@@ -83,7 +83,7 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int, most_t
         )
     if not own_reference and not algorithm.needs_reference and config.reference != FrozenRoleConfig():
         raise ConfigError(
-            f"reference is set, but rl.algorithm={config.rl.algorithm} with these settings compares with none; remove it, or set "
+            f"reference is set, but rl.algorithm={config.rl.algorithm} with these settings uses no reference; remove it, or set "
             "rl.loss.kl_coef or rl.advantage.kl_coef"
         )
     if algorithm.needs_reference and not own_reference:
@@ -119,7 +119,7 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int, most_t
         )
         reward = WorkerConfig(model=scored, engine=_frozen_engine(config, config.reward))
         specs["reward"] = RoleSpec(worker=RewardWorker, config=reward, pool=_pool(config, "reward"))
-    # After the others, since the size of its cache may depend on the memory that they leave.
+    # Build the generator last, since the size of its cache may depend on the memory that the other roles leave.
     specs["rollout"] = RoleSpec(
         worker=RolloutWorker, config=rollout_config(config, most_tokens), pool=_pool(config, "rollout")
     )
@@ -139,7 +139,7 @@ def updates_per_step(config: RLConfig) -> int:
     """Return the number of optimizer steps of a full step."""
     size = config.rl.mini_batch_size
     if config.rl.algorithm == "online_dpo":
-        # Of each group one pair, which is not divided.
+        # Each group yields one pair, which is not split.
         pairs = config.data.batch_size
         return config.rl.epochs * -(-pairs // (pairs if size is None else max(1, size // 2)))
     completions = config.data.batch_size * config.rl.group_size
@@ -153,13 +153,13 @@ def is_own_reference(config: RLConfig) -> bool:
 
 
 def check_roles(roles: Roles) -> None:
-    """Check what can be checked without reading weights.
+    """Check the roles, as far as possible without reading weights.
 
     Args:
         roles: The roles.
 
     Raises:
-        DrivetrainError: A role's settings do not fit its model or its backend.
+        DrivetrainError: A role's settings are incompatible with its model or its backend.
     """
     for name, spec in roles.specs.items():
         role: Any = spec.config
@@ -180,13 +180,13 @@ def rollout_config(config: RLConfig, most_tokens: int | None = None) -> RolloutC
 
     Args:
         config: The run's settings.
-        most_tokens: The size of a cache that is never full, in tokens; None if the prompts are not known.
+        most_tokens: The size of a cache that always suffices, in tokens; None if the prompts are not known.
     """
     rollout, precision = config.rollout, (config.actor.engine or config.engine).precision
-    # Only with float32 parameters `auto` depends on the device, which is the generator's to know.
+    # Only with float32 parameters does `auto` depend on the device, which only the generator knows.
     compute = precision.params if precision.compute == "auto" and precision.params != "float32" else precision.compute
     model = _model(config, config.actor)
-    # Otherwise a cache of all that is free would leave nothing for the activations of the roles that train.
+    # Otherwise a cache of all free memory would leave nothing for the activations of the trained roles.
     is_alone = "rollout" in config.group.pools or config.group.offload != "none"
     shared = min(TOKENS_WITHOUT_GPU, most_tokens or TOKENS_WITHOUT_GPU)
     alone = sends_adapters(config)
@@ -212,10 +212,10 @@ def rollout_config(config: RLConfig, most_tokens: int | None = None) -> RolloutC
 
 
 def held_versions(config: RLConfig) -> int:
-    """Return how many versions of the weights the generator holds.
+    """Return the number of weight versions that the generator holds.
 
-    With K of them no weights wait for the answers of older ones: what the oldest version answers is what the next step waits for anyway.
-    With `rl.swap_at=token` nothing is answered by others than the newest.
+    With K versions, no weights wait for completions of older ones: the next step waits for those of the oldest version anyway.
+    With `rl.swap_at=token`, only the newest version is used.
     """
     if config.rl.swap_at == "token":
         return 1
@@ -223,18 +223,18 @@ def held_versions(config: RLConfig) -> int:
 
 
 def sends_adapters(config: RLConfig) -> bool:
-    """Return whether the generator is sent the policy's adapters alone."""
+    """Return whether only the policy's adapters are sent to the generator."""
     group = config.group
     if group.sync_adapters is not None:
         return group.sync_adapters
-    # Processes that have both roles hand weights on; to read those of the folder would take longer.
+    # Processes with both roles hand weights over directly, which is faster than reading those of the folder.
     return "rollout" in group.pools and not group.sync_changes and not config.not_adapters_alone()
 
 
 def kept_versions(config: RLConfig) -> int:
-    """Return how many versions the actor's first process keeps, for processes of the generator that take the place of those that died.
+    """Return the number of versions that the actor's first process keeps, for generator processes that replace dead ones.
 
-    Without staleness the generator is only asked for the version that the actor has.
+    Without staleness, the generator only needs the version that the actor has.
     """
     return held_versions(config) if config.rl.staleness and config.rollout.restarts else 0
 
@@ -248,7 +248,7 @@ def start_group(config: RLConfig, roles: Roles) -> WorkerGroup:
 
     Raises:
         WorkerError: A role cannot be built.
-        ConfigError: Ray is not installed, or the roles do not fit the processes.
+        ConfigError: Ray is not installed, or the roles do not match the processes.
     """
     timeout = 60 * config.trainer.timeout_minutes
     if config.group.kind == "local":

@@ -1,4 +1,4 @@
-"""Answers tickets with the generator: with K > 0 while the other roles go on, for which the generator has processes of its own."""
+"""Fulfills tickets with the generator. With K > 0, the other roles keep running meanwhile, and the generator has dedicated processes."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -19,17 +19,18 @@ log = logging.getLogger(__name__)
 
 
 class Rollouts:
-    """The completions to a run's tickets.
+    """The completions of a run's tickets.
 
-    A call of the generator answers tickets of one version, at most `rollout.prompts_per_call` of them, and begins with the first that waits.
-    While it runs, nothing can be copied to the generator or from it. So with K > 0 new weights are sent between two calls, and with a generator
-    that has processes of its own completions go to the stores of the actor's processes as soon as a call is done.
+    A call of the generator handles tickets of one version, at most `rollout.prompts_per_call` of them, starting with the first waiting one.
+    During a call, nothing can be copied to or from the generator. With K > 0, new weights are therefore sent between two calls. If the
+    generator has dedicated processes, completions are moved to the stores of the actor's processes as soon as a call is done.
 
-    With `rl.swap_at=token` new weights wait for no call: it is cancelled, and its tickets wait again, with the tokens that they have so far. The next
-    call goes on from these with the new weights. Otherwise a ticket is answered by the version that it was issued with.
+    With `rl.swap_at=token`, new weights do not wait for a call: it is cancelled, and its tickets wait again, with their tokens so far. The
+    next call continues from these with the new weights. Otherwise the version that a ticket was issued with generates all of its
+    completions.
 
-    If processes of the generator die that are its own, they are started again: they are sent the weights that they had, and answer the tickets
-    that were lost with them once more.
+    If dedicated processes of the generator die, they are restarted: they receive the weights that they had, and the lost tickets are
+        handled again.
 
     Args:
         config: The run's settings.
@@ -45,29 +46,29 @@ class Rollouts:
         self._is_apart = "rollout" in config.group.pools
         self._swaps = config.rl.swap_at == "token"
         self._deaths = 0
-        """How often in a row the generator's processes have been started again, without an answer in between."""
+        """The number of consecutive restarts of the generator's processes without a completed call in between."""
         self._running: RunningRollout | RunningTurns | None = None
         self._answered: dict[int, Completions] = {}
-        """The completions of tickets that were not consumed yet, whose rewards are being computed."""
+        """The completions of unconsumed tickets, whose rewards are being computed."""
         self._kept: dict[int, KeptCompletions] = {}
         """With K > 0: the completions of all tickets of the current step and later ones."""
         self._begun: dict[int, KeptCompletions] = {}
-        """The completions of tickets that wait again, because the call that answered them was cancelled."""
+        """The unfinished completions of tickets that wait again because their call was cancelled."""
         self._cancelled = False
-        """Whether the running call was."""
+        """Whether the running call was cancelled."""
         self._advancing = False
         self._generating_s: list[float] = []
         self._unsent: int | None = None
         """The version of the actor's weights, if the generator does not have it yet."""
         self._verified: int | None = None
-        """The last version of the weights that the generator's processes were compared with."""
+        """The last version of the weights for which the generator's processes were compared."""
         if self._overlaps:
             phases.after_each = self.advance
 
     # ---- the generator ---------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """If the generator's call is done, take what it has made, and begin the next one. Does not wait."""
+        """If the generator's call is done, take its completions, and start the next one. Does not wait."""
         if self._advancing or self._running is None or not all(call.done for call in self._running.calls):
             return
         self._finish()
@@ -76,7 +77,7 @@ class Rollouts:
 
     @contextmanager
     def _no_advance(self) -> Iterator[None]:
-        # What is done here consists of phases itself, after each of which `advance` is called.
+        # This work consists of phases itself, each of which would call `advance` again.
         before, self._advancing = self._advancing, True
         try:
             yield
@@ -84,7 +85,7 @@ class Rollouts:
             self._advancing = before
 
     def _begin(self) -> None:
-        """Let the generator answer the first tickets that wait, if it does nothing."""
+        """Start a call for the first waiting tickets, if the generator is idle."""
         waiting = self.tickets.waiting
         if self._running is not None or not waiting:
             return
@@ -110,13 +111,13 @@ class Rollouts:
             )
 
     def _verify(self, version: int) -> None:
-        """Compare what the generator's processes make of a version of the weights that they hold, before it is used."""
+        """Compare the outputs of the generator's processes with a version of the weights that they hold, before it is used."""
         if held_versions(self._config) > 1 and version != self._verified:
             self._phases.memory_manager.verify(version)
             self._verified = version
 
     def _finish(self) -> None:
-        """Wait for the generator's call, if there is one, and hand its completions to the rewards."""
+        """Wait for the generator's call, if there is one, and submit its completions to the rewards."""
         if self._running is None:
             return
         with self._no_advance():
@@ -135,17 +136,17 @@ class Rollouts:
                 self._add(number, one)
 
     def _cancel(self) -> None:
-        """End the generator's call, if there is one, with the tokens so far."""
+        """Cancel the generator's call, if there is one, keeping its tokens so far."""
         if self._running is None:
             return
         with self._no_advance(), self._replacing_generator():
-            # With K > 0 there is one: the most likely answers, the other kind, need the present weights.
+            # With K > 0 there is only one call: greedy baselines, the second one, need the current weights.
             (call,) = self._running.calls
             self._cancelled = self._phases.group.cancel(call)
         self._finish()
 
     def _add(self, number: int, completions: Completions) -> None:
-        # Each ticket by itself: which of them a call answers depends on time, and a reward may compare what it is given together.
+        # Submit each ticket separately: which tickets share a call depends on timing, and a reward may compare the completions of a batch.
         greedy = completions.baselines
         self._answered[number] = replace(
             completions,
@@ -155,7 +156,7 @@ class Rollouts:
         self.tickets.finish(number)
 
     def _moved(self, completions: Completions) -> Completions:
-        """Move completions to the stores of the actor's processes, and with K > 0 keep them here. Return those of groups that are complete."""
+        """Move completions to the stores of the actor's processes, and with K > 0 also keep them here. Return those of complete groups."""
         data, most, greedy = self._phases.group.data, self._config.rollout.max_tokens, completions.baselines
         batch = data.get_batch(completions.ref)
         greedy_batch = None if greedy is None else data.get_batch(greedy.ref)
@@ -185,10 +186,10 @@ class Rollouts:
     # ---- the trainer -----------------------------------------------------------------------------------------------------
 
     def answered(self, count: int) -> list[int]:
-        """Wait for the completions of the tickets that are consumed next; return their numbers, in order.
+        """Wait for the completions of the next tickets to consume; return their numbers, in order.
 
         Args:
-            count: How many tickets at most. Without K they are all generated before this returns.
+            count: The maximum number of tickets. With K = 0, all of them are generated before this returns.
         """
         while self.tickets.next is None or (not self._overlaps and (self.tickets.waiting or self.tickets.running)):
             self._begin()
@@ -198,11 +199,11 @@ class Rollouts:
         return self.tickets.consumable(count)
 
     def completions(self, number: int) -> Completions:
-        """Return the completions of a ticket that has its answer and was not consumed."""
+        """Return the completions of a finished, unconsumed ticket."""
         return self._answered[number]
 
     def replace(self, number: int, completions: Completions) -> None:
-        """Note that more is known of the completions of a ticket, such as their rewards."""
+        """Replace the completions of a ticket by ones with more data, such as their rewards."""
         self._answered[number] = completions
 
     def keep(self) -> Completions:
@@ -210,19 +211,19 @@ class Rollouts:
         return self._answered.pop(self.tickets.keep().number)
 
     def drop(self) -> Completions:
-        """Consume the next ticket, whose completions are not learned from; return them."""
+        """Consume the next ticket without training on its completions; return them."""
         return self._answered.pop(self.tickets.drop().number)
 
     def apply(self) -> int:
-        """Note that the current step was applied; return the version of the weights that it made.
+        """Record that the current step was applied; return the version of the weights that it made.
 
-        The generator is sent these weights at once if it does nothing, or its call can be cancelled, and otherwise after its call, unless the next
-        step waits for that anyway.
+        The generator receives these weights immediately if it is idle or its call can be cancelled. Otherwise it receives them after its
+        call, unless the next step waits for that call anyway.
         """
         first = self.tickets.first
         self._kept = {number: kept for number, kept in self._kept.items() if number >= first}
         version = self._unsent = self.tickets.apply()
-        # Where roles take turns on their devices, weights could not be sent in the middle of a step.
+        # If roles take turns on their devices, weights cannot be sent in the middle of a step.
         at_once = held_versions(self._config) == 1 or self._config.group.offload != "none"
         if at_once or self._running is None or self.tickets.next is None:
             self.send_weights()
@@ -243,7 +244,7 @@ class Rollouts:
                 self._unsent = None
 
     def use_newest(self) -> None:
-        """Let the generator have the newest weights and nothing else to do, for an evaluation."""
+        """Make the generator idle, with the newest weights, for an evaluation."""
         self.send_weights()
         if self._swaps:
             self._cancel()
@@ -253,14 +254,14 @@ class Rollouts:
             self._verify(self.tickets.version)
 
     def settle(self, before: int) -> None:
-        """Wait until the generator does nothing, and no ticket of a version before one is left to be answered."""
+        """Wait until the generator is idle, and no unfinished ticket has a version before the given one."""
         while self._running is not None or self.tickets.unanswered(before):
             if self._running is None:
                 self._begin()
             self._finish()
 
     def generating_s(self) -> float:
-        """Return for how many seconds the generator has worked in calls that have ended since this was asked last."""
+        """Return the generator's time, in seconds, in calls that have ended since this was last called."""
         seconds, self._generating_s = sum(self._generating_s), []
         return seconds
 
@@ -268,20 +269,20 @@ class Rollouts:
 
     @contextmanager
     def _replacing_generator(self) -> Iterator[None]:
-        # What the block was about is then to be done again.
+        # The caller must then repeat the work of the block.
         try:
             yield
         except WorkerLostError as e:
             self.replace_generator(e)
 
     def replace_generator(self, error: WorkerLostError) -> None:
-        """Start the generator's processes again, because one has died; they get the weights that they had, and the tickets that they were answering.
+        """Restart the generator's processes after one has died; they get the weights that they had, and their tickets wait again.
 
         Args:
-            error: How that was noticed.
+            error: The error that reported the death.
 
         Raises:
-            WorkerLostError: Others have died too, or it has happened too often.
+            WorkerLostError: Other processes have died too, or the restarts are used up.
         """
         group, pool = self._phases.group, self._phases.roles.specs["rollout"].pool
         if not self._is_apart:
@@ -289,7 +290,7 @@ class Rollouts:
         self._drop_call()
         self._running, self._verified = None, None
         sent = self.tickets.version - (self._unsent is not None)
-        # Weights that were on their way are sent then, before any ticket asks for them; what only they follow is not kept any more.
+        # Weights that were being sent are sent again later, before any ticket needs them.
         newest = {sent} if self._unsent is None else set()
         old = () if self._swaps else (*self.tickets.waiting, *self.tickets.running)
         needed = sorted({*newest, *(ticket.version for ticket in old if ticket.version <= sent)})
@@ -298,7 +299,7 @@ class Rollouts:
                 raise error
             self._deaths += 1
             log.warning(
-                "%s; the generator's processes are started again (%d of %d times in a row, rollout.restarts)",
+                "%s; restarting the generator's processes (%d of %d times in a row, rollout.restarts)",
                 str(error).splitlines()[0],
                 self._deaths,
                 self._config.rollout.restarts,
@@ -312,22 +313,22 @@ class Rollouts:
                 error = e
 
     def _drop_call(self) -> None:
-        """Note that the running call has answered nothing."""
+        """Record that the running call has produced nothing."""
         for ticket in self.tickets.running:
             self.tickets.give_back(ticket.number)
 
     # ---- saving ----------------------------------------------------------------------------------------------------------
 
     def kept(self) -> dict[int, KeptCompletions]:
-        """Return the completions that a checkpoint has to hold; nothing is generated afterwards until tickets are asked for.
+        """Return the completions that a checkpoint must store; nothing is generated afterwards until tickets are requested.
 
-        With K = 0 these are none: all tickets are of the version that is saved, which answers them again.
+        With K = 0 there are none: all tickets are of the saved version, which can generate them again.
         """
         self.settle(self.tickets.version)
         return dict(self._kept)
 
     def restore(self, kept: Mapping[int, KeptCompletions]) -> None:
-        """Take over the completions of a checkpoint, whose tickets have their answers already."""
+        """Restore the completions of a checkpoint, whose tickets are already finished."""
         self._kept = dict(kept)
         for number, one in kept.items():
             completions = self._phases.put_completions(one.batch, one.rows)

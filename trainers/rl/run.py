@@ -1,4 +1,4 @@
-"""The runs of reinforcement learning: opening one, and what the training loop asks of it."""
+"""The runs of reinforcement learning, as the training loop drives them."""
 
 import logging
 import time
@@ -54,7 +54,7 @@ class RLRun(TrainingRun):
     prompts: Prompts
     checkpoints: RunCheckpoints
     rollouts: Rollouts = field(init=False)
-    """The completions to the run's tickets."""
+    """The completions of the run's tickets."""
 
     def __post_init__(self) -> None:
         config = self.phases.config
@@ -90,7 +90,7 @@ class RLRun(TrainingRun):
     def make_step(self) -> dict[str, Any]:
         """Make a step, from prompts to new weights; see the base class."""
         start, phases = time.perf_counter(), self.phases
-        # A judge, for example, cannot be reached.
+        # A reward may fail, for example because its judge cannot be reached.
         with self.saved_on(RewardError, f"the rewards of step {self.step + 1}"):
             completed = make_step(phases, self._collector, self.rollouts, bundles=self._bundles)
         self.step += 1
@@ -111,7 +111,7 @@ class RLRun(TrainingRun):
         }
 
     def evaluate(self, stop: StopSignal) -> EvaluationResult:
-        """Answer the held-out prompts; see the base class. It is not interrupted."""
+        """Evaluate on the held-out prompts; see the base class. It is not interrupted."""
         assert self.prompts.held_out is not None
         judged: list[Completion] | None = None
         while judged is None:
@@ -128,12 +128,12 @@ class RLRun(TrainingRun):
         )
 
     def write_checkpoint(self, *, evaluation_due: bool, last: bool) -> None:
-        """Write the checkpoints of the actor and the critic, and the completions that wait to be learned from."""
+        """Write the checkpoints of the actor and the critic, and the completions that are pending for training."""
         kept = self.rollouts.kept()
         tickets = self.rollouts.tickets.state(kept)
         stored = {number: kept[number] for number, _, is_stored in tickets["out"] if is_stored}
         self._log.write()
-        # A checkpoint brings all of a role's state to the device for a moment.
+        # Writing a checkpoint temporarily loads all of a role's state to the device.
         self.phases.memory_manager.enter("score")
         extra = {
             "data": self.prompts.order.state(self.prompts.order.cursor(tickets["next"] - len(tickets["out"]))),
@@ -153,13 +153,13 @@ class RLRun(TrainingRun):
     def export_model(self, folder: Path, *, adapters_only: bool) -> str:
         """Export the policy or its adapters."""
         self.phases.memory_manager.enter("score")
-        # Workers of a cluster may run in another folder.
+        # Workers of a cluster may have another working directory.
         adapters = "only" if adapters_only else "merged"
         where: str = self.phases.group["actor"].export(str(folder.absolute()), adapters=adapters)
         return where
 
     def _resume(self) -> Rollouts | None:
-        """Load the checkpoint to start from, if there is one; return the completions to the tickets that were out."""
+        """Load the checkpoint to start from, if there is one; return the completions of its outstanding tickets."""
         restored = self.checkpoints.resume()
         if restored is None:
             return None
@@ -167,7 +167,7 @@ class RLRun(TrainingRun):
         size: dict[str, Any] = {"batch": config.data.batch_size, "staleness": config.rl.staleness}
         try:
             first = order.number(order.restore(restored.extra["data"], epochs=self.config.max_steps is None))
-            # Runs from before there were tickets have none: their next prompts were not answered yet.
+            # Checkpoints from before tickets were introduced have none: the completions of their next prompts do not exist yet.
             state = restored.extra.get("tickets", {**size, "version": restored.step, "next": first, "out": []})
             tickets = Tickets.restore(state, **size, steps=self.total_steps, observe=self._log.note)
             tokenizer = self.phases.tokenizer
@@ -193,14 +193,14 @@ def open_run(
     callbacks: Sequence[Callback],
     total_steps: int,
 ) -> Iterator[RLRun]:
-    """Start the processes of a run, build its roles in them, and resume; end the processes after the block.
+    """Start the processes of a run, build its roles in them, and resume; stop the processes after the block.
 
     Args:
         config: The settings.
         algorithm: The algorithm.
         roles: The roles.
         prompts: The prompts.
-        functions: Reward functions beside those that the settings name.
+        functions: Reward functions in addition to those that the settings name.
         callbacks: Code that the training loop calls.
         total_steps: The number of the last step.
 
@@ -209,7 +209,7 @@ def open_run(
     """
     with ExitStack() as opened:
         ranks = opened.enter_context(controller_ranks(config))
-        # Before models are loaded.
+        # Lock the folders before models are loaded.
         opened.enter_context(locked_folders(config.trainer, ranks))
         phases = opened.enter_context(open_phases(config, algorithm, roles, ranks, functions=functions, prompts=prompts.sets))
         digest = "" if prompts.held_out is None else prompts.held_out.digest
@@ -236,14 +236,14 @@ def open_run(
 
 
 def evaluation_metrics(config: RLConfig) -> dict[str, bool]:
-    """Return the metrics of an evaluation by which a best checkpoint can be chosen, and for each whether lower is better."""
+    """Return the evaluation metrics that can select the best checkpoint, and for each whether lower is better."""
     samples = config.rl.eval_samples
     names = ["reward", "accuracy", *([f"avg@{samples}", f"pass@{samples}"] if samples > 1 else [])]
     return dict.fromkeys(names, False)
 
 
 def _with_functions(config: RLConfig, functions: Sequence[RewardTarget]) -> RLConfig:
-    """Return the settings with the names of a program's functions, where people can read them; another function is another run."""
+    """Return the settings with the names of a program's functions, so that `config.yaml` records them."""
     names = tuple(f if isinstance(f, str) else f"{f.__module__}:{title_of(f)}" for f in functions)
     return replace(config, rewards=replace(config.rewards, use=(*config.rewards.use, *names)))
 
@@ -252,7 +252,7 @@ def _announce(run: RLRun) -> None:
     prompts, algorithm = run.prompts, run.phases.algorithm
     announce_settings(run.settings)
     log.info(
-        "%d prompts, %d steps, %d answers per step",
+        "%d prompts, %d steps, %d completions per step",
         len(prompts.order),
         run.total_steps,
         prompts.order.batch_size * run.settings.rl.group_size,
@@ -261,23 +261,23 @@ def _announce(run: RLRun) -> None:
         judges = "rewards depend" if run.settings.rollout.environment is None else "environments and rewards depend"
         exact = run.settings.rollout.invariant or run.settings.rollout.generator == "exact"
         log.info(
-            "answers are generated while the policy is trained, by weights at most %d step%s before (rl.staleness); %s",
+            "completions are generated while the policy trains, by weights at most %d step%s old (rl.staleness); %s",
             staleness,
             "s" if staleness > 1 else "",
-            "new weights take over inside an answer (rl.swap_at=token), so another run is not the same"
+            "the generator switches to new weights within a completion (rl.swap_at=token), so runs are not reproducible"
             if run.settings.rl.swap_at == "token"
-            else f"another run is the same to the bit, if its {judges} on nothing but the answer, and meet no limit in seconds"
+            else f"runs are reproducible bit by bit if their {judges} only on the completion, and reach no time limit"
             if exact
-            else "another run is the same up to rounding, since rollout.invariant=false",
+            else "runs are reproducible up to rounding, since rollout.invariant=false",
         )
     if (environment := run.settings.rollout.environment) is not None:
         log.info(
-            "environment: %s, at most %d turns and %d tokens behind a prompt; a call that takes more than %g s has failed%s",
+            "environment: %s, at most %d turns and %d tokens after a prompt; a call that takes more than %g s counts as failed%s",
             environment,
             run.settings.environment.max_turns,
             run.settings.max_answer_tokens,
             run.settings.environment.timeout_s,
-            "" if described(run.settings).independent else "; agents run elsewhere, so another run is not the same",
+            "" if described(run.settings).independent else "; agents run elsewhere, so runs are not reproducible",
         )
     for line in run.phases.group["actor"].describe_settings():
         log.info("actor: %s", line)

@@ -1,4 +1,4 @@
-"""What phases work with, opened and closed together: the group, the rewards, the memory manager."""
+"""The resources of the phases, opened and closed together: the group, the rewards, the memory manager."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +25,7 @@ from .state import GroupStates, is_random
 
 @contextmanager
 def controller_ranks(config: RLConfig) -> Iterator[TrainerRanks]:
-    """Return the processes that run the controller program: this one, or with `group.kind=local` all that hold the models."""
+    """Return the processes that run the controller: this one, or with `group.kind=local`, all processes that hold the models."""
     if config.group.kind != "local":
         yield TrainerRanks(alone=True)
         return
@@ -45,17 +45,17 @@ def open_phases(
     only: Collection[str] | None = None,
     judges: bool = True,
 ) -> Iterator[Phases]:
-    """Start the rewards of a run and its processes, and build its roles in them; end all of them afterwards.
+    """Start the rewards and the processes of a run, and build its roles; stop everything after the block.
 
     Args:
         config: The run's settings.
         algorithm: The algorithm.
         roles: The roles.
-        ranks: The processes that run the controller program.
+        ranks: The processes that run the controller.
         functions: Reward functions of the program.
         prompts: The prompts whose columns the rewards will need.
         only: The roles that are needed; None for all.
-        judges: Whether completions will be judged.
+        judges: Whether completions will be scored.
 
     Raises:
         ConfigError: A reward cannot be used, or a prompt lacks a column.
@@ -66,7 +66,7 @@ def open_phases(
         used = {spec.pool for spec in specs.values()}
         roles = replace(roles, specs=specs, pools={name: size for name, size in roles.pools.items() if name in used})
     with ExitStack() as opened:
-        # What is wrong with the rewards is said before models are loaded.
+        # Check the rewards before models are loaded.
         reward_runner = RewardRunner(config, functions, ranks) if judges else None
         if reward_runner is not None:
             opened.callback(reward_runner.close)

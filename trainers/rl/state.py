@@ -12,17 +12,17 @@ from .memory_manager import Allocation, RolePart, RolePlace
 from .roles import held_versions, kept_versions, sends_adapters
 
 _PARTS = ("text_config", "ffn_config")
-"""Configs inside a model's config that are those of a language model's layers."""
+"""Nested configs of a model's config that describe the layers of its language model."""
 _RANDOM = re.compile("dropout|layerdrop|pdrop$|jitter")
-"""In the names of settings of a model that are random only while it is trained, if they are above 0."""
+"""Parts of the names of config settings that, above 0, make a model random during training."""
 PROBE, PROBE_TOKENS = [1, 2, 3, 4], 4
-"""The prompt on which a generator's processes are compared, and the number of tokens that they complete it with."""
+"""The prompt for comparing a generator's processes, and the number of tokens to generate."""
 PROBE_GAP = 0.05
-"""The largest difference of a log-probability between two processes, which compute the same in the same way."""
+"""The maximum difference of a log-probability between two processes, which run the same computation."""
 
 
 def is_random(settings: Mapping[str, Any], lora_dropout: float) -> bool:
-    """Return whether a model computes random numbers while it is trained: by dropout, skipped layers, or noise at its routers.
+    """Return whether training a model involves random numbers: dropout, skipped layers, or router noise.
 
     Args:
         settings: The model's config, as in config.json.
@@ -53,7 +53,7 @@ class GroupStates:
         return self._held > 1
 
     def allocations(self) -> Mapping[tuple[str, RolePart], Allocation]:
-        """Return what each role holds in a process, by role and part."""
+        """Return the allocations of each role in a process, by role and part."""
         allocations: dict[tuple[str, RolePart], Allocation] = {}
         for role in (name for name in ROLES if name in self._group.roles):
             sizes: Mapping[RolePart, int] = self._group[role].state_bytes()
@@ -72,12 +72,13 @@ class GroupStates:
         self._group[role].to(place, part)
 
     def sync(self, version: int) -> int:
-        """Copy the actor's weights to the generator; return how many bytes were sent or handed on."""
+        """Copy the actor's weights to the generator; return the number of bytes that were sent or handed over."""
         changes = self._sync_changes
         if changes is None and self._adapters:
             changes = False
         if changes is None:
-            # Of float32 numbers an optimizer changes nearly all, and on one machine the generator reads the actor's memory.
+            # Sending only changes does not pay: an optimizer step changes nearly all float32 values, and on one machine the generator reads
+            # the actor's memory.
             apart = "rollout" in self._pools and self._kind == "ray"
             changes = apart and self._group.rank_infos("rollout")[0].weight_dtype in ("bfloat16", "float16")
         receipt = self._group.sync_weights(
@@ -86,7 +87,7 @@ class GroupStates:
         return receipt.sent_bytes
 
     def resend(self, version: int) -> None:
-        """Send a version to new processes of the generator: as it was kept, or as the actor has it if none are kept."""
+        """Send a version to new processes of the generator: the kept copy, or the actor's weights if none is kept."""
         if self._kept:
             self._group.sync_weights(
                 "actor", "rollout", version=version, adapters=self._adapters, keep=self._kept, resend=True
@@ -95,12 +96,12 @@ class GroupStates:
             self.sync(version)
 
     def verify(self, version: int) -> None:
-        """Compare what the processes of the generator make of one fixed prompt with a version of the weights.
+        """Compare the outputs of the generator's processes on a fixed prompt, with a version of the weights.
 
-        They have received the same bytes, but may have fused or quantized them, or have loaded them wrongly.
+        They have received the same bytes, but may have fused or quantized them, or loaded them incorrectly.
 
         Raises:
-            WorkerError: They differ.
+            WorkerError: The outputs differ.
         """
         if "rollout" not in self._group.roles:
             return
@@ -108,13 +109,13 @@ class GroupStates:
         if count < 2:
             return
         options = SamplingOptions(max_tokens=PROBE_TOKENS, temperature=0.0, ignore_eos=True, evaluation=True)
-        # Prompts of one length, of which every model gets one.
+        # Prompts of equal length, one for every model replica.
         completions = self._group["rollout"].generate([PROBE] * count, options, version=version)
         log_probs_by_model = [samples[0].log_probs for samples in completions]
         first = log_probs_by_model[0]
         gap = max(abs(a - b) for log_probs in log_probs_by_model for a, b in zip(log_probs, first, strict=True))
         if not gap <= PROBE_GAP:
-            reason = f"make log-probabilities of one prompt that differ by {gap:.3g} nats from process to process"
+            reason = f"compute log-probabilities of one prompt that differ by {gap:.3g} nats between processes"
             self._group["rollout"].discard_weights(reason)
             raise WorkerError(
                 f"the generator's processes {reason} after the same weights were copied to them; start the run again"

@@ -1,4 +1,4 @@
-"""A step of reinforcement learning, from prompts to the generator's new weights. The order of a step is decided here."""
+"""A step of reinforcement learning, from prompts to the generator's new weights. This module defines the order of a step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class CompletedStep:
     """A completed step.
 
     Args:
-        completions: The completions that were learned from, with their rewards. Their tensors are gone.
+        completions: The completions that were trained on, with their rewards. Their tensors are already freed.
         metrics: The metrics of the step.
     """
 
@@ -29,18 +29,18 @@ class CompletedStep:
 def make_step(
     phases: Phases, collector: Collector, rollouts: Rollouts, *, bundles: StepBundles | None = None
 ) -> CompletedStep:
-    """Make a step: take the completions to the next prompts, score them, estimate advantages, update, and sync the generator's weights.
+    """Make a step: take the completions of the next prompts, score them, estimate advantages, update, and sync the generator's weights.
 
     The version of the weights is the number of steps that they have been trained for.
 
     Args:
         phases: The phases.
         collector: The collection of completions.
-        rollouts: The completions to the run's tickets.
-        bundles: What writes replay bundles of steps; None writes none.
+        rollouts: The completions of the run's tickets.
+        bundles: Writes replay bundles of steps; None to write none.
 
     Raises:
-        RewardError: Too many completions could not be judged.
+        RewardError: Too many completions could not be scored.
         ConfigError: The log-probabilities of actor and generator differ by more than `rl.max_log_prob_gap`.
     """
     phases.reset_timing()
@@ -81,19 +81,19 @@ def train_on(
     Args:
         phases: The phases.
         completions: The scored completions.
-        counts: Numbers of what happened to other completions of the step, by name.
-        step: The number of the step; 0 for one that belongs to no run.
-        bundles: What writes replay bundles of steps; None writes none.
+        counts: Counts of the other completions of the step, by name.
+        step: The number of the step; 0 for a step outside of a run.
+        bundles: Writes replay bundles of steps; None to write none.
         before_update: Called before the weights change.
 
     Returns:
-        The completions that were learned from, with their rewards; numbers of what happened to others; and the metrics of the update.
+        The completions that were trained on, with their rewards; the counts of the others; and the metrics of the update.
 
     Raises:
-        RewardError: Too many completions could not be judged.
+        RewardError: Too many completions could not be scored.
         ConfigError: The log-probabilities of actor and generator differ by more than `rl.max_log_prob_gap`.
     """
-    # Reward functions run in processes of their own meanwhile, so what the models compute comes before their results.
+    # Reward functions run concurrently in separate processes, so run the models before waiting for their results.
     completions = add_old_log_probs(phases, completions)
     completions, failed = phases.collect_rewards(completions)
     counts = {**counts, **failed}

@@ -1,6 +1,6 @@
 """The log of a run's tickets, `tickets.jsonl`, and its check. Imports no torch.
 
-A line is a JSON array: `["settings", batch, staleness, steps]` before the first event of a process of the run, and then `[kind, number,
+Each line is a JSON array: `["settings", batch, staleness, steps]` before the first event of a process of the run, then `[kind, number,
 version]` for every event.
 """
 
@@ -20,7 +20,7 @@ class TicketLog:
     """Writes the events of a run's tickets, after every step.
 
     Args:
-        folder: The run's folder; None writes nothing, as a process that is not the first one does.
+        folder: The run's folder; None to write nothing, in processes other than the first.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -28,15 +28,15 @@ class TicketLog:
         self._lines: list[str] = []
 
     def begin(self, batch: int, staleness: int, steps: int | None) -> None:
-        """Note the settings of the tickets whose events follow."""
+        """Record the settings of the tickets whose events follow."""
         self._lines.append(json.dumps(["settings", batch, staleness, steps]))
 
     def note(self, event: TicketEvent) -> None:
-        """Note an event."""
+        """Record an event."""
         self._lines.append(json.dumps([event.kind, event.number, event.version]))
 
     def write(self) -> None:
-        """Write what has been noted since the last time.
+        """Write the events since the last call.
 
         Raises:
             CheckpointError: The file cannot be written.
@@ -46,7 +46,7 @@ class TicketLog:
             return
         try:
             with self._path.open("ab+") as file:
-                # A process that was killed may have left half a line.
+                # A killed process may have left an incomplete line.
                 file.seek(max(0, file.tell() - 1))
                 torn = file.read(1) not in (b"", b"\n")
                 file.write(("\n" * torn + "".join(f"{line}\n" for line in lines)).encode())
@@ -56,14 +56,14 @@ class TicketLog:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedLog:
-    """What a log of tickets says.
+    """A summary of a checked log.
 
     Args:
-        processes: How many processes have written it, one after the other.
+        processes: The number of processes that have written it, one after another.
         events: The number of events.
-        kept: The number of groups that were learned from, with those of steps that were made again.
+        kept: The number of groups that were trained on, including those of repeated steps.
         dropped: The number of groups that were dropped.
-        oldest: The largest number of versions between a group that was learned from and the weights that learned from it.
+        oldest: The maximum number of versions between a group that was trained on and the weights that were trained on it.
     """
 
     processes: int
@@ -116,7 +116,7 @@ def _parts(file: Path) -> Iterator[tuple[tuple[int, int, int | None], list[Ticke
         try:
             kind, *values = _words(line)
         except ValueError as e:
-            # The last line of a process that was killed while it wrote.
+            # The last line of a process that was killed during a write.
             if i + 1 == len(lines) or lines[i + 1].startswith('["settings"'):
                 continue
             raise TicketError(f"{file}:{i + 1} is not a line of a log of tickets") from e
@@ -135,7 +135,7 @@ def _parts(file: Path) -> Iterator[tuple[tuple[int, int, int | None], list[Ticke
 
 
 def _words(line: str) -> list[Any]:
-    """Return what is in a line.
+    """Parse a line.
 
     Raises:
         ValueError: It is not a line of a log.
@@ -143,11 +143,11 @@ def _words(line: str) -> list[Any]:
     words = json.loads(line)
     numbers = words[1:] if isinstance(words, list) else []
     if not numbers or words[0] not in ("settings", *get_args(TicketEventKind)):
-        raise ValueError(f"{line!r:.80} is no event")
+        raise ValueError(f"{line!r:.80} is not an event")
     if words[0] == "settings" and len(numbers) == 3 and numbers[2] is None:
         numbers = numbers[:2]
     elif len(numbers) != (3 if words[0] == "settings" else 2):
         raise ValueError(f"{line!r:.80} has {len(numbers)} numbers")
     if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
-        raise ValueError(f"{line!r:.80} has something else than numbers")
+        raise ValueError(f"{line!r:.80} has values that are not numbers")
     return words

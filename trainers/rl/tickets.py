@@ -1,13 +1,13 @@
-"""Tickets: which prompt is answered with which version of the weights, decided by what is consumed and never by time.
+"""Tickets: they assign a version of the weights to each prompt, depending only on consumption and never on time.
 
 A ticket stands for a prompt and its group of completions. Tickets are numbered in the order of prompts, issued, answered in any order,
 and consumed in the order of their numbers. A version of the weights is the number of steps that they have been trained for; step `w + 1`
 is made with version `w`.
 
-*When tickets are issued depends on consumption alone*: `batch * (K + 1)` at the start; when a step has been applied, as many as it kept,
-with the version that it made; when a ticket is consumed and its group dropped, one more at once, with the version of that moment. So the
-tickets that are out and the groups that the current step has kept are `batch * (K + 1)` together, at any time, and fewer only where the
-run has no steps left that could keep more. No ticket is consumed more than K versions after it was issued:
+*Issuing depends only on consumption*. At the start, `batch * (K + 1)` tickets are issued. When a step has been applied, as many are issued
+as it kept, with the version that it made. When a ticket is consumed and its group dropped, one more is issued immediately, with the current
+version. So the number of tickets that are out plus the number of groups that the current step has kept is always `batch * (K + 1)`, and
+fewer only if the run has no steps left that could keep more. No ticket is consumed more than K versions after it was issued:
 
 1. Let a ticket be issued with version v when the current step has kept j groups. Then at most `batch * (K + 1) - j - 1` others are out.
 2. They have smaller numbers, so they are consumed before it; tickets that are issued later have larger numbers, and are consumed after it.
@@ -15,7 +15,7 @@ run has no steps left that could keep more. No ticket is consumed more than K ve
    after it `batch` each.
 4. All of these were consumed before it: `(w - v) * batch - j <= batch * (K + 1) - j - 1`, hence `w - v < K + 1`.
 
-Imports no torch, and knows neither clock nor threads.
+Imports no torch, and uses neither clocks nor threads.
 """
 
 from collections import deque
@@ -29,16 +29,16 @@ TicketEventKind = Literal["begin", "issue", "start", "finish", "give_back", "kee
 
 
 class TicketError(DrivetrainError):
-    """Tickets were used in a way that the rules do not allow."""
+    """Tickets were used against the rules."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """A prompt to be answered.
+    """A prompt whose completions are to be generated.
 
     Args:
         number: Its number, in the order of prompts.
-        version: The version of the weights that answers it.
+        version: The version of the weights that generates its completions.
     """
 
     number: int
@@ -47,12 +47,12 @@ class Ticket:
 
 @dataclass(frozen=True, kw_only=True)
 class TicketEvent:
-    """Something that happened to tickets.
+    """An event of tickets.
 
     Args:
-        kind: What; a run that is resumed has another `begin`, after which its tickets are issued again.
-        number: The ticket; of `begin` the number of the first one, of `apply` the number of groups that a step keeps.
-        version: The version of the ticket; of `keep` and `drop` the version that it is consumed with, of `begin` and `apply` the
+        kind: The kind of event; a resumed run has another `begin`, after which its tickets are issued again.
+        number: The number of the ticket; for `begin`, that of the first one; for `apply`, the number of groups that a step keeps.
+        version: The version of the ticket; for `keep` and `drop`, the version that it is consumed with; for `begin` and `apply`, the
             version from then on.
     """
 
@@ -62,11 +62,11 @@ class TicketEvent:
 
 
 class Tickets:
-    """The tickets of a run: a state machine that the scheduler of a run asks and tells.
+    """The tickets of a run, a state machine that the scheduler of the run drives.
 
     Args:
-        batch: How many groups a step keeps.
-        staleness: K, how many versions older than the weights that are trained the oldest completion may be.
+        batch: The number of groups that a step keeps.
+        staleness: K, the maximum number of versions between a completion and the weights that are trained on it.
         version: The version of the weights.
         first: The number of the first ticket.
         steps: The number of the run's last step, after which no groups are needed; None if there is none.
@@ -90,10 +90,10 @@ class Tickets:
             raise TicketError(f"tickets with batch={batch} and staleness={staleness}; use at least 1, and at least 0")
         self.batch, self.staleness, self.version, self.steps = batch, staleness, version, steps
         self.kept = 0
-        """How many groups the current step has kept."""
+        """The number of groups that the current step has kept."""
         self._observe, self._next = observe, first
         self._out: deque[Ticket] = deque()
-        """The tickets that were issued and not consumed, in order."""
+        """The issued, unconsumed tickets, in order."""
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
         self._finished: set[int] = set()
@@ -116,11 +116,11 @@ class Tickets:
         if begins_step:
             self._consumed, self._next_at_begin = [], self._next
 
-    # ---- for what generates ----------------------------------------------------------------------------------------------
+    # ---- for the generator -----------------------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> Sequence[Ticket]:
-        """The tickets that nobody answers yet, in order."""
+        """The tickets that are not being answered yet, in order."""
         return tuple(self._waiting)
 
     @property
@@ -129,7 +129,7 @@ class Tickets:
         return tuple(self._running[number] for number in sorted(self._running))
 
     def start(self) -> Ticket:
-        """Take the next ticket that nobody answers yet.
+        """Take the next ticket that is not being answered yet.
 
         Raises:
             TicketError: There is none.
@@ -142,7 +142,7 @@ class Tickets:
         return ticket
 
     def finish(self, number: int) -> None:
-        """Note that a ticket has its answer.
+        """Record that the completions of a ticket are finished.
 
         Raises:
             TicketError: It is not being answered.
@@ -152,7 +152,7 @@ class Tickets:
         self._note("finish", number, ticket.version)
 
     def give_back(self, number: int) -> None:
-        """Note that whatever was answering a ticket is gone: it waits again, in its place and for its own version.
+        """Record that the call that was answering a ticket is lost: the ticket waits again, in its place and for the same version.
 
         Raises:
             TicketError: It is not being answered.
@@ -166,25 +166,25 @@ class Tickets:
             raise TicketError(f"ticket {number} is not being answered; those that are: {sorted(self._running) or 'none'}")
         return self._running.pop(number)
 
-    # ---- for what trains -------------------------------------------------------------------------------------------------
+    # ---- for the trainer -------------------------------------------------------------------------------------------------
 
     @property
     def next(self) -> Ticket | None:
-        """The ticket to be consumed next, if it has its answer and the step is not full; None otherwise."""
+        """The next ticket to consume, if its completions are finished and the step is not full; otherwise None."""
         return self._out[0] if not self.is_full and self.consumable(1) else None
 
     @property
     def first(self) -> int:
-        """The number of the ticket that is consumed next, or will be."""
+        """The number of the next ticket to consume, issued or not."""
         return self._out[0].number if self._out else self._next
 
     @property
     def answered(self) -> frozenset[int]:
-        """The numbers of the tickets that have their answers and were not consumed."""
+        """The numbers of the finished, unconsumed tickets."""
         return frozenset(self._finished)
 
     def consumable(self, count: int) -> list[int]:
-        """Return the numbers of the tickets that can be consumed now, one after the other and at most so many."""
+        """Return the numbers of the tickets that can be consumed now, consecutively and at most `count` of them."""
         numbers: list[int] = []
         for ticket in self._out:
             if len(numbers) == count or ticket.number not in self._finished:
@@ -201,14 +201,14 @@ class Tickets:
         """Consume the next ticket, and keep its group for the current step.
 
         Raises:
-            TicketError: It has no answer, the step is full, or the answer is older than the bound allows.
+            TicketError: It is not finished, the step is full, or its completions are older than the bound allows.
         """
         ticket = self._consume("keep")
         self.kept += 1
         return ticket
 
     def drop(self) -> Ticket:
-        """Consume the next ticket, and drop its group; another ticket is issued for it.
+        """Consume the next ticket, and drop its group; another ticket is issued instead.
 
         Raises:
             TicketError: As for `keep`.
@@ -233,7 +233,7 @@ class Tickets:
         return ticket
 
     def apply(self) -> int:
-        """Note that the current step has been applied; return the version that it made. As many tickets are issued as it kept.
+        """Record that the current step has been applied; return the version that it made. As many tickets are issued as it kept.
 
         Raises:
             TicketError: The step is not full.
@@ -249,21 +249,23 @@ class Tickets:
     # ---- saving ----------------------------------------------------------------------------------------------------------
 
     def unanswered(self, before: int) -> int:
-        """Return how many tickets of versions before one have no answer yet."""
+        """Return the number of unfinished tickets with a version before the given one."""
         return sum(ticket.version < before for ticket in (*self._waiting, *self._running.values()))
 
     def state(self, stored: Collection[int] = ()) -> dict[str, Any]:
-        """Return what a checkpoint holds: the tickets as they were when the last step had been applied.
+        """Return the state for a checkpoint: the tickets as of the end of the last step.
 
         Args:
-            stored: The numbers of the tickets whose answers are in the checkpoint too. The others are answered again.
+            stored: The numbers of the tickets whose completions are also in the checkpoint. The others are answered again.
 
         Raises:
-            TicketError: A ticket is left to be answered again whose version of the weights is not that of the checkpoint.
+            TicketError: A ticket that would be answered again has another version of the weights than the checkpoint.
         """
         out = [ticket for ticket in (*self._consumed, *self._out) if ticket.number < self._next_at_begin]
         if old := [ticket.number for ticket in out if ticket.version < self.version and ticket.number not in stored]:
-            raise TicketError(f"the checkpoint has no answers to the tickets {old}, and not the weights that make them")
+            raise TicketError(
+                f"the checkpoint has neither the completions of the tickets {old} nor the weights that generate them"
+            )
         return {
             "batch": self.batch,
             "staleness": self.staleness,
@@ -299,16 +301,16 @@ class Tickets:
         in_order = numbers == list(range(first, saved["next"])) and ages == sorted(ages, reverse=True)
         if not in_order or len(out) > most or not all(0 <= age <= saved["staleness"] for age in ages):
             raise CheckpointError(f"its tickets {numbers} are not those of a run with {most} tickets out")
-        # A run that has fewer steps now does not need the last ones.
+        # A run that now has fewer steps does not need the last tickets.
         out = out[: most_out(batch, staleness, made_by, steps)]
         if not any(ages) and not finished:
-            # As if they had been issued now.
+            # Treat them as issued now.
             return cls(batch, staleness, version=made_by, first=first, steps=steps, observe=observe)
         for name, now in (("batch", batch), ("staleness", staleness)):
             if saved[name] != now:
                 setting = {"batch": "data.batch_size", "staleness": "rl.staleness"}[name]
                 raise CheckpointError(
-                    f"it was saved with {setting} = {saved[name]}, now it is {now}, by which other prompts would be out; keep the setting, or "
+                    f"it was saved with {setting} = {saved[name]}, now it is {now}, which changes the outstanding prompts; keep the setting, or "
                     "start over from the exported model in another trainer.output_dir"
                 )
         made = cls.__new__(cls)
@@ -319,7 +321,7 @@ class Tickets:
         made._note("begin", first, made_by)
         for ticket in out:
             made._note("issue", ticket.number, ticket.version)
-        # The run may have more steps now than when it was saved.
+        # The run may now have more steps than when it was saved.
         made._issue()
         for ticket in out:
             if ticket.number in finished:
@@ -329,10 +331,10 @@ class Tickets:
 
 
 def most_out(batch: int, staleness: int, version: int, steps: int | None) -> int:
-    """Return how many tickets may be out, together with the groups that the current step has kept.
+    """Return the maximum number of tickets that are out, plus the groups that the current step has kept.
 
     Args:
-        batch: How many groups a step keeps.
+        batch: The number of groups that a step keeps.
         staleness: The bound.
         version: The version of the weights.
         steps: The number of the run's last step; None if there is none.
@@ -341,11 +343,11 @@ def most_out(batch: int, staleness: int, version: int, steps: int | None) -> int
 
 
 def check_events(events: Iterable[TicketEvent], batch: int, staleness: int, steps: int | None = None) -> int:
-    """Check the events of a run against the rules, from their definition: not by `Tickets`.
+    """Check the events of a run against the definition of the rules, independently of `Tickets`.
 
     Args:
-        events: The events, in order; of a run that was resumed, several times from a `begin`.
-        batch: How many groups a step keeps.
+        events: The events, in order; a resumed run has several sequences, each from a `begin`.
+        batch: The number of groups that a step keeps.
         staleness: The bound.
         steps: The number of the run's last step; None if there is none.
 
@@ -376,7 +378,7 @@ def check_events(events: Iterable[TicketEvent], batch: int, staleness: int, step
         if event.kind == "issue":
             require(due > 0, event, "no ticket is due")
             require(number == consumed + len(issued), event, f"the next ticket is {consumed + len(issued)}")
-            # Those of a run that is resumed were issued before.
+            # The tickets of a resumed run were issued earlier.
             earlier = resumes and event.version < version
             require(earlier or event.version == version, event, f"it is issued with version {version}")
             issued[number], due = event.version, due - 1
@@ -401,7 +403,7 @@ def check_events(events: Iterable[TicketEvent], batch: int, staleness: int, step
             require(number == consumed, event, f"ticket {consumed} is consumed before it")
             require(number in finished, event, "the ticket has no answer")
             require(event.version == version, event, f"version {version} is trained")
-            bound = f"its answer is of version {issued[number]}, and at most {staleness} versions may be between"
+            bound = f"its completions are of version {issued[number]}, and at most {staleness} versions may be between"
             require(version - issued[number] <= staleness, event, bound)
             require(kept < batch, event, "the step is full")
             finished.remove(number)

@@ -1,4 +1,4 @@
-"""Trainers of reinforcement learning: one controller program over the roles of a group, which knows no backend and no transport."""
+"""The reinforcement learning trainers: a single controller over the roles of a group, independent of backends and transports."""
 
 import logging
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 
 class RLTrainer(BaseTrainer[RLConfig, RLDryRun]):
-    """A trainer of reinforcement learning.
+    """A reinforcement learning trainer.
 
     Args:
         config: The settings.
-        rewards: Reward functions, each at the top level of a module, beside those that `config.rewards.use` names.
+        rewards: Reward functions, each at the top level of a module, in addition to those that `config.rewards.use` names.
         callbacks: Code that the training loop calls; with `group.kind=local` in every process.
     """
 
@@ -43,7 +43,7 @@ class RLTrainer(BaseTrainer[RLConfig, RLDryRun]):
         """Check everything that can be checked without data and without reading weights.
 
         Raises:
-            ConfigError: A setting is wrong; the message names the setting, its value and how to fix it.
+            ConfigError: A setting is invalid; the message names the setting, its value and how to fix it.
         """
         config = self.config
         config.check()
@@ -68,12 +68,12 @@ class RLTrainer(BaseTrainer[RLConfig, RLDryRun]):
         )
 
     def make_first_step(self) -> RLDryRun:
-        """Make a step from the beginning of the run, and report its completions and memory."""
+        """Run the first step of the run, and report its completions and memory use."""
         prompts, total_steps, roles = self._plan()
         return dry_run(self.config, self._algorithm, roles, prompts, self._rewards, total_steps)
 
     def _plan(self) -> tuple[Prompts, int, Roles]:
-        """Read the prompts, and check what depends on them; return them, the number of steps, and the roles. Reads no weights."""
+        """Read the prompts and check the settings that depend on them; return them, the number of steps, and the roles. Reads no weights."""
         config, prompts = self.config, load_data(self.config)
         warn_about_data(config.data, config.data.batch_size, len(prompts.order), "prompts")
         total_steps = config.trainer.max_steps or -(-config.trainer.epochs * len(prompts.order) // prompts.order.batch_size)
@@ -94,7 +94,7 @@ class RLTrainer(BaseTrainer[RLConfig, RLDryRun]):
 
 
 class GRPOTrainer(RLTrainer):
-    """GRPO and related methods that compare the completions to a prompt; see `rl.algorithm`."""
+    """GRPO and related methods that compare the completions of a prompt; see `rl.algorithm`."""
 
     config_class: ClassVar[type[RLConfig]] = GRPOConfig
 
@@ -106,6 +106,6 @@ class PPOTrainer(RLTrainer):
 
 
 class OnlineDPOTrainer(RLTrainer):
-    """DPO on pairs of completions of the policy itself."""
+    """DPO on pairs of the policy's own completions."""
 
     config_class: ClassVar[type[RLConfig]] = OnlineDPOConfig

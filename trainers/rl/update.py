@@ -24,9 +24,9 @@ SPOT_CHECK = 16
 
 
 def add_old_log_probs(phases: Phases, completions: Completions) -> Completions:
-    """Add the log-probabilities that ratios compare with, unless they are those of the generator.
+    """Add the old log-probabilities of the ratios, unless they are those of the generator.
 
-    The rewards are computed meanwhile.
+    The rewards are computed concurrently.
     """
     if isinstance(phases.algorithm.loss, PreferenceLoss) or phases.is_on_policy:
         return completions
@@ -36,7 +36,7 @@ def add_old_log_probs(phases: Phases, completions: Completions) -> Completions:
         return completions
     if phases.config.rl.old_log_probs == "rollout":
         return completions.with_columns(batch.only("rollout_log_probs").rename(rollout_log_probs="old_log_probs"))
-    # Where a critic is updated first, the actor's state would come and go once more.
+    # If a critic is updated first, the actor's state would be loaded and offloaded once more.
     phases.memory_manager.enter("score" if phases.algorithm.needs_critic else "train")
     with phases.timed("old_log_probs", batch.num_tokens):
         log_probs = phases.group["actor"].compute_log_probs(
@@ -49,11 +49,11 @@ def add_old_log_probs(phases: Phases, completions: Completions) -> Completions:
 
 
 def estimate_advantages(phases: Phases, completions: Completions, step: int) -> tuple[DataRef, dict[str, float]]:
-    """Turn rewards into what the update learns from: advantages of tokens; or, with a preference loss, pairs of completions.
+    """Turn rewards into the batch of the update: token advantages or, with a preference loss, pairs of completions.
 
     Args:
         phases: The phases.
-        completions: The judged and scored completions, with `old_log_probs`.
+        completions: The completions with rewards and scores, and with `old_log_probs`.
         step: The number of the step.
 
     Returns:
@@ -62,7 +62,7 @@ def estimate_advantages(phases: Phases, completions: Completions, step: int) -> 
     Raises:
         ConfigError: The log-probabilities of actor and generator differ by more than `rl.max_log_prob_gap`.
     """
-    # The state of the actor is not there while the critic is updated.
+    # The actor's state is offloaded while the critic is updated.
     phases.memory_manager.enter("score" if phases.algorithm.needs_critic else "train")
     if isinstance(phases.algorithm.loss, PreferenceLoss):
         return _pairs(phases, completions, step)
@@ -75,8 +75,8 @@ def estimate_advantages(phases: Phases, completions: Completions, step: int) -> 
         baselines_given = [row.baseline for row in completions.rows if row.baseline is not None]
         if len(baselines_given) < len(completions):
             raise ConfigError(
-                f"{len(completions) - len(baselines_given)} of {len(completions)} answers have no baseline, the reward of the most likely answer to "
-                "their prompt, which rl.algorithm=remax needs; drivetrain grpo generates and judges those as well"
+                f"{len(completions) - len(baselines_given)} of {len(completions)} completions have no baseline, the reward of the greedy completion of "
+                "their prompt, which rl.algorithm=remax needs; drivetrain grpo also generates and scores those"
             )
         baselines = phases.adaptive.shape_others(baselines_given)
         columns["baselines"] = torch.tensor(baselines, dtype=torch.float32)
@@ -96,11 +96,12 @@ def turn_columns(completions: Sequence[Completion], totals: Sequence[float], wei
     Args:
         completions: The completions.
         totals: The reward of each.
-        weight: The weight of the reward that the environment gives.
+        weight: The weight of the environment's reward.
 
     Returns:
-        `turns`, the number of the turn that a token belongs to, -1 for others; and `turn_rewards`, the rewards of turns, each at the last token of
-        its turn, with what other rewards have given at the end of the last turn. What belongs to a token stands where the token is predicted.
+        `turns`, the number of the turn that a token belongs to, -1 for other tokens; and `turn_rewards`, the rewards of turns, each at the
+        last token of its turn. All other rewards are added at the end of the last turn. Values of a token are stored at the position that
+        predicts it.
     """
     if not any(completion.episode is not None for completion in completions):
         return {}
@@ -110,7 +111,7 @@ def turn_columns(completions: Sequence[Completion], totals: Sequence[float], wei
         size, first = len(completion.prompt.ids) + len(completion.tokens), len(completion.prompt.ids) - 1
         of_tokens, at_ends = [-1] * size, [0.0] * size
         episode = completion.episode
-        # Where the environment's reward is none of the rewards, it counts nothing.
+        # If the environment's reward is not among the rewards, its weight is 0.
         counts = weight if ENVIRONMENT_REWARD in completion.rewards else 0.0
         if episode is not None:
             earned = [counts * (reward or 0.0) for reward in episode.turn_rewards]
@@ -132,7 +133,7 @@ def update(
         phases: The phases.
         completions: The completions of the step.
         batch: The batch; nothing is updated if it is empty.
-        metrics: The metrics of the batch, which those of the update are added to.
+        metrics: The metrics of the batch; those of the update are added to them.
         step: The number of the step.
 
     Returns:
@@ -149,15 +150,15 @@ def update(
         with phases.timed("update_critic", batch.num_tokens):
             results = phases.group["critic"].update(batch, mini_batches=mini_batches)
         metrics |= {f"critic/{name}": value for name, value in means(results).items()}
-    # A step by itself, number 0, belongs to no warmup.
+    # A step outside of a run, with number 0, has no warmup.
     if phases.algorithm.needs_critic and 0 < step <= phases.config.rl.critic_warmup:
         return metrics | (_spot_check_log_prob_gap(phases, completions, step) if phases.is_on_policy else {})
     phases.memory_manager.enter("train")
-    # A preference loss is the role's own; a policy loss depends on the step.
+    # A preference loss is fixed in the role; a policy loss depends on the step.
     loss = {} if isinstance(phases.algorithm.loss, PreferenceLoss) else {"loss": loss_of_step(phases)}
     with phases.timed("update", batch.num_tokens):
         results = phases.group["actor"].update(batch, mini_batches=mini_batches, **loss)
-    # Entropy and KL divergence are those of the policy that answered, not the means over its updates.
+    # Report entropy and KL divergence of the policy that generated the completions, not the means over its updates.
     metrics = means(results) | metrics
     _check_gap(phases, metrics, completions, step)
     phases.adaptive.adapt_kl(metrics.get("kl_per_response"), len(completions))
@@ -172,13 +173,13 @@ def loss_of_step(phases: Phases) -> PolicyLoss:
     """
     rl, loss = phases.config.rl, phases.adaptive.loss or phases.algorithm.loss
     assert isinstance(loss, PolicyLoss)
-    # Where no pass before the update computes the entropy, the update does.
+    # If no pass before the update computes the entropy, the update does.
     before = rl.old_log_probs == "actor" and not phases.is_on_policy
     return replace(loss, on_policy=phases.is_on_policy, log_entropy=rl.log_entropy and not before)
 
 
 def _selected(phases: Phases, batch: DataRef, step: int) -> DataRef:
-    """Return the batch with the mark of the tokens that the loss treats differently, if it does."""
+    """Return the batch with a mask of the tokens that the loss treats differently, if it does."""
     loss = phases.algorithm.loss
     selection = loss.objective.selection if isinstance(loss, PolicyLoss) else None
     if selection is None:
@@ -191,7 +192,7 @@ def _selected(phases: Phases, batch: DataRef, step: int) -> DataRef:
 
 
 def _corrected(phases: Phases, completions: Completions, step: int) -> tuple[DataRef, dict[str, float]]:
-    """Return the batch with importance weights, if they are asked for, and the numbers of its log-probabilities."""
+    """Return the batch with importance weights, if enabled, and the metrics of its log-probabilities."""
     rl, batch = phases.config.rl, completions.ref
     if rl.old_log_probs == "rollout":
         metrics: dict[str, float] = phases.group["advantage"].summarize(batch)
@@ -211,7 +212,7 @@ def _corrected(phases: Phases, completions: Completions, step: int) -> tuple[Dat
 
 
 def _drop_rejected(phases: Phases, batch: DataRef) -> DataRef:
-    """Return the batch without the completions of which every token was rejected: a mini-batch of nothing else would have no loss."""
+    """Return the batch without completions whose tokens are all rejected: a mini-batch with only such completions would have no loss."""
     if not phases.config.rl.rejection:
         return batch
     accepted = phases.group.data.get(batch, ["response_mask"])["response_mask"].split(list(batch.lengths))
@@ -232,20 +233,20 @@ def _spot_check_log_prob_gap(phases: Phases, completions: Completions, step: int
 
 def _check_gap(phases: Phases, numbers: Mapping[str, float], completions: Completions, step: int) -> None:
     if any(made < step - 1 for row in completions.rows for made in row.versions):
-        # What the policy has learned since is a part of the gap.
+        # With stale completions, the gap includes the training steps in between.
         return
     gap, most = numbers.get("log_prob_gap", 0.0), phases.config.rl.max_log_prob_gap
     if most is not None and not gap <= most:
         raise ConfigError(
             f"the log-probabilities of actor and generator differ by {gap:.3g} nats per token on average "
-            f"({numbers.get('log_prob_gap_max', math.nan):.3g} at most), more than rl.max_log_prob_gap={most}: the answers were not "
-            "sampled from the policy that learns from them. Compare rollout.dtype with engine.precision.compute, try another "
+            f"({numbers.get('log_prob_gap_max', math.nan):.3g} at most), more than rl.max_log_prob_gap={most}: the completions were not "
+            "sampled from the policy that is trained on them. Compare rollout.dtype with engine.precision.compute, try another "
             "rollout.generator, or raise the limit, with rl.importance=truncate as a correction"
         )
 
 
 def _pairs(phases: Phases, completions: Completions, step: int) -> tuple[DataRef, dict[str, float]]:
-    """Return the best and the worst completion to each prompt, in pairs, and their number."""
+    """Return the best and the worst completion of each prompt as pairs, and the number of pairs."""
     judged = [row for row, place in enumerate(episodes_of(completions.rows)) if row == place]
     rewards = [completions.rows[row].reward for row in judged]
     pairs = [
@@ -267,7 +268,7 @@ def _mini_batches(phases: Phases, step: int) -> MiniBatches:
 
 
 def means(results: Sequence[StepResult]) -> dict[str, float]:
-    """Return the means of the numbers of several optimizer steps, the learning rate of the last one, and their number."""
+    """Return the mean metrics of several optimizer steps, the learning rate of the last one, and the number of steps."""
     taken = [result for result in results if not result.skipped] or results
     totals: dict[str, list[float]] = {}
     for result in taken:
@@ -286,7 +287,7 @@ def means(results: Sequence[StepResult]) -> dict[str, float]:
 
 
 def best_and_worst(groups: Sequence[int], rewards: Sequence[float]) -> list[tuple[int, int]]:
-    """Return the best and the worst completion of each group, the first one if several are; none of a group of equal rewards."""
+    """Return the best and the worst completion of each group, taking the first among equals; none for a group with equal rewards."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)

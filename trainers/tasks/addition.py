@@ -1,7 +1,7 @@
 """The embedded task, in which a tiny model learns to add: its data, tokenizer and untrained model, generated from a seed.
 
-Every unordered pair of operands is in one part of the data alone: that for training, that for evaluations during training,
-which may decide when it ends, or that for the test afterwards. So no answer of the other two can have been memorized.
+Every unordered pair of operands is in exactly one split: training, evaluation during training (which may decide when it ends), or test
+afterwards. So no answer of the latter two can have been memorized.
 """
 
 import json
@@ -15,7 +15,7 @@ SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>"]
 LIMIT = 100
 """The exclusive upper bound of the operands."""
 EVAL, TEST = 150, 450
-"""The numbers of unordered pairs that are held out."""
+"""The numbers of held-out unordered pairs, for evaluation and for the test."""
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
@@ -25,7 +25,7 @@ TEMPLATE = (
 
 
 def question(a: int, b: int) -> list[dict[str, str]]:
-    """Return the user's turn of a chat."""
+    """Return the user turn of a chat."""
     return [{"role": "user", "content": f"{a}+{b}="}]
 
 
@@ -56,7 +56,7 @@ def write_prompts(folder: Path, seed: int, *, shuffled: bool = False) -> None:
     Args:
         folder: The folder.
         seed: The seed of the split.
-        shuffled: Whether the answers of `prompts.jsonl` are those of other questions, from which nothing can be learned.
+        shuffled: Whether the answers of `prompts.jsonl` are those of other questions, so that rewards carry no learning signal.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in zip(("prompts", "held-out"), pairs(seed)[:2], strict=True):
@@ -72,7 +72,7 @@ def make_tokenizer(special: Sequence[str] = SPECIAL) -> Any:
     """Build a tokenizer with one token per character and a chat template.
 
     Args:
-        special: The special tokens, of which the first are those of padding and of the end of an answer.
+        special: The special tokens; the first two are the padding token and the end token of an answer.
     """
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse

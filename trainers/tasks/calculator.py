@@ -1,8 +1,9 @@
-"""The embedded task with a tool: sums that are too large for a tiny model, and a calculator that it may ask.
+"""The embedded task with a tool: sums that are too large for a tiny model, and a calculator that it may call.
 
     <user>123+456=<assistant>123+456<end><tool>579<assistant>579<end>
 
-From the examples it learns to copy, and that one may ask; but most of them give up and answer 0. That asking pays is for rewards to teach.
+The examples show the model how to copy, and how to call the calculator, but most of them give up and answer 0. Rewards then train it to
+call.
 """
 
 import json
@@ -18,17 +19,17 @@ from .addition import SPECIAL, question, write_model
 
 TOOL_SPECIAL = [*SPECIAL, "<tool>"]
 LEAST, LIMIT = 100, 1000
-"""The bounds of the operands, the second one exclusive."""
+"""The bounds of the operands; the upper one is exclusive."""
 TRAIN, EVAL, TEST, PROMPTS = 6000, 150, 300, 1500
-"""The numbers of examples, of questions for evaluations and for the test, and of questions to learn from by rewards."""
+"""The numbers of examples, of questions for evaluation and for the test, and of questions for training with rewards."""
 ASKS = 0.3
-"""The share of examples that ask."""
+"""The fraction of examples with a call."""
 TURN_TOKENS = 10
 _SUM = re.compile(r"\d+\+\d+")
 
 
 class AskingEnvironment(CalculatorEnvironment):
-    """The calculator, which is called by writing nothing but a sum: a tokenizer of characters needs no more than that."""
+    """The calculator, which is called by writing only a sum, the simplest syntax for a character tokenizer."""
 
     def calls_in(self, text: str) -> list[ToolCall]:
         """Return the call, if the turn is one."""
@@ -36,7 +37,7 @@ class AskingEnvironment(CalculatorEnvironment):
 
 
 def operands(seed: int) -> list[tuple[int, int]]:
-    """Return as many different pairs of operands as the data need, in an order that depends on the seed."""
+    """Return the distinct pairs of operands that the data need, in an order that depends on the seed."""
     numbers = random.Random(seed)
     pairs: dict[tuple[int, int], None] = {}
     while len(pairs) < TRAIN + EVAL + TEST + PROMPTS:
@@ -53,7 +54,7 @@ def write_tool_data(folder: Path, seed: int) -> None:
         parts[name], pairs = pairs[:count], pairs[count:]
     chats = {
         "train": [_chat(a, b, asks=numbers.random() < ASKS) for a, b in parts["train"]],
-        # Whether it can ask and copy, for when these examples were enough.
+        # Evaluate calling and copying, to decide when these examples are enough.
         "eval": [_chat(a, b, asks=True) for a, b in parts["held-out"]],
     }
     for name, rows in chats.items():
@@ -83,7 +84,7 @@ def write_tool_model(folder: Path, seed: int) -> None:
 
 
 def tool_accuracy(model_folder: Path, data: Path, show: int = 0) -> float:
-    """Compute the fraction of exact answers with greedy decoding, in plain transformers, with a calculator beside it.
+    """Compute the fraction of exact answers with greedy decoding, in plain transformers, with the calculator.
 
     Args:
         model_folder: The folder of the model in Hugging Face format.

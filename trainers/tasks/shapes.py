@@ -1,7 +1,7 @@
-"""The embedded task with pictures: how many shapes of which color and form are in a picture of 32 x 32 pixels.
+"""The embedded task with images: how many shapes of which color and form are in an image of 32 x 32 pixels.
 
-A tiny vision-language model learns it from chats, of which some have no picture and ask for a sum, or from rewards for right numbers. Everything is generated from a seed, and
-no picture of the evaluations or of the test is among those for training.
+A tiny vision-language model is trained on chats, some of which have no image and ask for a sum, or with rewards for correct numbers.
+Everything is generated from a seed, and no image of the evaluation or test split is in the training split.
 """
 
 import json
@@ -17,13 +17,13 @@ COLORS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230), "
 FORMS = {"square": "squares", "disc": "discs", "cross": "crosses"}
 """The forms, and their plurals."""
 MOST = 4
-"""The largest number of shapes."""
+"""The maximum number of shapes."""
 CELLS = [(x, y) for y in range(3) for x in range(3)]
-"""The places of shapes, of 10 x 10 pixels each."""
+"""The cells for shapes, of 10 x 10 pixels each."""
 COUNTS = {"test": 400, "eval": 200, "train": 6000}
-"""The numbers of pictures."""
+"""The number of images per split."""
 SUMS = 3
-"""One row of so many is a sum, without a picture."""
+"""One in this many rows is a sum, without an image."""
 QUESTION = "what is in it"
 WORDS = ["<pad>", "<end>", "<user>", "<assistant>", "<start>", "<image>", "<video>", "<stop>"]
 """The special tokens."""
@@ -35,7 +35,7 @@ TEMPLATE = (
 
 
 def draw(rng: random.Random) -> tuple[Image.Image, str]:
-    """Return a picture and what is in it."""
+    """Return an image and its description."""
     count, color, form = rng.randint(1, MOST), rng.choice(list(COLORS)), rng.choice(list(FORMS))
     image = Image.new("RGB", (SIDE, SIDE), (rng.randint(0, 40),) * 3)
     canvas = ImageDraw.Draw(image)
@@ -53,14 +53,14 @@ def draw(rng: random.Random) -> tuple[Image.Image, str]:
 
 
 def write_shapes(folder: Path, seed: int, counts: Mapping[str, int] = COUNTS) -> None:
-    """Write two jsonl files, with chats and with prompts, and a folder of pictures, for each part of the data.
+    """Write two jsonl files, with chats and with prompts, and a folder of images, for each split.
 
-    The answer to a prompt, `NAME-prompts.jsonl`, is a number alone: of the shapes, or the sum.
+    The answer to a prompt in `NAME-prompts.jsonl` is only a number: that of the shapes, or the sum.
 
     Args:
         folder: The folder.
         seed: The seed.
-        counts: The number of pictures of each part, by name.
+        counts: The number of images of each split, by name.
     """
     rng = random.Random(seed)
     known: set[bytes] = set()
@@ -162,13 +162,13 @@ def write_vision_model(folder: Path, seed: int) -> None:
 
 
 def shapes_accuracy(model_folder: Path, data: Path, *, show: int = 0, page: Path | None = None) -> float:
-    """Compute the fraction of exact answers about pictures with greedy decoding, in plain transformers.
+    """Compute the fraction of exact answers about images with greedy decoding, in plain transformers.
 
     Args:
         model_folder: The folder of the model in Hugging Face format.
         data: A jsonl file written by `write_shapes`.
         show: The number of questions to print with their answers.
-        page: A file for pictures with the model's answers, as PNG; None for none.
+        page: A PNG file for images with the model's answers; None for none.
     """
     import torch
     from transformers import AutoImageProcessor, AutoModelForMultimodalLM, AutoTokenizer
@@ -185,7 +185,7 @@ def shapes_accuracy(model_folder: Path, data: Path, *, show: int = 0, page: Path
     for start in range(0, len(rows), 100):
         fields = processor(images=images[start : start + 100], return_tensors="pt")
         (tokens,) = {int(grid.prod()) // 4 for grid in fields["image_grid_thw"]}
-        # All pictures have one size, so the prompts are equal.
+        # All images have the same size, so the prompts have equal tokens.
         ids = torch.tensor(
             [tokenizer(text.replace("<image>", "<image>" * tokens))["input_ids"]] * len(fields["image_grid_thw"])
         )
@@ -208,7 +208,7 @@ def shapes_accuracy(model_folder: Path, data: Path, *, show: int = 0, page: Path
 
 
 def draw_page(file: Path, images: list[Image.Image], answers: list[str], expected: list[str]) -> None:
-    """Draw pictures with the answers to them, the wrong ones in red."""
+    """Draw images with their answers, wrong ones in red."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,1 +1,1 @@
-"""Whether a model's chat template is fit for conversations of several turns."""
+"""Checks whether a chat template supports training on multi-turn conversations."""

@@ -1,17 +1,17 @@
-"""Compares what a policy has written in a conversation with what the chat template makes of it when the next turn comes.
+"""Compares a policy's turns with the chat template's rendering of them in the next turn.
 
-A policy is given tokens and writes tokens. When others write the next turn, a program that renders the conversation again gets tokens which the
-policy may never have seen or written: the template drops a thought, strips white space or writes the arguments of a tool's call anew, or the
-tokenizer merges other characters. Then log-probabilities are of other tokens than those that were drawn. Here conversations of each kind of
-turn are rendered up to an answer, with it, and with what follows, and compared:
+A policy reads and writes tokens. A program that renders the conversation again for the next turn may get tokens that the policy has never
+read or written: the template drops a thought, strips white space or reserializes the arguments of a tool call, or the tokenizer merges
+characters differently. Log-probabilities would then be of tokens that were never sampled. To detect this, conversations of each kind of
+turn are rendered up to a completion, with it, and with the messages after it, and compared:
 
-    rendered for the policy     | answer |
-    rendered for its next turn  | answer | what follows | generation prompt
+    rendered for the policy     | completion |
+    rendered for its next turn  | completion | following messages | generation prompt
 
 - `safe`: the tokens of the second line begin with those of the first.
-- `splice`: the text does, the tokens do not. The policy's own tokens have to be kept, and only what follows tokenized.
-- `rewritten`: the text does not. What the policy is given next is another conversation than the one that it was part of.
-- `refused`: the template takes no such conversation.
+- `splice`: the text does, the tokens do not. Keep the policy's own tokens, and tokenize only the following messages.
+- `rewritten`: the text does not. In its next turn, the policy reads a different conversation from the one that it took part in.
+- `refused`: the template rejects such a conversation.
 """
 
 import json
@@ -26,10 +26,10 @@ from ..data.turn_ends import TurnEnds
 
 Verdict = Literal["safe", "splice", "rewritten", "refused"]
 ORDER: tuple[Verdict, ...] = ("safe", "splice", "rewritten", "refused")
-"""From the best to the worst."""
+"""Verdicts, from best to worst."""
 ChatMessage = Mapping[str, Any]
 SHOWN = 24
-"""How many characters of a text are shown."""
+"""The number of characters of a text in messages."""
 
 TEXTS = (
     "",
@@ -49,7 +49,7 @@ TEXTS = (
     "ends with a colon:",
     "12 + 30 = 42.",
 )
-"""What is drawn for contents: what templates strip, and what tokenizers merge with its neighbors."""
+"""Contents to draw from: texts that templates strip, and texts that tokenizers merge with their neighbors."""
 ARGUMENTS = (
     "{}",
     '{"expression": "27+60"}',
@@ -57,7 +57,7 @@ ARGUMENTS = (
     '{"path": "/tmp", "deep": {"z": [1, 2.0], "k": null}}',
     '{"text": "é\\n"}',
 )
-"""Arguments of calls of tools, as JSON with the white space and the order that a policy writes."""
+"""Arguments of tool calls, as JSON with the white space and the key order that a policy writes."""
 TOOLS = (
     {
         "type": "function",
@@ -72,14 +72,15 @@ TOOLS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TurnVerdict:
-    """What becomes of the answers of a kind of turn.
+    """The result of the check for one kind of turn.
 
     Args:
         kind: The kind of turn.
-        verdict: The worst of its conversations.
-        conversations: How many were tried.
-        detail: Of the worst one: the first tokens that differ and the text around them, or why the template refuses it; empty if it is safe.
-        example: The messages of the worst one, up to the answer.
+        verdict: The worst verdict of its conversations.
+        conversations: The number of conversations that were tried.
+        detail: For the worst conversation, the first tokens that differ and the text around them, or why the template rejects it; empty if
+            it is safe.
+        example: The messages of the worst conversation, up to the completion.
     """
 
     kind: str
@@ -122,7 +123,7 @@ def _result(draw: random.Random, number: int = 0) -> ChatMessage:
 
 
 KindOfTurn = Callable[[random.Random], tuple[Sequence[ChatMessage], ChatMessage, Sequence[ChatMessage]]]
-"""Draws a conversation: the messages before an answer, the answer, and those behind it."""
+"""Draws a conversation: the messages before an assistant turn, that turn, and the messages after it."""
 
 KINDS: dict[str, KindOfTurn] = {
     "a question after an answer": lambda d: ([_user(d)], _answer(d), [_user(d)]),
@@ -160,8 +161,8 @@ def check_template(
 
     Args:
         tokenizer: A tokenizer with a chat template.
-        ends: The tokens that may end an answer.
-        conversations: How many conversations of each kind.
+        ends: The tokens that may end a completion.
+        conversations: The number of conversations of each kind.
         seed: The seed of the conversations.
         variables: Variables of the template, such as `enable_thinking`.
 
@@ -176,7 +177,7 @@ def check_template(
             before, answer, behind = draw(numbers)
             verdict, detail = compare_turn(tokenizer, before, answer, behind, ends=ends, variables=variables)
             if verdict == "refused" and _has_calls([*before, answer]):
-                # Some templates take arguments as text, as in messages of OpenAI's interface.
+                # Some templates expect arguments as text, as in messages of the OpenAI API.
                 before, answer = [_with_text(message) for message in before], _with_text(answer)
                 verdict, detail = compare_turn(tokenizer, before, answer, behind, ends=ends, variables=variables)
             if ORDER.index(verdict) > ORDER.index(worst.verdict):
@@ -196,14 +197,14 @@ def compare_turn(
     ends: TurnEnds,
     variables: Mapping[str, Any] | None = None,
 ) -> tuple[Verdict, str]:
-    """Compare what a policy reads and writes in a turn with the beginning of what it reads in its next one.
+    """Compare the text and tokens of a turn with the beginning of the policy's next prompt.
 
     Args:
         tokenizer: A tokenizer with a chat template.
-        before: The messages before the answer.
-        answer: The answer.
-        behind: The messages behind it, up to the next answer.
-        ends: The tokens that may end the answer.
+        before: The messages before the assistant turn.
+        answer: The assistant turn.
+        behind: The messages after it, up to the next assistant turn.
+        ends: The tokens that may end the turn.
         variables: Variables of the template.
 
     Returns:
@@ -235,8 +236,8 @@ def compare_turn(
 
 
 def _written(rendered: str, following: str, ends: TurnEnds) -> str:
-    """Return the part of an answer that the policy itself writes: up to the token at which generation stops, which may be the first of what
-    follows.
+    """Return the part of a turn that the policy itself writes: up to the token at which generation stops, which may be the first token after
+    the turn.
     """
     stops = [at + len(token) for token in ends.stopping if token and (at := rendered.rfind(token)) >= 0]
     if stops and not rendered[max(stops) :].strip():
@@ -246,7 +247,7 @@ def _written(rendered: str, following: str, ends: TurnEnds) -> str:
 
 
 def _with_text(message: ChatMessage) -> ChatMessage:
-    """Return a message with the arguments of its calls as JSON text."""
+    """Return a message with the arguments of its tool calls as JSON text."""
     if "tool_calls" not in message:
         return message
     calls = [
@@ -266,12 +267,12 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _difference(tokenizer: Any, first: str, second: str, tokens: Sequence[int] | None = None) -> str:
-    """Say where what the policy has read and written differs from its next turn.
+    """Describe the first difference between the policy's turn and its next prompt.
 
     Args:
         tokenizer: The tokenizer.
-        first: What the policy has read and written.
-        second: Its next turn.
+        first: The text that the policy has read and written.
+        second: The text of its next turn.
         tokens: The tokens of the first text, if the texts do not differ.
     """
     one, other = _ids(tokenizer, first) if tokens is None else tokens, _ids(tokenizer, second)

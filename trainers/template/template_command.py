@@ -1,12 +1,12 @@
-"""`drivetrain template check MODEL`: whether a chat template is fit for conversations of several turns.
+"""`drivetrain template check MODEL`: check whether a chat template supports training on multi-turn conversations.
 
-Renders conversations of each kind of turn up to an answer of the policy, with it, and with what follows, and says for each kind whether the next turn
-begins with what the policy has read and written:
+Renders conversations of each kind of turn up to a completion of the policy, with it, and with the messages after it. For each kind, it
+reports whether the next prompt begins with the text and the tokens of the policy's turn:
 
   safe       its tokens do
-  splice     its text does, its tokens do not: keep the policy's own tokens, and tokenize only what follows
-  rewritten  its text does not: the next turn is of another conversation, and what was learned from would not be what was written
-  refused    the template takes no such conversation
+  splice     its text does, its tokens do not: keep the policy's own tokens, and tokenize only the following messages
+  rewritten  its text does not: the next turn is of another conversation, and training would use text that the policy did not write
+  refused    the template rejects such a conversation
 
   drivetrain template check MODEL
   drivetrain template check MODEL --template FILE.jinja --variables '{"enable_thinking": false}'
@@ -61,7 +61,7 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.conversations < 1:
         raise ConfigError(f"--conversations={arguments.conversations}; it must be at least 1")
     variables = _variables(arguments.variables)
-    # Imported when needed, so that --help and a mistyped option do not wait for torch.
+    # Imported lazily, so that --help and errors about mistyped options do not wait for torch.
     check = import_module(".check", __package__)
     tokenizers = import_module("...engine.hf.tokenizer", __package__)
     turn_ends = import_module("..data.turn_ends", __package__)

@@ -1,7 +1,7 @@
-"""An agent that acts in an environment of OpenEnv: python -m drivetrain.serve.gateway.agents.openenv_agent URL [ACTION_FIELD [OBSERVATION_FIELD]]
+"""An agent that acts in an OpenEnv environment: python -m drivetrain.serve.gateway.agents.openenv_agent URL [ACTION_FIELD [OBSERVATION_FIELD]]
 
 The environment is a server at URL. It is reset with the seed of the episode and the row's column `reset`, if there is one. The policy reads the row's
-prompt and then each observation as a user's message; its answers are actions. The reward is the sum of those of the steps.
+prompt, then each observation as a user message; its completions are the actions. The reward is the sum of the rewards of the steps.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ async def play(task: dict[str, Any], url: str, action: str = "message", observat
     """Play an episode; return its reward and its number of steps.
 
     Args:
-        task: What the run has sent.
+        task: The task that the run has sent.
         url: The address of the environment.
         action: The field of an action that holds the policy's text.
-        observation: The field of an observation that holds what the policy reads; without one all of it, as JSON.
+        observation: The field of an observation that the policy reads; if empty, the whole observation, as JSON.
     """
     prompt = task["prompt"]
     messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -46,7 +46,7 @@ async def play(task: dict[str, Any], url: str, action: str = "message", observat
 
 
 def text_of(observation: dict[str, Any], name: str) -> str:
-    """Return what the policy reads of an observation."""
+    """Return the text of an observation for the policy."""
     return str(observation[name]) if name else json.dumps(observation)
 
 

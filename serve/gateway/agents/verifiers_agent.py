@@ -1,7 +1,7 @@
 """An agent that plays a task of verifiers (0.4): python -m drivetrain.serve.gateway.agents.verifiers_agent TASKSET [JSON]
 
-TASKSET is the id of a task set, as for `--env.taskset.id`; JSON are further settings of its environment. A row's column `index` is the number of its
-task. The harness is verifiers' own; it finds the policy at the address that the run gives it.
+TASKSET is the id of a task set, as for `--env.taskset.id`; JSON has further settings of its environment. A row's column `index` is the
+number of its task. The harness is that of verifiers; it finds the policy at the address that the run passes to it.
 """
 
 import asyncio
@@ -15,10 +15,10 @@ import verifiers.v1 as vf
 
 
 def main() -> None:
-    """Play the task that is read from the standard input; print its reward."""
+    """Play the task from standard input; print its reward."""
     task = json.load(sys.stdin)
     settings: dict[str, Any] = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
-    # The programs of harnesses are run by uv, which is installed beside this Python.
+    # Harnesses run their programs with uv, which is installed next to this Python.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     print(json.dumps(asyncio.run(play(task, sys.argv[1], settings))))
 
@@ -27,7 +27,7 @@ async def play(task: dict[str, Any], taskset: str, settings: dict[str, Any]) -> 
     """Play a task; return its reward and its metrics.
 
     Args:
-        task: What the run has sent.
+        task: The task that the run has sent.
         taskset: The id of the task set.
         settings: Settings of the environment.
 

@@ -1,1 +1,1 @@
-"""The interfaces by which agents talk to a policy: what a request asks, and how its answer is written. Imports no torch."""
+"""The APIs for agents: parsing of requests, and formats of responses. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Anthropic's interface of messages."""
+"""The Anthropic messages API."""
 
 import json
 import secrets
@@ -44,18 +44,16 @@ class MessagesRequest(BaseModel):
         if (self.output_config or {}).get("format"):
             refused.append("output_config.format")
         if refused:
-            raise ValueError(f"{', '.join(refused)}: this service does not support it; leave it out")
+            raise ValueError(f"{', '.join(refused)}: this service does not support it; remove it")
         for number, tool in enumerate(self.tools or []):
             if tool.get("type", "custom") != "custom":
-                raise ValueError(
-                    f"tools.{number} is of the type {tool.get('type')!r:.60}; only tools of one's own are supported"
-                )
+                raise ValueError(f"tools.{number} is of the type {tool.get('type')!r:.60}; only client tools are supported")
             check_function(f"tools.{number}", tool)
         check_choice((self.tool_choice or {}).get("type"), ("auto", "none"))
         return self
 
     def read(self) -> AnswerRequest:
-        """Return what is asked.
+        """Parse the request.
 
         Raises:
             ConfigError: A message is malformed.
@@ -84,7 +82,7 @@ class CountTokensRequest(MessagesRequest):
 
 
 def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:
-    # As OpenAI's chat interface has it, so that the chat template writes the same.
+    # Nested as in the OpenAI chat API, so that the chat template renders the same text.
     function = {"name": tool["name"]}
     if tool.get("description") is not None:
         function["description"] = tool["description"]
@@ -92,7 +90,7 @@ def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_anthropic(messages: Sequence[Mapping[str, Any]], system: Any = None) -> list[ChatTurn]:
-    """Return the messages of a request. The results of tools in a user's message are messages of their own, before its text.
+    """Return the messages of a request. Tool results in a user message become separate messages before its text.
 
     Raises:
         ConfigError: A message is malformed; the error names its number.
@@ -132,20 +130,20 @@ def read_anthropic(messages: Sequence[Mapping[str, Any]], system: Any = None) ->
 def _result(place: str, block: Mapping[str, Any], names: Mapping[str, str]) -> ChatTurn:
     call_id = block.get("tool_use_id")
     if not isinstance(call_id, str):
-        raise ConfigError(f"{place} has the result of a tool without a tool_use_id")
+        raise ConfigError(f"{place} has a tool result without a tool_use_id")
     content = read_text(place, block.get("content"), _TEXTS)
     return ChatTurn(role="tool", content=content, call_id=call_id, name=names.get(call_id, ""))
 
 
 class MessagesFormat(AnswerFormat):
-    """Answers of Anthropic's interface."""
+    """Responses of the Anthropic API."""
 
     def __init__(self, model: str, request: AnswerRequest) -> None:
         super().__init__(model, request)
         self._id, self._is_begun = f"msg_{secrets.token_hex(12)}", False
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the body with the answer."""
+        """Return the body with the completion."""
         (answer,) = answers
         return self._message(_blocks(answer), _reason(answer), answer.stop or None)
 
@@ -168,14 +166,14 @@ class MessagesFormat(AnswerFormat):
         return [_event("message_start", message=self._message())]
 
     def text(self, index: int, text: str) -> Iterator[bytes]:
-        """Return the events of a part of an answer's text."""
+        """Return the events of a piece of a completion's text."""
         if not self._is_begun:
             self._is_begun = True
             yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
         yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
 
     def ended(self, answer: Answer, sent: str) -> Iterator[bytes]:
-        """Return the events at the end of an answer."""
+        """Return the events at the end of a completion."""
         for index, block in enumerate(_blocks(answer)):
             if block["type"] == "text":
                 yield from self.text(0, block["text"][len(sent) :])
@@ -200,7 +198,7 @@ class MessagesFormat(AnswerFormat):
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    """Return an error in the format of Anthropic's interface."""
+    """Return an error in the format of the Anthropic API."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}

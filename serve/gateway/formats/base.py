@@ -1,4 +1,4 @@
-"""What the interfaces have in common."""
+"""The base classes of the APIs."""
 
 import json
 import secrets
@@ -15,13 +15,13 @@ from ..messages import ChatTurn, read_answer
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerRequest:
-    """A request for answers of the policy.
+    """A request for completions of the policy.
 
     Args:
-        conversation: What is to be answered.
-        sampling: How many answers, where they stop, and what else the interface of OpenAI can ask for.
-        max_tokens: The number of tokens of an answer; None for as many as there may be.
-        stream: Whether answers are sent while they are written.
+        conversation: The conversation or prompt to continue.
+        sampling: The number of completions, their stop strings, and further options of the OpenAI API.
+        max_tokens: The maximum number of tokens of a completion; None for as many as are allowed.
+        stream: Whether completions are sent while they are generated.
         tools: The tools that the policy may call, as JSON schemas.
     """
 
@@ -32,34 +32,34 @@ class AnswerRequest:
     tools: Sequence[Mapping[str, Any]] = ()
 
     def check(self, *, name: str, aliases: Sequence[str], temperature: float) -> None:
-        """Check that the policy can answer as it is asked.
+        """Check that the policy supports the request's options.
 
         Args:
             name: The name of the policy.
             aliases: Its other names.
-            temperature: The temperature at which it answers.
+            temperature: Its sampling temperature.
 
         Raises:
-            ModelUnknownError: Another model is asked for.
-            ConfigError: Answers are to be drawn otherwise than they are learned from.
+            ModelUnknownError: The request names another model.
+            ConfigError: The request asks for a sampling distribution other than the one that training assumes.
         """
         asked = self.sampling
         if asked.model and asked.model not in (name, *aliases):
             raise ModelUnknownError(f"the model {asked.model!r:.80} is not served here; this is {name!r}")
         if asked.temperature not in (None, temperature):
             raise ConfigError(
-                f"temperature={asked.temperature:g}, but all answers are sampled at {temperature:g}, at which log-probabilities are recorded; leave "
-                "it out, or set that of the gateway (--temperature; in a run rollout.temperature)"
+                f"temperature={asked.temperature:g}, but all completions are sampled at {temperature:g}, at which log-probabilities are recorded; "
+                "remove it, or set that of the gateway (--temperature; in a run rollout.temperature)"
             )
         for field_name, plain in (("top_p", 1.0), ("top_k", 0)):
             if (value := getattr(asked, field_name)) not in (None, plain):
                 raise ConfigError(
-                    f"{field_name}={value}: answers are drawn from the whole vocabulary, as they are learned; leave it out"
+                    f"{field_name}={value}: completions are sampled from the whole vocabulary, as training assumes; remove it"
                 )
 
 
 class ModelUnknownError(ConfigError):
-    """A model is asked for that is not served."""
+    """A request names a model that is not served."""
 
 
 class SessionEndedError(DrivetrainError):
@@ -67,11 +67,11 @@ class SessionEndedError(DrivetrainError):
 
 
 class SessionsFullError(DrivetrainError):
-    """There are as many sessions as there may be."""
+    """The limit on open sessions is reached."""
 
 
 class SessionUnknownError(DrivetrainError):
-    """There is no such session, or the key is not its own."""
+    """There is no such session, or the key belongs to another one."""
 
 
 def answer_of(
@@ -84,14 +84,14 @@ def answer_of(
     tokens: Sequence[int] = (),
     whole_text: str = "",
 ) -> Answer:
-    """Return an answer, with the calls of tools that its text holds.
+    """Return a completion, with the tool calls in its text.
 
     Args:
         request: The request.
-        index: Its number among the answers to the request.
-        text: Its text, before the stop string that ended it.
-        is_cut: Whether a limit has ended it.
-        stop: The stop string that has ended it.
+        index: Its index in the request.
+        text: Its text, up to the stop string that ended it.
+        is_cut: Whether a limit ended it.
+        stop: The stop string that ended it.
         tokens: Its tokens.
         whole_text: The text of its tokens.
     """
@@ -102,17 +102,17 @@ def answer_of(
 
 
 def new_call_id() -> str:
-    """Return an id for a call of a tool. Some templates want nine letters and digits."""
+    """Return an id for a tool call. Some templates require nine letters and digits."""
     return secrets.token_hex(5)[:9]
 
 
 @dataclass(kw_only=True)
 class Usage:
-    """The numbers of tokens of a request.
+    """The token counts of a request.
 
     Args:
-        prompt: Those that the policy has read.
-        written: Those that it has written.
+        prompt: The number of tokens that the policy has read.
+        written: The number of tokens that it has written.
     """
 
     prompt: int = 0
@@ -120,7 +120,7 @@ class Usage:
 
 
 class AnswerFormat(ABC):
-    """How answers to a request are written: all at once, or as the events of a stream, in the order of the methods.
+    """The format of a response: a single body, or the events of a stream, in the order of the methods.
 
     Args:
         model: The name of the model.
@@ -130,11 +130,11 @@ class AnswerFormat(ABC):
     def __init__(self, model: str, request: AnswerRequest) -> None:
         self.model, self.request = model, request
         self.usage = Usage()
-        """Filled in by whoever answers, before the answer is written; of what is written until then while a stream goes on."""
+        """Filled in by the server before the response is written; during a stream, it counts the tokens so far."""
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the body with all answers, in the order of their numbers."""
+        """Return the body with all completions, in the order of their indices."""
 
     def begin(self) -> Iterable[bytes]:
         """Return the events at the beginning of a stream."""
@@ -142,15 +142,15 @@ class AnswerFormat(ABC):
 
     @abstractmethod
     def text(self, index: int, text: str) -> Iterable[bytes]:
-        """Return the events of a part of an answer's text. Not called for requests with tools, whose text may become a call."""
+        """Return the events of a piece of text. Not called for requests with tools, whose text may turn out to be a call."""
 
     @abstractmethod
     def ended(self, answer: Answer, sent: str) -> Iterable[bytes]:
-        """Return the events at the end of an answer.
+        """Return the events at the end of a completion.
 
         Args:
-            answer: The answer.
-            sent: The beginning of its text that was sent before.
+            answer: The completion.
+            sent: The beginning of its text that was already sent.
         """
 
     def end(self) -> Iterable[bytes]:
@@ -159,15 +159,15 @@ class AnswerFormat(ABC):
 
     @abstractmethod
     def error(self, message: str) -> bytes:
-        """Return the event of an error, when the status was sent long ago."""
+        """Return the event of an error that occurs after the status was sent."""
 
 
 @dataclass(kw_only=True)
 class StoredResponses:
-    """The conversations of a session that can be gone on with by the id of their last answer.
+    """The conversations of a session that requests can continue by the id of their last response.
 
     Args:
-        messages: The messages of each, with the answer, by its id.
+        messages: The messages of each conversation including the response, keyed by the response's id.
     """
 
     messages: dict[str, tuple[ChatTurn, ...]] = field(default_factory=dict)
@@ -176,13 +176,13 @@ class StoredResponses:
         """Return the messages of a conversation.
 
         Raises:
-            ConfigError: There is none of this id.
+            ConfigError: There is no response with this id.
         """
         if response_id not in self.messages:
-            raise ConfigError(f"previous_response_id={response_id!r:.80} is no response of this session")
+            raise ConfigError(f"previous_response_id={response_id!r:.80} is not a response of this session")
         return self.messages[response_id]
 
 
 def named_event(name: str, data: Mapping[str, Any]) -> bytes:
-    """Return a part of a stream of server-sent events that have names."""
+    """Return a named event of a server-sent event stream."""
     return f"event: {name}\ndata: {json.dumps(dict(data))}\n\n".encode()

@@ -1,4 +1,4 @@
-"""OpenAI's chat interface."""
+"""The OpenAI chat API."""
 
 import json
 import secrets
@@ -32,7 +32,7 @@ class GatewayChatRequest(ChatRequest):
         return self
 
     def read(self) -> AnswerRequest:
-        """Return what is asked.
+        """Parse the request.
 
         Raises:
             ConfigError: A message is malformed.
@@ -51,7 +51,7 @@ def check_function(place: str, function: Any) -> None:
     """Check the description of a tool.
 
     Raises:
-        ValueError: It has no name, or its parameters are no schema of an object.
+        ValueError: It has no name, or its parameters are not the schema of an object.
     """
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{place} needs a function with a name")
@@ -59,28 +59,28 @@ def check_function(place: str, function: Any) -> None:
         schema = function.get(name) or {}
         properties = schema.get("properties") or {} if isinstance(schema, Mapping) else None
         if not isinstance(properties, Mapping) or not all(isinstance(one, Mapping) for one in properties.values()):
-            raise ValueError(f"{place} has {name} that are no schema of an object with properties")
+            raise ValueError(f"{place} has {name} that are not the schema of an object with properties")
 
 
 def check_choice(choice: Any, known: Sequence[str]) -> None:
-    """Check the setting that tells a model which tools it must call.
+    """Check that a tool choice leaves the decision to the policy.
 
     Raises:
-        ValueError: It is another one than those that leave it to the policy.
+        ValueError: It forces or forbids tools.
     """
     if choice is not None and choice not in known:
-        raise ValueError(f"tool_choice={choice!r:.60}: a policy chooses by itself; use {' or '.join(known)}")
+        raise ValueError(f"tool_choice={choice!r:.60}: the policy must choose itself; use {' or '.join(known)}")
 
 
 class ChatFormat(AnswerFormat):
-    """Answers of OpenAI's chat interface."""
+    """Responses of the OpenAI chat API."""
 
     def __init__(self, model: str, request: AnswerRequest) -> None:
         super().__init__(model, request)
         self._base = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the body with all answers."""
+        """Return the body with all completions."""
         choices = [self._choice(answer) for answer in answers]
         return {**self._base, "object": "chat.completion", "choices": choices, "usage": openai_usage(self)}
 
@@ -92,11 +92,11 @@ class ChatFormat(AnswerFormat):
         return {"index": answer.index, "message": message, "finish_reason": _reason(answer), "logprobs": None}
 
     def text(self, index: int, text: str) -> Iterable[bytes]:
-        """Return the events of a part of an answer's text."""
+        """Return the events of a piece of a completion's text."""
         return [self._chunk(index, {"role": "assistant", "content": text})]
 
     def ended(self, answer: Answer, sent: str) -> Iterator[bytes]:
-        """Return the events at the end of an answer."""
+        """Return the events at the end of a completion."""
         turn = answer.turn
         if not sent:
             yield self._chunk(answer.index, {"role": "assistant", "content": ""})
@@ -124,7 +124,7 @@ class ChatFormat(AnswerFormat):
 
 
 def openai_usage(form: AnswerFormat) -> dict[str, int]:
-    """Return the numbers of tokens of a request as OpenAI's interfaces for chats and texts have them."""
+    """Return the token counts of a request in the format of the OpenAI chat and completions APIs."""
     usage = form.usage
     return {
         "prompt_tokens": usage.prompt,

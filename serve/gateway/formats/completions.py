@@ -1,4 +1,4 @@
-"""OpenAI's interface for texts: whoever asks writes the template."""
+"""The OpenAI completions API, whose clients apply the chat template themselves."""
 
 import secrets
 import time
@@ -20,14 +20,16 @@ class GatewayCompletionRequest(CompletionRequest):
     refused: ClassVar[tuple[str, ...]] = (*CompletionRequest.refused, "logprobs")
 
     def read(self) -> AnswerRequest:
-        """Return what is asked.
+        """Parse the request.
 
         Raises:
             ConfigError: There is not exactly one prompt, or it is empty.
         """
         prompts = self.prompts()
         if len(prompts) != 1 or not prompts[0]:
-            raise ConfigError(f"there are {len(prompts)} prompts; a session takes one that is not empty, and n answers to it")
+            raise ConfigError(
+                f"there are {len(prompts)} prompts; give one prompt that is not empty, and n for several completions"
+            )
         (prompt,) = prompts
         return AnswerRequest(
             conversation=TextPrompt(text=prompt) if isinstance(prompt, str) else TokenPrompt(ids=tuple(prompt)),
@@ -38,7 +40,7 @@ class GatewayCompletionRequest(CompletionRequest):
 
 
 class TextFormat(AnswerFormat):
-    """Answers of OpenAI's interface for texts."""
+    """Responses of the OpenAI completions API."""
 
     def __init__(self, model: str, request: AnswerRequest) -> None:
         super().__init__(model, request)
@@ -50,7 +52,7 @@ class TextFormat(AnswerFormat):
         }
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the body with all answers."""
+        """Return the body with all completions."""
         return {**self._base, "choices": [self._choice(one, one.text) for one in answers], "usage": openai_usage(self)}
 
     def _choice(self, answer: Answer, text: str) -> dict[str, Any]:
@@ -59,12 +61,12 @@ class TextFormat(AnswerFormat):
         return {**choice, "token_ids": list(answer.tokens)} if self.request.sampling.return_token_ids else choice
 
     def text(self, index: int, text: str) -> Iterable[bytes]:
-        """Return the events of a part of an answer's text."""
+        """Return the events of a piece of a completion's text."""
         choice = {"index": index, "text": text, "finish_reason": None, "logprobs": None}
         return [sse_event({**self._base, "choices": [choice]})]
 
     def ended(self, answer: Answer, sent: str) -> Iterable[bytes]:
-        """Return the events at the end of an answer."""
+        """Return the events at the end of a completion."""
         return [sse_event({**self._base, "choices": [self._choice(answer, answer.text[len(sent) :])]})]
 
     def end(self) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""OpenAI's interface of responses: items instead of messages, and answers that the next request goes on from by their id."""
+"""The OpenAI responses API, with items instead of messages, and responses that the next request continues by their id."""
 
 import json
 import secrets
@@ -52,7 +52,7 @@ class ResponsesRequest(BaseModel):
         if not isinstance(form, Mapping) or form.get("type", "text") != "text":
             refused.append("text.format")
         if refused:
-            raise ValueError(f"{', '.join(refused)}: this service does not support it; leave it out")
+            raise ValueError(f"{', '.join(refused)}: this service does not support it; remove it")
         for number, tool in enumerate(self.tools or []):
             if tool.get("type", "function") != "function":
                 raise ValueError(f"tools.{number} is of the type {tool.get('type')!r:.60}; only functions are supported")
@@ -61,13 +61,13 @@ class ResponsesRequest(BaseModel):
         return self
 
     def read(self, stored: StoredResponses) -> AnswerRequest:
-        """Return what is asked.
+        """Parse the request.
 
         Args:
             stored: The responses of the session.
 
         Raises:
-            ConfigError: An item is malformed, or there is no response of this id.
+            ConfigError: An item is malformed, or there is no response with this id.
         """
         tools = [] if self.tool_choice == "none" else [_nested(tool) for tool in self.tools or []]
         before = () if self.previous_response_id is None else stored.of(self.previous_response_id)
@@ -85,16 +85,16 @@ class ResponsesRequest(BaseModel):
 
 
 def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:
-    # As in the other interface, so that the chat template writes the same.
+    # Nested as in the chat API, so that the chat template renders the same text.
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
 
 def read_items(items: str | Sequence[Mapping[str, Any]], before: Sequence[ChatTurn] = ()) -> list[ChatTurn]:
-    """Return the items of a request as messages. Calls of tools belong to the assistant's message before them.
+    """Return the items of a request as messages. Tool calls belong to the assistant message before them.
 
     Args:
-        items: The items, or the text of a user.
+        items: The items, or the text of a user message.
         before: The messages before them.
 
     Raises:
@@ -119,7 +119,7 @@ def read_items(items: str | Sequence[Mapping[str, Any]], before: Sequence[ChatTu
         if kind == "function_call_output":
             call_id = item.get("call_id")
             if not isinstance(call_id, str):
-                raise ConfigError(f"{place} answers a tool's call, but has no call_id")
+                raise ConfigError(f"{place} is the result of a tool call, but has no call_id")
             content = read_text(place, item.get("output"), _TEXTS)
             messages.append(ChatTurn(role="tool", content=content, call_id=call_id, name=names.get(call_id, "")))
         elif kind == "message":
@@ -135,12 +135,12 @@ def read_items(items: str | Sequence[Mapping[str, Any]], before: Sequence[ChatTu
 
 
 class ResponsesFormat(AnswerFormat):
-    """Answers of OpenAI's interface of responses.
+    """Responses of the OpenAI responses API.
 
     Args:
         model: The name of the model.
         request: The request.
-        body: It as it was sent.
+        body: The request body.
         stored: The responses of the session, to which this one is added.
     """
 
@@ -151,7 +151,7 @@ class ResponsesFormat(AnswerFormat):
         self._created, self._number, self._is_begun = time.time(), -1, False
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the body with the answer."""
+        """Return the body with the completion."""
         (answer,) = answers
         return self._ended(answer)
 
@@ -183,7 +183,7 @@ class ResponsesFormat(AnswerFormat):
         if self._body.store is not False:
             conversation = self.request.conversation
             assert isinstance(conversation, ChatPath)
-            # Instructions are those of one request.
+            # Instructions apply to one request only.
             messages = conversation.messages[1 if self._body.instructions else 0 :]
             self._stored.messages[self._id] = (*messages, answer.turn)
         details = {"reason": "max_output_tokens"} if answer.is_cut else None
@@ -229,7 +229,7 @@ class ResponsesFormat(AnswerFormat):
         yield self._event("response.in_progress", response=self._response("in_progress"))
 
     def text(self, index: int, text: str) -> Iterator[bytes]:
-        """Return the events of a part of an answer's text."""
+        """Return the events of a piece of a completion's text."""
         if not self._is_begun:
             self._is_begun = True
             item = self._message("in_progress", [])
@@ -242,7 +242,7 @@ class ResponsesFormat(AnswerFormat):
         return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
 
     def ended(self, answer: Answer, sent: str) -> Iterator[bytes]:
-        """Return the events at the end of an answer."""
+        """Return the events at the end of a completion."""
         turn, items = answer.turn, self._items(answer)
         for index, item in enumerate(items):
             if item["type"] == "message":
