@@ -77,7 +77,7 @@ class AdapterCallResult:
         metrics: The metrics of the loss, each sum / count.
         log_probs: `[T]` or `[T, K]` float32 on the host, the log-probability of each label or target of this rank's shard in the pass
             that gradients are of; 0 where a label is ignored. None without documents here.
-        top_tokens: `[T, k]` int64 on the host, the ids of the most likely next tokens, the most likely first; None if nobody asked for them.
+        top_tokens: `[T, k]` int64 on the host, the ids of the most likely next tokens, the most likely first; None if the call did not request them.
         top_log_probs: `[T, k]` float32 on the host, their log-probabilities.
         error: What is wrong with the call, which then has changed nothing; None if it is done.
     """
@@ -414,7 +414,7 @@ class CallAccumulator:
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
         """Return the sum of the losses of a pass."""
         assert outputs.log_probs is not None
-        # Where there are no documents, or none that are learned from, the other ranks' collectives need a backward pass all the same.
+        # Without documents, or without a gradient, this rank still needs a backward pass: the other ranks wait for it in their collectives.
         totals = [unused(outputs.log_probs)]
         for start, segment, part in self.segments(micro_batch):
             run, rows = self.runs[segment.call], slice(start, start + segment.tokens)

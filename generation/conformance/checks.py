@@ -225,14 +225,17 @@ def begun(case: Case) -> None:
                     )
                     expect_log_probs(answer.log_probs[count:], reference, f"{what}, after {count} tokens", case.tolerance)
                 if case.exact:
-                    expect(rest.response == one.response, "a response that goes on is not what it would have been")
+                    expect(rest.response == one.response, "a completion that is continued is not what it would have been")
         expect(mixed != continued, "new weights change nothing")
         ((first, *_), *others) = parts
         for what, wrong in {
             "one response of two": [[first], *others],
             "a response to another prompt": [others[0], *others],
             "a response without versions": [[replace(first, versions=[])] * 2, *others],
-            "a response that goes on after its last token": [[replace(whole[0][0], finish_reason="aborted")] * 2, *others],
+            "a completion that is continued after its last token": [
+                [replace(whole[0][0], finish_reason="aborted")] * 2,
+                *others,
+            ],
         }.items():
             expect_error(ConfigError, what, lambda wrong=wrong: generator.generate(PROMPTS, options, begun=wrong))  # type: ignore[misc]
         expect(generator.stats().waiting == 0, "after a refusal requests are left")

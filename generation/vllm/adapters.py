@@ -51,7 +51,7 @@ class VLLMAdapters:
         return list(self._requests)
 
     def request(self, name: str) -> Any:
-        """Return what vLLM is told with a request of an adapter.
+        """Return what a request of an adapter passes to vLLM.
 
         Raises:
             ConfigError: There is none of this name.
@@ -100,7 +100,7 @@ class VLLMAdapters:
         request = LoRARequest(name, self._count, str(target))
         try:
             engine.add_lora(request)
-        except Exception as e:  # of many types, also from other processes
+        except Exception as e:  # vLLM raises errors of any type, also from its engine's process
             shutil.rmtree(target, ignore_errors=True)
             raise ConfigError(f"vLLM cannot run the adapter {name!r} of {folder}: {type(e).__name__}: {e}") from e
         if name in self._requests:

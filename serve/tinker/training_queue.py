@@ -76,7 +76,7 @@ class ModelQueue:
         return self.waiting.get(self.next_seq)
 
     def done(self, request: QueuedRequest) -> None:
-        """Go on to the next request."""
+        """Continue with the next request."""
         del self.waiting[request.seq]
         self.next_seq = request.seq + 1
 

@@ -132,7 +132,7 @@ class TensorParallelGenerator(BaseGenerator):
         return model.reader.expand(prompt, self._image_token, model.reader.read(images).tokens), {}
 
     def run_step(self) -> None:
-        """Begin the next request, or go on with the one that is running: a part of its prompt, or a token."""
+        """Begin the next request, or continue the one that is running: a part of its prompt, or a token."""
         model = self._stepped()
         if self._current is None:
             self._current = next(iter(self.waiting.values()))

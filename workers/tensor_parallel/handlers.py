@@ -133,7 +133,7 @@ def _errors_of_all(worker: ModelWorker) -> AbstractContextManager[None]:
 
 
 class _Agreed:
-    """A block after which all ranks go on with the same step, or none does.
+    """A block after which all ranks continue with the same step, or none does.
 
     Ranks that process different tokens would generate nonsense, and one that fails alone would leave the others in a collective.
 

@@ -89,7 +89,7 @@ class Ranks:
         self._abort: Callable[[], None] = abort_on_gpus
         self._ending, self._lock = False, threading.Lock()
         self.lost = False
-        """Whether the ranks cannot go on together."""
+        """Whether the ranks cannot continue together."""
         run, listener = comm_id.mint()
         self.local = ModelWorker(
             WorkerSettings(
