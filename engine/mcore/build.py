@@ -1,7 +1,7 @@
 """The steps from a model's config to megatron chunks with its weights."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,13 +54,20 @@ class MCoreBuild:
         state: The engine's process groups and megatron globals.
         meta_model: The full Hugging Face model, without memory for its tensors.
         chunks: The layers of this rank's pipeline stage, wrapped for gradient reduction if they are trained.
-        param_shards: This rank's parameters.
+        param_shards: This rank's parameters that are saved, loaded and exported.
+        adapters: The settings of peft, or None.
     """
 
     state: MegatronState
     meta_model: MetaModel
     chunks: list[Any]
     param_shards: list[ParamShard]
+    adapters: Any
+
+    def leave_out_adapters(self) -> None:
+        """Save, load and export what is in the chunks without their adapters, which are not merged either."""
+        self.adapters = None
+        self.param_shards = [replace(one, layer=None) for one in self.param_shards if not one.adapter]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +117,9 @@ def build_model(
         )
     meta_model.compare(param_shards, topology)
     meta_model.choose_trainable(param_shards)
-    return MCoreBuild(state=state, meta_model=meta_model, chunks=chunks, param_shards=param_shards)
+    return MCoreBuild(
+        state=state, meta_model=meta_model, chunks=chunks, param_shards=param_shards, adapters=meta_model.adapters
+    )
 
 
 def _chunks(
@@ -198,9 +207,8 @@ def load(built: MCoreBuild, optimizer: ShardedOptimizer | None, engine: EngineCo
     The optimizer must exist first: weights are loaded into its shards, in their precision, and copied from there to all ranks.
     """
     stored = getattr(torch, engine.precision.params)
-    model_state = ModelState(
-        built.param_shards, optimizer, topology, built.state.groups, stored, adapted=built.meta_model.adapters is not None
-    )
+    adapted = built.adapters is not None
+    model_state = ModelState(built.param_shards, optimizer, topology, built.state.groups, stored, adapted=adapted)
     # The synchronization is a collective that exchanges no errors, and random weights are filled in without an exchange.
     with topology.collective_errors():
         built.meta_model.fill(list(model_state.values()), topology, engine.seed)

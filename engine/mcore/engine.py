@@ -256,6 +256,8 @@ class MCoreEngine(BaseEngine):
                 self.topology.device,
                 self.model_config.max_adapters,
             )
+            # What is in their places is whichever adapter has its turn, and no part of the frozen model.
+            self._model.leave_out_adapters()
 
     def build_optimizer(self, optim: OptimConfig) -> None:
         built = self._built
@@ -414,8 +416,8 @@ class MCoreEngine(BaseEngine):
                 yield from (shard.state[kind] for kind in MOMENTS)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Return a context that disables the adapters of the base model."""
-        return adapters_disabled(self._chunks)
+        """Return a context in which the base model runs without its adapters."""
+        return adapters_disabled(self._chunks) if self._built.adapters is not None else nullcontext()
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -432,7 +434,7 @@ class MCoreEngine(BaseEngine):
         self._loaded.model_state.sync_params()
 
     def save_model_files(self, folder: Path) -> None:
-        save_model_files(self._built.meta_model.root, self.model_config, self._built.meta_model.adapters, folder)
+        save_model_files(self._built.meta_model.root, self.model_config, self._built.adapters, folder)
 
     def weight_shapes(self, *, adapters: Adapters = "merged") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """See `BaseEngine.weight_shapes`."""

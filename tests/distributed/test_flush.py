@@ -276,7 +276,7 @@ def test_a_lost_doubled_or_reordered_request_is_told_on_all_ranks_and_none_hangs
     assert f"rank {last}: the requests came in the order [31, 30, 32], but the flush says [30, 31, 32]" in reordered
     assert f"rank {last}: request 'stray' is not in the flush" in stray
     assert f"rank {last}: the digest of the requests is not that of the flush" in changed
-    assert f"rank {last} did not come within 1.5 s" in missing
+    assert f"rank {last} did not join within 1.5 s" in missing
     assert "the ranks were sent different flushes" in different
 
 

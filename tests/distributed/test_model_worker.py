@@ -401,7 +401,7 @@ def test_meetings_that_fail_say_why() -> None:
         for worker in (first, second):
             reply = worker.receive(20)
             assert reply["kind"] == "nccl_init_failed"
-            assert "rank 2 of 3 did not come within 3 s" in reply["message"]
+            assert "rank 2 of 3 did not join within 3 s" in reply["message"]
         # The next meeting works, if it is complete: nothing is left of the one before.
         assert first.ask({"op": "nccl_sanity_check"})["kind"] == "nccl_not_initialised"
     with Worker(0, 2, "--init-timeout", "4") as first, Worker(1, 3, "--init-timeout", "4") as second:

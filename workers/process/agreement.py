@@ -92,5 +92,5 @@ class Agreement:
 
     def _text(self, key: str, rank: int, seconds: float) -> str:
         if not self._store.check([f"{key}/rank/{rank}"]):
-            return f"rank {rank} did not come within {seconds:g} s"
+            return f"rank {rank} did not join within {seconds:g} s"
         return self._store.get(f"{key}/text/{rank}").decode() if self._store.check([f"{key}/text/{rank}"]) else ""

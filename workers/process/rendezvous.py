@@ -134,7 +134,7 @@ def _meet(store: Store, rank: int, world_size: int, deadline: float, wait_s: flo
         except dist.DistError as e:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             raise TopologyError(
-                f"{'ranks' if len(missing) > 1 else 'rank'} {', '.join(map(str, missing))} of {world_size} did not come within "
+                f"{'ranks' if len(missing) > 1 else 'rank'} {', '.join(map(str, missing))} of {world_size} did not join within "
                 f"{wait_s:g} s; send init to every rank, and check --world-size"
             ) from e
         # Compared on arrival: with different sizes, some ranks would wait for ranks that do not exist.
