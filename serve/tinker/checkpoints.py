@@ -75,7 +75,7 @@ class Checkpoints:
         await asyncio.wrap_future(self._database.execute((sql, (value, path.model, path.kind, path.name))))
 
     async def delete(self, text: str, owner: str) -> None:
-        """Delete a checkpoint of a key. Samplers that use it go on.
+        """Delete a checkpoint of a key. Samplers that use it keep working.
 
         Raises:
             BadRequestError: It has no such checkpoint.
@@ -96,7 +96,7 @@ class Checkpoints:
             await asyncio.to_thread(shutil.rmtree, Path(folder).parent, ignore_errors=True)
 
     async def remove_samplers(self, ended_before: float) -> None:
-        """Remove the samplers of sessions that have ended, with what was asked of them, and the folders that nobody else has.
+        """Remove the samplers of sessions that have ended, with what was asked of them, and the folders that no other checkpoint uses.
 
         Args:
             ended_before: When the last sign of life came, at the latest.

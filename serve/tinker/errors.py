@@ -17,5 +17,5 @@ class BadRequestError(DrivetrainError):
 
 
 def reason(error: BaseException) -> str:
-    """Return what a user is told of an error, also of one in a process."""
+    """Return the message of an error for a user, also of one in a process."""
     return str(error.__cause__ if isinstance(error, WorkerError) and error.__cause__ is not None else error)

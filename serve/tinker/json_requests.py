@@ -114,7 +114,7 @@ class OptimStep(msgspec.Struct):
 
 
 class SaveWeights(msgspec.Struct):
-    """Save a model, to go on from, to sample from, or to export."""
+    """Save a model, to continue from, to sample from, or to export."""
 
     model_id: str
     seq_id: int
@@ -272,7 +272,7 @@ def parse(body: bytes, kind: type[S]) -> S:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
-        raise BadRequestError(f"the body is no {kind.__name__}: {e}", status=422) from e
+        raise BadRequestError(f"the body is not a valid {kind.__name__}: {e}", status=422) from e
 
 
 def adapter_of(settings: LoraSettings, seed: int) -> AdapterConfig:

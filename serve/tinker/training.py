@@ -297,7 +297,7 @@ class Training:
             if queue is None:
                 continue
             row = self._database.one("SELECT saved_folder FROM models WHERE id = ?", model)
-            # From here on nobody finds it, whatever is waited for.
+            # From here on no request finds it, whatever this method waits for.
             del self._queues[model]
             waiting = list(queue.waiting.values())
             queue.waiting.clear()
@@ -321,8 +321,8 @@ class Training:
                 self._wake.clear()
         except asyncio.CancelledError:
             raise
-        except Exception as e:  # of many types: the disk is full, the processes cannot be started
-            log.exception("the training service cannot go on")
+        except Exception as e:  # anything may be raised: the disk is full, the processes cannot be started
+            log.exception("the training service cannot continue")
             self.failed = e
 
     async def _advance(self) -> bool:
@@ -341,7 +341,7 @@ class Training:
             await self._guarded([], self.scoring.compute)
             busy = True
         if chosen := self._turns.take(self._queues):
-            # What processes have died under is tried alone, so that it takes nobody along.
+            # A piece that processes have died under is tried alone, so that no other request fails with it.
             chosen = next(([one] for one in chosen if self._lost.get(one[1].future)), chosen)
             await self._guarded([request for _, request, _ in chosen], self._compute, chosen)
             busy = True
@@ -452,7 +452,7 @@ class Training:
             ("UPDATE requests SET outcome = ? WHERE model = ? AND seq = ?", (outcome, queue.model, request.seq))
         ]
         if request.forward_only:
-            # Nobody needs to do it again.
+            # A replay does not need it.
             done.append(("UPDATE requests SET body = NULL WHERE model = ? AND seq = ?", (queue.model, request.seq)))
             queue.logged -= request.size
         if request.kind == CREATE and outcome == "failed":
@@ -483,7 +483,7 @@ class Training:
             except WorkerLostError:
                 raise
             except (DrivetrainError, OSError) as e:
-                # One model that is damaged does not keep the others from going on.
+                # One model that is damaged does not stop the others.
                 log.error("the model %s cannot be brought back, and ends: %s", model, reason(e))
                 await self.end([model])
 

@@ -1,1 +1,1 @@
-"""Checks of what a training service means, whoever has written it: `drivetrain conformance-tinker URL`."""
+"""Checks of the meaning of a training service, of any implementation: `drivetrain conformance-tinker URL`."""

@@ -235,7 +235,7 @@ def sampled(user: Connection, other: Connection) -> None:
 
 
 def saved(user: Connection, other: Connection) -> None:
-    """A model from a checkpoint with its optimizer goes on as the first one does; without, it begins with fresh moments."""
+    """A model from a checkpoint with its optimizer continues as the first one does; without, it begins with fresh moments."""
     model = user.create()
     datums = data(12)
     for _ in range(3):
@@ -258,7 +258,7 @@ def saved(user: Connection, other: Connection) -> None:
 
 
 def snapshots(user: Connection, other: Connection) -> None:
-    """A sampler stays as it is while its model goes on, and several are there at the same time, beside the model alone."""
+    """A sampler stays as it is while its model is trained, and several are there at the same time, beside the model alone."""
     model = user.create()
     datums = data(13)
     sequence = [1, 2, 3, 4, 5, 6]
@@ -303,7 +303,7 @@ def tenants(user: Connection, other: Connection) -> None:
     expect(moved(theirs, datums, expected) > 1e-3, "the model of the other user has learned the same")
     path = mine.save("mine")
     status, _, _ = other.request("POST", "/weights_info", b'{"tinker_path": "%s"}' % path.encode())
-    expect(status in (400, 403, 404), f"another user is told about a checkpoint (status {status})")
+    expect(status in (400, 403, 404), f"another user can read about a checkpoint (status {status})")
 
 
 def stops(user: Connection, other: Connection) -> None:
