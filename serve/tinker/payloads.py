@@ -344,17 +344,18 @@ def dense(
     """
     if len(shape) != 2:
         raise BatchError(f"{title} is sparse, and {list(shape)}; only matrices, [tokens, targets], can be sparse")
-    counts = np.diff(starts)
+    # Each number is compared by itself: the difference of two that are far apart wraps around.
     if (
         len(starts) != shape[0] + 1
         or len(columns) != len(values)
+        or bool(((starts < 0) | (starts > len(values))).any())
         or starts[0] != 0
         or starts[-1] != len(values)
-        or bool((counts < 0).any())
+        or bool((starts[1:] < starts[:-1]).any())
         or bool(((columns < 0) | (columns >= shape[1])).any())
     ):
         raise BatchError(f"{title} is not a sparse matrix (CSR) of shape {list(shape)} with {len(values)} values")
-    rows = np.repeat(np.arange(shape[0]), counts)
+    rows = np.repeat(np.arange(shape[0]), np.diff(starts))
     if bool(((np.diff(columns) <= 0) & (np.diff(rows) == 0)).any()):
         raise BatchError(f"{title} is a sparse matrix whose columns do not ascend in each row")
     result = np.full(shape, missing, dtype=values.dtype)

@@ -281,6 +281,18 @@ def test_samples_and_what_is_refused(model: Path) -> None:
                 },
                 "not a sparse matrix",
             ),
+            (
+                {
+                    "prompt": {"chunks": [{"tokens": [1, 2, 3, 4, 5]}]},
+                    "target_prompt_logprobs": {
+                        "data": [1, 2, 3],
+                        "shape": [4, 5],
+                        "sparse_crow_indices": [0, 2**63 - 1, -(2**63), -1, 3],
+                        "sparse_col_indices": [0, 1, 2],
+                    },
+                },
+                "not a sparse matrix",
+            ),
             ({"params": {"top_k": 0}}, "top_k=0"),
             ({"params": {"top_p": 0.0}}, "top_p=0.0"),
             ({"params": {"temperature": -1.0}}, "temperature=-1.0"),
