@@ -132,14 +132,20 @@ class TrainingApp:
         owner = owner_of(key)
         if not key.startswith(KEY_PREFIX) or (self._settings.keys and owner not in self._settings.keys):
             raise BadRequestError(f"the key is missing or wrong; send it as: X-API-Key: {KEY_PREFIX}...", status=401)
-        if self._training.failed is not None:
-            raise BadRequestError(f"the service cannot go on: {self._training.failed}", status=503)
+        if (failed := self._failed()) is not None:
+            raise BadRequestError(f"the service cannot go on: {failed}", status=503)
         return owner
+
+    def _failed(self) -> str | None:
+        """Return why the service cannot go on; None if it can."""
+        if self._training.failed is not None:
+            return str(self._training.failed)
+        return None if self._database.is_alive else "nothing is written to the database any more; start the service again"
 
     # ---- clients and sessions ----------------------------------------------------------------------------------------
 
     async def _health(self, request: Request) -> Response:
-        healthy = self._training.failed is None
+        healthy = self._failed() is None
         return JSONResponse({"status": "ok" if healthy else "failed"}, status_code=200 if healthy else 503)
 
     async def _config(self, request: Request, owner: str) -> Response:

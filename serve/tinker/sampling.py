@@ -113,6 +113,8 @@ class SamplingService:
         self._places = FairPlaces(at_once)
         self._pending: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._writes: set[asyncio.Task[None]] = set()
+        """The results that are being written."""
 
     async def start(self) -> None:
         """Begin the requests that were not answered when the service ended."""
@@ -128,6 +130,7 @@ class SamplingService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._writes, return_exceptions=True)
 
     async def submit(self, owner: str, body: bytes) -> tuple[str, int]:
         """Take a request; return the id of its result and the number of responses.
@@ -175,11 +178,12 @@ class SamplingService:
         return future
 
     async def cancel(self, future: str, owner: str) -> None:
-        """Stop a request, whose result is then an error."""
+        """Stop a request, whose result is then an error, unless it is there already."""
         if self._futures.get(future, owner).state == "pending" and (task := self._tasks.get(future)) is not None:
-            task.cancel()
             row = self._database.one("SELECT sampler FROM samples WHERE future = ?", future)
             assert row is not None
+            task.cancel()
+            await asyncio.wait([task])
             await self._finish(row["sampler"], future, "json", failure("the request was cancelled", category="user"))
 
     async def completions(self, sampler: str, clone: int, after: int, seconds: float) -> list[sqlite3.Row]:
@@ -233,13 +237,23 @@ class SamplingService:
         except Exception as e:  # whoever waits has to be told
             log.exception("a sample request failed")
             payload, state = failure(f"{type(e).__name__}: {e}", category="server"), "json"
-        await self._finish(sampler, future, state, payload)
+        # Whoever cancels it now is too late.
+        write = asyncio.create_task(self._finish(sampler, future, state, payload))
+        self._writes.add(write)
+        write.add_done_callback(self._writes.discard)
+        await asyncio.shield(write)
 
     async def _finish(self, sampler: str, future: str, state: str, payload: bytes) -> None:
-        finished = self._futures.finished(future, state, payload)  # type: ignore[arg-type]
-        count = ("UPDATE samplers SET completed = completed + 1 WHERE id = ?", (sampler,))
-        number = "UPDATE samples SET body = NULL, completed = (SELECT completed FROM samplers WHERE id = ?) WHERE future = ?"
-        await asyncio.wrap_future(self._database.execute(finished, count, (number, (sampler, future))))
+        """Write a result, unless there is one already, and count it among those of its sampler."""
+        sql, values = self._futures.finished(future, state, payload)  # type: ignore[arg-type]
+
+        def change(connection: sqlite3.Connection) -> None:
+            if connection.execute(sql, values).rowcount:
+                connection.execute("UPDATE samplers SET completed = completed + 1 WHERE id = ?", (sampler,))
+                number = "UPDATE samples SET body = NULL, completed = (SELECT completed FROM samplers WHERE id = ?) WHERE future = ?"
+                connection.execute(number, (sampler, future))
+
+        await asyncio.wrap_future(self._database.write(change))
         self._futures.wake(future)
         if (news := self._news.pop(sampler, None)) is not None:
             news.set()

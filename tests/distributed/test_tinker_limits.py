@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import sqlite3
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from random import Random
@@ -14,7 +15,7 @@ import pytest
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, ModelError
 from drivetrain.serve.openai.text import Texts
-from drivetrain.serve.tinker.database import Database
+from drivetrain.serve.tinker.database import FORMAT, Database
 from helpers.tinker_service import KEY, Service, datums, forward_backward, group_of, running
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -224,6 +225,60 @@ def test_one_service_at_a_time_and_one_model_has_a_state(tmp_path: Path) -> None
     file.write_bytes(b"not a database")
     with pytest.raises(ConfigError, match="cannot be used"):
         Database(file)
+
+
+def test_a_database_of_another_format_stays_as_it_is(tmp_path: Path) -> None:
+    for number, (script, message) in enumerate(
+        (
+            (
+                "CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL); CREATE TABLE samplers (id TEXT); "
+                "INSERT INTO about VALUES ('format', '1')",
+                f"has format 1, and this version of the service reads format {FORMAT}; give another folder",
+            ),
+            ("CREATE TABLE notes (text TEXT)", "of another program; give another folder"),
+        )
+    ):
+        file = tmp_path / f"{number}.sqlite"
+        connection = sqlite3.connect(file)
+        connection.executescript(script)
+        connection.close()
+        content = file.read_bytes()
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=message):
+                Database(file)
+        assert file.read_bytes() == content
+
+
+def test_changes_that_are_cancelled_or_fail_do_not_end_the_database(tmp_path: Path) -> None:
+    class OddError(BaseException):
+        """No Exception."""
+
+    database = Database(tmp_path / "service.sqlite")
+    entered, go_on = threading.Event(), threading.Event()
+
+    def slow(connection: sqlite3.Connection) -> int:
+        entered.set()
+        go_on.wait()
+        return 1
+
+    def odd(connection: sqlite3.Connection) -> None:
+        raise OddError
+
+    running_now = database.write(slow)
+    entered.wait()
+    waiting = database.execute(("INSERT INTO about VALUES ('a', 'b')", ()))
+    # What is being made cannot be cancelled any more; what waits can, and is not made.
+    assert not running_now.cancel()
+    assert waiting.cancel()
+    go_on.set()
+    assert running_now.result(10) == 1
+    with pytest.raises(OddError):
+        database.write(odd).result(10)
+    database.execute(("INSERT INTO about VALUES ('c', 'd')", ())).result(10)
+    assert database.is_alive
+    assert [row["name"] for row in database.read("SELECT name FROM about ORDER BY name")] == ["c", "format"]
+    database.close()
+    assert not database.is_alive
 
 
 def test_a_folder_without_a_tokenizer_has_no_texts(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.serve.tinker import messages
+from drivetrain.serve.tinker.sampling import SamplingService
 from helpers.tinker_replicas import LocalReplicas
 from helpers.tinker_service import KEY, Service, datums, forward_backward, group_of, running
 
@@ -389,3 +391,47 @@ def test_a_request_is_cancelled_or_goes_on_after_a_restart(model: Path) -> None:
         assert tokens_of(await answer_of(service, kept["future"])) == kept["tokens"]
 
     serve(model, first, then, then, replicas=Slow)
+
+
+class Finishing(SamplingService):
+    """Says when it writes a result."""
+
+    inside: asyncio.Event
+
+    async def _finish(self, *args: Any) -> None:
+        self.inside.set()
+        await super()._finish(*args)
+
+
+def test_cancelling_while_the_result_is_written_is_too_late(model: Path) -> None:
+    async def test(service: Service) -> None:
+        Finishing.inside = asyncio.Event()
+        sampler = await sampler_of(service, await service.session(), 0)
+        for seq in range(8):
+            Finishing.inside.clear()
+            future = await service.post("/asample", body_of(sampler, seq, [5, 6]))
+            await Finishing.inside.wait()
+            content = json.dumps(future)
+            response = await service.http.post("/api/v1/cancel_future", content=content, headers={"x-api-key": KEY})
+            assert response.status_code == 204
+            assert [len(tokens) for tokens in tokens_of(await answer_of(service, future))] == [4]
+        # Each is counted once.
+        answer = await polled(service, sampler, 0)
+        assert answer["cursor"] == len(answer["completions"]) == 8
+        assert (await service.get("/healthz"))["status"] == "ok"
+
+    serve(model, test, sampling_class=Finishing)
+
+
+def test_a_service_whose_database_writes_nothing_says_so(model: Path) -> None:
+    async def test(service: Service) -> None:
+        service.database._queue.put(None)
+        await asyncio.to_thread(service.database._thread.join)
+        assert (await service.get("/healthz", status=503))["status"] == "failed"
+        answer = await service.post("/create_session", {}, status=503)
+        assert "nothing is written to the database" in answer["detail"]
+        # So that the end of the test can write.
+        service.database._thread = threading.Thread(target=service.database._run, daemon=True)
+        service.database._thread.start()
+
+    serve(model, test)
