@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...engine.errors import DrivetrainError, NoWorkerError, QueueFullError, WorkerError, WorkerLostError
+from ...engine.errors import DrivetrainError, QueueFullError, WorkerError, WorkerLostError
 from ...engine.loss import TARGETS
 from ...engine.packing.batch import PackedBatch
 from ...generation.result import FinishReason
@@ -30,7 +30,7 @@ from .futures import Futures, failure, new_future_id
 from .json_requests import SampleBody, parse, sampling_of
 from .sample_answers import PromptScores, SampleResult, TopTokens, asked_targets, sample_answer
 from .scoring import Scoring
-from .turns import FairPlaces
+from .turns import AdapterPlaces
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ MOST_SAMPLES = 1024
 RETRY_S = 0.5
 """For how many seconds a response waits for workers that are being started again, or whose queues are full."""
 TRIES = 240
-
+_PASSING = ("there is no adapter", "max_adapters=")
+"""What errors say of workers whose adapters are not yet, or still, those that they should be."""
 
 MOST_COMPLETIONS = 1000
 CLONE = 10**9
@@ -102,15 +103,13 @@ class SamplingService:
     ) -> None:
         self._database, self._futures, self._replicas, self._scoring = database, futures, replicas, scoring
         self._texts, self._room, self._vocabulary, self._adapters = texts, room, vocabulary, adapters
-        self._loaded: dict[str, int] = {}
-        """The number of requests that use each adapter, the one that was used least recently first."""
         self._folders: dict[str, str] = {}
-        """The checkpoint that each adapter was loaded from."""
-        self._news: dict[str, asyncio.Event] = {}
+        """The checkpoint that each adapter in the workers was loaded from; empty if not all of them may have it."""
+        self._news: dict[str, set[asyncio.Event]] = {}
         """By sampler, what those wait for who ask which of its requests are done."""
         self._refreshes: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
-        self._places = FairPlaces(at_once)
+        self._places = AdapterPlaces(at_once, adapters)
         self._pending: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._writes: set[asyncio.Task[None]] = set()
@@ -205,15 +204,23 @@ class SamplingService:
             "WHERE s.sampler = ? AND s.completed > ? AND CAST(s.seq AS INTEGER) BETWEEN ? AND ? ORDER BY s.completed LIMIT ?"
         )
         end = asyncio.get_running_loop().time() + seconds
-        while True:
-            # Before the look, so that nothing is missed after it.
-            news = self._news.setdefault(sampler, asyncio.Event())
-            rows = self._database.read(sql, sampler, after, clone * CLONE, (clone + 1) * CLONE - 1, MOST_COMPLETIONS)
-            left = end - asyncio.get_running_loop().time()
-            if rows or left <= 0:
-                return rows
-            with suppress(TimeoutError):
-                await asyncio.wait_for(news.wait(), left)
+        news = asyncio.Event()
+        waiting = self._news.setdefault(sampler, set())
+        waiting.add(news)
+        try:
+            while True:
+                # Before the look, so that nothing is missed after it.
+                news.clear()
+                rows = self._database.read(sql, sampler, after, clone * CLONE, (clone + 1) * CLONE - 1, MOST_COMPLETIONS)
+                left = end - asyncio.get_running_loop().time()
+                if rows or left <= 0:
+                    return rows
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(news.wait(), left)
+        finally:
+            waiting.discard(news)
+            if not waiting and self._news.get(sampler) is waiting:
+                del self._news[sampler]
 
     def _begin(self, owner: str, future: str, sampler: str, body: bytes) -> None:
         task = asyncio.create_task(self._answer(future, sampler, body))
@@ -232,8 +239,8 @@ class SamplingService:
         except asyncio.CancelledError:
             raise
         except DrivetrainError as e:
-            category = "server" if isinstance(e, WorkerLostError) else "user"
-            payload, state = failure(reason(e), category=category), "json"  # type: ignore[arg-type]
+            is_ours = isinstance(e, (WorkerLostError, QueueFullError)) or (isinstance(e, BadRequestError) and e.status >= 500)
+            payload, state = failure(reason(e), category="server" if is_ours else "user"), "json"
         except Exception as e:  # whoever waits has to be told
             log.exception("a sample request failed")
             payload, state = failure(f"{type(e).__name__}: {e}", category="server"), "json"
@@ -255,7 +262,7 @@ class SamplingService:
 
         await asyncio.wrap_future(self._database.write(change))
         self._futures.wake(future)
-        if (news := self._news.pop(sampler, None)) is not None:
+        for news in self._news.get(sampler, ()):
             news.set()
 
     async def _sample(self, sampler: str, stored: bytes) -> bytes:
@@ -341,7 +348,7 @@ class SamplingService:
 
     async def _response(self, request: GenerationRequest, source: "_Source", stops: Sequence[str], top_k: int) -> SampleResult:
         """Return a response, as soon as it is its user's turn. It begins anew if its worker dies."""
-        async with self._places.place(source.owner):
+        async with self._places.place(source.owner, source.name):
             response = await self._generated(request, source, stops)
         if top_k and response.tokens:
             top = await self._top_of_response(source, request.prompt, response.tokens, top_k)
@@ -352,39 +359,42 @@ class SamplingService:
         for attempt in range(TRIES):
             try:
                 return await self._attempt(request, source, stops)
-            except (NoWorkerError, QueueFullError, WorkerLostError):
+            except QueueFullError as e:
+                if attempt == TRIES - 1:
+                    raise QueueFullError(
+                        f"the processes that sample have been busy for {TRIES * RETRY_S:.0f} s ({reason(e)}); send this request again later, or "
+                        "raise --samplers or --max-batch-total-tokens"
+                    ) from e
+            except WorkerLostError:
                 if attempt == TRIES - 1:
                     raise
             except WorkerError as e:
-                # A worker that was started again has no adapters.
-                if "there is no adapter" not in str(e) or attempt == TRIES - 1:
+                # A worker that was started again has no adapters, and one whose last response was cancelled still has it for a moment.
+                if not any(text in str(e) for text in _PASSING) or attempt == TRIES - 1:
                     raise
-                self._loaded.pop(source.name, None)
-                self._folders.pop(source.name, None)
+                if source.name in self._folders:
+                    self._folders[source.name] = ""
             await asyncio.sleep(RETRY_S)
         raise AssertionError("unreachable")
 
     async def _attempt(self, request: GenerationRequest, source: "_Source", stops: Sequence[str]) -> SampleResult:
-        name = source.name
-        if name:
-            await self._hold(source)
-        try:
-            tokens: list[int] = []
-            log_probs: list[float] = []
-            text = None if not stops or self._texts is None else self._texts.stream(stops)
-            with self._replicas.streams([request]) as (stream,):
-                async for token in stream:
-                    tokens.append(token.token)
-                    log_probs.append(token.log_prob)
-                    if text is not None:
-                        text.add(token.token)
-                        if text.stopped:
-                            return SampleResult(tokens=tokens, log_probs=log_probs, reason="stop")
-                reason: FinishReason = "stop" if stream.finish_reason == "stop" else "length"
-                return SampleResult(tokens=tokens, log_probs=log_probs, reason=reason)
-        finally:
-            if name in self._loaded:
-                self._loaded[name] -= 1
+        if source.name:
+            async with self._lock:
+                # Of a sampler whose weights change, there may be newer ones than what is loaded.
+                await self._load(source)
+        tokens: list[int] = []
+        log_probs: list[float] = []
+        text = None if not stops or self._texts is None else self._texts.stream(stops)
+        with self._replicas.streams([request]) as (stream,):
+            async for token in stream:
+                tokens.append(token.token)
+                log_probs.append(token.log_prob)
+                if text is not None:
+                    text.add(token.token)
+                    if text.stopped:
+                        return SampleResult(tokens=tokens, log_probs=log_probs, reason="stop")
+            reason: FinishReason = "stop" if stream.finish_reason == "stop" else "length"
+            return SampleResult(tokens=tokens, log_probs=log_probs, reason=reason)
 
     def _published(self, model: str) -> str:
         """Return the folder of the newest weights of a model whose samplers take over new ones."""
@@ -400,7 +410,7 @@ class SamplingService:
         async def run() -> None:
             source = _Source("", "", model)
             async with self._lock:
-                if source.name in self._loaded:
+                if source.name in self._folders:
                     try:
                         await self._load(source)
                     except (DrivetrainError, BadRequestError) as e:
@@ -411,35 +421,20 @@ class SamplingService:
         self._refreshes.add(task)
         task.add_done_callback(self._refreshes.discard)
 
-    async def _hold(self, source: _Source) -> None:
-        """Load an adapter into all workers, if they do not have it, in the place of one that nobody uses."""
-        name = source.name
-        async with self._lock:
-            if name in self._loaded:
-                # Of a sampler whose weights change, these may be newer than what is loaded.
-                await self._load(source)
-                self._loaded[name] = self._loaded.pop(name) + 1
-                return
-            while len(self._loaded) >= self._adapters:
-                unused = next((other for other, users in self._loaded.items() if users <= 0), None)
-                if unused is None:
-                    raise QueueFullError(f"{self._adapters} samplers are in use at a time")
-                del self._loaded[unused]
-                self._folders.pop(unused, None)
-                await self._replicas.on_all(partial(_call, "drop_adapter", unused))
-            self._folders.pop(name, None)
-            await self._load(source)
-            self._loaded[name] = 1
-
     async def _load(self, source: _Source) -> None:
-        """Load the factors of a sampler into all workers, unless they have them."""
-        folder = self._published(source.live) if source.live else source.folder
-        if self._folders.get(source.name) == folder:
+        """Load the factors of a sampler into all workers, unless they have them, in the place of those that are not held any more."""
+        name, folder = source.name, self._published(source.live) if source.live else source.folder
+        if self._folders.get(name) == folder:
             return
-        for result in await self._replicas.on_all(partial(_call, "load_adapter", source.name, folder)):
+        while name not in self._folders and len(self._folders) >= self._adapters:
+            unused = next(other for other in self._folders if not self._places.holds(other))
+            del self._folders[unused]
+            await self._replicas.on_all(partial(_call, "drop_adapter", unused))
+        self._folders[name] = ""
+        for result in await self._replicas.on_all(partial(_call, "load_adapter", name, folder)):
             if isinstance(result, BaseException):
                 raise result
-        self._folders[source.name] = folder
+        self._folders[name] = folder
 
 
 async def _call(method: str, *args: Any) -> Any:

@@ -370,8 +370,10 @@ def test_more_snapshots_than_the_samplers_hold(model: Path) -> None:
 class Slow(LocalReplicas):
     """Generates nothing for a while."""
 
+    seconds = 0.5
+
     def generate(self, request: Any) -> Any:
-        time.sleep(0.5)
+        time.sleep(self.seconds)
         return super().generate(request)
 
 
@@ -391,6 +393,46 @@ def test_a_request_is_cancelled_or_goes_on_after_a_restart(model: Path) -> None:
         assert tokens_of(await answer_of(service, kept["future"])) == kept["tokens"]
 
     serve(model, first, then, then, replicas=Slow)
+
+
+class LessSlow(Slow):
+    """Generates nothing for a short while."""
+
+    seconds = 0.05
+
+
+class Narrow(SamplingService):
+    """Has one adapter in its workers at a time, and four places."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args[:7], adapters=1, at_once=4)
+
+
+def test_a_key_that_floods_its_sampler_lets_others_have_theirs(model: Path) -> None:
+    other = "tml-the-key-of-another"
+
+    async def test(service: Service) -> None:
+        samplers = []
+        for key in (KEY, other):
+            name = await service.model(await service.session(key), key=key)
+            body = {"model_id": name, "seq_id": 1, "sampling_session_seq_id": 0}
+            saved = await service.result(await service.post("/save_weights_for_sampler", body, key=key), key=key)
+            samplers.append(saved["sampling_session_id"])
+        flood = [await service.post("/asample", body_of(samplers[0], seq, [5, 6])) for seq in range(60)]
+        one = await service.post("/asample", body_of(samplers[1], 0, [5, 6]), key=other)
+
+        def state(future: Any) -> str:
+            (row,) = service.database.read("SELECT state FROM futures WHERE id = ?", future["request_id"])
+            return str(row["state"])
+
+        while state(one) == "pending":
+            await asyncio.sleep(0.01)
+        assert state(one) == "protobuf"
+        # As soon as the responses that were under way have ended.
+        assert sum(state(future) == "pending" for future in flood) > 20
+        assert not [future for future in flood if "error" in str(await answer_of(service, future))]
+
+    serve(model, test, sampling_class=Narrow, replicas=LessSlow)
 
 
 class Finishing(SamplingService):
