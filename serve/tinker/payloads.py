@@ -94,6 +94,21 @@ def parse_forward_backward(body: bytes) -> Any:
         raise BadRequestError(f"the body is no ForwardBackwardRequest: {e}") from e
 
 
+def dense_size(request: Any) -> int:
+    """Return how many bytes the datums of a request take as tensors: what is sparse may be small, and large as soon as it is not.
+
+    What has more numbers than a request may have is refused before anything is built, and counts as much as the largest that is built.
+    """
+    tokens = sum(len(chunk.encoded_text.tokens) for datum in request.data for chunk in datum.model_input)
+    numbers = 0
+    for datum in request.data:
+        for tensor in datum.loss_fn_inputs.values():
+            size = 4 if tensor.dtype == messages.FLOAT32 else 8
+            numbers += size * max(math.prod(tensor.shape), 0) if tensor.shape else len(tensor.dense) * size // 4
+    # Ids and positions of tokens, of 8 bytes each, which come as 4.
+    return 4 * tokens + min(numbers, 8 * MOST_NUMBERS)
+
+
 def loss_of(request: Any, custom: Callable[[str], TracedLoss]) -> TokenSumLoss | TracedLoss:
     """Return the loss that a request names.
 

@@ -9,8 +9,9 @@ from drivetrain.engine.errors import BatchError
 from drivetrain.losses.token_sums import TokenSumLoss
 from drivetrain.serve.tinker import messages, payloads, sample_answers
 from drivetrain.serve.tinker.json_requests import TokenMatrix
-from drivetrain.serve.tinker.payloads import batches_of, dense, parse_forward_backward
+from drivetrain.serve.tinker.payloads import batches_of, dense, dense_size, parse_forward_backward
 from drivetrain.serve.tinker.sample_answers import asked_targets
+from drivetrain.serve.tinker.training_queue import ModelQueue, QueuedRequest
 from helpers.tinker_service import forward_backward
 
 LOSS = TokenSumLoss("cross_entropy")
@@ -114,3 +115,22 @@ def test_what_is_small_because_it_is_sparse_is_not_built_large(monkeypatch: pyte
     assert len(batches_of(data, LOSS, 8)) == 1
     with pytest.raises(BatchError, match="the datums up to 1 have 24 targets and numbers of these, more than 23"):
         batches_of([*data, *data], LOSS, 8)
+
+
+def test_what_is_sparse_counts_as_what_it_is_built_to() -> None:
+    zeros = np.zeros((128, 1024))
+    body = forward_backward("m", 1, [{"tokens": [1] * 128, "target_tokens": zeros, "weights": zeros}], sparse=True)
+    assert len(body) < 4096
+    message = parse_forward_backward(body)
+    (batch,) = batches_of(message.data, LOSS, 128)
+    fields = [batch.input_ids, batch.position_ids, *batch.token_fields.values()]
+    assert dense_size(message) == sum(field.nbytes for field in fields) == 2 * 8 * 128 + (8 + 4) * 128 * 1024
+    assert dense_size(request()) == dense_size(request(sparse=False)) == 2 * 8 * 2 + (8 + 4) * 6
+    # What is refused counts no more than what is built, whatever it says that it is.
+    for tensor in message.data[0].loss_fn_inputs.values():
+        tensor.shape[:] = [2**62, 2**62]
+    assert dense_size(message) == 2 * 8 * 128 + 8 * payloads.MOST_NUMBERS
+    queue = ModelQueue("m", "o", waiting={n: QueuedRequest(n, "k", "f", 1, dense=10 * n) for n in (1, 2)})
+    assert queue.dense == 30
+    queue.done(queue.waiting[1])
+    assert queue.dense == 20
