@@ -6,9 +6,10 @@ import logging
 import math
 import secrets
 import sqlite3
+import sys
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,15 +31,17 @@ from .futures import Futures, failure, new_future_id
 from .json_requests import SampleBody, parse, sampling_of
 from .sample_answers import PromptScores, SampleResult, TopTokens, asked_targets, sample_answer
 from .scoring import Scoring
-from .turns import AdapterPlaces
+from .turns import AdapterPlaces, FairPlaces
 
 log = logging.getLogger(__name__)
 
 MOST_TOP_K = 1024
 MOST_PENDING = 16384
-"""The largest number of sample requests of a key that are not answered yet."""
+"""The largest number of responses that a key waits for."""
 AT_ONCE = 256
 """The number of responses at a time for each worker that samples."""
+MATRICES_AT_ONCE = 16
+"""Of how many requests the tokens that they name are held at a time."""
 MOST_SAMPLES = 1024
 """The largest number of responses to a request."""
 RETRY_S = 0.5
@@ -50,6 +53,7 @@ _PASSING = ("there is no adapter", "max_adapters=")
 MOST_COMPLETIONS = 1000
 CLONE = 10**9
 """How many requests the copies of a sampler in other processes have numbers for: those of copy number N begin at N times as many."""
+_MOST_CLONES = 2**63 // CLONE
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class SamplingService:
         vocabulary: The number of the model's tokens.
         adapters: How many adapters a worker holds at a time.
         at_once: How many responses are generated at a time; users whose requests wait are served in turn.
+        longest: The largest number of tokens of a pass that computes log-probabilities (`engine.micro_batch.max_tokens`).
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class SamplingService:
         vocabulary: int,
         adapters: int,
         at_once: int = AT_ONCE,
+        longest: int = sys.maxsize,
     ) -> None:
         self._database, self._futures, self._replicas, self._scoring = database, futures, replicas, scoring
         self._texts, self._room, self._vocabulary, self._adapters = texts, room, vocabulary, adapters
@@ -107,10 +113,16 @@ class SamplingService:
         """The checkpoint that each adapter in the workers was loaded from; empty if not all of them may have it."""
         self._news: dict[str, set[asyncio.Event]] = {}
         """By sampler, what those wait for who ask which of its requests are done."""
+        self._in_use: Counter[str] = Counter()
+        """How many requests use each checkpoint."""
+        self._longest = longest
         self._refreshes: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
         self._places = AdapterPlaces(at_once, adapters)
+        self._matrices = FairPlaces(MATRICES_AT_ONCE)
         self._pending: Counter[str] = Counter()
+        self._counted: dict[str, tuple[str, int]] = {}
+        """By request, who waits for how many responses."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._writes: set[asyncio.Task[None]] = set()
         """The results that are being written."""
@@ -121,7 +133,12 @@ class SamplingService:
             "SELECT s.sampler, s.body, s.future, f.owner FROM samples s JOIN futures f ON f.id = s.future WHERE f.state = 'pending'"
         )
         for row in rows:
-            self._begin(row["owner"], row["future"], row["sampler"], row["body"])
+            samples = 1
+            # What is wrong with it is said by its result.
+            with suppress(BadRequestError):
+                samples = parse(row["body"].partition(b"\n")[2], SampleBody).num_samples
+            self._count(row["owner"], samples)
+            self._begin(row["owner"], row["future"], row["sampler"], row["body"], samples)
 
     async def close(self) -> None:
         """Stop all requests, which begin anew with the service."""
@@ -130,6 +147,21 @@ class SamplingService:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*self._writes, return_exceptions=True)
+
+    @property
+    def folders_in_use(self) -> set[str]:
+        """The checkpoints that requests use now."""
+        return set(self._in_use)
+
+    @contextmanager
+    def _using(self, folder: str) -> Iterator[None]:
+        self._in_use[folder] += 1
+        try:
+            yield
+        finally:
+            self._in_use[folder] -= 1
+            if not self._in_use[folder]:
+                del self._in_use[folder]
 
     async def submit(self, owner: str, body: bytes) -> tuple[str, int]:
         """Take a request; return the id of its result and the number of responses.
@@ -143,13 +175,18 @@ class SamplingService:
             raise BadRequestError(f"there is no sampler {request.sampling_session_id[:200]!r}", status=404)
         if not 0 < request.num_samples <= MOST_SAMPLES:
             raise BadRequestError(f"num_samples={request.num_samples}; it must be from 1 to {MOST_SAMPLES}")
+        if not 0 <= request.seq_id < _MOST_CLONES * CLONE:
+            raise BadRequestError(f"seq_id={request.seq_id}; it must be from 0 to {_MOST_CLONES * CLONE - 1}")
         digest = hashlib.sha256(body).hexdigest()
         number = str(request.seq_id)
         if (known := self._known(request.sampling_session_id, number, digest)) is not None:
             return known, request.num_samples
-        if self._pending[owner] >= MOST_PENDING:
+        pending, samples = self._pending[owner], request.num_samples
+        if pending + samples > MOST_PENDING:
             raise BadRequestError(
-                f"{MOST_PENDING} sample requests of this key are not answered yet; send this one again later", status=429
+                f"{pending} responses of this key are not there yet, and this request asks for {samples}, together more than {MOST_PENDING}; send it "
+                "again later",
+                status=429,
             )
         future = new_future_id("sample")
         # Drawn now, so that a restart gives the same responses.
@@ -158,14 +195,18 @@ class SamplingService:
             "INSERT INTO samples (sampler, seq, body, digest, future) VALUES (?, ?, ?, ?, ?)",
             (request.sampling_session_id, number, b"%d\n" % seed + body, digest, future),
         )
+        self._count(owner, samples)
         try:
             await asyncio.wrap_future(self._database.execute(row, self._futures.row(future, owner, "sample")))
-        except sqlite3.IntegrityError:
+        except BaseException as e:
+            self._count(owner, -samples)
+            if not isinstance(e, sqlite3.IntegrityError):
+                raise
             known = self._known(request.sampling_session_id, number, digest)
             assert known is not None
             return known, request.num_samples
-        self._begin(owner, future, request.sampling_session_id, b"%d\n" % seed + body)
-        return future, request.num_samples
+        self._begin(owner, future, request.sampling_session_id, b"%d\n" % seed + body, samples)
+        return future, samples
 
     def _known(self, sampler: str, number: str, digest: str) -> str | None:
         row = self._database.one("SELECT digest, future FROM samples WHERE sampler = ? AND seq = ?", sampler, number)
@@ -197,8 +238,8 @@ class SamplingService:
         Returns:
             Rows with `future`, `state`, `size` in bytes and the number `completed`.
         """
-        if not 0 <= clone < 2**63 // CLONE:
-            raise BadRequestError(f"cloned_sampler_id={clone}; it must be from 0 to {2**63 // CLONE - 1}")
+        if not 0 <= clone < _MOST_CLONES:
+            raise BadRequestError(f"cloned_sampler_id={clone}; it must be from 0 to {_MOST_CLONES - 1}")
         sql = (
             "SELECT s.future, s.completed, f.state, LENGTH(f.payload) AS size FROM samples s JOIN futures f ON f.id = s.future "
             "WHERE s.sampler = ? AND s.completed > ? AND CAST(s.seq AS INTEGER) BETWEEN ? AND ? ORDER BY s.completed LIMIT ?"
@@ -222,13 +263,23 @@ class SamplingService:
             if not waiting and self._news.get(sampler) is waiting:
                 del self._news[sampler]
 
-    def _begin(self, owner: str, future: str, sampler: str, body: bytes) -> None:
+    def _count(self, owner: str, samples: int) -> None:
+        """Count responses that a key waits for."""
+        self._pending[owner] += samples
+        if not self._pending[owner]:
+            del self._pending[owner]
+
+    def _uncount(self, future: str) -> None:
+        owner, samples = self._counted.pop(future, ("", 0))
+        if samples:
+            self._count(owner, -samples)
+
+    def _begin(self, owner: str, future: str, sampler: str, body: bytes, samples: int) -> None:
         task = asyncio.create_task(self._answer(future, sampler, body))
-        self._tasks[future] = task
-        self._pending[owner] += 1
+        self._tasks[future], self._counted[future] = task, (owner, samples)
 
         def end(_: object) -> None:
-            self._pending[owner] -= 1
+            self._uncount(future)
             del self._tasks[future]
 
         task.add_done_callback(end)
@@ -261,6 +312,7 @@ class SamplingService:
                 connection.execute(number, (sampler, future))
 
         await asyncio.wrap_future(self._database.write(change))
+        self._uncount(future)
         self._futures.wake(future)
         for news in self._news.get(sampler, ()):
             news.set()
@@ -281,27 +333,64 @@ class SamplingService:
                 f"the prompt has {len(prompt)} tokens; a prompt and its response have from 2 to {self._room}"
             )
         self._check_ids("the prompt", min(prompt), max(prompt))
+        room = self._room_for_scores(request, len(prompt), room)
         options, stops = sampling_of(request, source.name, room)
         if stops and self._texts is None:
             raise BadRequestError("stop has texts, but the model has no tokenizer with which to see them; stop at token ids")
         if options.seed is None:
             options = replace(options, seed=int(seed))
         scores = asyncio.create_task(self._prompt_scores(source, prompt, request))
-        try:
-            responses = await asyncio.gather(
-                *(
-                    self._response(
-                        GenerationRequest(prompt=prompt, options=options, sample=number),
-                        source,
-                        stops,
-                        request.topk_sample_logprobs,
-                    )
-                    for number in range(request.num_samples)
+        responses = [
+            asyncio.create_task(
+                self._response(
+                    GenerationRequest(prompt=prompt, options=options, sample=number),
+                    source,
+                    stops,
+                    request.topk_sample_logprobs,
                 )
             )
-            return sample_answer(responses, await scores)
+            for number in range(request.num_samples)
+        ]
+        try:
+            # The first error is that of the request.
+            with self._using(source.folder):
+                await asyncio.gather(scores, *responses)
+            return sample_answer([one.result() for one in responses], scores.result())
         finally:
-            scores.cancel()
+            for task in (scores, *responses):
+                task.cancel()
+
+    def _room_for_scores(self, request: SampleBody, tokens: int, room: int) -> int:
+        """Return for how many tokens of a response there is room if log-probabilities are computed of it too.
+
+        Args:
+            request: The request.
+            tokens: The number of tokens of its prompt.
+            room: For how many there is room otherwise.
+
+        Raises:
+            BadRequestError: What is asked about the prompt or the response cannot be computed.
+        """
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+            if getattr(request, name) > self._vocabulary:
+                raise BadRequestError(f"{name}={getattr(request, name)}; the model has {self._vocabulary} tokens")
+        # The last token is not one that anything is computed at.
+        left = self._longest + 1 - tokens
+        limit = f"the service computes log-probabilities of at most {self._longest + 1} tokens (engine.micro_batch.max_tokens={self._longest})"
+        is_asked = request.prompt_logprobs or request.topk_prompt_logprobs or request.target_prompt_logprobs is not None
+        if is_asked and left < 0:
+            raise BadRequestError(
+                f"the prompt has {tokens} tokens, and {limit}; ask for none of the prompt, or raise the service's setting"
+            )
+        if not request.topk_sample_logprobs or left >= room:
+            return room
+        most = request.sampling_params.max_tokens
+        if left < 1 or (most is not None and most > left):
+            raise BadRequestError(
+                f"topk_sample_logprobs with a prompt of {tokens} tokens and max_tokens={most}: {limit}; lower max_tokens, leave "
+                "topk_sample_logprobs out, or raise the service's setting"
+            )
+        return left
 
     def _check_ids(self, title: str, lowest: int, highest: int) -> None:
         if not 0 <= lowest <= highest < self._vocabulary:
@@ -330,12 +419,14 @@ class SamplingService:
             log_probs[:hidden] = [math.nan] * min(hidden, len(prompt))
             top = TopTokens(tokens=top_tokens, log_probs=top_log_probs, empty=hidden) if k else None
         if asked is not None:
-            ids = asked_targets(asked, positions)
-            self._check_ids("target_prompt_logprobs", max(int(ids.min()), 0), int(ids.max(initial=0)))
-            batch = _next_tokens(prompt).with_fields(**{TARGETS: torch.from_numpy(ids).clamp_min(0)})
-            reply = await self._scoring.score(source.owner, source.folder, batch)
-            assert reply.log_probs is not None
-            targets = np.where(ids < 0, 0.0, reply.log_probs.numpy())
+            # They may be large, however small the request is.
+            async with self._matrices.place(source.owner):
+                ids = asked_targets(asked, positions)
+                self._check_ids("target_prompt_logprobs", max(int(ids.min()), 0), int(ids.max(initial=0)))
+                batch = _next_tokens(prompt).with_fields(**{TARGETS: torch.from_numpy(ids).clamp_min(0)})
+                reply = await self._scoring.score(source.owner, source.folder, batch)
+                assert reply.log_probs is not None
+                targets = np.where(ids < 0, 0.0, reply.log_probs.numpy())
         return PromptScores(log_probs=log_probs if request.prompt_logprobs else None, top=top, targets=targets, asked=asked)
 
     async def _top_of_response(self, source: "_Source", prompt: Sequence[int], tokens: Sequence[int], k: int) -> TopTokens:
@@ -431,7 +522,9 @@ class SamplingService:
             del self._folders[unused]
             await self._replicas.on_all(partial(_call, "drop_adapter", unused))
         self._folders[name] = ""
-        for result in await self._replicas.on_all(partial(_call, "load_adapter", name, folder)):
+        with self._using(folder):
+            results = await self._replicas.on_all(partial(_call, "load_adapter", name, folder))
+        for result in results:
             if isinstance(result, BaseException):
                 raise result
         self._folders[name] = folder

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.conformance.tiny import save_tiny_model
-from drivetrain.serve.tinker import messages
+from drivetrain.serve.tinker import messages, sampling
 from drivetrain.serve.tinker.sampling import SamplingService
 from helpers.tinker_replicas import LocalReplicas
 from helpers.tinker_service import KEY, Service, datums, forward_backward, group_of, running
@@ -267,7 +267,14 @@ def test_samples_and_what_is_refused(model: Path) -> None:
         wrong: list[tuple[dict[str, Any], str]] = [
             ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs=-1"),
             ({"topk_sample_logprobs": 2000}, "topk_sample_logprobs=2000"),
-            ({"topk_sample_logprobs": 400}, "top_k=400"),
+            ({"topk_sample_logprobs": 400}, "topk_sample_logprobs=400; the model has 300 tokens"),
+            ({"topk_prompt_logprobs": 301}, "topk_prompt_logprobs=301; the model has 300 tokens"),
+            ({"prompt_logprobs": True, "prompt": {"chunks": [{"tokens": [1] * 130}]}}, "engine.micro_batch.max_tokens=128"),
+            (
+                {"topk_sample_logprobs": 1, "params": {"max_tokens": 128}},
+                "at most 129 tokens (engine.micro_batch.max_tokens=128)",
+            ),
+            ({"topk_sample_logprobs": 1, "prompt": {"chunks": [{"tokens": [1] * 129}]}}, "with a prompt of 129 tokens"),
             ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k is not supported"),
             ({"target_prompt_logprobs": {"data": [1, 2], "shape": [2, 1]}}, "must be [1, K]"),
             ({"target_prompt_logprobs": {"data": [1], "shape": [1, 2]}}, "has 1 numbers"),
@@ -325,10 +332,83 @@ def test_samples_and_what_is_refused(model: Path) -> None:
             )
             assert message in answer["error"], (message, answer)
         await service.post("/asample", {**good, "seq_id": 99, "num_samples": 0}, status=400)
+        for number in (-1, 2**63, 2**63 // 10**9 * 10**9):
+            answer = await service.post("/asample", {**good, "seq_id": number}, status=400)
+            assert f"seq_id={number}; it must be from 0 to" in answer["detail"]
+        await service.post("/asample", {**good, "seq_id": 2**63 // 10**9 * 10**9 - 1})
+        for cursor in (-1, 2**63):
+            target = {"sampling_session_id": sampler}
+            answer = await service.post("/retrieve_futures", {"target": target, "prev_cursor": cursor}, status=400)
+            assert f"prev_cursor={cursor}; it must be" in answer["detail"]
+        # As many tokens as there may be, and as many as fit if nobody says how many.
+        long = body_of(sampler, 200, [1] * 129, prompt_logprobs=True)
+        assert len((await answer_of(service, await service.post("/asample", long))).prompt_logprobs) == 4 * 129
+        long = body_of(sampler, 201, [1] * 120, topk_sample_logprobs=1, params={"max_tokens": None})
+        (response,) = (await answer_of(service, await service.post("/asample", long))).sequences
+        assert response.topk_sampled_logprobs.length == len(response.tokens) // 4 == 9
         await service.post("/asample", {**good, "seq_id": 99, "sampling_session_id": "other"}, status=404)
         assert (await service.post("/join_sampling_session", {"sampling_session_id": sampler}))["client_counter"] == 1
 
     serve(model, test)
+
+
+class Slow(LocalReplicas):
+    """Generates nothing for a while."""
+
+    seconds = 0.5
+
+    def generate(self, request: Any) -> Any:
+        time.sleep(self.seconds)
+        return super().generate(request)
+
+
+class LessSlow(Slow):
+    """Generates nothing for a short while."""
+
+    seconds = 0.05
+
+
+class Counting(LocalReplicas):
+    """Counts what is generated."""
+
+    generated = 0
+
+    def generate(self, request: Any) -> Any:
+        Counting.generated += 1
+        return super().generate(request)
+
+
+def test_what_cannot_be_scored_is_not_generated(model: Path) -> None:
+    async def test(service: Service) -> None:
+        Counting.generated = 0
+        sampler = await sampler_of(service, await service.session(), 0)
+        for seq, change in enumerate(
+            ({"topk_sample_logprobs": 301}, {"topk_sample_logprobs": 1, "params": {"max_tokens": 250}})
+        ):
+            answer = await answer_of(service, await service.post("/asample", body_of(sampler, seq, [5], **change)))
+            assert answer["category"] == "user"
+        assert Counting.generated == 0
+
+    serve(model, test, replicas=Counting)
+
+
+def test_responses_are_counted_not_requests(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "MOST_PENDING", 10)
+
+    async def test(service: Service) -> None:
+        sampler = await sampler_of(service, await service.session(), 0)
+        one = await service.post("/asample", body_of(sampler, 0, [5, 6], num_samples=8))
+        answer = await service.post("/asample", body_of(sampler, 1, [5, 6], num_samples=3), status=429)
+        assert answer["detail"].startswith(
+            "8 responses of this key are not there yet, and this request asks for 3, together more than 10"
+        )
+        two = await service.post("/asample", body_of(sampler, 1, [5, 6], num_samples=2))
+        assert [len(tokens_of(await answer_of(service, future))) for future in (one, two)] == [8, 2]
+        # There is room again when they are there.
+        again = await service.post("/asample", body_of(sampler, 2, [5, 6], num_samples=10))
+        assert len(tokens_of(await answer_of(service, again))) == 10
+
+    serve(model, test, replicas=LessSlow)
 
 
 def test_more_snapshots_than_the_samplers_hold(model: Path) -> None:
@@ -367,16 +447,6 @@ def test_more_snapshots_than_the_samplers_hold(model: Path) -> None:
     serve(model, test)
 
 
-class Slow(LocalReplicas):
-    """Generates nothing for a while."""
-
-    seconds = 0.5
-
-    def generate(self, request: Any) -> Any:
-        time.sleep(self.seconds)
-        return super().generate(request)
-
-
 def test_a_request_is_cancelled_or_goes_on_after_a_restart(model: Path) -> None:
     kept: dict[str, Any] = {}
 
@@ -395,17 +465,11 @@ def test_a_request_is_cancelled_or_goes_on_after_a_restart(model: Path) -> None:
     serve(model, first, then, then, replicas=Slow)
 
 
-class LessSlow(Slow):
-    """Generates nothing for a short while."""
-
-    seconds = 0.05
-
-
 class Narrow(SamplingService):
     """Has one adapter in its workers at a time, and four places."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args[:7], adapters=1, at_once=4)
+    def __init__(self, *args: Any, longest: int) -> None:
+        super().__init__(*args[:7], adapters=1, at_once=4, longest=longest)
 
 
 def test_a_key_that_floods_its_sampler_lets_others_have_theirs(model: Path) -> None:
