@@ -37,6 +37,8 @@ DYNAMIC_FLAGS = {"sample_cancel_enabled": True}
 """What the client is told that differs from its defaults."""
 MOST_LOSSES = 256
 """The largest number of losses of a session."""
+MOST_LOSS_BYTES = 2**20
+"""The largest size of a request that creates a loss."""
 Handler = Callable[[Request, str], Awaitable[Response]]
 
 
@@ -132,14 +134,20 @@ class TrainingApp:
         owner = owner_of(key)
         if not key.startswith(KEY_PREFIX) or (self._settings.keys and owner not in self._settings.keys):
             raise BadRequestError(f"the key is missing or wrong; send it as: X-API-Key: {KEY_PREFIX}...", status=401)
-        if self._training.failed is not None:
-            raise BadRequestError(f"the service cannot go on: {self._training.failed}", status=503)
+        if (failed := self._failed()) is not None:
+            raise BadRequestError(f"the service cannot go on: {failed}", status=503)
         return owner
+
+    def _failed(self) -> str | None:
+        """Return why the service cannot go on; None if it can."""
+        if self._training.failed is not None:
+            return str(self._training.failed)
+        return None if self._database.is_alive else "nothing is written to the database any more; start the service again"
 
     # ---- clients and sessions ----------------------------------------------------------------------------------------
 
     async def _health(self, request: Request) -> Response:
-        healthy = self._training.failed is None
+        healthy = self._failed() is None
         return JSONResponse({"status": "ok" if healthy else "failed"}, status_code=200 if healthy else 503)
 
     async def _config(self, request: Request, owner: str) -> Response:
@@ -212,7 +220,7 @@ class TrainingApp:
             await self.end_session(row["id"])
         await self._checkpoints.remove_expired()
         await self._checkpoints.remove_samplers(silent)
-        await self._checkpoints.remove_published(silent)
+        await self._checkpoints.remove_published(silent, self._sampling.folders_in_use)
         ended = "SELECT id FROM sessions WHERE finished = 1 AND seen < ?"
         await asyncio.wrap_future(self._database.execute((f"DELETE FROM losses WHERE session IN ({ended})", (silent,))))
         await self._futures.drop_old()
@@ -332,23 +340,32 @@ class TrainingApp:
 
     async def _create_loss(self, request: Request, owner: str) -> Response:
         body = await request.body()
-        new = wire.parse(body, wire.CreateCustomLoss)
+        if len(body) > MOST_LOSS_BYTES:
+            raise BadRequestError(
+                f"the body of create_custom_loss has {len(body)} bytes, more than {MOST_LOSS_BYTES}; trace a smaller function",
+                status=413,
+            )
+        new = await asyncio.to_thread(wire.parse, body, wire.CreateCustomLoss)
         self._check_session(new.session_id, owner)
         name, digest = f"{new.session_id}:loss:{new.custom_loss_seq_id}", hashlib.sha256(body).hexdigest()
+        # Under this name nobody finds it.
+        refused, stored = f"{name}:refused", ""
         future = new_future_id("custom_loss")
         payload = json_result({"type": "create_custom_loss", "loss_id": name})
         try:
-            wire.loss_of_graph(new)
+            await asyncio.to_thread(wire.loss_of_graph, new)
+            stored = wire.encoded(new)
         except DrivetrainError as e:
             payload = failure(str(e), category="user")
 
         def create(connection: Any) -> str:
-            before = connection.execute("SELECT digest, future FROM losses WHERE id = ?", (name,)).fetchone()
+            sql = "SELECT digest, future FROM losses WHERE id IN (?, ?)"
+            before = connection.execute(sql, (name, refused)).fetchone()
             if before is None:
                 (count,) = connection.execute("SELECT COUNT(*) FROM losses WHERE session = ?", (new.session_id,)).fetchone()
                 if count >= MOST_LOSSES:
                     raise BadRequestError(f"this session has {count} losses already, as many as it may")
-                row = (name, new.session_id, owner, digest, body.decode(), future)
+                row = (name if stored else refused, new.session_id, owner, digest, stored, future)
                 connection.execute("INSERT INTO losses VALUES (?, ?, ?, ?, ?, ?)", row)
                 connection.execute(*self._futures.row(future, owner, "custom_loss"))
                 connection.execute(*self._futures.finished(future, "json", payload))
@@ -454,6 +471,8 @@ class TrainingApp:
     async def _retrieve_many(self, request: Request, owner: str) -> Response:
         ask = wire.parse(await request.body(), wire.RetrieveFutures)
         self._sampler_row(ask.target.sampling_session_id, owner)
+        if not 0 <= ask.prev_cursor < 2**63:
+            raise BadRequestError(f"prev_cursor={ask.prev_cursor}; it must be from 0 to {2**63 - 1}")
         seconds = self._settings.poll_s if ask.timeout is None else min(max(ask.timeout, 0.0), self._settings.poll_s)
         rows = await self._sampling.completions(
             ask.target.sampling_session_id, ask.target.cloned_sampler_id, ask.prev_cursor, seconds

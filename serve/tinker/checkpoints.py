@@ -5,6 +5,7 @@ import json
 import secrets
 import shutil
 import time
+from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from .paths import EXTERNAL, KINDS, CheckpointPath
 DOWNLOAD_S = 3600.0
 """For how many seconds the address of a file that can be downloaded is valid."""
 REPLACED_S = 600.0
-"""For how many seconds weights are kept that newer ones have replaced, for what began with them."""
+"""For how many seconds weights are kept at most that newer ones have replaced, for what began with them."""
+KEPT = 2
+"""How many weights of a model are kept that samplers take over: the newest, and those that these have replaced."""
 
 
 class Checkpoints:
@@ -29,7 +32,8 @@ class Checkpoints:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._downloads: dict[str, tuple[Path, float]] = {}
+        self._downloads: dict[str, tuple[str, str, str, float]] = {}
+        """What is downloaded with each token: the path and folder of the checkpoint, who has asked, and until when."""
 
     def exists(self, path: CheckpointPath) -> bool:
         """Return whether there is a checkpoint."""
@@ -122,9 +126,14 @@ class Checkpoints:
             raise BadRequestError(f"{text[:200]} is not an exported checkpoint; save one with save_weights_external")
         folder = exported(row["folder"])
         files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+        # Those that were issued before may be in use: the last of them goes on until half of its time is over.
+        fresh = time.time() + DOWNLOAD_S / 2
+        self._downloads = {one: known for one, known in self._downloads.items() if known[-1] > time.time()}
+        for token, known in self._downloads.items():
+            if known[:3] == (text, row["folder"], owner) and known[-1] > fresh:
+                return token, files, datetime.fromtimestamp(known[-1], UTC)
         token, until = secrets.token_urlsafe(32), time.time() + DOWNLOAD_S
-        self._downloads = {one: known for one, known in self._downloads.items() if known[1] > time.time()}
-        self._downloads[token] = folder, until
+        self._downloads[token] = text, row["folder"], owner, until
         return token, files, datetime.fromtimestamp(until, UTC)
 
     def download(self, token: str, name: str) -> Path:
@@ -133,26 +142,35 @@ class Checkpoints:
         Raises:
             BadRequestError: The token is wrong, or its time is over, or there is no such file.
         """
-        folder, until = self._downloads.get(token, (Path(), 0.0))
-        # The name is compared, and never joined to a folder.
-        files = {str(file.relative_to(folder)): file for file in folder.rglob("*")} if until > time.time() else {}
+        text, checkpoint, owner, until = self._downloads.get(token, ("", "", "", 0.0))
+        files: dict[str, Path] = {}
+        # It may be no longer public, deleted, or another one of the same name.
+        if until > time.time() and self.find(text, owner)["folder"] == checkpoint:
+            folder = exported(checkpoint)
+            # The name is compared, and never joined to a folder.
+            files = {str(file.relative_to(folder)): file for file in folder.rglob("*")}
         if name not in files or not files[name].is_file():
             raise BadRequestError(
                 "there is no such file, or the address is no longer valid; ask for external_weights_urls again", status=404
             )
         return files[name]
 
-    async def remove_published(self, ended_before: float) -> None:
-        """Remove weights that samplers have replaced by newer ones for some time, and those of models whose sessions have ended.
+    async def remove_published(self, ended_before: float, used: Collection[str] = ()) -> None:
+        """Remove weights that samplers have replaced, but the last that were, for some time, and those of models whose sessions have ended.
 
         Args:
             ended_before: When the last sign of life of an ended session came, at the latest.
+            used: The folders of those that are being sampled from, which stay.
         """
         sql = (
-            "SELECT p.number, p.folder FROM published p JOIN models m ON m.id = p.model JOIN sessions s ON s.id = m.session WHERE "
-            "(s.finished = 1 AND s.seen < ?) OR (p.created < ? AND p.number < (SELECT MAX(number) FROM published WHERE model = p.model))"
+            "SELECT p.number, p.folder, s.finished = 1 AND s.seen < ? AS is_over FROM published p JOIN models m ON m.id = p.model "
+            "JOIN sessions s ON s.id = m.session, (SELECT model, MAX(number) AS newest FROM published GROUP BY model) n ON n.model = p.model "
+            "WHERE is_over OR (p.number < n.newest AND (p.created < ? OR "
+            "(SELECT COUNT(*) FROM published o WHERE o.model = p.model AND o.number > p.number) >= ?))"
         )
-        for row in self._database.read(sql, ended_before, time.time() - REPLACED_S):
+        for row in self._database.read(sql, ended_before, time.time() - REPLACED_S, KEPT):
+            if row["folder"] in used and not row["is_over"]:
+                continue
             await asyncio.wrap_future(self._database.execute(("DELETE FROM published WHERE number = ?", (row["number"],))))
             await asyncio.to_thread(shutil.rmtree, Path(row["folder"]).parent, ignore_errors=True)
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,23 +76,58 @@ class Database:
             self._lock_file.close()
             raise ConfigError(f"another service uses {file.parent}; end it first, or give another folder (--state)") from e
         try:
-            self._writer = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=1.0)
-            self._writer.execute("PRAGMA journal_mode=WAL")
-            # A transaction is on disk when it is over.
-            self._writer.execute("PRAGMA synchronous=FULL")
-            self._writer.executescript(_SCHEMA)
-            self._writer.execute("INSERT OR IGNORE INTO about VALUES ('format', ?)", (FORMAT,))
-            (version,) = self._writer.execute("SELECT value FROM about WHERE name = 'format'").fetchone()
-            self._reader = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
-        except sqlite3.Error as e:
-            raise ConfigError(f"{file} cannot be used as the database of a training service: {e}") from e
-        if version != FORMAT:
-            raise ConfigError(f"{file} has format {version}; this version of the service reads format {FORMAT}")
+            self._open(file)
+        except BaseException:
+            self._lock_file.close()
+            raise
         self._reader.row_factory = sqlite3.Row
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[Callable[[sqlite3.Connection], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="database", daemon=True)
         self._thread.start()
+
+    def _open(self, file: Path) -> None:
+        """Open a file, or create it.
+
+        Raises:
+            ConfigError: It is something else, which stays as it is.
+        """
+        try:
+            self._writer = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=1.0)
+            try:
+                # Before anything is changed.
+                self._check_format(file)
+                self._writer.execute("PRAGMA journal_mode=WAL")
+                # A transaction is on disk when it is over.
+                self._writer.execute("PRAGMA synchronous=FULL")
+                self._writer.executescript(_SCHEMA)
+                self._writer.execute("INSERT OR IGNORE INTO about VALUES ('format', ?)", (FORMAT,))
+                self._reader = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
+            except BaseException:
+                self._writer.close()
+                raise
+        except sqlite3.Error as e:
+            raise ConfigError(f"{file} cannot be used as the database of a training service: {e}") from e
+
+    def _check_format(self, file: Path) -> None:
+        tables = [name for (name,) in self._writer.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        if not tables:
+            return
+        row = None
+        if "about" in tables:
+            row = self._writer.execute("SELECT value FROM about WHERE name = 'format'").fetchone()
+        if row is None and set(tables) - {"about"}:
+            raise ConfigError(f"{file} is a database of another program; give another folder (--state)")
+        if row is not None and row[0] != FORMAT:
+            raise ConfigError(
+                f"{file} has format {str(row[0])[:40]}, and this version of the service reads format {FORMAT}; give another folder (--state), "
+                "or go on with the version of the service that has written it"
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether changes are made."""
+        return self._thread.is_alive()
 
     def read(self, sql: str, *values: Any) -> list[sqlite3.Row]:
         """Return the rows of a query."""
@@ -145,19 +181,22 @@ class Database:
             while len(waiting) < _AT_ONCE and not self._queue.empty():
                 waiting.append(self._queue.get())
             over = None in waiting
-            self._commit([one for one in waiting if one is not None])
+            # Nobody can cancel what is being made: its result has somewhere to go.
+            self._commit([one for one in waiting if one is not None and one[1].set_running_or_notify_cancel()])
 
     def _commit(self, changes: list[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]]) -> None:
-        """Make changes, also if another program holds the file for a while."""
+        """Make changes, also if another program holds the file for a while. Whatever goes wrong is said to whoever asked for them."""
         end = time.monotonic() + PATIENCE_S
         while True:
             try:
                 self._try_commit(changes)
                 return
-            except sqlite3.OperationalError as e:
-                if self._writer.in_transaction:
-                    self._writer.execute("ROLLBACK")
-                if time.monotonic() < end and ("locked" in str(e) or "busy" in str(e)):
+            except BaseException as e:
+                with suppress(sqlite3.Error):
+                    if self._writer.in_transaction:
+                        self._writer.execute("ROLLBACK")
+                is_held = isinstance(e, sqlite3.OperationalError) and ("locked" in str(e) or "busy" in str(e))
+                if is_held and time.monotonic() < end:
                     continue
                 for _, future in changes:
                     if not future.done():
@@ -165,7 +204,7 @@ class Database:
                 return
 
     def _try_commit(self, changes: list[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]]) -> None:
-        failed: list[tuple[Future[Any], Exception]] = []
+        failed: list[tuple[Future[Any], BaseException]] = []
         done: list[tuple[Future[Any], Any]] = []
         self._writer.execute("BEGIN IMMEDIATE")
         for change, future in changes:
@@ -174,7 +213,7 @@ class Database:
                 done.append((future, change(self._writer)))
             except sqlite3.OperationalError:
                 raise
-            except Exception as e:  # given to whoever asked for the change
+            except BaseException as e:  # given to whoever asked for the change
                 self._writer.execute("ROLLBACK TO change")
                 failed.append((future, e))
             self._writer.execute("RELEASE change")

@@ -55,8 +55,9 @@ class Futures:
         return "INSERT INTO futures VALUES (?, ?, ?, 'pending', NULL, ?)", (future, owner, kind, time.time())
 
     def finished(self, future: str, state: ResultState, payload: bytes) -> tuple[str, tuple[Any, ...]]:
-        """Return the statement that gives a future its result, for a change that also has its other effects."""
-        return "UPDATE futures SET state = ?, payload = ?, created = ? WHERE id = ?", (state, payload, time.time(), future)
+        """Return the statement that gives a future its result, if it has none yet, for a change that also has its other effects."""
+        sql = "UPDATE futures SET state = ?, payload = ?, created = ? WHERE id = ? AND state = 'pending'"
+        return sql, (state, payload, time.time(), future)
 
     def wake(self, *futures: str) -> None:
         """Let those who wait for results look again. Called in the event loop, after the change is on disk."""

@@ -275,6 +275,11 @@ def parse(body: bytes, kind: type[S]) -> S:
         raise BadRequestError(f"the body is not a valid {kind.__name__}: {e}", status=422) from e
 
 
+def encoded(request: msgspec.Struct) -> str:
+    """Return a request as `parse` reads it, without anything that it does not know."""
+    return msgspec.json.encode(request).decode()
+
+
 def adapter_of(settings: LoraSettings, seed: int) -> AdapterConfig:
     """Return the settings of an adapter.
 

@@ -167,10 +167,11 @@ class ModelOperations:
             BadRequestError: The key may not have as much; the checkpoint is removed again.
         """
         size = sum(file.stat().st_size for file in Path(folder).parent.rglob("*") if file.is_file())
-        # What has become a sampler by its path is counted once.
+        # What has become a sampler by its path is counted once, and weights that newer ones have replaced are not: they are removed soon.
         sql = (
             "SELECT COALESCE(SUM(bytes), 0) AS bytes FROM (SELECT bytes FROM checkpoints WHERE owner = ? UNION ALL "
-            "SELECT bytes FROM samplers WHERE owner = ? UNION ALL SELECT bytes FROM published WHERE owner = ?)"
+            "SELECT bytes FROM samplers WHERE owner = ? UNION ALL SELECT bytes FROM published p WHERE owner = ? AND "
+            "number = (SELECT MAX(number) FROM published WHERE model = p.model))"
         )
         used = self._database.read(sql, owner, owner, owner)[0]["bytes"] - freed
         if used + size > self._settings.max_disk_mib * 2**20:
@@ -188,7 +189,11 @@ class ModelOperations:
         if self._database.one("SELECT 1 FROM samplers WHERE id = ?", sampler) is not None:
             remove_folder(folder)
             raise BadRequestError(f"there is a sampler {number} of this session already; number each anew")
-        size = self._checked_size(folder, queue.owner, 0)
+        replaced = None
+        if is_live:
+            newest = "SELECT bytes FROM published WHERE model = ? ORDER BY number DESC LIMIT 1"
+            replaced = self._database.one(newest, queue.model)
+        size = self._checked_size(folder, queue.owner, 0 if replaced is None else replaced["bytes"])
         insert = (
             "INSERT INTO samplers (id, session, owner, base, path, folder, bytes, live) VALUES (?, ?, ?, ?, NULL, ?, ?, ?)"
         )

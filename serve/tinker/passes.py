@@ -1,5 +1,6 @@
 """What forward and backward passes are asked, cut into pieces, and their answers."""
 
+from ...engine.errors import DrivetrainError
 from ...engine.loss import TARGETS
 from ...engine.packing.batch import PackedBatch
 from ...losses.traced_loss import TracedLoss
@@ -7,7 +8,7 @@ from ...workers.roles.adapters import AdapterRequest
 from .database import Database
 from .errors import BadRequestError
 from .json_requests import CreateCustomLoss, loss_of_graph, parse
-from .payloads import batches_of, forward_backward_answer, loss_of, parse_forward_backward
+from .payloads import batches_of, dense_size, forward_backward_answer, loss_of, parse_forward_backward
 from .training_queue import QueuedRequest, pieces_of
 
 PIECE_TOKENS = 4096
@@ -38,6 +39,13 @@ class Passes:
         request.shapes = [shape for piece in request.pieces for shape in _shapes(piece.batch)]
         request.counts = [piece.batch.num_sequences for piece in request.pieces]
         request.forward_only = request.pieces[0].forward_only
+
+    def dense_size(self, body: bytes) -> int:
+        """Return how many bytes the tensors of a request take; 0 if it cannot be read, which its result says."""
+        try:
+            return dense_size(parse_forward_backward(body))
+        except DrivetrainError:
+            return 0
 
     def pieces(self, model: str, body: bytes) -> list[AdapterRequest]:
         """Return what a request of a model asks, in pieces that others may come between.

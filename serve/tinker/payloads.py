@@ -94,6 +94,21 @@ def parse_forward_backward(body: bytes) -> Any:
         raise BadRequestError(f"the body is no ForwardBackwardRequest: {e}") from e
 
 
+def dense_size(request: Any) -> int:
+    """Return how many bytes the datums of a request take as tensors: what is sparse may be small, and large as soon as it is not.
+
+    What has more numbers than a request may have is refused before anything is built, and counts as much as the largest that is built.
+    """
+    tokens = sum(len(chunk.encoded_text.tokens) for datum in request.data for chunk in datum.model_input)
+    numbers = 0
+    for datum in request.data:
+        for tensor in datum.loss_fn_inputs.values():
+            size = 4 if tensor.dtype == messages.FLOAT32 else 8
+            numbers += size * max(math.prod(tensor.shape), 0) if tensor.shape else len(tensor.dense) * size // 4
+    # Ids and positions of tokens, of 8 bytes each, which come as 4.
+    return 4 * tokens + min(numbers, 8 * MOST_NUMBERS)
+
+
 def loss_of(request: Any, custom: Callable[[str], TracedLoss]) -> TokenSumLoss | TracedLoss:
     """Return the loss that a request names.
 
@@ -344,17 +359,18 @@ def dense(
     """
     if len(shape) != 2:
         raise BatchError(f"{title} is sparse, and {list(shape)}; only matrices, [tokens, targets], can be sparse")
-    counts = np.diff(starts)
+    # Each number is compared by itself: the difference of two that are far apart wraps around.
     if (
         len(starts) != shape[0] + 1
         or len(columns) != len(values)
+        or bool(((starts < 0) | (starts > len(values))).any())
         or starts[0] != 0
         or starts[-1] != len(values)
-        or bool((counts < 0).any())
+        or bool((starts[1:] < starts[:-1]).any())
         or bool(((columns < 0) | (columns >= shape[1])).any())
     ):
         raise BatchError(f"{title} is not a sparse matrix (CSR) of shape {list(shape)} with {len(values)} values")
-    rows = np.repeat(np.arange(shape[0]), counts)
+    rows = np.repeat(np.arange(shape[0]), np.diff(starts))
     if bool(((np.diff(columns) <= 0) & (np.diff(rows) == 0)).any()):
         raise BatchError(f"{title} is a sparse matrix whose columns do not ascend in each row")
     result = np.full(shape, missing, dtype=values.dtype)

@@ -11,7 +11,7 @@ from ...engine.errors import BatchError
 from ...generation.result import FinishReason
 from . import messages
 from .json_requests import TokenMatrix
-from .payloads import MOST_TARGETS_PER_TOKEN, dense
+from .payloads import MOST_NUMBERS, MOST_TARGETS_PER_TOKEN, dense
 
 _NO_LOG_PROB = -99999.0
 """What the protocol has for a log-probability that there is none of."""
@@ -70,7 +70,7 @@ def asked_targets(asked: TokenMatrix, positions: int) -> np.ndarray:
     """Return the tokens that a sample request names at the positions of its prompt from the second on, `[positions, K]`; -1 for none.
 
     Raises:
-        BatchError: It is not a matrix with a row for each position.
+        BatchError: It is not a matrix with a row for each position, or too large.
     """
     title = "target_prompt_logprobs"
     shape = tuple(asked.shape) if asked.shape is not None else (len(asked.data),)
@@ -78,6 +78,11 @@ def asked_targets(asked: TokenMatrix, positions: int) -> np.ndarray:
         raise BatchError(
             f"{title} is {list(shape)}; it must be [{positions}, K], a row for each token of the prompt but the first, with K from 1 to "
             f"{MOST_TARGETS_PER_TOKEN}"
+        )
+    # What is sparse may be small, and large as soon as it is not.
+    if math.prod(shape) > MOST_NUMBERS:
+        raise BatchError(
+            f"{title} is {list(shape)} and has {math.prod(shape)} numbers, more than {MOST_NUMBERS}; name fewer tokens at a time"
         )
     try:
         values, starts, columns = (

@@ -6,9 +6,10 @@ import logging
 import math
 import secrets
 import sqlite3
+import sys
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...engine.errors import DrivetrainError, NoWorkerError, QueueFullError, WorkerError, WorkerLostError
+from ...engine.errors import DrivetrainError, QueueFullError, WorkerError, WorkerLostError
 from ...engine.loss import TARGETS
 from ...engine.packing.batch import PackedBatch
 from ...generation.result import FinishReason
@@ -30,25 +31,29 @@ from .futures import Futures, failure, new_future_id
 from .json_requests import SampleBody, parse, sampling_of
 from .sample_answers import PromptScores, SampleResult, TopTokens, asked_targets, sample_answer
 from .scoring import Scoring
-from .turns import FairPlaces
+from .turns import AdapterPlaces, FairPlaces
 
 log = logging.getLogger(__name__)
 
 MOST_TOP_K = 1024
 MOST_PENDING = 16384
-"""The largest number of sample requests of a key that are not answered yet."""
+"""The largest number of responses that a key waits for."""
 AT_ONCE = 256
 """The number of responses at a time for each worker that samples."""
+MATRICES_AT_ONCE = 16
+"""Of how many requests the tokens that they name are held at a time."""
 MOST_SAMPLES = 1024
 """The largest number of responses to a request."""
 RETRY_S = 0.5
 """For how many seconds a response waits for workers that are being started again, or whose queues are full."""
 TRIES = 240
-
+_PASSING = ("there is no adapter", "max_adapters=")
+"""What errors say of workers whose adapters are not yet, or still, those that they should be."""
 
 MOST_COMPLETIONS = 1000
 CLONE = 10**9
 """How many requests the copies of a sampler in other processes have numbers for: those of copy number N begin at N times as many."""
+_MOST_CLONES = 2**63 // CLONE
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ class SamplingService:
         vocabulary: The number of the model's tokens.
         adapters: How many adapters a worker holds at a time.
         at_once: How many responses are generated at a time; users whose requests wait are served in turn.
+        longest: The largest number of tokens of a pass that computes log-probabilities (`engine.micro_batch.max_tokens`).
     """
 
     def __init__(
@@ -99,20 +105,27 @@ class SamplingService:
         vocabulary: int,
         adapters: int,
         at_once: int = AT_ONCE,
+        longest: int = sys.maxsize,
     ) -> None:
         self._database, self._futures, self._replicas, self._scoring = database, futures, replicas, scoring
         self._texts, self._room, self._vocabulary, self._adapters = texts, room, vocabulary, adapters
-        self._loaded: dict[str, int] = {}
-        """The number of requests that use each adapter, the one that was used least recently first."""
         self._folders: dict[str, str] = {}
-        """The checkpoint that each adapter was loaded from."""
-        self._news: dict[str, asyncio.Event] = {}
+        """The checkpoint that each adapter in the workers was loaded from; empty if not all of them may have it."""
+        self._news: dict[str, set[asyncio.Event]] = {}
         """By sampler, what those wait for who ask which of its requests are done."""
+        self._in_use: Counter[str] = Counter()
+        """How many requests use each checkpoint."""
+        self._longest = longest
         self._refreshes: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
-        self._places = FairPlaces(at_once)
+        self._places = AdapterPlaces(at_once, adapters)
+        self._matrices = FairPlaces(MATRICES_AT_ONCE)
         self._pending: Counter[str] = Counter()
+        self._counted: dict[str, tuple[str, int]] = {}
+        """By request, who waits for how many responses."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._writes: set[asyncio.Task[None]] = set()
+        """The results that are being written."""
 
     async def start(self) -> None:
         """Begin the requests that were not answered when the service ended."""
@@ -120,7 +133,12 @@ class SamplingService:
             "SELECT s.sampler, s.body, s.future, f.owner FROM samples s JOIN futures f ON f.id = s.future WHERE f.state = 'pending'"
         )
         for row in rows:
-            self._begin(row["owner"], row["future"], row["sampler"], row["body"])
+            samples = 1
+            # What is wrong with it is said by its result.
+            with suppress(BadRequestError):
+                samples = parse(row["body"].partition(b"\n")[2], SampleBody).num_samples
+            self._count(row["owner"], samples)
+            self._begin(row["owner"], row["future"], row["sampler"], row["body"], samples)
 
     async def close(self) -> None:
         """Stop all requests, which begin anew with the service."""
@@ -128,6 +146,22 @@ class SamplingService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._writes, return_exceptions=True)
+
+    @property
+    def folders_in_use(self) -> set[str]:
+        """The checkpoints that requests use now."""
+        return set(self._in_use)
+
+    @contextmanager
+    def _using(self, folder: str) -> Iterator[None]:
+        self._in_use[folder] += 1
+        try:
+            yield
+        finally:
+            self._in_use[folder] -= 1
+            if not self._in_use[folder]:
+                del self._in_use[folder]
 
     async def submit(self, owner: str, body: bytes) -> tuple[str, int]:
         """Take a request; return the id of its result and the number of responses.
@@ -141,13 +175,18 @@ class SamplingService:
             raise BadRequestError(f"there is no sampler {request.sampling_session_id[:200]!r}", status=404)
         if not 0 < request.num_samples <= MOST_SAMPLES:
             raise BadRequestError(f"num_samples={request.num_samples}; it must be from 1 to {MOST_SAMPLES}")
+        if not 0 <= request.seq_id < _MOST_CLONES * CLONE:
+            raise BadRequestError(f"seq_id={request.seq_id}; it must be from 0 to {_MOST_CLONES * CLONE - 1}")
         digest = hashlib.sha256(body).hexdigest()
         number = str(request.seq_id)
         if (known := self._known(request.sampling_session_id, number, digest)) is not None:
             return known, request.num_samples
-        if self._pending[owner] >= MOST_PENDING:
+        pending, samples = self._pending[owner], request.num_samples
+        if pending + samples > MOST_PENDING:
             raise BadRequestError(
-                f"{MOST_PENDING} sample requests of this key are not answered yet; send this one again later", status=429
+                f"{pending} responses of this key are not there yet, and this request asks for {samples}, together more than {MOST_PENDING}; send it "
+                "again later",
+                status=429,
             )
         future = new_future_id("sample")
         # Drawn now, so that a restart gives the same responses.
@@ -156,14 +195,18 @@ class SamplingService:
             "INSERT INTO samples (sampler, seq, body, digest, future) VALUES (?, ?, ?, ?, ?)",
             (request.sampling_session_id, number, b"%d\n" % seed + body, digest, future),
         )
+        self._count(owner, samples)
         try:
             await asyncio.wrap_future(self._database.execute(row, self._futures.row(future, owner, "sample")))
-        except sqlite3.IntegrityError:
+        except BaseException as e:
+            self._count(owner, -samples)
+            if not isinstance(e, sqlite3.IntegrityError):
+                raise
             known = self._known(request.sampling_session_id, number, digest)
             assert known is not None
             return known, request.num_samples
-        self._begin(owner, future, request.sampling_session_id, b"%d\n" % seed + body)
-        return future, request.num_samples
+        self._begin(owner, future, request.sampling_session_id, b"%d\n" % seed + body, samples)
+        return future, samples
 
     def _known(self, sampler: str, number: str, digest: str) -> str | None:
         row = self._database.one("SELECT digest, future FROM samples WHERE sampler = ? AND seq = ?", sampler, number)
@@ -175,11 +218,12 @@ class SamplingService:
         return future
 
     async def cancel(self, future: str, owner: str) -> None:
-        """Stop a request, whose result is then an error."""
+        """Stop a request, whose result is then an error, unless it is there already."""
         if self._futures.get(future, owner).state == "pending" and (task := self._tasks.get(future)) is not None:
-            task.cancel()
             row = self._database.one("SELECT sampler FROM samples WHERE future = ?", future)
             assert row is not None
+            task.cancel()
+            await asyncio.wait([task])
             await self._finish(row["sampler"], future, "json", failure("the request was cancelled", category="user"))
 
     async def completions(self, sampler: str, clone: int, after: int, seconds: float) -> list[sqlite3.Row]:
@@ -194,30 +238,48 @@ class SamplingService:
         Returns:
             Rows with `future`, `state`, `size` in bytes and the number `completed`.
         """
-        if not 0 <= clone < 2**63 // CLONE:
-            raise BadRequestError(f"cloned_sampler_id={clone}; it must be from 0 to {2**63 // CLONE - 1}")
+        if not 0 <= clone < _MOST_CLONES:
+            raise BadRequestError(f"cloned_sampler_id={clone}; it must be from 0 to {_MOST_CLONES - 1}")
         sql = (
             "SELECT s.future, s.completed, f.state, LENGTH(f.payload) AS size FROM samples s JOIN futures f ON f.id = s.future "
             "WHERE s.sampler = ? AND s.completed > ? AND CAST(s.seq AS INTEGER) BETWEEN ? AND ? ORDER BY s.completed LIMIT ?"
         )
         end = asyncio.get_running_loop().time() + seconds
-        while True:
-            # Before the look, so that nothing is missed after it.
-            news = self._news.setdefault(sampler, asyncio.Event())
-            rows = self._database.read(sql, sampler, after, clone * CLONE, (clone + 1) * CLONE - 1, MOST_COMPLETIONS)
-            left = end - asyncio.get_running_loop().time()
-            if rows or left <= 0:
-                return rows
-            with suppress(TimeoutError):
-                await asyncio.wait_for(news.wait(), left)
+        news = asyncio.Event()
+        waiting = self._news.setdefault(sampler, set())
+        waiting.add(news)
+        try:
+            while True:
+                # Before the look, so that nothing is missed after it.
+                news.clear()
+                rows = self._database.read(sql, sampler, after, clone * CLONE, (clone + 1) * CLONE - 1, MOST_COMPLETIONS)
+                left = end - asyncio.get_running_loop().time()
+                if rows or left <= 0:
+                    return rows
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(news.wait(), left)
+        finally:
+            waiting.discard(news)
+            if not waiting and self._news.get(sampler) is waiting:
+                del self._news[sampler]
 
-    def _begin(self, owner: str, future: str, sampler: str, body: bytes) -> None:
+    def _count(self, owner: str, samples: int) -> None:
+        """Count responses that a key waits for."""
+        self._pending[owner] += samples
+        if not self._pending[owner]:
+            del self._pending[owner]
+
+    def _uncount(self, future: str) -> None:
+        owner, samples = self._counted.pop(future, ("", 0))
+        if samples:
+            self._count(owner, -samples)
+
+    def _begin(self, owner: str, future: str, sampler: str, body: bytes, samples: int) -> None:
         task = asyncio.create_task(self._answer(future, sampler, body))
-        self._tasks[future] = task
-        self._pending[owner] += 1
+        self._tasks[future], self._counted[future] = task, (owner, samples)
 
         def end(_: object) -> None:
-            self._pending[owner] -= 1
+            self._uncount(future)
             del self._tasks[future]
 
         task.add_done_callback(end)
@@ -228,20 +290,31 @@ class SamplingService:
         except asyncio.CancelledError:
             raise
         except DrivetrainError as e:
-            category = "server" if isinstance(e, WorkerLostError) else "user"
-            payload, state = failure(reason(e), category=category), "json"  # type: ignore[arg-type]
+            is_ours = isinstance(e, (WorkerLostError, QueueFullError)) or (isinstance(e, BadRequestError) and e.status >= 500)
+            payload, state = failure(reason(e), category="server" if is_ours else "user"), "json"
         except Exception as e:  # whoever waits has to be told
             log.exception("a sample request failed")
             payload, state = failure(f"{type(e).__name__}: {e}", category="server"), "json"
-        await self._finish(sampler, future, state, payload)
+        # Whoever cancels it now is too late.
+        write = asyncio.create_task(self._finish(sampler, future, state, payload))
+        self._writes.add(write)
+        write.add_done_callback(self._writes.discard)
+        await asyncio.shield(write)
 
     async def _finish(self, sampler: str, future: str, state: str, payload: bytes) -> None:
-        finished = self._futures.finished(future, state, payload)  # type: ignore[arg-type]
-        count = ("UPDATE samplers SET completed = completed + 1 WHERE id = ?", (sampler,))
-        number = "UPDATE samples SET body = NULL, completed = (SELECT completed FROM samplers WHERE id = ?) WHERE future = ?"
-        await asyncio.wrap_future(self._database.execute(finished, count, (number, (sampler, future))))
+        """Write a result, unless there is one already, and count it among those of its sampler."""
+        sql, values = self._futures.finished(future, state, payload)  # type: ignore[arg-type]
+
+        def change(connection: sqlite3.Connection) -> None:
+            if connection.execute(sql, values).rowcount:
+                connection.execute("UPDATE samplers SET completed = completed + 1 WHERE id = ?", (sampler,))
+                number = "UPDATE samples SET body = NULL, completed = (SELECT completed FROM samplers WHERE id = ?) WHERE future = ?"
+                connection.execute(number, (sampler, future))
+
+        await asyncio.wrap_future(self._database.write(change))
+        self._uncount(future)
         self._futures.wake(future)
-        if (news := self._news.pop(sampler, None)) is not None:
+        for news in self._news.get(sampler, ()):
             news.set()
 
     async def _sample(self, sampler: str, stored: bytes) -> bytes:
@@ -260,27 +333,64 @@ class SamplingService:
                 f"the prompt has {len(prompt)} tokens; a prompt and its response have from 2 to {self._room}"
             )
         self._check_ids("the prompt", min(prompt), max(prompt))
+        room = self._room_for_scores(request, len(prompt), room)
         options, stops = sampling_of(request, source.name, room)
         if stops and self._texts is None:
             raise BadRequestError("stop has texts, but the model has no tokenizer with which to see them; stop at token ids")
         if options.seed is None:
             options = replace(options, seed=int(seed))
         scores = asyncio.create_task(self._prompt_scores(source, prompt, request))
-        try:
-            responses = await asyncio.gather(
-                *(
-                    self._response(
-                        GenerationRequest(prompt=prompt, options=options, sample=number),
-                        source,
-                        stops,
-                        request.topk_sample_logprobs,
-                    )
-                    for number in range(request.num_samples)
+        responses = [
+            asyncio.create_task(
+                self._response(
+                    GenerationRequest(prompt=prompt, options=options, sample=number),
+                    source,
+                    stops,
+                    request.topk_sample_logprobs,
                 )
             )
-            return sample_answer(responses, await scores)
+            for number in range(request.num_samples)
+        ]
+        try:
+            # The first error is that of the request.
+            with self._using(source.folder):
+                await asyncio.gather(scores, *responses)
+            return sample_answer([one.result() for one in responses], scores.result())
         finally:
-            scores.cancel()
+            for task in (scores, *responses):
+                task.cancel()
+
+    def _room_for_scores(self, request: SampleBody, tokens: int, room: int) -> int:
+        """Return for how many tokens of a response there is room if log-probabilities are computed of it too.
+
+        Args:
+            request: The request.
+            tokens: The number of tokens of its prompt.
+            room: For how many there is room otherwise.
+
+        Raises:
+            BadRequestError: What is asked about the prompt or the response cannot be computed.
+        """
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+            if getattr(request, name) > self._vocabulary:
+                raise BadRequestError(f"{name}={getattr(request, name)}; the model has {self._vocabulary} tokens")
+        # The last token is not one that anything is computed at.
+        left = self._longest + 1 - tokens
+        limit = f"the service computes log-probabilities of at most {self._longest + 1} tokens (engine.micro_batch.max_tokens={self._longest})"
+        is_asked = request.prompt_logprobs or request.topk_prompt_logprobs or request.target_prompt_logprobs is not None
+        if is_asked and left < 0:
+            raise BadRequestError(
+                f"the prompt has {tokens} tokens, and {limit}; ask for none of the prompt, or raise the service's setting"
+            )
+        if not request.topk_sample_logprobs or left >= room:
+            return room
+        most = request.sampling_params.max_tokens
+        if left < 1 or (most is not None and most > left):
+            raise BadRequestError(
+                f"topk_sample_logprobs with a prompt of {tokens} tokens and max_tokens={most}: {limit}; lower max_tokens, leave "
+                "topk_sample_logprobs out, or raise the service's setting"
+            )
+        return left
 
     def _check_ids(self, title: str, lowest: int, highest: int) -> None:
         if not 0 <= lowest <= highest < self._vocabulary:
@@ -309,12 +419,14 @@ class SamplingService:
             log_probs[:hidden] = [math.nan] * min(hidden, len(prompt))
             top = TopTokens(tokens=top_tokens, log_probs=top_log_probs, empty=hidden) if k else None
         if asked is not None:
-            ids = asked_targets(asked, positions)
-            self._check_ids("target_prompt_logprobs", max(int(ids.min()), 0), int(ids.max(initial=0)))
-            batch = _next_tokens(prompt).with_fields(**{TARGETS: torch.from_numpy(ids).clamp_min(0)})
-            reply = await self._scoring.score(source.owner, source.folder, batch)
-            assert reply.log_probs is not None
-            targets = np.where(ids < 0, 0.0, reply.log_probs.numpy())
+            # They may be large, however small the request is.
+            async with self._matrices.place(source.owner):
+                ids = asked_targets(asked, positions)
+                self._check_ids("target_prompt_logprobs", max(int(ids.min()), 0), int(ids.max(initial=0)))
+                batch = _next_tokens(prompt).with_fields(**{TARGETS: torch.from_numpy(ids).clamp_min(0)})
+                reply = await self._scoring.score(source.owner, source.folder, batch)
+                assert reply.log_probs is not None
+                targets = np.where(ids < 0, 0.0, reply.log_probs.numpy())
         return PromptScores(log_probs=log_probs if request.prompt_logprobs else None, top=top, targets=targets, asked=asked)
 
     async def _top_of_response(self, source: "_Source", prompt: Sequence[int], tokens: Sequence[int], k: int) -> TopTokens:
@@ -327,7 +439,7 @@ class SamplingService:
 
     async def _response(self, request: GenerationRequest, source: "_Source", stops: Sequence[str], top_k: int) -> SampleResult:
         """Return a response, as soon as it is its user's turn. It begins anew if its worker dies."""
-        async with self._places.place(source.owner):
+        async with self._places.place(source.owner, source.name):
             response = await self._generated(request, source, stops)
         if top_k and response.tokens:
             top = await self._top_of_response(source, request.prompt, response.tokens, top_k)
@@ -338,39 +450,42 @@ class SamplingService:
         for attempt in range(TRIES):
             try:
                 return await self._attempt(request, source, stops)
-            except (NoWorkerError, QueueFullError, WorkerLostError):
+            except QueueFullError as e:
+                if attempt == TRIES - 1:
+                    raise QueueFullError(
+                        f"the processes that sample have been busy for {TRIES * RETRY_S:.0f} s ({reason(e)}); send this request again later, or "
+                        "raise --samplers or --max-batch-total-tokens"
+                    ) from e
+            except WorkerLostError:
                 if attempt == TRIES - 1:
                     raise
             except WorkerError as e:
-                # A worker that was started again has no adapters.
-                if "there is no adapter" not in str(e) or attempt == TRIES - 1:
+                # A worker that was started again has no adapters, and one whose last response was cancelled still has it for a moment.
+                if not any(text in str(e) for text in _PASSING) or attempt == TRIES - 1:
                     raise
-                self._loaded.pop(source.name, None)
-                self._folders.pop(source.name, None)
+                if source.name in self._folders:
+                    self._folders[source.name] = ""
             await asyncio.sleep(RETRY_S)
         raise AssertionError("unreachable")
 
     async def _attempt(self, request: GenerationRequest, source: "_Source", stops: Sequence[str]) -> SampleResult:
-        name = source.name
-        if name:
-            await self._hold(source)
-        try:
-            tokens: list[int] = []
-            log_probs: list[float] = []
-            text = None if not stops or self._texts is None else self._texts.stream(stops)
-            with self._replicas.streams([request]) as (stream,):
-                async for token in stream:
-                    tokens.append(token.token)
-                    log_probs.append(token.log_prob)
-                    if text is not None:
-                        text.add(token.token)
-                        if text.stopped:
-                            return SampleResult(tokens=tokens, log_probs=log_probs, reason="stop")
-                reason: FinishReason = "stop" if stream.finish_reason == "stop" else "length"
-                return SampleResult(tokens=tokens, log_probs=log_probs, reason=reason)
-        finally:
-            if name in self._loaded:
-                self._loaded[name] -= 1
+        if source.name:
+            async with self._lock:
+                # Of a sampler whose weights change, there may be newer ones than what is loaded.
+                await self._load(source)
+        tokens: list[int] = []
+        log_probs: list[float] = []
+        text = None if not stops or self._texts is None else self._texts.stream(stops)
+        with self._replicas.streams([request]) as (stream,):
+            async for token in stream:
+                tokens.append(token.token)
+                log_probs.append(token.log_prob)
+                if text is not None:
+                    text.add(token.token)
+                    if text.stopped:
+                        return SampleResult(tokens=tokens, log_probs=log_probs, reason="stop")
+            reason: FinishReason = "stop" if stream.finish_reason == "stop" else "length"
+            return SampleResult(tokens=tokens, log_probs=log_probs, reason=reason)
 
     def _published(self, model: str) -> str:
         """Return the folder of the newest weights of a model whose samplers take over new ones."""
@@ -386,7 +501,7 @@ class SamplingService:
         async def run() -> None:
             source = _Source("", "", model)
             async with self._lock:
-                if source.name in self._loaded:
+                if source.name in self._folders:
                     try:
                         await self._load(source)
                     except (DrivetrainError, BadRequestError) as e:
@@ -397,35 +512,22 @@ class SamplingService:
         self._refreshes.add(task)
         task.add_done_callback(self._refreshes.discard)
 
-    async def _hold(self, source: _Source) -> None:
-        """Load an adapter into all workers, if they do not have it, in the place of one that nobody uses."""
-        name = source.name
-        async with self._lock:
-            if name in self._loaded:
-                # Of a sampler whose weights change, these may be newer than what is loaded.
-                await self._load(source)
-                self._loaded[name] = self._loaded.pop(name) + 1
-                return
-            while len(self._loaded) >= self._adapters:
-                unused = next((other for other, users in self._loaded.items() if users <= 0), None)
-                if unused is None:
-                    raise QueueFullError(f"{self._adapters} samplers are in use at a time")
-                del self._loaded[unused]
-                self._folders.pop(unused, None)
-                await self._replicas.on_all(partial(_call, "drop_adapter", unused))
-            self._folders.pop(name, None)
-            await self._load(source)
-            self._loaded[name] = 1
-
     async def _load(self, source: _Source) -> None:
-        """Load the factors of a sampler into all workers, unless they have them."""
-        folder = self._published(source.live) if source.live else source.folder
-        if self._folders.get(source.name) == folder:
+        """Load the factors of a sampler into all workers, unless they have them, in the place of those that are not held any more."""
+        name, folder = source.name, self._published(source.live) if source.live else source.folder
+        if self._folders.get(name) == folder:
             return
-        for result in await self._replicas.on_all(partial(_call, "load_adapter", source.name, folder)):
+        while name not in self._folders and len(self._folders) >= self._adapters:
+            unused = next(other for other in self._folders if not self._places.holds(other))
+            del self._folders[unused]
+            await self._replicas.on_all(partial(_call, "drop_adapter", unused))
+        self._folders[name] = ""
+        with self._using(folder):
+            results = await self._replicas.on_all(partial(_call, "load_adapter", name, folder))
+        for result in results:
             if isinstance(result, BaseException):
                 raise result
-        self._folders[source.name] = folder
+        self._folders[name] = folder
 
 
 async def _call(method: str, *args: Any) -> Any:

@@ -207,6 +207,7 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
             config.vocab_size,
             settings.max_adapters,
             AT_ONCE * args.samplers,
+            engine.micro_batch.max_tokens,
         )
         app.append(TrainingApp(settings, database, futures, training, sampling, lambda: secrets.randbelow(2**62)))
         training.published = sampling.refresh

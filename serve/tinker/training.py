@@ -192,14 +192,23 @@ class Training:
             raise BadRequestError(f"seq_id={seq}; it must be from 1 to {2**31 - 1}")
         if (known := self._known(model, seq, kind, body)) is not None:
             return known
-        queued = sum(other.logged for other in self._queues.values() if other.owner == owner)
-        if kind == FORWARD_BACKWARD and queued + len(body) > self._settings.max_queued_mib * 2**20:
-            raise BadRequestError(
-                f"{queued} bytes of requests of this key are kept until an optimizer step after them is saved (--max-queued-mib); send optim_step, "
-                "or less at a time",
-                status=429,
-            )
         request = QueuedRequest(seq, kind, new_future_id(kind), len(body))
+        if kind == FORWARD_BACKWARD:
+            request.dense = await asyncio.to_thread(self._passes.dense_size, body)
+            queues = [other for other in self._queues.values() if other.owner == owner]
+            queued, dense = sum(other.logged for other in queues), sum(other.dense for other in queues)
+            if queued + len(body) > self._settings.max_queued_mib * 2**20:
+                raise BadRequestError(
+                    f"{queued} bytes of requests of this key are kept until an optimizer step after them is saved (--max-queued-mib); send "
+                    "optim_step, or less at a time",
+                    status=429,
+                )
+            if dense and dense + request.dense > self._settings.max_queued_mib * 2**20:
+                raise BadRequestError(
+                    f"the requests of this key that wait take {dense} bytes as tensors, and this one takes {request.dense}: more than "
+                    f"--max-queued-mib={self._settings.max_queued_mib:g}; send the requests before it, or wait for their results",
+                    status=429,
+                )
         await self._prepare(request, model, body)
         future = await self._accept(queue, request, body)
         self._wake.set()

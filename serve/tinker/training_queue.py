@@ -25,6 +25,7 @@ class QueuedRequest:
         kind: What is asked.
         future: The id of its result.
         size: The size of its body in bytes.
+        dense: The bytes of its tensors as long as it waits (`payloads.dense_size`).
         arguments: What is asked, as the kind has it; None if it cannot be done.
         error: Why it cannot be done.
         pieces: Of a forward or backward pass, what is left to compute.
@@ -49,6 +50,7 @@ class QueuedRequest:
     loads: bool = False
     forward_only: bool = False
     publishes: bool = False
+    dense: int = 0
 
 
 @dataclass(eq=False)
@@ -70,6 +72,11 @@ class ModelQueue:
     waiting: dict[int, QueuedRequest] = field(default_factory=dict)
     steps: int = 0
     logged: int = 0
+
+    @property
+    def dense(self) -> int:
+        """The bytes of the tensors of the requests that wait."""
+        return sum(request.dense for request in self.waiting.values())
 
     def ready(self) -> QueuedRequest | None:
         """Return the request that is next, if it has arrived."""

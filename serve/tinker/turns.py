@@ -1,7 +1,7 @@
 """Places that users share: as many are taken at a time as there are, and one that is free goes to each user who waits in turn."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -55,6 +55,105 @@ class FairPlaces:
                 turn.set_result(None)
                 return
         self._free += 1
+
+
+class AdapterPlaces:
+    """Places for work with adapters, of which a limited number is held at a time.
+
+    A place that is free goes to each user who waits in turn. While somebody waits for an adapter that there is no room for, each that is held
+    gets so many places since it is there, and then no more until it is unused and makes room: nobody keeps an adapter by asking for more.
+
+    Args:
+        places: Their number, and how many each adapter gets at least.
+        adapters: The number of adapters that are held at a time.
+    """
+
+    def __init__(self, places: int, adapters: int) -> None:
+        self._free = self._places = places
+        self._adapters = adapters
+        self._held: dict[str, int] = {}
+        """The number of places in use with each adapter that is held, the one that was used least recently first."""
+        self._served: Counter[str] = Counter()
+        """How many places each of them has got since it is held."""
+        self._waiting: dict[str, dict[str, deque[asyncio.Future[None]]]] = {}
+        """Those who wait, by user and adapter, the one whose turn it is first."""
+
+    def holds(self, adapter: str) -> bool:
+        """Return whether an adapter is one of those that are held."""
+        return adapter in self._held
+
+    @asynccontextmanager
+    async def place(self, owner: str, adapter: str = "") -> AsyncIterator[None]:
+        """Hold a place during the block, and the adapter, as soon as it is this user's turn; an empty name is none."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, {}).setdefault(adapter, deque()).append(turn)
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                # It was given a place at the same time.
+                self._release(adapter)
+            raise
+        try:
+            yield
+        finally:
+            self._release(adapter)
+
+    def _release(self, adapter: str) -> None:
+        self._free += 1
+        if adapter:
+            self._held[adapter] -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._free > 0 and (one := self._next()) is not None:
+            adapter, turn = one
+            self._free -= 1
+            if adapter:
+                self._use(adapter)
+            turn.set_result(None)
+
+    def _use(self, adapter: str) -> None:
+        if adapter not in self._held and len(self._held) >= self._adapters:
+            unused = next(name for name, users in self._held.items() if not users)
+            del self._held[unused], self._served[unused]
+        self._held[adapter] = self._held.pop(adapter, 0) + 1
+        self._served[adapter] += 1
+
+    def _next(self) -> tuple[str, "asyncio.Future[None]"] | None:
+        """Take the one whose turn it is from those who wait, with its adapter; None if nobody can go on."""
+        self._forget_cancelled()
+        is_full = len(self._held) >= self._adapters
+        has_room = not is_full or not all(self._held.values())
+        is_missed = is_full and any(name and name not in self._held for queues in self._waiting.values() for name in queues)
+        for owner, queues in self._waiting.items():
+            for adapter, queue in queues.items():
+                if adapter in self._held:
+                    can_go_on = not is_missed or self._served[adapter] < self._places
+                else:
+                    can_go_on = not adapter or has_room
+                if not can_go_on:
+                    continue
+                turn = queue.popleft()
+                # The others of this user, and the other users, come first now.
+                del queues[adapter], self._waiting[owner]
+                if queue:
+                    queues[adapter] = queue
+                if queues:
+                    self._waiting[owner] = queues
+                return adapter, turn
+        return None
+
+    def _forget_cancelled(self) -> None:
+        for owner, queues in list(self._waiting.items()):
+            for adapter, queue in list(queues.items()):
+                while queue and queue[0].done():
+                    queue.popleft()
+                if not queue:
+                    del queues[adapter]
+            if not queues:
+                del self._waiting[owner]
 
 
 def in_turn(waiting: Iterable[T], owners: Iterable[str], last: str) -> list[T]:

@@ -4,6 +4,8 @@ import asyncio
 import json
 import shutil
 import sqlite3
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from random import Random
@@ -14,7 +16,8 @@ import pytest
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, ModelError
 from drivetrain.serve.openai.text import Texts
-from drivetrain.serve.tinker.database import Database
+from drivetrain.serve.tinker.checkpoints import Checkpoints
+from drivetrain.serve.tinker.database import FORMAT, Database
 from helpers.tinker_service import KEY, Service, datums, forward_backward, group_of, running
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -155,6 +158,22 @@ def test_disk_is_counted_for_snapshots_too_and_freed_with_their_session(model: P
     serve(model, test, max_disk_mib=1.0, session_s=1.0)
 
 
+def test_weights_that_newer_ones_replace_do_not_count(model: Path) -> None:
+    async def test(service: Service) -> None:
+        name = await service.model(await service.session())
+        for seq in range(1, 9):
+            body = {"model_id": name, "seq_id": seq, "sampling_session_seq_id": seq, "kind": "inflight"}
+            assert "error" not in await service.result(await service.post("/save_weights_for_sampler", body))
+        # The newest do.
+        results = []
+        for seq in range(9, 15):
+            body = {"model_id": name, "seq_id": seq, "sampling_session_seq_id": seq}
+            results.append(await service.result(await service.post("/save_weights_for_sampler", body)))
+        assert "--max-disk-mib" in results[-1]["error"]
+
+    serve(model, test, max_disk_mib=1.0)
+
+
 def test_a_number_of_a_sampler_is_one_sampler(model: Path) -> None:
     async def test(service: Service) -> None:
         session = await service.session()
@@ -224,6 +243,102 @@ def test_one_service_at_a_time_and_one_model_has_a_state(tmp_path: Path) -> None
     file.write_bytes(b"not a database")
     with pytest.raises(ConfigError, match="cannot be used"):
         Database(file)
+
+
+def test_a_database_of_another_format_stays_as_it_is(tmp_path: Path) -> None:
+    for number, (script, message) in enumerate(
+        (
+            (
+                "CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL); CREATE TABLE samplers (id TEXT); "
+                "INSERT INTO about VALUES ('format', '1')",
+                f"has format 1, and this version of the service reads format {FORMAT}; give another folder",
+            ),
+            ("CREATE TABLE notes (text TEXT)", "of another program; give another folder"),
+        )
+    ):
+        file = tmp_path / f"{number}.sqlite"
+        connection = sqlite3.connect(file)
+        connection.executescript(script)
+        connection.close()
+        content = file.read_bytes()
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=message):
+                Database(file)
+        assert file.read_bytes() == content
+
+
+def test_changes_that_are_cancelled_or_fail_do_not_end_the_database(tmp_path: Path) -> None:
+    class OddError(BaseException):
+        """No Exception."""
+
+    database = Database(tmp_path / "service.sqlite")
+    entered, go_on = threading.Event(), threading.Event()
+
+    def slow(connection: sqlite3.Connection) -> int:
+        entered.set()
+        go_on.wait()
+        return 1
+
+    def odd(connection: sqlite3.Connection) -> None:
+        raise OddError
+
+    running_now = database.write(slow)
+    entered.wait()
+    waiting = database.execute(("INSERT INTO about VALUES ('a', 'b')", ()))
+    # What is being made cannot be cancelled any more; what waits can, and is not made.
+    assert not running_now.cancel()
+    assert waiting.cancel()
+    go_on.set()
+    assert running_now.result(10) == 1
+    with pytest.raises(OddError):
+        database.write(odd).result(10)
+    database.execute(("INSERT INTO about VALUES ('c', 'd')", ())).result(10)
+    assert database.is_alive
+    assert [row["name"] for row in database.read("SELECT name FROM about ORDER BY name")] == ["c", "format"]
+    database.close()
+    assert not database.is_alive
+
+
+def test_of_weights_that_follow_each_other_fast_the_newest_stay_and_those_in_use(tmp_path: Path) -> None:
+    database = Database(tmp_path / "service.sqlite")
+    folders = {f"{model}{number}": tmp_path / f"{model}{number}" / "step" for model in "ab" for number in range(5)}
+    now = time.time()
+    database.execute(
+        ("INSERT INTO sessions (id, owner, created, seen) VALUES ('s', 'o', ?, ?)", (now, now)),
+        *(
+            (
+                "INSERT INTO models (id, session, owner, base, config, source, source_path, source_optimizer, metadata, created, seen, state) "
+                "VALUES (?, 's', 'o', '', '', '', '', 0, '', 0, 0, 'open')",
+                (model,),
+            )
+            for model in "ab"
+        ),
+        *(
+            (
+                "INSERT INTO published (model, owner, folder, bytes, created) VALUES (?, 'o', ?, 1, ?)",
+                (name[0], str(folder), now),
+            )
+            for name, folder in folders.items()
+        ),
+    ).result(10)
+
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+
+    def left(ended_before: float, used: set[str]) -> str:
+        paths = {str(folders[name]) for name in used}
+        asyncio.run(Checkpoints(database).remove_published(ended_before, paths))
+        rows = [Path(row["folder"]) for row in database.read("SELECT folder FROM published ORDER BY number")]
+        assert {name for name, folder in folders.items() if folder.exists()} == {folder.parent.name for folder in rows}
+        return " ".join(folder.parent.name for folder in rows)
+
+    assert left(0.0, {"a1", "b4"}) == "a1 a3 a4 b3 b4"
+    assert left(0.0, set()) == "a3 a4 b3 b4"
+    database.execute(("UPDATE published SET created = created - 1000", ())).result(10)
+    assert left(0.0, {"b3"}) == "a4 b3 b4"
+    database.execute(("UPDATE sessions SET finished = 1", ())).result(10)
+    assert left(now + 1, {"b3"}) == ""
+    database.close()
 
 
 def test_a_folder_without_a_tokenizer_has_no_texts(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.conformance.tiny import save_tiny_model
-from drivetrain.serve.tinker import messages
+from drivetrain.serve.tinker import messages, sampling
+from drivetrain.serve.tinker.sampling import SamplingService
 from helpers.tinker_replicas import LocalReplicas
 from helpers.tinker_service import KEY, Service, datums, forward_backward, group_of, running
 
@@ -265,7 +267,14 @@ def test_samples_and_what_is_refused(model: Path) -> None:
         wrong: list[tuple[dict[str, Any], str]] = [
             ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs=-1"),
             ({"topk_sample_logprobs": 2000}, "topk_sample_logprobs=2000"),
-            ({"topk_sample_logprobs": 400}, "top_k=400"),
+            ({"topk_sample_logprobs": 400}, "topk_sample_logprobs=400; the model has 300 tokens"),
+            ({"topk_prompt_logprobs": 301}, "topk_prompt_logprobs=301; the model has 300 tokens"),
+            ({"prompt_logprobs": True, "prompt": {"chunks": [{"tokens": [1] * 130}]}}, "engine.micro_batch.max_tokens=128"),
+            (
+                {"topk_sample_logprobs": 1, "params": {"max_tokens": 128}},
+                "at most 129 tokens (engine.micro_batch.max_tokens=128)",
+            ),
+            ({"topk_sample_logprobs": 1, "prompt": {"chunks": [{"tokens": [1] * 129}]}}, "with a prompt of 129 tokens"),
             ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k is not supported"),
             ({"target_prompt_logprobs": {"data": [1, 2], "shape": [2, 1]}}, "must be [1, K]"),
             ({"target_prompt_logprobs": {"data": [1], "shape": [1, 2]}}, "has 1 numbers"),
@@ -278,6 +287,18 @@ def test_samples_and_what_is_refused(model: Path) -> None:
                         "sparse_crow_indices": [0, 2],
                         "sparse_col_indices": [0],
                     }
+                },
+                "not a sparse matrix",
+            ),
+            (
+                {
+                    "prompt": {"chunks": [{"tokens": [1, 2, 3, 4, 5]}]},
+                    "target_prompt_logprobs": {
+                        "data": [1, 2, 3],
+                        "shape": [4, 5],
+                        "sparse_crow_indices": [0, 2**63 - 1, -(2**63), -1, 3],
+                        "sparse_col_indices": [0, 1, 2],
+                    },
                 },
                 "not a sparse matrix",
             ),
@@ -311,10 +332,83 @@ def test_samples_and_what_is_refused(model: Path) -> None:
             )
             assert message in answer["error"], (message, answer)
         await service.post("/asample", {**good, "seq_id": 99, "num_samples": 0}, status=400)
+        for number in (-1, 2**63, 2**63 // 10**9 * 10**9):
+            answer = await service.post("/asample", {**good, "seq_id": number}, status=400)
+            assert f"seq_id={number}; it must be from 0 to" in answer["detail"]
+        await service.post("/asample", {**good, "seq_id": 2**63 // 10**9 * 10**9 - 1})
+        for cursor in (-1, 2**63):
+            target = {"sampling_session_id": sampler}
+            answer = await service.post("/retrieve_futures", {"target": target, "prev_cursor": cursor}, status=400)
+            assert f"prev_cursor={cursor}; it must be" in answer["detail"]
+        # As many tokens as there may be, and as many as fit if nobody says how many.
+        long = body_of(sampler, 200, [1] * 129, prompt_logprobs=True)
+        assert len((await answer_of(service, await service.post("/asample", long))).prompt_logprobs) == 4 * 129
+        long = body_of(sampler, 201, [1] * 120, topk_sample_logprobs=1, params={"max_tokens": None})
+        (response,) = (await answer_of(service, await service.post("/asample", long))).sequences
+        assert response.topk_sampled_logprobs.length == len(response.tokens) // 4 == 9
         await service.post("/asample", {**good, "seq_id": 99, "sampling_session_id": "other"}, status=404)
         assert (await service.post("/join_sampling_session", {"sampling_session_id": sampler}))["client_counter"] == 1
 
     serve(model, test)
+
+
+class Slow(LocalReplicas):
+    """Generates nothing for a while."""
+
+    seconds = 0.5
+
+    def generate(self, request: Any) -> Any:
+        time.sleep(self.seconds)
+        return super().generate(request)
+
+
+class LessSlow(Slow):
+    """Generates nothing for a short while."""
+
+    seconds = 0.05
+
+
+class Counting(LocalReplicas):
+    """Counts what is generated."""
+
+    generated = 0
+
+    def generate(self, request: Any) -> Any:
+        Counting.generated += 1
+        return super().generate(request)
+
+
+def test_what_cannot_be_scored_is_not_generated(model: Path) -> None:
+    async def test(service: Service) -> None:
+        Counting.generated = 0
+        sampler = await sampler_of(service, await service.session(), 0)
+        for seq, change in enumerate(
+            ({"topk_sample_logprobs": 301}, {"topk_sample_logprobs": 1, "params": {"max_tokens": 250}})
+        ):
+            answer = await answer_of(service, await service.post("/asample", body_of(sampler, seq, [5], **change)))
+            assert answer["category"] == "user"
+        assert Counting.generated == 0
+
+    serve(model, test, replicas=Counting)
+
+
+def test_responses_are_counted_not_requests(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "MOST_PENDING", 10)
+
+    async def test(service: Service) -> None:
+        sampler = await sampler_of(service, await service.session(), 0)
+        one = await service.post("/asample", body_of(sampler, 0, [5, 6], num_samples=8))
+        answer = await service.post("/asample", body_of(sampler, 1, [5, 6], num_samples=3), status=429)
+        assert answer["detail"].startswith(
+            "8 responses of this key are not there yet, and this request asks for 3, together more than 10"
+        )
+        two = await service.post("/asample", body_of(sampler, 1, [5, 6], num_samples=2))
+        assert [len(tokens_of(await answer_of(service, future))) for future in (one, two)] == [8, 2]
+        # There is room again when they are there.
+        again = await service.post("/asample", body_of(sampler, 2, [5, 6], num_samples=10))
+        assert len(tokens_of(await answer_of(service, again))) == 10
+
+    serve(model, test, replicas=LessSlow)
 
 
 def test_more_snapshots_than_the_samplers_hold(model: Path) -> None:
@@ -353,14 +447,6 @@ def test_more_snapshots_than_the_samplers_hold(model: Path) -> None:
     serve(model, test)
 
 
-class Slow(LocalReplicas):
-    """Generates nothing for a while."""
-
-    def generate(self, request: Any) -> Any:
-        time.sleep(0.5)
-        return super().generate(request)
-
-
 def test_a_request_is_cancelled_or_goes_on_after_a_restart(model: Path) -> None:
     kept: dict[str, Any] = {}
 
@@ -377,3 +463,81 @@ def test_a_request_is_cancelled_or_goes_on_after_a_restart(model: Path) -> None:
         assert tokens_of(await answer_of(service, kept["future"])) == kept["tokens"]
 
     serve(model, first, then, then, replicas=Slow)
+
+
+class Narrow(SamplingService):
+    """Has one adapter in its workers at a time, and four places."""
+
+    def __init__(self, *args: Any, longest: int) -> None:
+        super().__init__(*args[:7], adapters=1, at_once=4, longest=longest)
+
+
+def test_a_key_that_floods_its_sampler_lets_others_have_theirs(model: Path) -> None:
+    other = "tml-the-key-of-another"
+
+    async def test(service: Service) -> None:
+        samplers = []
+        for key in (KEY, other):
+            name = await service.model(await service.session(key), key=key)
+            body = {"model_id": name, "seq_id": 1, "sampling_session_seq_id": 0}
+            saved = await service.result(await service.post("/save_weights_for_sampler", body, key=key), key=key)
+            samplers.append(saved["sampling_session_id"])
+        flood = [await service.post("/asample", body_of(samplers[0], seq, [5, 6])) for seq in range(60)]
+        one = await service.post("/asample", body_of(samplers[1], 0, [5, 6]), key=other)
+
+        def state(future: Any) -> str:
+            (row,) = service.database.read("SELECT state FROM futures WHERE id = ?", future["request_id"])
+            return str(row["state"])
+
+        while state(one) == "pending":
+            await asyncio.sleep(0.01)
+        assert state(one) == "protobuf"
+        # As soon as the responses that were under way have ended.
+        assert sum(state(future) == "pending" for future in flood) > 20
+        assert not [future for future in flood if "error" in str(await answer_of(service, future))]
+
+    serve(model, test, sampling_class=Narrow, replicas=LessSlow)
+
+
+class Finishing(SamplingService):
+    """Says when it writes a result."""
+
+    inside: asyncio.Event
+
+    async def _finish(self, *args: Any) -> None:
+        self.inside.set()
+        await super()._finish(*args)
+
+
+def test_cancelling_while_the_result_is_written_is_too_late(model: Path) -> None:
+    async def test(service: Service) -> None:
+        Finishing.inside = asyncio.Event()
+        sampler = await sampler_of(service, await service.session(), 0)
+        for seq in range(8):
+            Finishing.inside.clear()
+            future = await service.post("/asample", body_of(sampler, seq, [5, 6]))
+            await Finishing.inside.wait()
+            content = json.dumps(future)
+            response = await service.http.post("/api/v1/cancel_future", content=content, headers={"x-api-key": KEY})
+            assert response.status_code == 204
+            assert [len(tokens) for tokens in tokens_of(await answer_of(service, future))] == [4]
+        # Each is counted once.
+        answer = await polled(service, sampler, 0)
+        assert answer["cursor"] == len(answer["completions"]) == 8
+        assert (await service.get("/healthz"))["status"] == "ok"
+
+    serve(model, test, sampling_class=Finishing)
+
+
+def test_a_service_whose_database_writes_nothing_says_so(model: Path) -> None:
+    async def test(service: Service) -> None:
+        service.database._queue.put(None)
+        await asyncio.to_thread(service.database._thread.join)
+        assert (await service.get("/healthz", status=503))["status"] == "failed"
+        answer = await service.post("/create_session", {}, status=503)
+        assert "nothing is written to the database" in answer["detail"]
+        # So that the end of the test can write.
+        service.database._thread = threading.Thread(target=service.database._run, daemon=True)
+        service.database._thread.start()
+
+    serve(model, test)

@@ -1,6 +1,7 @@
 """The training service over its routes: order, repetition, errors, limits, and beginning anew after a death, to the bit."""
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import WorkerLostError
 from drivetrain.serve.tinker.training_group import TrainingGroup
-from helpers.tinker_service import Service, datums, forward_backward, group_of, log_probs, running
+from helpers.tinker_service import KEY, Service, datums, forward_backward, group_of, log_probs, running
 
 pytestmark = pytest.mark.usefixtures("process_group")
 OTHER = "tml-another-key-of-a-test"
@@ -272,6 +273,20 @@ def test_a_loss_that_the_client_has_traced(model: Path) -> None:
         refused = await service.result(await service.post("/create_custom_loss", wrong))
         assert "os.system" in refused["error"]
         assert refused["category"] == "user"
+        # What was refused is not kept, but that it was; and of what was not, only what is read of it.
+        assert await service.result(await service.post("/create_custom_loss", wrong)) == refused
+        await service.post("/create_custom_loss", {**wrong, "name": "other"}, status=400)
+        third = {**body, "custom_loss_seq_id": 2, "notes": "x" * 2**16}
+        await service.result(await service.post("/create_custom_loss", third))
+        stored = {row["id"]: row["loss"] for row in service.database.read("SELECT id, loss FROM losses")}
+        assert stored.pop(f"{session}:loss:1:refused") == ""
+        assert {key: json.loads(loss)["graph"]["nodes"] for key, loss in stored.items()} == {
+            f"{session}:loss:{number}": nodes for number in (0, 2)
+        }
+        assert all(len(loss) < 2**12 for loss in stored.values())
+        large = {**body, "custom_loss_seq_id": 3, "notes": "x" * 2**20}
+        answer_of = await service.post("/create_custom_loss", large, status=413)
+        assert "more than 1048576; trace a smaller function" in answer_of["detail"]
         one, two, foreign = await service.model(session, 0), await service.model(session, 1), await service.model(other, 0)
         data = [{**datum, "weights": [w * 2 for w in datum["weights"]]} for datum in datums(Random(3), 5)]
         for datum in datums(Random(4), 1):
@@ -292,6 +307,7 @@ def test_a_loss_that_the_client_has_traced(model: Path) -> None:
             (two, 4, [{"tokens": [1], "target_tokens": [1]}], answer["loss_id"], "lacks the loss_fn_input 'weights'"),
             (two, 5, [{"tokens": [1], "target_tokens": [1], "weights": [[1.0]]}], answer["loss_id"], "with rank 1"),
             (two, 6, [{"tokens": [1], "target_tokens": [[1]], "weights": [1.0]}], answer["loss_id"], "of rank 1"),
+            (two, 7, custom, f"{session}:loss:1", "there is no loss"),
         ):
             asked = forward_backward(name, seq, rows, "custom", loss_id=loss_id)
             answer_of = await service.result(await service.post("/forward_backward", asked))
@@ -334,6 +350,15 @@ def test_an_exported_checkpoint_is_downloaded_in_the_form_of_peft(model: Path) -
             assert (await service.http.get(wrong)).status_code == 404
         await service.get(route, key=OTHER, status=404)
         await service.get(route.replace("/external_weights/out/", "/weights/own/"), status=400)
+        # Asking again does not make more addresses, and those of others end when it is no longer public.
+        assert await service.get(route) == answer
+        publish = "/api/v1" + route.replace("external_weights_urls", "publish")
+        assert (await service.http.post(publish, headers={"x-api-key": KEY})).status_code == 204
+        theirs_url = (await service.get(route, key=OTHER))["urls"]["adapter_config.json"]
+        assert theirs_url != url
+        assert (await service.http.get(theirs_url)).status_code == 200
+        assert (await service.http.delete(publish, headers={"x-api-key": KEY})).status_code == 204
+        assert [(await service.http.get(one)).status_code for one in (theirs_url, url)] == [404, 200]
 
     serve(model, test)
 

@@ -114,7 +114,7 @@ async def running(
     app: list[TrainingApp] = []
     passes = Passes(database, VOCABULARY, 128)
     training = training_class(options, database, futures, group, passes, lambda *of: app[0].arguments(*of))
-    sampling = sampling_class(database, futures, replicas, training.scoring, None, 256, VOCABULARY, 4)
+    sampling = sampling_class(database, futures, replicas, training.scoring, None, 256, VOCABULARY, 4, longest=128)
     app.append(TrainingApp(options, database, futures, training, sampling, lambda: 7))
     await group.start()
     house = asyncio.create_task(app[0].keep_house(0.2))

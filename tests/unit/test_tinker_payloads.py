@@ -7,8 +7,11 @@ import pytest
 
 from drivetrain.engine.errors import BatchError
 from drivetrain.losses.token_sums import TokenSumLoss
-from drivetrain.serve.tinker import messages, payloads
-from drivetrain.serve.tinker.payloads import batches_of, parse_forward_backward
+from drivetrain.serve.tinker import messages, payloads, sample_answers
+from drivetrain.serve.tinker.json_requests import TokenMatrix
+from drivetrain.serve.tinker.payloads import batches_of, dense, dense_size, parse_forward_backward
+from drivetrain.serve.tinker.sample_answers import asked_targets
+from drivetrain.serve.tinker.training_queue import ModelQueue, QueuedRequest
 from helpers.tinker_service import forward_backward
 
 LOSS = TokenSumLoss("cross_entropy")
@@ -49,6 +52,7 @@ def test_datums_in_a_row_with_as_many_targets_are_one_batch() -> None:
         ({"crow_indices": indices(0, 1, 4)}, "not a sparse matrix"),
         ({"crow_indices": indices(1, 1, 3)}, "not a sparse matrix"),
         ({"crow_indices": indices(0, 9, 3)}, "not a sparse matrix"),
+        ({"crow_indices": indices(0, -(2**63), 3)}, "not a sparse matrix"),
         ({"crow_indices": b"123"}, "crow_indices of target_tokens of datum 0 has 3 bytes"),
         ({"col_indices": indices(1, 0, 3)}, "not a sparse matrix"),
         ({"col_indices": indices(1, -1, 2)}, "not a sparse matrix"),
@@ -63,6 +67,24 @@ def test_a_damaged_sparse_matrix_is_refused(change: dict[str, bytes], message: s
         setattr(damaged.data[0].loss_fn_inputs["target_tokens"].sparse_csr, name, value)
     with pytest.raises(BatchError, match=message):
         batches_of(damaged.data, LOSS, 8)
+
+
+def test_differences_that_wrap_around_do_not_pass_for_counts() -> None:
+    """Each difference is positive in int64, and their sum is the number of values."""
+    starts = [0, 2**63 - 1, -(2**63), -1, 3]
+    with pytest.raises(BatchError, match="not a sparse matrix"):
+        dense(np.ones(3), np.asarray(starts), np.asarray([0, 1, 2]), (4, 5), "weights")
+    asked = TokenMatrix(data=[1, 2, 3], shape=[4, 5], sparse_crow_indices=starts, sparse_col_indices=[0, 1, 2])
+    with pytest.raises(BatchError, match="not a sparse matrix"):
+        asked_targets(asked, 4)
+
+
+def test_tokens_that_a_sample_request_names_are_not_built_larger_than_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = TokenMatrix(data=[], shape=[4, 6], sparse_crow_indices=[0] * 5, sparse_col_indices=[])
+    assert asked_targets(asked, 4).tolist() == [[-1] * 6] * 4
+    monkeypatch.setattr(sample_answers, "MOST_NUMBERS", 23)
+    with pytest.raises(BatchError, match="has 24 numbers, more than 23"):
+        asked_targets(asked, 4)
 
 
 def test_shapes_that_do_not_fit() -> None:
@@ -93,3 +115,22 @@ def test_what_is_small_because_it_is_sparse_is_not_built_large(monkeypatch: pyte
     assert len(batches_of(data, LOSS, 8)) == 1
     with pytest.raises(BatchError, match="the datums up to 1 have 24 targets and numbers of these, more than 23"):
         batches_of([*data, *data], LOSS, 8)
+
+
+def test_what_is_sparse_counts_as_what_it_is_built_to() -> None:
+    zeros = np.zeros((128, 1024))
+    body = forward_backward("m", 1, [{"tokens": [1] * 128, "target_tokens": zeros, "weights": zeros}], sparse=True)
+    assert len(body) < 4096
+    message = parse_forward_backward(body)
+    (batch,) = batches_of(message.data, LOSS, 128)
+    fields = [batch.input_ids, batch.position_ids, *batch.token_fields.values()]
+    assert dense_size(message) == sum(field.nbytes for field in fields) == 2 * 8 * 128 + (8 + 4) * 128 * 1024
+    assert dense_size(request()) == dense_size(request(sparse=False)) == 2 * 8 * 2 + (8 + 4) * 6
+    # What is refused counts no more than what is built, whatever it says that it is.
+    for tensor in message.data[0].loss_fn_inputs.values():
+        tensor.shape[:] = [2**62, 2**62]
+    assert dense_size(message) == 2 * 8 * 128 + 8 * payloads.MOST_NUMBERS
+    queue = ModelQueue("m", "o", waiting={n: QueuedRequest(n, "k", "f", 1, dense=10 * n) for n in (1, 2)})
+    assert queue.dense == 30
+    queue.done(queue.waiting[1])
+    assert queue.dense == 20

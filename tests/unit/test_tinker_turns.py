@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from collections import Counter
+from random import Random
 
 import pytest
 
 from drivetrain.losses.traced_loss import TracedLoss
 from drivetrain.serve.tinker.training_queue import ModelQueue, QueuedRequest, RoundRobin, pieces_of
-from drivetrain.serve.tinker.turns import FairPlaces, in_turn
+from drivetrain.serve.tinker.turns import AdapterPlaces, FairPlaces, in_turn
 from drivetrain.workers.roles.adapters import AdapterRequest
 from helpers.adapters import packed
 
@@ -90,3 +92,75 @@ def test_pieces_of_traced_losses_are_as_long_as_they_compute() -> None:
     turns = RoundRobin(4096)
     assert [queue.model for queue, _, _ in turns.take(queues)] == ["a", "b"]
     assert [queue.model for queue, _, _ in RoundRobin(4000).take(queues)] == ["a"]
+
+
+def order_of(places: int, adapters: int, requests: str) -> str:
+    """The order in which requests of users have their turn, each a letter for the user and a digit for the adapter (0: none)."""
+
+    async def run() -> list[str]:
+        turns, order, users = AdapterPlaces(places, adapters), [], Counter[str]()
+
+        async def work(request: str) -> None:
+            owner, adapter = request[0], request[1].strip("0")
+            async with turns.place(owner, adapter):
+                order.append(request)
+                users[adapter] += bool(adapter)
+                assert len(+users) <= adapters
+                assert turns.holds(adapter) == bool(adapter)
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                users[adapter] -= bool(adapter)
+
+        async with asyncio.timeout(5):
+            await asyncio.gather(*(work(request) for request in requests.split()))
+        return order
+
+    return " ".join(asyncio.run(run()))
+
+
+def test_nobody_keeps_an_adapter_by_asking_for_more() -> None:
+    # b waits until the first adapter has had two places, and has the next as soon as these are free.
+    assert order_of(2, 1, "a1 a1 a1 a1 a1 a1 b2") == "a1 a1 b2 a1 a1 a1 a1"
+    # As much as b asks, a is not kept waiting either.
+    assert order_of(2, 1, "a1 a1 a1 a1 b2 b2 b2 b2") == "a1 a1 b2 b2 a1 a1 b2 b2"
+    # Nor is one who asks for none, or for one that others have.
+    assert order_of(2, 1, "a1 a1 a1 b2 c0 c0") == "a1 a1 c0 b2 c0 a1"
+    assert order_of(1, 2, "a1 a2 a3 a1 b3") == "a1 a2 b3 a1 a3"
+
+
+def test_all_adapters_have_their_turn_in_the_end() -> None:
+    random = Random(0)
+    for places, adapters in ((1, 1), (3, 2), (8, 3), (4, 9)):
+        requests = [random.choice("aaaab") + str(random.randrange(7)) for _ in range(200)]
+        assert sorted(order_of(places, adapters, " ".join(requests)).split()) == sorted(requests)
+
+
+def test_those_who_give_up_waiting_for_an_adapter_hold_up_nobody() -> None:
+    async def run() -> None:
+        turns = AdapterPlaces(1, 1)
+        entered = asyncio.Event()
+
+        async def hold() -> None:
+            async with turns.place("a", "1"):
+                entered.set()
+                await asyncio.sleep(0.01)
+
+        async def wait(owner: str, adapter: str) -> None:
+            async with turns.place(owner, adapter):
+                await asyncio.sleep(10)
+
+        first = asyncio.create_task(hold())
+        await entered.wait()
+        waiting = [asyncio.create_task(wait(owner, adapter)) for owner, adapter in ("b2", "c3", "d4")]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        await first
+        # The second was given the place at this moment, before it could go on.
+        waiting[1].cancel()
+        await asyncio.gather(*waiting[:2], return_exceptions=True)
+        waiting[2].cancel()
+        await asyncio.gather(waiting[2], return_exceptions=True)
+        async with asyncio.timeout(1), turns.place("e", "1"):
+            pass
+
+    asyncio.run(run())
