@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from drivetrain.engine.conformance.tiny import save_tiny_model
@@ -345,3 +346,25 @@ def test_a_folder_without_a_tokenizer_has_no_texts(tmp_path: Path) -> None:
     """transformers makes an empty tokenizer of such a folder, and no text would ever end a response."""
     with pytest.raises(ModelError, match="has no tokenizer"):
         Texts(save_tiny_model(tmp_path / "model", "qwen3"))
+
+
+def test_small_requests_that_are_large_as_tensors_do_not_pile_up(model: Path) -> None:
+    """Sparse ones, which wait for a request before them."""
+
+    async def test(service: Service) -> None:
+        name = await service.model(await service.session())
+        zeros = np.zeros((100, 200))
+        datum = {"tokens": [1] * 100, "target_tokens": zeros, "weights": zeros}
+        bodies = [forward_backward(name, seq, [datum], sparse=True) for seq in (2, 3, 4)]
+        assert len(bodies[0]) < 5000
+        futures = [await service.post("/forward_backward", body) for body in bodies[:2]]
+        error = await service.post("/forward_backward", bodies[2], status=429)
+        assert "--max-queued-mib=0.5" in str(error)
+        assert "as tensors" in str(error)
+        # As soon as the one before them is there, all are computed, and there is room.
+        await service.result(await service.post("/forward_backward", forward_backward(name, 1, datums(Random(0), 1))))
+        for future in futures:
+            await service.result(future)
+        await service.result(await service.post("/forward_backward", bodies[2]))
+
+    serve(model, test, max_queued_mib=0.5)
