@@ -5,7 +5,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+
+from docs.algorithms import PAPERS, TITLES, algorithm_settings
+from docs.algorithms import pages as generated_pages
+from drivetrain.engine.errors import ConfigError
+from drivetrain.losses.algorithms import ALGORITHMS
+from drivetrain.trainers.config.parse import parse
+from drivetrain.trainers.config.rl import GRPOConfig
+from drivetrain.trainers.config.runs import DPOConfig
+from drivetrain.trainers.methods.preference import preference_loss
+from drivetrain.trainers.rl.algorithms import published, resolve
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -66,7 +77,7 @@ def test_navigation_and_index_have_every_page_in_one_group() -> None:
     # Controls: a page that one of them lacks, a page in another group, and another title.
     line = "      - Rewards: rewards.md\n"
     assert line in CONFIG
-    assert "rewards.md" not in str(navigation(CONFIG.replace(line, "")))
+    assert "'rewards.md'" not in str(navigation(CONFIG.replace(line, "")))
     assert navigation(CONFIG.replace(line, "").replace("  - Serve:\n", f"  - Serve:\n{line}")) != groups
     assert listed(INDEX.replace("[Rewards](rewards", "[Prices](rewards")) != groups
 
@@ -80,3 +91,46 @@ def test_every_test_that_the_page_of_bugs_names_exists() -> None:
         "tests/distributed/test_vllm.py::test_adapters_far_apart"
     ]
     assert missing_tests("`tests/unit/test_nothing.py`") == ["tests/unit/test_nothing.py"]
+
+
+def test_the_page_of_papers_has_all_of_them_with_titles() -> None:
+    page = PAPERS.read_text()
+    assert page == generated_pages()[PAPERS], "run python -m docs.algorithms"
+    rows = [line.split(" | ") for line in page.splitlines() if "(https://arxiv.org/" in line]
+    assert len(rows) >= 35
+    numbers = {number for row in rows for number in re.findall(r"arXiv:([\d.]+)\]", row[1])}
+    assert numbers == TITLES.keys()
+    assert all(row[0].strip("| ") for row in rows)
+    # Registrations cite each of them, and have all that this page cites.
+    sources = "".join(path.read_text() for path in (*(ROOT / "losses").rglob("*.py"), ROOT / "docs" / "dpo.md"))
+    assert all(f"arXiv:{number}" in sources for number in numbers)
+
+
+def rl_config(*settings: str) -> GRPOConfig:
+    config = parse(GRPOConfig, ["model.path=/tmp", "data.train=[x.jsonl]", "rewards.use=[answer]", *settings])
+    assert isinstance(config, GRPOConfig)
+    return config
+
+
+@pytest.mark.parametrize("name", ALGORITHMS.all())
+def test_the_settings_that_the_page_lists_are_those_of_the_algorithm(name: str) -> None:
+    settings = [word.strip("`") for word in algorithm_settings(ALGORITHMS.get(name))]
+    config = rl_config(f"rl.algorithm={name}", *settings)
+    assert resolve(config) == resolve(rl_config(f"rl.algorithm={name}"))
+    assert published(name).dynamic_sampling == ("rl.dynamic_sampling=true" in settings)
+
+
+def test_a_wrong_setting_of_an_algorithm_is_seen() -> None:
+    assert "`rl.loss.kl_coef=0.04`" in algorithm_settings(ALGORITHMS.get("grpo"))
+    assert resolve(rl_config("rl.algorithm=grpo", "rl.loss.kl_coef=0.05")) != resolve(rl_config("rl.algorithm=grpo"))
+
+
+def test_the_settings_of_preference_papers_are_accepted() -> None:
+    rows = [line for line in PAPERS.read_text().splitlines() if "`dpo.loss=" in line and "`dpo.loss=kto`" not in line]
+    assert len(rows) >= 15
+    for row in rows:
+        words = [word.replace("=E", "=0.1") for word in re.findall(r"`(dpo\.[^`]+)`", row)]
+        config = parse(DPOConfig, ["model.path=/tmp", "data.train=[x.jsonl]", *words])
+        preference_loss(config.dpo)
+    with pytest.raises(ConfigError, match="label_smoothing"):
+        preference_loss(parse(DPOConfig, ["model.path=/tmp", "data.train=[x.jsonl]", "dpo.loss=exo_pair"]).dpo)
