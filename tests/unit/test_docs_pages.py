@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from docs import llms
 from docs.algorithms import PAPERS, TITLES, algorithm_settings
 from docs.algorithms import pages as generated_pages
 from drivetrain.engine.errors import ConfigError
@@ -44,6 +45,7 @@ def navigation(config: str) -> dict[str, list[tuple[str, str]]]:
 def listed(index: str) -> dict[str, list[tuple[str, str]]]:
     """The titles and files of each group of the index."""
     _, *parts = re.split(r"^## (.+)\n", index, flags=re.MULTILINE)
+    assert len(set(parts[::2])) == len(parts[::2])
     return {name: LINK.findall(text) for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
@@ -80,6 +82,19 @@ def test_navigation_and_index_have_every_page_in_one_group() -> None:
     assert "'rewards.md'" not in str(navigation(CONFIG.replace(line, "")))
     assert navigation(CONFIG.replace(line, "").replace("  - Serve:\n", f"  - Serve:\n{line}")) != groups
     assert listed(INDEX.replace("[Rewards](rewards", "[Prices](rewards")) != groups
+
+
+def test_llms_txt_lists_every_page() -> None:
+    listing = llms.FILE.read_text()
+    assert listing == llms.text(INDEX), "run python -m docs.llms"
+    title, _, summary, *_ = listing.splitlines()
+    assert title == "# Drivetrain"
+    assert summary.startswith("> ")
+    linked = {file.replace(".html", ".md") for file in re.findall(r"\]\(([^)]+)\)", listing)}
+    assert linked == pages()
+    assert re.findall(r"^## (.+)$", listing, re.MULTILINE) == [*GROUPS]
+    # Control: a page that the index lacks.
+    assert "(rewards.md)" not in llms.text(INDEX.replace("- [Rewards](rewards.md)", "[Rewards](rewards.md)"))
 
 
 def test_every_test_that_the_page_of_bugs_names_exists() -> None:
