@@ -1,6 +1,7 @@
 """The pages as texts: what they name exists, and each of them can be found."""
 
 import ast
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,73 @@ def test_the_settings_of_preference_papers_are_accepted() -> None:
         preference_loss(config.dpo)
     with pytest.raises(ConfigError, match="label_smoothing"):
         preference_loss(parse(DPOConfig, ["model.path=/tmp", "data.train=[x.jsonl]", "dpo.loss=exo_pair"]).dpo)
+
+
+# ---- CONTRIBUTING.md and AGENTS.md ---------------------------------------------------------------------------------------
+
+PACKAGES = {init.parent.name for init in ROOT.glob("[!.]*/__init__.py")}
+FOLDERS = PACKAGES | {"tests", "docs", "examples", "benchmarks"}
+
+
+def folders_of(text: str) -> set[str]:
+    """The folders that the table of folders names, those in a row as they are below the first one."""
+    section = text.split("## The folders\n")[1].split("\n## ")[0]
+    folders = set()
+    for line in section.splitlines():
+        if line.startswith("| `"):
+            first, second = line.strip("| ").split(" | ")
+            names = re.findall(r"`([\w/]+)/`", first)
+            folders |= {*names, *(f"{names[0]}/{name}" for name in re.findall(r"`(\w+)/`", second))}
+    return folders
+
+
+def not_importable(text: str) -> list[str]:
+    """The dotted names of a text that begin with a package or module of the product, and do not exist."""
+    names = re.findall(rf"`((?:{'|'.join((*sorted(PACKAGES), 'commands'))})(?:\.\w+)+)`", text)
+    wrong = []
+    for name in {name for name in names if not name.endswith((".py", ".md"))}:
+        try:
+            pkgutil.resolve_name(f"drivetrain.{name}")
+        except (ImportError, AttributeError):
+            wrong.append(name)
+    return sorted(wrong)
+
+
+def missing_files(text: str) -> list[str]:
+    """The files with a folder that a text names, in backquotes or as links, and that do not exist anywhere that such a name is short for."""
+    names = {*re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|md|toml|yaml|json))`", text), *re.findall(r"\]\(([\w./-]+)[)#]", text)}
+    files = [*(path for folder in FOLDERS for path in (ROOT / folder).rglob("*")), *ROOT.glob("*.*"), *ROOT.glob(".ci/*")]
+    ends = {"/" + str(path.relative_to(ROOT)) for path in files}
+    return sorted(name for name in names if "NAME" not in name and not any(end.endswith(f"/{name}") for end in ends))
+
+
+def test_the_tour_names_every_folder_and_only_those() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    folders = folders_of(text)
+    assert {name.split("/")[0] for name in folders} == FOLDERS
+    assert [name for name in sorted(folders) if not (ROOT / name).is_dir()] == []
+    below = {str(init.parent.relative_to(ROOT)) for name in PACKAGES for init in (ROOT / name).glob("*/__init__.py")}
+    assert below <= folders
+    # Controls: a folder that is not there, and one that the table lacks.
+    assert "engine/wings" in folders_of(text.replace("`parallel/`", "`wings/`"))
+    assert "media" not in folders_of(text.replace("| `media/` |", "| media |"))
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "AGENTS.md"])
+def test_what_contributors_read_names_things_that_exist(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert not_importable(text) == []
+    assert missing_files(text) == []
+    assert missing_tests(text) == []
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {*re.findall(r"(?:`|^)make ([\w-]+)", text, re.MULTILINE)} <= targets
+
+
+def test_the_check_of_names_sees_wrong_ones() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert len(re.findall(r"`losses\.[\w.]+`", text)) >= 5
+    assert not_importable(text.replace("base.Objective`", "base.Objection`")) == ["losses.objectives.base.Objection"]
+    assert missing_files("`engine/nothing.py`, [a page](docs/nothing.md), `engine/base.py`") == [
+        "docs/nothing.md",
+        "engine/nothing.py",
+    ]
