@@ -13,6 +13,7 @@ from docs import llms
 from docs.algorithms import PAPERS, TITLES, algorithm_settings
 from docs.algorithms import pages as generated_pages
 from drivetrain.engine.errors import ConfigError
+from drivetrain.losses import traced_loss
 from drivetrain.losses.algorithms import ALGORITHMS
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import GRPOConfig
@@ -150,6 +151,32 @@ def test_the_settings_of_preference_papers_are_accepted() -> None:
         preference_loss(config.dpo)
     with pytest.raises(ConfigError, match="label_smoothing"):
         preference_loss(parse(DPOConfig, ["model.path=/tmp", "data.train=[x.jsonl]", "dpo.loss=exo_pair"]).dpo)
+
+
+def test_the_page_lists_the_operations_of_custom_losses() -> None:
+    page = (DOCS / "training-service.md").read_text()
+    section = page.split("## Custom losses\n")[1].split("\n## ")[0]
+    rows = {
+        cells[0].strip("| "): set(re.findall(r"`([a-z_0-9]+)`", cells[1]))
+        for line in section.splitlines()
+        if len(cells := line.split(" | ")) == 2
+    }
+    of_torch = {name.removeprefix("torch.") for name in traced_loss._FUNCTIONS if re.fullmatch(r"torch\.\w+", name)}
+    of_functional = {name.rpartition(".")[2] for name in traced_loss._FUNCTIONS if name.startswith("torch.nn.functional.")}
+    operators = {name.rpartition(".")[2] for name in traced_loss._FUNCTIONS if name.startswith("operator.")}
+    assert rows["Python's operators"] == operators
+    assert rows["`torch.nn.functional`"] == of_functional
+    both = set().union(
+        *(
+            rows[kind]
+            for kind in rows
+            if kind.startswith(("arithmetic", "exponentials", "comparisons", "reductions", "shapes"))
+        )
+    )
+    assert both | rows["only as `torch.X`"] == of_torch
+    assert both | rows["only as methods"] == traced_loss._METHODS
+    for limit in (traced_loss.MOST_NODES, traced_loss.MOST_CHARACTERS, traced_loss.MOST_ELEMENTS, traced_loss.MOST_INPUTS):
+        assert f"{limit:,}" in section
 
 
 # ---- CONTRIBUTING.md and AGENTS.md ---------------------------------------------------------------------------------------
