@@ -31,7 +31,7 @@ LINK = re.compile(r"\[([^\]]+)\]\(((?:api/)?[\w-]+\.md)\)")
 
 def flat(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """The titles and files of a part of the navigation, with those of the parts in it."""
-    pages = []
+    pages: list[tuple[str, str]] = []
     for title, entry in (pair for part in entries for pair in part.items()):
         pages += flat(entry) if isinstance(entry, list) else [(title, entry)]
     return pages
