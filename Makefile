@@ -156,6 +156,7 @@ docs: $(SETUP)
 	$(PY) -m docs.reference
 	$(PY) -m docs.algorithms
 	$(PY) -m docs.sizes
+	$(PY) -m docs.llms
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "open site/index.html"
 

@@ -1,4 +1,5 @@
-"""MkDocs hooks: show diagrams as pictures, and give the API reference a view of the package that holds its modules alone.
+"""MkDocs hooks: show diagrams as pictures, put the pages into the site as Markdown too, and give the API reference a view of the package that
+holds its modules alone.
 
 A site that draws diagrams in the browser would need a network; `docs/draw.py` has drawn them.
 
@@ -48,3 +49,9 @@ def on_config(config: Any) -> Any:
     for part in (*ROOT.glob("*.py"), *(init.parent for init in ROOT.glob("[!.]*/__init__.py"))):
         (package / part.name).symlink_to(part)
     return config
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Copy the pages that `llms.txt` names into the site."""
+    for page in (ROOT / "docs").glob("*.md"):
+        shutil.copy(page, config["site_dir"])

@@ -128,7 +128,7 @@ def test_wrong_family_is_refused_with_the_reason(family: str) -> None:
 def test_decoder_that_is_no_model_alone_is_refused(process_group: None, tmp_path: Path) -> None:
     AutoConfig.for_model("mllama").save_pretrained(tmp_path)
     settings = EngineConfig(options=FSDPOptions(allow_unverified_family=True))
-    with pytest.raises(ModelError, match="no causal language model of type 'mllama_text_model' alone"):
+    with pytest.raises(ModelError, match="no causal language model of type 'mllama_text_model' without the encoders"):
         engine_class("fsdp")(model=ModelConfig(path=str(tmp_path)), engine=settings, optim=OPTIM).initialize()
 
 

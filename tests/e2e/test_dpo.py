@@ -349,12 +349,13 @@ def test_the_reward_model_equals_float64_and_scores_the_same_once_exported(pairs
 
 
 @pytest.mark.parametrize("command", [dpo, rm])
-def test_the_commands_of_the_readme(pairs_task: Path, tmp_path: Path, command: Any) -> None:
+def test_the_commands_of_the_pages(pairs_task: Path, tmp_path: Path, command: Any) -> None:
     """With the reader's own paths put in, in one process."""
     name = command.__name__.rpartition(".")[2]
-    readme = (ROOT / "README.md").read_text().replace("\\\n", " ")
-    line = next(line for line in readme.splitlines() if line.startswith(f"drivetrain {name} --nproc 2 "))
-    ours = {"MODEL": str(pairs_task / "model"), "PAIRS.jsonl": str(pairs_task / "pairs.jsonl"), "runs/": f"{tmp_path}/"}
+    page = (ROOT / "docs" / f"{name}.md").read_text().replace("\\\n", " ")
+    line = next(line for line in page.splitlines() if line.startswith(f"drivetrain {name} --nproc 2 "))
+    pairs = str(pairs_task / "pairs.jsonl")
+    ours = {"MODEL": str(pairs_task / "model"), "PAIRS.jsonl": pairs, "HELD_OUT.jsonl": pairs, "runs/": f"{tmp_path}/"}
     for theirs, path in ours.items():
         line = line.replace(theirs, path)
     assert command.main([*line.split(" --nproc 2 ")[1].split(), "trainer.max_steps=1"]) == 0

@@ -124,7 +124,7 @@ def test_a_session_by_its_key_and_its_limits(gateway: Server) -> None:
     client = openai.OpenAI(base_url=f"{gateway.root}/v1", api_key=session["session"], max_retries=0, timeout=60.0)
     for _ in range(24):
         ask(client, [{"role": "user", "content": "q"}], max_tokens=1, tools=TOOLS)
-    with pytest.raises(openai.APIStatusError, match="24 of 24 answers"):
+    with pytest.raises(openai.APIStatusError, match="24 of 24 completions"):
         ask(client, [{"role": "user", "content": "q"}])
     headers = {"Authorization": f"Bearer {session['reward_key']}"}
     address = f"{gateway.root}/sessions/{session['session']}"

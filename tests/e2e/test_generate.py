@@ -142,7 +142,7 @@ def test_what_is_wrong_is_told_in_one_line_and_nothing_is_written(
             [str(model), taken, out],
             "taken.jsonl:1 already has a column response; rename it, or give another name with --column",
         ),
-        ([str(model), sampled, out, "--samples", "2", "--temperature", "1"], "sampled.jsonl:1 has a column sample already"),
+        ([str(model), sampled, out, "--samples", "2", "--temperature", "1"], "sampled.jsonl:1 already has a column sample"),
         ([str(model), good, out, "--column", "finish_reason"], "--column finish_reason is the name of another output column"),
         ([str(model), half, out], "half.jsonl:1 cannot be written as JSON"),
         ([str(model), answered, out], "answered.jsonl:1: the prompt ends with an assistant turn"),

@@ -307,7 +307,7 @@ def test_the_page_can_be_typed(tmp_path: Path) -> None:
     blocks = [part.split("```")[0] for part in page.split("```bash\n")[1:]]
     typed = "".join(block for block in blocks if "pip install" not in block)
     assert typed.count("drivetrain rl ") == 3
-    command = f'drivetrain() {{ {sys.executable} -m drivetrain.cli "$@"; }}; python() {{ {sys.executable} "$@"; }}; set -e\n'
+    command = f'drivetrain() {{ {sys.executable} -m drivetrain.cli "$@"; }}; set -e\n'
     done = subprocess.run(["bash", "-c", command + typed], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert '"answer": "' in done.stdout

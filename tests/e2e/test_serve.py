@@ -274,7 +274,7 @@ def test_new_weights_need_their_own_key_and_stay_below_their_folder(models: Path
         answer = httpx.post(url, json={"name": name}, headers=KEY)
         assert answer.status_code == 400, name
         assert "is not a folder below --weights-dir" in answer.json()["error"]["message"]
-    for name, message in (("empty", "has neither model.safetensors"), ("bigger", "bigger is another model: ")):
+    for name, message in (("empty", "has neither model.safetensors"), ("bigger", "bigger is a different model: ")):
         answer = httpx.post(url, json={"name": name}, headers=KEY)
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]

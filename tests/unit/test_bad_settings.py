@@ -217,7 +217,7 @@ grpo rewards.use=[answer] rollout.temperature=nan  =>  rollout.temperature=nan; 
 grpo rewards.use=[answer] rollout.temperature=-1  =>  rollout.temperature=-1.0; it must be a finite number above 0, so that completions differ from each othe
 grpo rewards.use=[answer] rollout.top_p=0  =>  rollout.top_p=0.0; it must be above 0 and at most 1
 grpo rewards.use=[answer] rollout.top_p=1.5  =>  rollout.top_p=1.5; it must be above 0 and at most 1
-grpo rewards.use=[answer] rollout.generator=sglang  =>  generator='sglang' is unknown; available: continuous, exact, static, tensor_parallel, vllm, vllm_server; gi
+grpo rewards.use=[answer] rollout.generator=sglang  =>  generator='sglang' is unknown; available: continuous, exact, static, tensor_parallel, vllm, vllm_server; na
 grpo rewards.use=[answer] rl.loss.clip_low=-1  =>  rl.loss.clip_low=-1.0; it must be 0 or more (rl.algorithm=grpo)
 grpo rewards.use=[answer] rl.loss.clip_low=nan  =>  rl.loss.clip_low=nan; it must be 0 or more (rl.algorithm=grpo)
 grpo rewards.use=[answer] rl.loss.kl_coef=-1  =>  rl.loss.kl_coef=-1.0; it must be 0 or more (rl.algorithm=grpo)

@@ -88,7 +88,7 @@ def test_the_command_prints_and_draws_what_there_is(tmp_path: Path, capsys: pyte
     assert main([*words, "data.max_length=6", f"data.cache_dir={tmp_path / 'cache'}"]) == 0
     told = capsys.readouterr().out
     for expected in (
-        "train.jsonl:2: 9 tokens, 3 learned\n    22+22=«44<end>»",
+        "train.jsonl:2: 9 tokens, 3 supervised\n    22+22=«44<end>»",
         "train        3 samples\n",
         "tokens       21, 7 (33.3%) of them supervised",
         "lengths      shortest 6, median 6, 90% 9, 99% 9, longest 9",

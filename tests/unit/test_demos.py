@@ -52,6 +52,20 @@ def stood_in(monkeypatch: pytest.MonkeyPatch, processes: Processes, *, served: f
     monkeypatch.setattr(demo_command, "missing", list)
 
 
+def test_prompts_are_written_to_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processes = Processes([])
+    stood_in(monkeypatch, processes, served=1.0)
+    assert demo_command.main(["prompts", str(tmp_path), "--seed", "3"]) == 0
+    assert processes.commands == [("-m", "drivetrain.trainers.demo.steps", "make-prompts", str(tmp_path), "3")]
+    assert str(tmp_path / "data" / "prompts.jsonl") in capsys.readouterr().out
+    for words, message in ((["prompts"], "needs a folder"), (["dpo", "here"], "here: only demo prompts takes a folder")):
+        with pytest.raises(SystemExit):
+            demo_command.main(words)
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("accuracies", "served", "parity", "code", "error"),
     [

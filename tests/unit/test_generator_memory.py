@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_refused_with_its_sizes(free: int) -> None:
         ConfigError, match=rf"fewer than 1024 tokens fit: of 80\.0 GiB on the GPU {free}\.0 GiB are free, .*16\.0 GiB"
     ):
         tokens_that_fit(gpu, NEEDS, "it")
-    with pytest.raises(ConfigError, match=r"max_batch_total_tokens=32768 needs 4\.5 GiB\. Lower that.*gpu_memory_utilization"):
+    with pytest.raises(ConfigError, match=r"max_batch_total_tokens=32768 needs 4\.5 GiB\. Lower it.*gpu_memory_utilization"):
         utilization(gpu, NEEDS, 32768, "it")
 
 

@@ -219,7 +219,7 @@ def test_limits_of_a_session() -> None:
     session = new_session(turns=2, tokens=5)
     answer(session, [user("a")], "12")
     session.running = 1
-    with pytest.raises(SessionEndedError, match="1 of 2 answers"):
+    with pytest.raises(SessionEndedError, match="1 of 2 completions"):
         session.place(ChatPath.of(read_messages([user("b")])), tokenize)
     session.running = 0
     assert session.room() == 2

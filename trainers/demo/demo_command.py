@@ -1,6 +1,7 @@
 """`drivetrain demo`: train, export and evaluate a tiny model on an embedded task, in a few minutes on two CPU cores. `demo
 dpo` and `demo rm` do the same for preference learning, in about a minute, `demo grpo` for reinforcement learning, `demo vision` for chats
-with images, and `demo tinker` for two clients of a training service.
+with images, and `demo tinker` for two clients of a training service. `demo prompts FOLDER` trains nothing: it writes prompts and an
+untrained model, to begin with.
 
 Every demo trains until an evaluation reaches its goal, within limits on steps and time. It reports the accuracy on held-out rows that were
 not used to decide when to stop.
@@ -39,10 +40,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "task",
         nargs="?",
-        choices=("sft", "dpo", "rm", "grpo", "vision", "tinker"),
+        choices=("sft", "dpo", "rm", "grpo", "vision", "tinker", "prompts"),
         default="sft",
-        help="the training method; default: sft",
+        help="the training method; default: sft; prompts: only write prompts and an untrained model",
     )
+    parser.add_argument("folder", nargs="?", help="prompts only: the folder to write `data` and `model` to")
     parser.add_argument("--output", default=None, help="output folder; default: runs/demo, or runs/demo-TASK")
     parser.add_argument(
         "--nproc", type=int, default=None, help="number of processes; default: 2, or 1 on a machine with a single GPU"
@@ -71,6 +73,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.tools and (args.task != "grpo" or args.algorithm != "grpo" or args.shuffled):
         parser.error("--tools is only for demo grpo, without --algorithm ppo and --shuffled")
+    if args.task == "prompts" and not args.folder:
+        parser.error("demo prompts needs a folder to write to, as in drivetrain demo prompts runs/first")
+    if args.task != "prompts" and args.folder:
+        parser.error(f"{args.folder}: only demo prompts takes a folder; --output names that of demo {args.task}")
+    if args.task == "prompts":
+        return write_prompts(Path(args.folder), args.seed)
     name = f"{args.task}-tools" if args.tools else args.task
     root, start = Path(args.output or ("runs/demo" if args.task == "sft" else f"runs/demo-{name}")), time.monotonic()
     if args.task == "grpo":
@@ -191,6 +199,20 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: accuracy {min(after.values()):.3f} after training; at least {ENOUGH} was expected", file=sys.stderr)
         return 1
     return parity.returncode
+
+
+def write_prompts(root: Path, seed: int) -> int:
+    """Write the prompts of the embedded task of sums, `data`, and an untrained model, `model`; return 0.
+
+    Args:
+        root: The folder.
+        seed: The seed of the data and of the untrained model.
+    """
+    python("-m", "drivetrain.trainers.demo.steps", "make-prompts", str(root), str(seed))
+    print(f"prompts              {root / 'data' / 'prompts.jsonl'}")
+    print(f"held-out prompts     {root / 'data' / 'held-out.jsonl'}")
+    print(f"an untrained model   {root / 'model'}")
+    return 0
 
 
 if __name__ == "__main__":
