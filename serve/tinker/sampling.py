@@ -40,6 +40,8 @@ MOST_PENDING = 16384
 """The largest number of responses that a key waits for."""
 AT_ONCE = 256
 """The number of responses at a time for each worker that samples."""
+CLOSE_S = 10.0
+"""For how many seconds the end of the service waits for results that are being written."""
 MATRICES_AT_ONCE = 16
 """Of how many requests the tokens that they name are held at a time."""
 MOST_SAMPLES = 1024
@@ -146,7 +148,9 @@ class SamplingService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*self._writes, return_exceptions=True)
+        if self._writes:
+            # What is not written by then begins anew too.
+            await asyncio.wait(self._writes, timeout=CLOSE_S)
 
     @property
     def folders_in_use(self) -> set[str]:
@@ -455,7 +459,7 @@ class SamplingService:
                     raise QueueFullError(
                         f"the processes that sample have been busy for {TRIES * RETRY_S:.0f} s ({reason(e)}); send this request again later, or "
                         "raise --samplers or --max-batch-total-tokens"
-                    ) from e
+                    ) from None
             except WorkerLostError:
                 if attempt == TRIES - 1:
                     raise

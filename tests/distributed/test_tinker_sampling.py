@@ -5,10 +5,11 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.errors import QueueFullError, WorkerError
 from drivetrain.serve.tinker import messages, sampling
 from drivetrain.serve.tinker.sampling import SamplingService
+from drivetrain.serve.tinker.turns import AdapterPlaces
 from helpers.tinker_replicas import LocalReplicas
 from helpers.tinker_service import KEY, Service, datums, forward_backward, group_of, running
 
@@ -382,9 +385,11 @@ def test_what_cannot_be_scored_is_not_generated(model: Path) -> None:
     async def test(service: Service) -> None:
         Counting.generated = 0
         sampler = await sampler_of(service, await service.session(), 0)
-        for seq, change in enumerate(
-            ({"topk_sample_logprobs": 301}, {"topk_sample_logprobs": 1, "params": {"max_tokens": 250}})
-        ):
+        changes: list[dict[str, Any]] = [
+            {"topk_sample_logprobs": 301},
+            {"topk_sample_logprobs": 1, "params": {"max_tokens": 250}},
+        ]
+        for seq, change in enumerate(changes):
             answer = await answer_of(service, await service.post("/asample", body_of(sampler, seq, [5], **change)))
             assert answer["category"] == "user"
         assert Counting.generated == 0
@@ -468,8 +473,9 @@ def test_a_request_is_cancelled_or_goes_on_after_a_restart(model: Path) -> None:
 class Narrow(SamplingService):
     """Has one adapter in its workers at a time, and four places."""
 
-    def __init__(self, *args: Any, longest: int) -> None:
-        super().__init__(*args[:7], adapters=1, at_once=4, longest=longest)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._adapters, self._places = 1, AdapterPlaces(4, 1)
 
 
 def test_a_key_that_floods_its_sampler_lets_others_have_theirs(model: Path) -> None:
@@ -497,6 +503,51 @@ def test_a_key_that_floods_its_sampler_lets_others_have_theirs(model: Path) -> N
         assert not [future for future in flood if "error" in str(await answer_of(service, future))]
 
     serve(model, test, sampling_class=Narrow, replicas=LessSlow)
+
+
+class Failing(LocalReplicas):
+    """Fails with some errors first, and counts what is loaded."""
+
+    errors: ClassVar[list[Exception]] = []
+    loads = 0
+
+    @contextmanager
+    def streams(self, requests: Any) -> Iterator[Any]:
+        if Failing.errors:
+            raise Failing.errors.pop()
+        with super().streams(requests) as streams:
+            yield streams
+
+    async def acall(self, method: str, *args: Any) -> Any:
+        Failing.loads += method == "load_adapter"
+        return await super().acall(method, *args)
+
+
+def test_samplers_that_are_busy_or_were_started_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "TRIES", 3)
+    monkeypatch.setattr(sampling, "RETRY_S", 0.01)
+
+    async def test(service: Service) -> None:
+        session = await service.session()
+        saved = await service.post(
+            "/save_weights_for_sampler",
+            {"model_id": await service.model(session), "seq_id": 1, "sampling_session_seq_id": 0},
+        )
+        sampler = (await service.result(saved))["sampling_session_id"]
+        # That they are busy is not the fault of who asks, who is told what helps.
+        Failing.errors, Failing.loads = [QueueFullError("the queue is full")] * 3, 0
+        answer = await answer_of(service, await service.post("/asample", body_of(sampler, 0, [5, 6])))
+        assert answer["category"] == "server"
+        assert "the queue is full" in answer["error"]
+        assert "raise --samplers or --max-batch-total-tokens" in answer["error"]
+        assert Failing.loads == 1
+        # One that was started again gets its adapters again.
+        Failing.errors = [WorkerError("there is no adapter")]
+        answer = await answer_of(service, await service.post("/asample", body_of(sampler, 1, [5, 6])))
+        assert [len(tokens) for tokens in tokens_of(answer)] == [4]
+        assert Failing.loads == 2
+
+    serve(model, test, replicas=Failing)
 
 
 class Finishing(SamplingService):
