@@ -524,6 +524,8 @@ class Training:
                 queue.next_seq = one["seq"] + 1
                 continue
             request = QueuedRequest(one["seq"], one["kind"], one["future"], len(one["body"]))
+            if one["kind"] == FORWARD_BACKWARD:
+                request.dense = self._passes.dense_size(one["body"])
             await self._prepare(request, model, one["body"])
             queue.waiting[one["seq"]] = request
 
