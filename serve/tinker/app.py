@@ -34,7 +34,7 @@ PREFIX = "/api/v1"
 PROTOBUF = "application/x-protobuf"
 FLAGS = {"sample_use_retrieve_futures": True, "custom_loss_server_side": True}
 DYNAMIC_FLAGS = {"sample_cancel_enabled": True}
-"""What the client is told that differs from its defaults."""
+"""Flags for the client that differ from its defaults."""
 MOST_LOSSES = 256
 """The largest number of losses of a session."""
 MOST_LOSS_BYTES = 2**20
@@ -135,11 +135,11 @@ class TrainingApp:
         if not key.startswith(KEY_PREFIX) or (self._settings.keys and owner not in self._settings.keys):
             raise BadRequestError(f"the key is missing or wrong; send it as: X-API-Key: {KEY_PREFIX}...", status=401)
         if (failed := self._failed()) is not None:
-            raise BadRequestError(f"the service cannot go on: {failed}", status=503)
+            raise BadRequestError(f"the service cannot continue: {failed}", status=503)
         return owner
 
     def _failed(self) -> str | None:
-        """Return why the service cannot go on; None if it can."""
+        """Return why the service cannot continue; None if it can."""
         if self._training.failed is not None:
             return str(self._training.failed)
         return None if self._database.is_alive else "nothing is written to the database any more; start the service again"
@@ -348,7 +348,7 @@ class TrainingApp:
         new = await asyncio.to_thread(wire.parse, body, wire.CreateCustomLoss)
         self._check_session(new.session_id, owner)
         name, digest = f"{new.session_id}:loss:{new.custom_loss_seq_id}", hashlib.sha256(body).hexdigest()
-        # Under this name nobody finds it.
+        # No request finds it under this name.
         refused, stored = f"{name}:refused", ""
         future = new_future_id("custom_loss")
         payload = json_result({"type": "create_custom_loss", "loss_id": name})

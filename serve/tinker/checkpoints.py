@@ -126,7 +126,7 @@ class Checkpoints:
             raise BadRequestError(f"{text[:200]} is not an exported checkpoint; save one with save_weights_external")
         folder = exported(row["folder"])
         files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-        # Those that were issued before may be in use: the last of them goes on until half of its time is over.
+        # Those that were issued before may be in use: the last of them is used again until half of its time is over.
         fresh = time.time() + DOWNLOAD_S / 2
         self._downloads = {one: known for one, known in self._downloads.items() if known[-1] > time.time()}
         for token, known in self._downloads.items():

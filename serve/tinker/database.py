@@ -121,7 +121,7 @@ class Database:
         if row is not None and row[0] != FORMAT:
             raise ConfigError(
                 f"{file} has format {str(row[0])[:40]}, and this version of the service reads format {FORMAT}; give another folder (--state), "
-                "or go on with the version of the service that has written it"
+                "or continue with the version of the service that has written it"
             )
 
     @property
@@ -181,11 +181,11 @@ class Database:
             while len(waiting) < _AT_ONCE and not self._queue.empty():
                 waiting.append(self._queue.get())
             over = None in waiting
-            # Nobody can cancel what is being made: its result has somewhere to go.
+            # A change that is being made cannot be cancelled: its result has somewhere to go.
             self._commit([one for one in waiting if one is not None and one[1].set_running_or_notify_cancel()])
 
     def _commit(self, changes: list[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]]) -> None:
-        """Make changes, also if another program holds the file for a while. Whatever goes wrong is said to whoever asked for them."""
+        """Make changes, also if another program holds the file for a while. Any error is passed to the caller of the change."""
         end = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -213,7 +213,7 @@ class Database:
                 done.append((future, change(self._writer)))
             except sqlite3.OperationalError:
                 raise
-            except BaseException as e:  # given to whoever asked for the change
+            except BaseException as e:  # passed to the caller of the change
                 self._writer.execute("ROLLBACK TO change")
                 failed.append((future, e))
             self._writer.execute("RELEASE change")

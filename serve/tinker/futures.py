@@ -1,4 +1,4 @@
-"""Results that are asked for later: each has an id that nobody guesses, belongs to a key, and is kept until it has been fetched."""
+"""Results that are asked for later: each has an id that cannot be guessed, belongs to a key, and is kept until it has been fetched."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ class Result:
 
 
 def new_future_id(kind: str) -> str:
-    """Return an id that nobody guesses."""
+    """Return an id that cannot be guessed."""
     return f"{kind}-{secrets.token_hex(16)}"
 
 
@@ -73,7 +73,7 @@ class Futures:
             BadRequestError: There is no such future of this key.
         """
         row = self._database.one("SELECT owner, state, payload FROM futures WHERE id = ?", future)
-        # Whether another key has one is nobody's business.
+        # The answer must not say whether another key has one.
         if row is None or row["owner"] != owner:
             raise BadRequestError(f"there is no request {future[:80]!r}; it is unknown, or too old", status=404)
         return Result(row["state"], row["payload"] or b"")
@@ -95,7 +95,7 @@ class Futures:
         return result
 
     async def drop_old(self) -> None:
-        """Forget results that nobody has asked for in a long time."""
+        """Forget results that have not been asked for in a long time."""
         limit = time.time() - KEPT_S
         old = "SELECT id FROM futures WHERE state != 'pending' AND created < ?"
         await asyncio.wrap_future(

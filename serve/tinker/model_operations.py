@@ -73,7 +73,7 @@ class ModelOperations:
         result, statements = await self._operations[request.kind](self, queue, request)
         queue.steps += request.kind == "optim_step"
         is_due = request.kind == "optim_step" and (queue.steps >= self._settings.steps_per_save or is_full)
-        # A checkpoint that was loaded may be deleted, and then nobody could load it again.
+        # A checkpoint that was loaded may be deleted, and then a restart could not load it again.
         if request.loads:
             statements = [*statements, *await self._save_state(queue, request.seq)]
         elif is_due:

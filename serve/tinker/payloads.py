@@ -91,7 +91,7 @@ def parse_forward_backward(body: bytes) -> Any:
     try:
         return messages.ForwardBackwardRequest.FromString(body)
     except DecodeError as e:
-        raise BadRequestError(f"the body is no ForwardBackwardRequest: {e}") from e
+        raise BadRequestError(f"the body is not a valid ForwardBackwardRequest: {e}") from e
 
 
 def dense_size(request: Any) -> int:

@@ -40,7 +40,7 @@ class SampleResult:
         tokens: Its tokens.
         log_probs: Their log-probabilities.
         reason: Why it ended.
-        top: The most likely tokens in the place of each; None if nobody asked for them.
+        top: The most likely tokens in the place of each; None if they were not requested.
     """
 
     tokens: Sequence[int]

@@ -296,10 +296,10 @@ class SamplingService:
         except DrivetrainError as e:
             is_ours = isinstance(e, (WorkerLostError, QueueFullError)) or (isinstance(e, BadRequestError) and e.status >= 500)
             payload, state = failure(reason(e), category="server" if is_ours else "user"), "json"
-        except Exception as e:  # whoever waits has to be told
+        except Exception as e:  # the client that waits needs a result
             log.exception("a sample request failed")
             payload, state = failure(f"{type(e).__name__}: {e}", category="server"), "json"
-        # Whoever cancels it now is too late.
+        # It is too late to cancel it now.
         write = asyncio.create_task(self._finish(sampler, future, state, payload))
         self._writes.add(write)
         write.add_done_callback(self._writes.discard)

@@ -13,7 +13,7 @@ KEY_PREFIX = "tml-"
 
 
 def owner_of(key: str) -> str:
-    """Return what stands for a key in the database and in logs, from which nobody gets the key back."""
+    """Return what stands for a key in the database and in logs; the key cannot be recovered from it."""
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
@@ -35,7 +35,7 @@ class TrainingServiceSettings:
         max_disk_mib: The bytes of checkpoints of a key, in MiB.
         poll_s: For how many seconds a request for a result waits until there is one.
         session_s: After how many seconds without a sign of life a session is over, and its adapters are freed.
-        steps_per_save: After how many optimizer steps the state of an adapter is saved, from which a restart goes on.
+        steps_per_save: After how many optimizer steps the state of an adapter is saved, from which a restart continues.
         seed: The seed of the first seeds, of adapters and samples that come without one; None takes random ones.
     """
 

@@ -1,7 +1,7 @@
 """The requests of models in the order of their numbers, whatever the order in which they arrive, and whose turn it is.
 
-A request is cut into pieces by itself alone, so that one of many tokens lets others in between, and is computed in the same pieces whoever
-else there is.
+A request is cut into pieces by itself alone, so that one of many tokens lets others in between, and is computed in the same pieces whatever
+else is pending.
 """
 
 from collections.abc import Iterator

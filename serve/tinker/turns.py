@@ -61,7 +61,7 @@ class AdapterPlaces:
     """Places for work with adapters, of which a limited number is held at a time.
 
     A place that is free goes to each user who waits in turn. While somebody waits for an adapter that there is no room for, each that is held
-    gets so many places since it is there, and then no more until it is unused and makes room: nobody keeps an adapter by asking for more.
+    gets so many places since it is there, and then no more until it is unused and makes room: no user keeps an adapter by asking for more.
 
     Args:
         places: Their number, and how many each adapter gets at least.
@@ -122,7 +122,7 @@ class AdapterPlaces:
         self._served[adapter] += 1
 
     def _next(self) -> tuple[str, "asyncio.Future[None]"] | None:
-        """Take the one whose turn it is from those who wait, with its adapter; None if nobody can go on."""
+        """Take the one whose turn it is from those who wait, with its adapter; None if none can proceed."""
         self._forget_cancelled()
         is_full = len(self._held) >= self._adapters
         has_room = not is_full or not all(self._held.values())
