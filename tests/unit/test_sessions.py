@@ -224,7 +224,7 @@ def test_limits_of_a_session() -> None:
     session.running = 0
     assert session.room() == 2
     answer(session, [user("b")], "3456")
-    with pytest.raises(SessionEndedError, match="2 of 2 answers"):
+    with pytest.raises(SessionEndedError, match="2 of 2 completions"):
         answer(session, [user("c")], "1")
     with pytest.raises(SessionEndedError, match="the 5 tokens of the session"):
         answer(full := new_session(turns=9, tokens=5), [user("a")], "123456789") and answer(full, [user("b")], "1")
