@@ -13,6 +13,7 @@ import signal
 import sqlite3
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -218,8 +219,12 @@ def _kill(process: TinkerProcess, kill: int, report: LoadReport, random: Random)
     report.kills[victim] = report.kills.get(victim, 0) + 1
     if victim == "a process":
         # Those that train or sample, not those that watch over memory and semaphores.
-        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(process.process.pid)}
-        os.kill(random.choice([pid for pid, command in commands.items() if b"--identity" in command]), signal.SIGKILL)
+        until = time.monotonic() + 60
+        while not (workers := _workers(process)):
+            # They are being started again.
+            assert time.monotonic() < until, "the service has no processes that train or sample"
+            time.sleep(0.1)
+        os.kill(random.choice(workers), signal.SIGKILL)
         return
     if victim == "the service":
         process.process.kill()
@@ -227,6 +232,15 @@ def _kill(process: TinkerProcess, kill: int, report: LoadReport, random: Random)
     else:
         process.kill()
     process.start()
+
+
+def _workers(process: TinkerProcess) -> list[int]:
+    """The processes of a service that train or sample."""
+    workers = []
+    for pid in descendants(process.process.pid):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            workers += [pid] if b"--identity" in Path(f"/proc/{pid}/cmdline").read_bytes() else []
+    return workers
 
 
 def _rows(state: Path, sql: str, *values: str) -> list[Any]:

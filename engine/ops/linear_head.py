@@ -405,7 +405,9 @@ class _LinearHead(torch.autograd.Function):
         accurate = torch.promote_types(h_th.dtype, torch.float32)
         tokens = len(h_th)
         targets_tk = targets[:, None] if targets.dim() == 1 else targets
-        log_probs = torch.empty(targets_tk.shape, dtype=accurate, device=h_th.device)
+        log_probs = torch.empty(targets.shape, dtype=accurate, device=h_th.device)
+        # What is returned must not be a view: FSDP warns about outputs that are.
+        log_probs_tk = log_probs.view(targets_tk.shape)
         entropies = torch.empty(tokens if s.entropy else 0, dtype=accurate, device=h_th.device)
         likeliest = torch.empty(tokens if s.greedy else 0, dtype=torch.int64, device=h_th.device)
         squares = torch.empty(tokens if s.squares else 0, dtype=accurate, device=h_th.device)
@@ -424,7 +426,7 @@ class _LinearHead(torch.autograd.Function):
             z_cv, slope_cv = _logits(pairs, part, bias_v, s)
             kept += [(z_cv, slope_cv)] if keeps else []
             outputs = _chunk_outputs(z_cv, targets_tk[part], s)
-            log_probs[part], lse[part] = outputs.log_probs_ck, outputs.lse_c1[:, 0]
+            log_probs_tk[part], lse[part] = outputs.log_probs_ck, outputs.lse_c1[:, 0]
             if s.top_k:
                 top_tokens[part], top_log_probs[part] = _top(z_cv, outputs.lse_c1, s)
             if outputs.greedy_c is not None:
@@ -441,7 +443,7 @@ class _LinearHead(torch.autograd.Function):
         ctx.save_for_backward(h_th, w_vh, bias_v, low_tr, up_vr, targets_tk, lse, entropies)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(likeliest, squares, top_tokens, top_log_probs)
-        return log_probs.view(targets.shape), entropies, likeliest, squares, top_tokens, top_log_probs
+        return log_probs, entropies, likeliest, squares, top_tokens, top_log_probs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
