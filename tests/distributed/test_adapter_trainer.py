@@ -290,7 +290,8 @@ class FailsOnNegative(TokenSumLoss):
         return super().__call__(outputs, batch)
 
 
-def failing_loss(folder: str, settings: dict[str, Any]) -> tuple[list[str], list[float], list[float]]:
+def calls_of_two(folder: str, settings: dict[str, Any], fails: bool) -> tuple[list[str], list[float], list[float]]:
+    """Errors, losses and gradient norms of calls of two adapters, all at once with one that fails, or one after another without it."""
     engine = bank_engine(folder, **settings)
     try:
         trainer = AdapterTrainer(engine)
@@ -298,30 +299,17 @@ def failing_loss(folder: str, settings: dict[str, Any]) -> tuple[list[str], list
         for name, seed in (("a", 1), ("b", 2)):
             trainer.create(name, config(seed=seed))
         first, second, several = documents(random, 4), documents(random, 2), documents(random, 2, targets=2)
-        # Only rank 0 has documents of the loss that fails, which is in another pass than the calls before it.
-        bad = AdapterCall(
-            adapter="a", batch=packed(several) if engine.topology.dp_rank == 0 else None, loss=FailsOnNegative("cross_entropy")
-        )
         done(trainer.forward_backward([call("a", second), call("b", second)]))
-        results = trainer.forward_backward([call("b", first), call("a", first), bad, call("a", second), call("b", several)])
+        calls = [call("b", first), call("a", first), call("a", second), call("b", several)]
+        if fails:
+            # Only rank 0 has documents of it, and it is in another pass than the calls before it.
+            shard = packed(several) if engine.topology.dp_rank == 0 else None
+            calls.insert(2, AdapterCall(adapter="a", batch=shard, loss=FailsOnNegative("cross_entropy")))
+            results = trainer.forward_backward(calls)
+        else:
+            results = [result for one in calls for result in trainer.forward_backward([one])]
         norms = [trainer.optim_step(name, OPTIM).grad_norm for name in ("a", "b")]
         return [str(result.error) for result in results], [result.loss for result in results], norms
-    finally:
-        engine.close()
-
-
-def without_it(folder: str, settings: dict[str, Any]) -> tuple[list[float], list[float]]:
-    engine = bank_engine(folder, **settings)
-    try:
-        trainer = AdapterTrainer(engine)
-        random = Random(1)
-        for name, seed in (("a", 1), ("b", 2)):
-            trainer.create(name, config(seed=seed))
-        first, second, several = documents(random, 4), documents(random, 2), documents(random, 2, targets=2)
-        losses = []
-        for name, batch in (("a", second), ("b", second), ("b", first), ("a", first), ("a", second), ("b", several)):
-            losses += [result.loss for result in done(trainer.forward_backward([call(name, batch)]))]
-        return losses[2:], [trainer.optim_step(name, OPTIM).grad_norm for name in ("a", "b")]
     finally:
         engine.close()
 
@@ -332,8 +320,8 @@ def without_it(folder: str, settings: dict[str, Any]) -> tuple[list[float], list
 def test_a_loss_that_fails_in_its_pass_fails_alone(tmp_path: Path, nproc: int, settings: dict[str, Any]) -> None:
     """Neither other adapters nor other calls of its own adapter have a gradient twice or not at all, and no rank is left waiting."""
     folder = str(save_tiny_model(tmp_path / "model", "llama"))
-    losses, norms = run_ranks(without_it, nproc, folder, settings)[0]
-    for messages, with_it, norms_with_it in run_ranks(failing_loss, nproc, folder, settings):
+    _, losses, norms = run_ranks(calls_of_two, nproc, folder, settings, False)[0]
+    for messages, with_it, norms_with_it in run_ranks(calls_of_two, nproc, folder, settings, True):
         assert [message == "None" for message in messages] == [True, True, False, True, True]
         assert "FailsOnNegative cannot be computed of this batch: ValueError: negative" in messages[2]
         assert [with_it[i] for i in (0, 1, 3, 4)] == pytest.approx(losses, rel=1e-5)
