@@ -93,6 +93,18 @@ def constant_floats() -> AbstractContextManager[None]:
     return context
 
 
+def unchecked_operators() -> AbstractContextManager[None]:
+    """Leave out torch's check, when a compiled graph first runs, that our operators return no views of their inputs.
+
+    The check runs operators in a dispatch mode that excludes the dispatch keys of `vmap`, with which FlexAttention's masks are built
+    and compiled (torch 2.11 to 2.15: "Cannot access storage of BatchedTensorImpl").
+    """
+    from torch._functorch import config
+
+    context: AbstractContextManager[None] = config.patch(check_custom_op_aliasing=False)
+    return context
+
+
 def compile_settings(limit: int) -> dict[str, Any]:
     """Return the arguments of torch.compile that allow this many graphs for one piece of code.
 

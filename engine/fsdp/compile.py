@@ -6,7 +6,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..hf.model import decoder_of
 from ..ops.head_regions import compile_regions
-from ..torch_private import compile_settings
+from ..torch_private import compile_settings, unchecked_operators
 from .packed_model import PackedModel
 from .shard import decoder_layers
 
@@ -27,4 +27,5 @@ def compile_model(root: PackedModel, backend: Any = "inductor") -> None:
     """
     for layer in decoder_layers(decoder_of(root.lm)):
         layer.compile(backend=backend, dynamic=True, **compile_settings(GRAPHS))
+    root.layer_context = unchecked_operators
     root.head_regions = compile_regions(backend)

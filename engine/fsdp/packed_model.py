@@ -5,6 +5,7 @@ H hidden size.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +65,8 @@ class PackedModel(HFModel):
         """The dtype that encoders compute in; None for the dtype of their input."""
         self.head_regions: HeadRegions | None = None
         """The compiled computation of the head on its logits; None if the model is not compiled."""
+        self.layer_context: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What layers run in; set for compiled ones."""
 
     def forward(
         self,
@@ -116,13 +119,14 @@ class PackedModel(HFModel):
             else:
                 embeddings = self._embed(part, ids, features).unsqueeze(0)
                 inputs = {"inputs_embeds": embeddings, **self.media.decoder_arguments(self.base, ids)}
-        result = backbone(
-            **inputs,
-            position_ids=part.position_ids.unsqueeze(-2),
-            use_cache=False,
-            packed=part.context,
-            **router,
-        )
+        with self.layer_context():
+            result = backbone(
+                **inputs,
+                position_ids=part.position_ids.unsqueeze(-2),
+                use_cache=False,
+                packed=part.context,
+                **router,
+            )
         if result.last_hidden_state.grad_fn is not None:
             # Compiled layers refer to the boundaries by a handle, which must be valid until the backward pass.
             result.last_hidden_state.grad_fn.metadata["packed"] = part.context

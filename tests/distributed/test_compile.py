@@ -20,6 +20,7 @@ from drivetrain.engine.fsdp import attention as attention_module
 from drivetrain.engine.fsdp import build as build_module
 from drivetrain.engine.fsdp import compile as compile_module
 from drivetrain.engine.fsdp.compile import compile_model
+from drivetrain.engine.ops import kernels
 from drivetrain.engine.ops.head_regions import HeadRegions, compile_regions
 from drivetrain.engine.ops.linear_head import linear_head
 from drivetrain.engine.packing.convert import from_lists
@@ -131,6 +132,19 @@ def test_compiled_layers_change_no_number(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_flex_attention_runs_in_compiled_layers(
+    mode: Any, counted: CountingBackend, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, where torch checks the operators of a graph when it first runs, with a dispatch mode that `vmap` does not work in."""
+    monkeypatch.setattr(kernels, "choose_kernel", lambda *args, **kwargs: "flex")
+    folder = save_tiny_model(tmp_path / "model", "gemma2")
+    engine = build(folder, compile=True, recompute=mode)
+    close_to(steps(engine, 2), reference_steps(folder, 2))
+    engine.close()
+    assert counted.counts["graphs"] > 0
+
+
 def test_many_models_of_a_process_stay_compiled(counted: CountingBackend, tmp_path: Path, process_group: None) -> None:
     # torch counts their graphs together, and would fall back to eager mode beyond eight.
     batch = from_lists([list(range(3, 20))])
