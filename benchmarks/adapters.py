@@ -18,8 +18,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.gpu import synchronize
-from drivetrain.engine.adapter_trainer import AdapterCall, AdapterTrainer
+from drivetrain.engine.adapter_trainer import AdapterTrainer
 from drivetrain.engine.adapters.config import AdapterConfig
+from drivetrain.engine.call_trainer import AdapterCall
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.parallel.process_groups import init_distributed

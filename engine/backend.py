@@ -233,6 +233,16 @@ class Backend(ABC):
     def update_parameters(self, lr: float) -> None:
         """Update the parameters with the given learning rate."""
 
+    def set_optimizer_settings(self, optim: OptimConfig) -> None:
+        """Update with these betas, eps and weight decay from now on.
+
+        Raises:
+            CapabilityError: The backend's optimizer cannot change them.
+        """
+        raise CapabilityError(
+            f"{type(self).__name__} cannot change the optimizer's settings from step to step; use the backend fsdp or mcore, or set them once"
+        )
+
     @abstractmethod
     def drop_gradients(self) -> None:
         """Drop all gradients, including partial ones left by an aborted step."""

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 from .backend import Adapters, Backend, check_adapters
 from .checkpoint.full_weights import load_full_weights
 from .checkpoint.load import RestoredState, load_state, restore_random_state
+from .checkpoint.local_shards import LocalShard
 from .checkpoint.save import HostCopies, Snapshot, take_snapshot, write_snapshot
 from .checkpoint.storage import open_store
 from .config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig, SharePrefixes
@@ -329,20 +330,30 @@ class BaseEngine(Backend):
         plan = plan or self._planner.plan(batch, loss, training=not forward_only, total_weights=total_weights)
         loads = self._expert_loads if self.model_config.router_bias_update_rate and not forward_only else None
         accumulator = LossAccumulator(loss, plan, self.router_aux_coef, backward=not forward_only, expert_loads=loads)
-        with self.eval_mode() if forward_only else self.train_mode():
-            if not forward_only:
+        with self.accumulating(backward=not forward_only):
+            micro_batches = plan.micro_batches(batch, self.topology.device)
+            self.run_micro_batches(micro_batches, accumulator, backward=not forward_only)
+            result = accumulator.finish(self.topology)
+        if not forward_only:
+            self._finite = self._finite and math.isfinite(result.loss)
+        return result
+
+    @contextmanager
+    def accumulating(self, *, backward: bool) -> Iterator[None]:
+        """Enter the mode for passes in the `with` block, whose gradients add up until the optimizer step.
+
+        Args:
+            backward: Whether there are backward passes.
+        """
+        with self.train_mode() if backward else self.eval_mode():
+            if backward:
                 self._has_gradients, self._offloader.gradients_are_zero = True, False
             try:
-                micro_batches = plan.micro_batches(batch, self.topology.device)
-                self.run_micro_batches(micro_batches, accumulator, backward=not forward_only)
-                result = accumulator.finish(self.topology)
+                yield
             except Exception:
                 # A partial gradient must not leak into the next step.
                 self.zero_grad()
                 raise
-        if not forward_only:
-            self._finite = self._finite and math.isfinite(result.loss)
-        return result
 
     def check_batches(self, batches: Iterable[PackedBatch], count: int, loss: Loss) -> list[StepPlan]:
         """Check all batches of several steps before the first step runs, and plan the steps. Collective.
@@ -394,25 +405,36 @@ class BaseEngine(Backend):
             self.run_micro_batches(plan.micro_batches(batch, self.topology.device), collector, backward=False)
         return collector.result(self.topology)
 
-    def optimizer_step(self, result: StepResult | None = None) -> StepResult:
+    def optimizer_step(self, result: StepResult | None = None, *, optim: OptimConfig | None = None) -> StepResult:
         """Clip the gradients and step the optimizer and the schedule, or skip both if the loss or the gradient is not finite.
 
         Either way the gradients are dropped.
 
         Args:
             result: The result of `forward_backward`, to which the fields of the optimizer step are added.
+            optim: The settings from this step on: betas, eps, weight decay and clipping, and the learning rate without a schedule. None for
+                those of the engine. Steps of one run either all have settings of their own, or none.
 
         Returns:
             The result with `grad_norm`, `lr` and `skipped`.
 
         Raises:
             NonFiniteError: The loss or the gradient is not finite and `engine.non_finite=raise`; the parameters are unchanged.
+            ConfigError: `optim` is of another optimizer.
         """
-        optim = self._require_optimizer()
+        settings = self._require_optimizer()
+        if optim is not None and optim.name != settings.name:
+            raise ConfigError(
+                f"optim.name={optim.name} in a step of an engine with optim.name={settings.name}; only the numbers may change"
+            )
         result = result or StepResult(loss=math.nan, terms={}, metrics={}, weights={})
         with self._offloader.on_device(PARTS), self.step_threads():
-            norm = self.reduce_and_clip(optim.clip_grad_norm)
-            lr = learning_rate(self.step, optim, self.total_steps)
+            if optim is None:
+                lr = learning_rate(self.step, settings, self.total_steps)
+            else:
+                settings, lr = optim, optim.lr
+                self.set_optimizer_settings(optim)
+            norm = self.reduce_and_clip(settings.clip_grad_norm)
             # Both numbers are global, so all ranks make the same decision.
             finite, self._finite = self._finite and math.isfinite(norm), True
             if finite:
@@ -560,12 +582,13 @@ class BaseEngine(Backend):
         with self.live_snapshot(step, extra) as snapshot:
             return write_snapshot(snapshot, open_store(root), self.topology, self.topology.host)
 
-    def load_checkpoint(self, folder: Path | str, *, verify: bool = True) -> RestoredState:
+    def load_checkpoint(self, folder: Path | str, *, verify: bool = True, optimizer: bool = True) -> RestoredState:
         """Load a checkpoint that any backend saved in any layout. Each rank reads only the slices that it needs.
 
         Args:
             folder: The folder of the checkpoint, or its URL.
             verify: Whether to verify the checksums of the data that is read.
+            optimizer: Whether to load the optimizer's state too; otherwise that and the step stay as they are.
 
         Returns:
             The restored state that does not belong to the engine.
@@ -574,15 +597,20 @@ class BaseEngine(Backend):
             CheckpointError: The checkpoint is incomplete, damaged, or of another model. The engine's state is then unchanged,
                 unless the damage is only detected while reading.
         """
-        optimizer = None if self.optim_config is None else self.optim_config.name
+        name = None if self.optim_config is None or not optimizer else self.optim_config.name
+
+        def shards() -> Iterator[LocalShard]:
+            return (shard for shard in self.local_shards() if optimizer or shard.kind == "value")
+
         with self._offloader.on_device(PARTS):
             manifest = load_state(
-                open_store(folder), topology=self.topology, local_shards=self.local_shards, optimizer=optimizer, verify=verify
+                open_store(folder), topology=self.topology, local_shards=shards, optimizer=name, verify=verify
             )
-            self.restore_optimizer(None if optimizer is None else manifest.data["optimizer"])
+            self.restore_optimizer(None if name is None else manifest.data["optimizer"])
             self.zero_grad()
         self._incomplete = ""
-        self.step = manifest.data["schedule"]["step"]
+        if optimizer:
+            self.step = manifest.data["schedule"]["step"]
         same_layout = restore_random_state(manifest, self.topology, self.config.seed, self.step)
         return RestoredState(
             step=manifest.step,

@@ -1,6 +1,8 @@
 """Learning-rate schedules and the weight-decay rule, shared by all backends. Does not import torch."""
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 from .config import OptimConfig
 from .errors import ConfigError
@@ -68,3 +70,13 @@ def _progress(step: int, start: int, end: int) -> float:
 def is_decayed(name: str, dimensions: int) -> bool:
     """Return whether weight decay applies: yes for matrices and embeddings, no for norms, biases and other vectors."""
     return dimensions > 1 and not name.endswith("bias")
+
+
+IS_DECAYED = "is_decayed"
+"""The key of an optimizer's parameter groups that says whether weight decay applies to the group."""
+
+
+def set_settings(groups: Iterable[dict[str, Any]], optim: OptimConfig) -> None:
+    """Set the betas, eps and weight decay of AdamW's parameter groups."""
+    for group in groups:
+        group.update(betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay if group[IS_DECAYED] else 0.0)

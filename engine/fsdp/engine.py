@@ -321,6 +321,11 @@ class FSDPEngine(BaseEngine):
         assert self._optimizer is not None
         self._optimizer.step(lr)
 
+    def set_optimizer_settings(self, optim: OptimConfig) -> None:
+        """See `BaseEngine.set_optimizer_settings`."""
+        assert self._optimizer is not None
+        self._optimizer.set_settings(optim)
+
     def drop_gradients(self) -> None:
         for parameter in self._root.parameters():
             parameter.grad = None

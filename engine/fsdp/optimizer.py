@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..config import OptimConfig
 from ..hf.names import hf_name
-from ..lr_schedule import is_decayed
+from ..lr_schedule import IS_DECAYED, is_decayed, set_settings
 from .host_moments import HostMoments, MomentSlice
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -67,6 +67,11 @@ class ShardOptimizer:
         """Drop what `gradients` collected: a parameter without a gradient in the next step must not use an older one."""
         for view in self._views.values():
             view.grad = None
+
+    def set_settings(self, optim: OptimConfig) -> None:
+        """Update with these betas, eps and weight decay from the next step on."""
+        for optimizer in self._optimizers:
+            set_settings(optimizer.param_groups, optim)
 
     def step(self, lr: float) -> None:
         """Update the shards from the gradients that `gradients` collected."""
@@ -127,7 +132,7 @@ def _optimizer(
     part: Sequence[tuple[str, nn.Parameter]], decayed: Mapping[str, bool], optim: OptimConfig
 ) -> torch.optim.Optimizer:
     settings: list[dict[str, Any]] = [
-        {"params": targets, "weight_decay": optim.weight_decay if weight else 0.0}
+        {"params": targets, "weight_decay": optim.weight_decay if weight else 0.0, IS_DECAYED: weight}
         for weight in (True, False)
         if (targets := [target for name, target in part if decayed[name] == weight])
     ]

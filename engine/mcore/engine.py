@@ -386,6 +386,11 @@ class MCoreEngine(BaseEngine):
         assert self._optimizer is not None
         self._optimizer.step(lr)
 
+    def set_optimizer_settings(self, optim: OptimConfig) -> None:
+        """See `BaseEngine.set_optimizer_settings`."""
+        assert self._optimizer is not None
+        self._optimizer.set_settings(optim)
+
     @in_megatron
     def drop_gradients(self) -> None:
         self._earlier_gradients.clear()

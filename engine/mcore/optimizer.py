@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from ..config import OptimConfig
-from ..lr_schedule import is_decayed
+from ..lr_schedule import IS_DECAYED, is_decayed, set_settings
 from ..ops.norm import sum_of_squares
 from ..torch_private import foreach_mul_
 from .megatron_private import copy_main_params, grads_for_norm, local_range
@@ -94,7 +94,12 @@ class ShardedOptimizer:
         if not any(decayed.values()):
             return None
         settings = [
-            {"params": parameters, "weight_decay": optim.weight_decay if decay else 0.0, "is_expert_parallel": experts}
+            {
+                "params": parameters,
+                "weight_decay": optim.weight_decay if decay else 0.0,
+                "is_expert_parallel": experts,
+                IS_DECAYED: decay,
+            }
             for decay, parameters in decayed.items()
             if parameters
         ]
@@ -149,6 +154,11 @@ class ShardedOptimizer:
                 # This is the formula of torch.nn.utils.clip_grad_norm_, so that a plain loop clips identically.
                 foreach_mul_(grads, max_norm / (norm + 1e-6))
         return norm
+
+    def set_settings(self, optim: OptimConfig) -> None:
+        """Update with these betas, eps and weight decay from the next step on."""
+        for part in self._parts:
+            set_settings(part.param_groups, optim)
 
     def step(self, lr: float) -> None:
         """Update the shards, then every rank's parameters from them."""

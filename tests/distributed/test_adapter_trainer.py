@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from drivetrain.checkpoint_tools import merge
 from drivetrain.engine.adapter_checkpoint import adapter_config_of
-from drivetrain.engine.adapter_trainer import AdapterCall, AdapterCallResult, AdapterTrainer
+from drivetrain.engine.adapter_trainer import AdapterTrainer
 from drivetrain.engine.adapters.config import AdapterConfig
+from drivetrain.engine.call_trainer import AdapterCall, AdapterCallResult
 from drivetrain.engine.config import LoraConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import CapabilityError, CheckpointError, ConfigError, DrivetrainError, NonFiniteError
@@ -104,7 +105,7 @@ def state(trainer: AdapterTrainer, name: str) -> list[Tensor]:
 
 
 def shard(trainer: AdapterTrainer, of_call: list[Document]) -> list[Document]:
-    topology = trainer._engine.topology
+    topology = trainer.engine.topology
     mine = balance([len(document["tokens"]) for document in of_call], topology.dp_size)[topology.dp_rank]
     return [of_call[i] for i in mine]
 

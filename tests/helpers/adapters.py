@@ -11,9 +11,10 @@ from peft import get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from drivetrain.engine.adapter_trainer import AdapterCall, AdapterTrainer
+from drivetrain.engine.adapter_trainer import AdapterTrainer
 from drivetrain.engine.adapters.config import AdapterConfig
 from drivetrain.engine.base import BaseEngine
+from drivetrain.engine.call_trainer import AdapterCall, CallTrainer
 from drivetrain.engine.config import OptimConfig
 from drivetrain.engine.hf.lora import as_peft_stores
 from drivetrain.engine.hf.names import expert_factor
@@ -84,46 +85,25 @@ def call(
     return AdapterCall(adapter=adapter, batch=batch, loss=TokenSumLoss(loss), forward_only=forward_only)
 
 
-class PlainAdapter:
-    """An adapter of plain transformers and peft in float64, trained document by document.
+class PlainModel:
+    """A model of plain transformers in float64, trained document by document.
 
     Args:
         folder: The model.
-        trainer: A trainer with an adapter of the same settings, whose factors it begins with.
-        name: The name of that adapter.
     """
 
-    def __init__(self, folder: Path | str, trainer: AdapterTrainer, name: str) -> None:
+    def __init__(self, folder: Path | str) -> None:
         torch.manual_seed(0)
-        slot = trainer.bank[name]
-        base = AutoModelForCausalLM.from_pretrained(
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
-        adapted = [layer for layer, factor, kind, _ in slot.tensors() if kind == "value" and factor == "down"]
-        config = PeftLoraConfig(
-            r=slot.config.rank,
-            lora_alpha=slot.config.alpha,  # type: ignore[arg-type]
-            target_modules=[layer for layer in adapted if ".experts." not in layer],
-            target_parameters=[layer for layer in adapted if ".experts." in layer],
-            lora_dropout=0.0,
-        )
-        self.model = get_peft_model(base, config)
         # The model's own dropout has no place in the comparison.
         self.model.eval()
-        self.parameters: dict[tuple[str, str], torch.nn.Parameter] = {}
-        for layer, factor, kind, value in slot.tensors():
-            if kind != "value":
-                continue
-            name_of = {"down": "lora_A", "up": "lora_B"}[factor]
-            stored = f"base_model.model.{layer}.{name_of}.weight"
-            if ".experts." in layer:
-                experts, _, matrix = layer.rpartition(".")
-                stored = expert_factor(experts, matrix, name_of)
-            parameter = self.model.get_parameter(stored.replace(".weight", ".default.weight"))
-            with torch.no_grad():
-                parameter.copy_(as_peft_stores(stored, value))
-            self.parameters[layer, factor] = parameter
         self._optimizer: torch.optim.AdamW | None = None
+
+    def trained(self) -> list[tuple[torch.nn.Parameter, bool]]:
+        """The parameters that are trained, and whether weight decay applies to each."""
+        return [(parameter, parameter.dim() > 1) for parameter in self.model.parameters()]
 
     def forward_backward(self, documents: Sequence[Document], loss: str) -> tuple[float, list[Tensor]]:
         """Add the gradients of a call; return its loss and the log-probabilities of each document."""
@@ -139,16 +119,61 @@ class PlainAdapter:
         return total, found
 
     def step(self, optim: OptimConfig) -> float:
-        parameters = list(self.parameters.values())
+        trained = self.trained()
         if self._optimizer is None:
-            self._optimizer = torch.optim.AdamW(parameters)
-        for group in self._optimizer.param_groups:
-            group.update(lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
+            self._optimizer = torch.optim.AdamW(
+                [{"params": [p for p, d in trained if d == decayed]} for decayed in (True, False)]
+            )
+        for group, decays in zip(self._optimizer.param_groups, (True, False), strict=True):
+            group.update(lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay if decays else 0.0)
+        for parameter, _ in trained:
+            # A step without gradients is one with zeros.
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         most = float("inf") if optim.clip_grad_norm is None else optim.clip_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(parameters, most)
+        norm = torch.nn.utils.clip_grad_norm_([parameter for parameter, _ in trained], most)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return float(norm)
+
+
+class PlainAdapter(PlainModel):
+    """An adapter of plain transformers and peft in float64, trained document by document.
+
+    Args:
+        folder: The model.
+        trainer: A trainer with an adapter of the same settings, whose factors it begins with.
+        name: The name of that adapter.
+    """
+
+    def __init__(self, folder: Path | str, trainer: AdapterTrainer, name: str) -> None:
+        super().__init__(folder)
+        slot = trainer.bank[name]
+        adapted = [layer for layer, factor, kind, _ in slot.tensors() if kind == "value" and factor == "down"]
+        config = PeftLoraConfig(
+            r=slot.config.rank,
+            lora_alpha=slot.config.alpha,  # type: ignore[arg-type]
+            target_modules=[layer for layer in adapted if ".experts." not in layer],
+            target_parameters=[layer for layer in adapted if ".experts." in layer],
+            lora_dropout=0.0,
+        )
+        self.model = get_peft_model(self.model, config)
+        self.model.eval()
+        self.parameters: dict[tuple[str, str], torch.nn.Parameter] = {}
+        for layer, factor, kind, value in slot.tensors():
+            if kind != "value":
+                continue
+            name_of = {"down": "lora_A", "up": "lora_B"}[factor]
+            stored = f"base_model.model.{layer}.{name_of}.weight"
+            if ".experts." in layer:
+                experts, _, matrix = layer.rpartition(".")
+                stored = expert_factor(experts, matrix, name_of)
+            parameter = self.model.get_parameter(stored.replace(".weight", ".default.weight"))
+            with torch.no_grad():
+                parameter.copy_(as_peft_stores(stored, value))
+            self.parameters[layer, factor] = parameter
+
+    def trained(self) -> list[tuple[torch.nn.Parameter, bool]]:
+        return [(parameter, True) for parameter in self.parameters.values()]
 
 
 def plain_loss(name: str, p: Tensor, x: Mapping[str, Tensor]) -> Tensor:
@@ -173,9 +198,9 @@ def config(rank: int = 4, targets: Sequence[str] = ("attention", "mlp"), seed: i
     return AdapterConfig(rank=rank, targets=tuple(targets), seed=seed)
 
 
-def own_share(trainer: AdapterTrainer, of_call: list[Document]) -> tuple[list[Document], list[int]]:
+def own_share(trainer: CallTrainer, of_call: list[Document]) -> tuple[list[Document], list[int]]:
     """This rank's documents of a call, and their places in it."""
-    topology = trainer._engine.topology
+    topology = trainer.engine.topology
     mine = balance([len(document["tokens"]) for document in of_call], topology.dp_size)[topology.dp_rank]
     return [of_call[i] for i in mine], mine
 
@@ -209,7 +234,7 @@ def worst_difference(trainer: AdapterTrainer, folder: str) -> float:
             assert result.error is None, result.error
             expected, log_probs = plain[name].forward_backward(batch, loss)
             compare(result.loss, expected)
-            if mine and result.log_probs is not None and trainer._engine.topology.is_last_stage:
+            if mine and result.log_probs is not None and trainer.engine.topology.is_last_stage:
                 difference = result.log_probs.double() - torch.cat([log_probs[i] for i in mine])
                 worst = max(worst, float(difference.abs().max()))
         for name in ("a", "b"):

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ...engine.adapter_checkpoint import adapter_config_of
-from ...engine.adapter_trainer import AdapterCall, AdapterCallResult, AdapterTrainer
+from ...engine.adapter_trainer import AdapterTrainer
 from ...engine.adapters.config import AdapterConfig
 from ...engine.adapters.slot import AdapterStep
+from ...engine.call_trainer import AdapterCall, AdapterCallResult, CallTrainer
 from ...engine.config import OptimConfig
 from ...engine.errors import ConfigError
 from ...engine.packing.batch import PackedBatch
@@ -124,26 +125,7 @@ class AdapterWorker(Worker):
         Returns:
             The reply to each request.
         """
-        topology = self.engine.topology
-        ratio = self.engine.model_shape.attention_ratio
-        assigned = [balance(request.batch.lengths, topology.dp_size, ratio=ratio) for request in requests]
-        calls = [
-            AdapterCall(
-                adapter=request.adapter,
-                batch=request.batch.select(rows) if (rows := of_request[topology.dp_rank]) else None,
-                loss=request.loss,
-                forward_only=request.forward_only,
-                top_k=request.top_k,
-            )
-            for request, of_request in zip(requests, assigned, strict=True)
-        ]
-        results = self.trainer.forward_backward(calls)
-        local = [_outputs(result) for result in results] if topology.is_output_rank else None
-        by_shard = [part for part in topology.all_gather_object(local) if part is not None]
-        return [
-            _reply(request, result, of_request, [part[number] for part in by_shard])
-            for number, (request, result, of_request) in enumerate(zip(requests, results, assigned, strict=True))
-        ]
+        return compute_requests(self.trainer, requests)
 
     @register("all", changes_weights=True)
     def optim_step(self, name: str, optim: OptimConfig) -> AdapterStep:
@@ -189,6 +171,31 @@ class AdapterWorker(Worker):
                 self.trainer.drop(name)
             raise
         return bank[name].config
+
+
+def compute_requests(trainer: CallTrainer, requests: Sequence[AdapterRequest]) -> list[AdapterReply]:
+    """Compute requests, each divided over the data-parallel ranks by itself; return the reply to each. Collective."""
+    engine = trainer.engine
+    topology = engine.topology
+    ratio = engine.model_shape.attention_ratio
+    assigned = [balance(request.batch.lengths, topology.dp_size, ratio=ratio) for request in requests]
+    calls = [
+        AdapterCall(
+            adapter=request.adapter,
+            batch=request.batch.select(rows) if (rows := of_request[topology.dp_rank]) else None,
+            loss=request.loss,
+            forward_only=request.forward_only,
+            top_k=request.top_k,
+        )
+        for request, of_request in zip(requests, assigned, strict=True)
+    ]
+    results = trainer.forward_backward(calls)
+    local = [_outputs(result) for result in results] if topology.is_output_rank else None
+    by_shard = [part for part in topology.all_gather_object(local) if part is not None]
+    return [
+        _reply(request, result, of_request, [part[number] for part in by_shard])
+        for number, (request, result, of_request) in enumerate(zip(requests, results, assigned, strict=True))
+    ]
 
 
 def _reply(

@@ -1,0 +1,495 @@
+"""Forward and backward passes of many calls at once, each with a batch, a loss and a model of its own.
+
+A call's loss is a sum: nothing is divided by tokens, documents or ranks. Its documents share passes with those of other calls where they can.
+The gradients of a model add up over calls until its optimizer step. What a model is, is for subclasses to say: one of several adapters of a
+frozen model, or all weights.
+
+Axes: T tokens of a call's batch, K targets of each.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adapters.bank import AdapterRows
+from .adapters.passes import PassLimits, Segment, plan_passes
+from .base import BaseEngine
+from .errors import BatchError, ConfigError, DrivetrainError
+from .loss import (
+    TARGETS,
+    HeadRequest,
+    Loss,
+    LossSums,
+    OutputRequest,
+    TokenOutputs,
+    combine,
+    expected_gradient,
+)
+from .ops.expert_routes import ExpertRoutes
+from .packing.batch import PackedBatch
+from .packing.convert import unsupervised
+from .rank_slice import PADDING_DOCUMENT
+from .step import MicroBatchConsumer, unused
+from .step_plan import MicroBatch, TokenBudget, check_ids
+
+REQUEST = OutputRequest(log_probs=True)
+"""What every call is answered: log-probabilities at a temperature of 1, of which losses are functions."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdapterCall:
+    """A batch of one adapter, or of the model that is trained in full.
+
+    Args:
+        adapter: The name of the adapter or model; None for the frozen model without any, which can only be evaluated.
+        batch: This rank's data-parallel shard of the call's batch, on the host; None if it has no documents here. With the token field
+            `targets`, `[T, K]`, the loss is of the log-probabilities of these tokens, instead of the labels.
+        loss: The loss, a sum over tokens; its weights are not used. Its request is log-probabilities at a temperature of 1.
+        forward_only: Whether to evaluate the loss only, without gradients.
+        top_k: How many of the most likely next tokens of each token to return.
+    """
+
+    adapter: str | None
+    batch: PackedBatch | None
+    loss: Loss
+    forward_only: bool = False
+    top_k: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdapterCallResult:
+    """The result of a call.
+
+    Args:
+        loss: The loss, summed over all ranks; NaN if there is an error.
+        terms: The loss by term.
+        metrics: The metrics of the loss, each sum / count.
+        log_probs: `[T]` or `[T, K]` float32 on the host, the log-probability of each label or target of this rank's shard in the pass
+            that gradients are of; 0 where a label is ignored. None without documents here.
+        top_tokens: `[T, k]` int64 on the host, the ids of the most likely next tokens, the most likely first; None if the call did not request them.
+        top_log_probs: `[T, k]` float32 on the host, their log-probabilities.
+        error: What is wrong with the call, which then has changed nothing; None if it is done.
+    """
+
+    loss: float
+    terms: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    log_probs: Tensor | None = None
+    top_tokens: Tensor | None = None
+    top_log_probs: Tensor | None = None
+    error: DrivetrainError | None = None
+
+
+class CallTrainer(ABC):
+    """Computes the losses and gradients of calls. All methods are collective over the engine's ranks.
+
+    Args:
+        engine: An initialized engine.
+    """
+
+    in_turns: bool = False
+    """Whether only calls of one model share passes."""
+
+    def __init__(self, engine: BaseEngine) -> None:
+        self.engine = engine
+
+    @abstractmethod
+    def check_model(self, call: AdapterCall) -> None:
+        """Check the model that a call names.
+
+        Raises:
+            ConfigError: There is no such model, or it cannot be trained.
+        """
+
+    @abstractmethod
+    def gradients(self, names: Collection[str]) -> dict[str, Tensor | None]:
+        """Return copies of the gradients of models, by their names; None for a model without any."""
+
+    @abstractmethod
+    def put_back(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Replace the gradients of models by those that `gradients` has returned."""
+
+    @abstractmethod
+    def accumulate(
+        self, micro_batches: Sequence[MicroBatch], consumer: MicroBatchConsumer, names: Collection[str], *, backward: bool
+    ) -> None:
+        """Run passes and, with `backward`, add their gradients to those of models.
+
+        Args:
+            micro_batches: This rank's passes, the same number on every rank.
+            consumer: The consumer that receives the outputs.
+            names: The models of all ranks' passes.
+            backward: Whether to run backward passes.
+        """
+
+    def forward_backward(self, calls: Sequence[AdapterCall]) -> list[AdapterCallResult]:
+        """Compute the losses of calls, and add their gradients to those of their adapters.
+
+        A call that is invalid, or whose loss raises an error, has an error as its result on every rank, and changes nothing. The other calls
+        are computed. An error of the engine is raised; then no call has changed anything.
+
+        Args:
+            calls: The calls, the same on every rank but for their batches. Those of one adapter are taken in order.
+
+        Returns:
+            The result of each call.
+        """
+        before = self.gradients({name for call in calls if (name := call.adapter) is not None and not call.forward_only})
+        try:
+            return self._forward_backward(calls, before)
+        except BaseException:
+            # What earlier calls have added stays as it was.
+            self.put_back(before)
+            raise
+
+    def _forward_backward(self, calls: Sequence[AdapterCall], before: Mapping[str, Tensor | None]) -> list[AdapterCallResult]:
+        topology = self.engine.topology
+        checked = [self._error_of(call) for call in calls]
+        # A call is wrong if it is on any rank, and its documents are all elsewhere.
+        by_rank = topology.all_gather_object(
+            [
+                (None if e is None else str(e), None if call.batch is None else _targets(call.batch))
+                for e, call in zip(checked, calls, strict=True)
+            ]
+        )
+        errors: dict[int, DrivetrainError] = {}
+        for index in range(len(calls)):
+            messages = [of_rank[index][0] for of_rank in by_rank if of_rank[index][0] is not None]
+            if messages:
+                errors[index] = BatchError(messages[0])
+            elif all(of_rank[index][1] is None for of_rank in by_rank):
+                errors[index] = BatchError("the call has no documents")
+        targets = {index: max(of_rank[index][1] or 0 for of_rank in by_rank) for index in range(len(calls))}
+        runs = {index: _CallRun(call, targets[index]) for index, call in enumerate(calls) if index not in errors}
+        for forward_only in (True, False):
+            part = {index: run for index, run in runs.items() if run.call.forward_only == forward_only}
+            for group in _sharing_passes(part, in_turns=self.in_turns):
+                self._run(group, backward=not forward_only)
+        sums = topology.all_gather_object(
+            {index: (run.sums() if topology.is_output_rank else None, run.error) for index, run in runs.items()}
+        )
+        failed = {
+            index: BatchError(messages[0])
+            for index in runs
+            if (messages := [of_rank[index][1] for of_rank in sums if of_rank[index][1] is not None])
+        }
+        results = {
+            index: runs[index].result([of_rank[index][0] for of_rank in sums if of_rank[index][0] is not None])
+            for index in runs
+            if index not in failed
+        }
+        for index, error in (errors | failed).items():
+            results[index] = AdapterCallResult(loss=math.nan, error=error)
+        results |= self._without_failed(
+            calls, [index for index in failed if not calls[index].forward_only], before, errors | failed
+        )
+        return [results[index] for index in range(len(calls))]
+
+    def _without_failed(
+        self,
+        calls: Sequence[AdapterCall],
+        failed: Sequence[int],
+        before: Mapping[str, Tensor | None],
+        errors: Mapping[int, DrivetrainError],
+    ) -> dict[int, AdapterCallResult]:
+        """Take back what the passes have added to the adapters of failed calls, and compute the other calls of these adapters again."""
+        names = {calls[index].adapter for index in failed}
+        first = {name: grads for name, grads in before.items() if name in names}
+        self.put_back({name: None if grads is None else grads.clone() for name, grads in first.items()})
+        again = [
+            index
+            for index, call in enumerate(calls)
+            if index not in errors and call.adapter in names and not call.forward_only
+        ]
+        if not again:
+            return {}
+        return dict(zip(again, self._forward_backward([calls[index] for index in again], first), strict=True))
+
+    def _error_of(self, call: AdapterCall) -> DrivetrainError | None:
+        try:
+            self.check_model(call)
+            if call.loss.request != REQUEST:
+                raise ConfigError(
+                    f"a loss of {type(call.loss).__name__} needs {call.loss.request}; losses of calls are "
+                    f"functions of log-probabilities: {REQUEST}"
+                )
+            if not 0 <= call.top_k <= self.engine.model_shape.vocabulary:
+                raise ConfigError(
+                    f"top_k={call.top_k}; it must be from 0 to the {self.engine.model_shape.vocabulary} tokens of the model"
+                )
+            if call.batch is not None:
+                self._check_batch(call.batch)
+        except DrivetrainError as e:
+            return e
+        return None
+
+    def _check_batch(self, batch: PackedBatch) -> None:
+        if batch.media or batch.position_ids.dim() > 1:
+            raise BatchError("documents with media cannot be trained by calls; leave the media out")
+        if not batch.num_tokens:
+            raise BatchError("the call has no documents")
+        check_ids(batch, self.engine.model_shape.vocabulary)
+        if TARGETS in batch.token_fields:
+            _check_targets(batch.token_fields[TARGETS], self.engine.model_shape.vocabulary)
+        limit = self._limits.tokens
+        if batch.max_seqlen > limit:
+            raise BatchError(
+                f"a document has {batch.max_seqlen} tokens, more than {self._limits.setting}={limit}; shorten it, or raise the budget"
+            )
+
+    @property
+    def _limits(self) -> PassLimits:
+        engine = self.engine
+        budget = TokenBudget.of(engine.config.micro_batch, training=True)
+        usable = budget.tokens // engine.topology.token_multiple * engine.topology.token_multiple
+        return PassLimits(
+            tokens=usable, setting=budget.setting, invariant_size=engine.invariant_size, multiple=engine.row_multiple
+        )
+
+    def _run(self, runs: "Mapping[int, _CallRun]", *, backward: bool) -> None:
+        topology = self.engine.topology
+        indices = list(runs)
+        lengths = [[] if (batch := runs[index].call.batch) is None else batch.lengths for index in indices]
+        passes = plan_passes(lengths, [runs[index].call.adapter for index in indices], self._limits)
+        count = max(topology.all_gather_object(len(passes)))
+        accumulator = CallAccumulator([runs[index] for index in indices], passes, backward=backward)
+        micro_batches = [
+            _micro_batch(accumulator, number, count, topology.device, backward=backward, in_turns=self.in_turns)
+            for number in range(count)
+        ]
+        names = {call.adapter for run in runs.values() if (call := run.call).adapter is not None} if backward else set()
+        self.accumulate(micro_batches, accumulator, names, backward=backward)
+
+
+class _CallRun:
+    """A call that is running on this rank."""
+
+    def __init__(self, call: AdapterCall, targets: int) -> None:
+        self.call = call
+        self.targets = targets
+        self.terms: dict[str, list[Tensor]] = defaultdict(list)
+        self.metrics: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
+        self.outputs: list[tuple[tuple[int, ...], dict[str, Tensor]]] = []
+        self.error: str | None = None
+
+    @contextmanager
+    def catching_errors(self) -> Iterator[None]:
+        """Keep the error of a loss. Raised, it would leave the other ranks in their collectives, and fail calls that share the pass."""
+        try:
+            yield
+        except DrivetrainError as e:
+            self.error = self.error or str(e)
+        except Exception as e:  # losses are functions of the caller, which raise errors of any type
+            name = type(self.call.loss).__name__
+            self.error = self.error or f"{name} cannot be computed of this batch: {type(e).__name__}: {e}"
+
+    def evaluate(self, outputs: TokenOutputs, part: PackedBatch) -> tuple[LossSums, Tensor] | None:
+        """Return the sums of the loss, and the sum of its terms; None if it fails."""
+        with self.catching_errors():
+            sums = self.call.loss(outputs, part)
+            if not isinstance(sums, LossSums):
+                raise BatchError(
+                    f"{type(self.call.loss).__name__} returned a {type(sums).__name__}; a loss must return LossSums"
+                )
+            return sums, combine(sums, dict.fromkeys(sums.terms, 1.0))
+        return None
+
+    def expected(self, part: PackedBatch, mask: Tensor) -> Tensor | None:
+        """Return the gradient of the loss with respect to the log-probabilities, where it is known before they are."""
+        with self.catching_errors():
+            known = expected_gradient(self.call.loss, part, mask, _unit_weights(self.call.loss, part))
+            return None if known is None else known["log_probs"]
+        return None
+
+    def part(self, segment: Segment) -> PackedBatch:
+        """Return the documents of a segment."""
+        assert self.call.batch is not None
+        return self.call.batch.select(segment.documents)
+
+    def sums(self) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+        """Return the sums of this rank's documents."""
+        terms = {name: math.fsum(float(v) for v in values) for name, values in self.terms.items()}
+        metrics = {
+            name: (math.fsum(float(v) for v, _ in pairs), math.fsum(float(n) for _, n in pairs))
+            for name, pairs in self.metrics.items()
+        }
+        return terms, metrics
+
+    def result(self, sums: Sequence[tuple[dict[str, float], dict[str, tuple[float, float]]]]) -> AdapterCallResult:
+        """Return the result, given the sums of each data-parallel rank."""
+        terms: dict[str, float] = defaultdict(float)
+        metrics: dict[str, tuple[float, float]] = {}
+        for of_terms, of_metrics in sums:
+            for name, value in of_terms.items():
+                terms[name] += value
+            for name, (value, number) in of_metrics.items():
+                total, many = metrics.get(name, (0.0, 0.0))
+                metrics[name] = total + value, many + number
+        outputs: dict[str, Tensor] = {}
+        if (batch := self.call.batch) is not None:
+            for documents, values in self.outputs:
+                rows = batch.token_index(documents)
+                for name, output in values.items():
+                    on_host = (output.float() if output.is_floating_point() else output).cpu()
+                    outputs.setdefault(name, on_host.new_zeros(batch.num_tokens, *output.shape[1:]))[rows] = on_host
+        return AdapterCallResult(
+            loss=sum(terms.values()),
+            terms=dict(terms),
+            metrics={name: value / number if number else math.nan for name, (value, number) in metrics.items()},
+            log_probs=outputs.get("log_probs"),
+            top_tokens=outputs.get("top_tokens"),
+            top_log_probs=outputs.get("top_log_probs"),
+        )
+
+
+class CallAccumulator:
+    """Consumer of passes that evaluates the loss of each call on its own documents; see `step.MicroBatchConsumer`."""
+
+    def __init__(self, runs: Sequence[_CallRun], passes: Sequence[Sequence[Segment]], *, backward: bool) -> None:
+        self.runs, self.passes, self._backward = runs, passes, backward
+
+    records_routes = False
+    counts_experts = False
+
+    def take_routes(self, micro_batch: MicroBatch, routes: ExpertRoutes, gather: Callable[[], Tensor]) -> None:
+        """Ignore the experts that tokens go to."""
+
+    def segments(self, micro_batch: MicroBatch) -> list[tuple[int, Segment, PackedBatch]]:
+        """Return the segments of a pass with their first rows and their documents on the device."""
+        of_pass = [] if micro_batch.is_dummy else self.passes[micro_batch.index]
+        starts = accumulate((segment.rows for segment in of_pass), initial=0)
+        device = micro_batch.batch.device
+        return [
+            (start, segment, self.runs[segment.call].part(segment).to(device))
+            for start, segment in zip(starts, of_pass, strict=False)
+        ]
+
+    def request(self, micro_batch: MicroBatch) -> HeadRequest:
+        """Return what the head computes: the log-probability of every label."""
+        rows, device = micro_batch.batch.num_tokens, micro_batch.batch.device
+        mask = torch.zeros(rows, dtype=torch.bool, device=device)
+        count = self.runs[0].targets
+        gradient = torch.zeros((rows, count) if count else rows, device=device)
+        targets = torch.zeros(rows, count, dtype=torch.int64, device=device) if count else None
+        for start, segment, part in self.segments(micro_batch):
+            mask[start : start + segment.tokens] = True
+            if targets is not None:
+                targets[start : start + segment.tokens] = part.token_fields[TARGETS]
+            known = self.runs[segment.call].expected(part, mask.new_ones(part.num_tokens)) if self._backward else None
+            if known is not None:
+                gradient[start : start + segment.tokens] = known
+        expected = {"log_probs": gradient} if self._backward else None
+        request = replace(REQUEST, top_k=self.runs[0].call.top_k)
+        return HeadRequest(outputs=request, mask=mask, targets=targets, expected=expected)
+
+    def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
+        """Return the sum of the losses of a pass."""
+        assert outputs.log_probs is not None
+        # Without documents, or without a gradient, this rank still needs a backward pass: the other ranks wait for it in their collectives.
+        totals = [unused(outputs.log_probs)]
+        for start, segment, part in self.segments(micro_batch):
+            run, rows = self.runs[segment.call], slice(start, start + segment.tokens)
+            log_probs = outputs.log_probs[rows]
+            evaluated = run.evaluate(TokenOutputs(mask=outputs.mask[rows], log_probs=log_probs), part)
+            if evaluated is None:
+                continue
+            sums, total = evaluated
+            totals.append(total)
+            for name, value in sums.terms.items():
+                run.terms[name].append(value.detach())
+            for name, pair in sums.metrics.items():
+                run.metrics[name].append(pair)
+            run.outputs.append((segment.documents, {name: value[rows].detach() for name, value in outputs.present().items()}))
+        return torch.stack([total.to(totals[0].dtype) for total in totals]).sum()
+
+
+def _targets(batch: PackedBatch) -> int:
+    """Return the number of targets of each token; 0 if these are the labels."""
+    return batch.token_fields[TARGETS].shape[1] if TARGETS in batch.token_fields else 0
+
+
+def _check_targets(targets: Tensor, vocabulary: int) -> None:
+    if targets.dim() != 2 or targets.dtype != torch.int64 or not targets.shape[1]:
+        raise BatchError(f"targets is {list(targets.shape)} {targets.dtype}; it must be [T, K] torch.int64, with K above 0")
+    lowest, highest = int(targets.min()), int(targets.max())
+    if lowest < 0 or highest >= vocabulary:
+        raise BatchError(f"targets are from {lowest} to {highest}; they must be ids that the model has, 0 to {vocabulary - 1}")
+
+
+def _sharing_passes(runs: "Mapping[int, _CallRun]", *, in_turns: bool) -> "Iterator[dict[int, _CallRun]]":
+    """Yield calls of which the head computes the same outputs, which share passes. Those of one adapter stay in their order.
+
+    Args:
+        runs: The calls.
+        in_turns: Whether only those of one adapter share passes.
+    """
+    left = dict(runs)
+    while left:
+        first = next(iter(left.values()))
+        outputs = _outputs_of(first, in_turns)
+        held: set[str | None] = set()
+        chosen: dict[int, _CallRun] = {}
+        for index, run in left.items():
+            if _outputs_of(run, in_turns) == outputs and run.call.adapter not in held:
+                chosen[index] = run
+            else:
+                held.add(run.call.adapter)
+        yield chosen
+        left = {index: run for index, run in left.items() if index not in chosen}
+
+
+def _outputs_of(run: "_CallRun", in_turns: bool) -> tuple[Any, ...]:
+    return run.targets, run.call.top_k, run.call.adapter if in_turns else None
+
+
+def _unit_weights(loss: Loss, part: PackedBatch) -> dict[str, float]:
+    return dict.fromkeys(loss.weights(part), 1.0)
+
+
+def _micro_batch(
+    accumulator: CallAccumulator, number: int, count: int, device: torch.device, *, backward: bool, in_turns: bool
+) -> MicroBatch:
+    if number >= len(accumulator.passes):
+        # Where adapters take turns, it has that of the other ranks' passes.
+        adapter = accumulator.runs[0].call.adapter
+        none = AdapterRows(start=0, end=1, adapter=adapter, train=backward)
+        rows_of_dummy = (none,) if in_turns and adapter is not None else ()
+        return MicroBatch(batch=unsupervised(1, device), index=number, count=count, is_dummy=True, adapters=rows_of_dummy)
+    parts: list[PackedBatch] = []
+    rows: list[AdapterRows] = []
+    start = 0
+    for segment in accumulator.passes[number]:
+        run = accumulator.runs[segment.call]
+        parts.append(_only_tokens(run.part(segment)))
+        for begin in range(0, segment.padding, PADDING_DOCUMENT):
+            parts.append(_only_tokens(unsupervised(min(PADDING_DOCUMENT, segment.padding - begin), "cpu")))
+        rows.append(
+            AdapterRows(
+                start=start,
+                end=start + segment.rows,
+                adapter=run.call.adapter,
+                train=backward,
+                linear=run.call.loss.linear,
+            )
+        )
+        start += segment.rows
+    return MicroBatch(batch=PackedBatch.concat(parts).to(device), index=number, count=count, adapters=tuple(rows))
+
+
+def _only_tokens(batch: PackedBatch) -> PackedBatch:
+    """Return a batch without what losses read."""
+    return PackedBatch(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        cu_seqlens=batch.cu_seqlens,
+        labels=batch.labels,
+        free_labels=True,
+    )
