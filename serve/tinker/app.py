@@ -23,6 +23,7 @@ from .checkpoints import Checkpoints
 from .database import Database
 from .errors import BadRequestError
 from .futures import Futures, failure, json_result, new_future_id
+from .paths import TRAINING
 from .payloads import decompressed, parse_forward_backward
 from .sampling import SamplingService
 from .settings import KEY_PREFIX, TrainingServiceSettings, owner_of
@@ -242,7 +243,7 @@ class TrainingApp:
                 raise BadRequestError(
                     f"optimizer_config of type {new.optimizer_config.type[:100]!r}: this service trains with adam; leave it out"
                 )
-            config = wire.adapter_of(new.lora_config or wire.LoraSettings(), self._seed())
+            config = wire.model_settings(new.lora_config, self._seed(), is_full=self._settings.full)
         except DrivetrainError as e:
             error = str(e)
         model, future = await self._training.create(
@@ -268,8 +269,8 @@ class TrainingApp:
                 "type": "get_info",
                 "model_id": model,
                 "model_data": {"model_name": row["base"], "tokenizer_id": row["base"]},
-                "is_lora": True,
-                "lora_rank": config.get("rank"),
+                "is_lora": config.get("rank") != 0,
+                "lora_rank": config.get("rank") or None,
                 "model_name": row["base"],
             }
         )
@@ -414,6 +415,10 @@ class TrainingApp:
         if new.model_path is not None:
             row = self._checkpoints.find(new.model_path, owner)
             folder, base = row["folder"], row["base"]
+            if self._settings.full and row["kind"] == TRAINING:
+                raise BadRequestError(
+                    f"{new.model_path[:200]} is a state of training in shards, which is not sampled from; save one with save_weights_for_sampler"
+                )
         else:
             self._known_model(base)
 
@@ -565,8 +570,8 @@ class TrainingApp:
         return JSONResponse(
             {
                 "base_model": row["base"],
-                "is_lora": True,
-                "lora_rank": config["rank"],
+                "is_lora": config["rank"] != 0,
+                "lora_rank": config["rank"] or None,
                 "train_attn": "attention" in targets,
                 "train_mlp": "mlp" in targets,
                 "train_unembed": "unembedding" in targets,

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
-from ...engine.adapters.config import AdapterConfig, Target
+from ...engine.adapters.config import TARGETS, AdapterConfig, Target
 from ...engine.config import OptimConfig
 from ...engine.errors import ConfigError
 from ...generation.options import SamplingOptions
@@ -280,19 +281,38 @@ def encoded(request: msgspec.Struct) -> str:
     return msgspec.json.encode(request).decode()
 
 
-def adapter_of(settings: LoraSettings, seed: int) -> AdapterConfig:
-    """Return the settings of an adapter.
+@dataclass(frozen=True)
+class FullTraining:
+    """The settings of a model whose weights are all trained, by the names that `AdapterConfig` has for those of an adapter."""
+
+    rank: int = 0
+    targets: tuple[str, ...] = TARGETS
+
+
+def model_settings(settings: LoraSettings | None, seed: int, *, is_full: bool) -> AdapterConfig | FullTraining:
+    """Return the settings of a new model.
 
     Args:
-        settings: The settings of the protocol.
+        settings: The settings of the protocol; None for the service's.
         seed: The seed, if they have none.
+        is_full: Whether the service trains all weights.
 
     Raises:
         ConfigError: They cannot be used.
     """
+    if is_full:
+        if settings is not None and (
+            settings.rank or not (settings.train_attn and settings.train_mlp and settings.train_unembed)
+        ):
+            raise ConfigError(
+                f"rank={settings.rank}: this service trains all weights of the model (--full), which is rank=0, with train_attn, train_mlp and "
+                "train_unembed"
+            )
+        return FullTraining()
+    settings = settings or LoraSettings()
     if settings.rank == 0:
         raise ConfigError(
-            "rank=0, which some services take for training all weights: this one trains adapters; use a rank of at least 1"
+            "rank=0, which stands for training all weights: this service trains adapters. Use a rank of at least 1, or start a service with --full"
         )
     flags: Mapping[Target, bool] = {
         "attention": settings.train_attn,

@@ -16,7 +16,8 @@ from ...engine.adapters.config import AdapterConfig
 from ...engine.errors import DrivetrainError, WorkerLostError
 from .database import Database
 from .errors import BadRequestError, reason
-from .paths import EXTERNAL
+from .json_requests import FullTraining
+from .paths import EXTERNAL, TRAINING
 from .settings import TrainingServiceSettings
 from .training_group import TrainingGroup
 from .training_queue import CREATE, ModelQueue, QueuedRequest
@@ -86,14 +87,17 @@ class ModelOperations:
                 log.warning("the state of %s cannot be saved: %s", queue.model, reason(e))
         return result, statements
 
-    async def build(self, model: str) -> AdapterConfig:
-        """Create a model's adapter as it began; return its settings."""
+    async def build(self, model: str) -> AdapterConfig | FullTraining:
+        """Create a model as it began; return its settings."""
         row = self._database.one("SELECT config, source, source_optimizer FROM models WHERE id = ?", model)
         assert row is not None
         if row["source"]:
             if not Path(row["source"]).is_dir():
                 raise BadRequestError("the checkpoint to begin with has been deleted")
-            return await self._group.load(model, row["source"], optimizer=bool(row["source_optimizer"]))
+            return await self._group.load(model, row["source"], optimizer=bool(row["source_optimizer"])) or FullTraining()
+        if self._group.is_full:
+            await self._group.create(model, None)
+            return FullTraining()
         settings = json.loads(row["config"])
         config = AdapterConfig(**{**settings, "targets": tuple(settings["targets"])})
         await self._group.create(model, config)
@@ -139,11 +143,13 @@ class ModelOperations:
 
     async def _save_weights(self, queue: ModelQueue, request: QueuedRequest) -> Outcome:
         path, settings = request.arguments
-        folder = await self._group.save(queue.model, str(self._checkpoints / secrets.token_hex(16)))
-        if path.kind == EXTERNAL:
+        root = str(self._checkpoints / secrets.token_hex(16))
+        write = self._group.save if path.kind == TRAINING else self._group.publish
+        folder = await write(queue.model, root)
+        if path.kind == EXTERNAL and not self._group.is_full:
             # What is downloaded is what peft loads.
             try:
-                await asyncio.to_thread(merge, folder, exported(folder), adapters="only")
+                await asyncio.to_thread(merge, folder, Path(folder).parent / "peft", adapters="only")
             except DrivetrainError:
                 remove_folder(folder)
                 raise
@@ -184,7 +190,7 @@ class ModelOperations:
 
     async def _save_for_sampling(self, queue: ModelQueue, request: QueuedRequest) -> Outcome:
         session, number, base, is_live = request.arguments
-        folder = await self._group.save(queue.model, str(self._checkpoints / secrets.token_hex(16)))
+        folder = await self._group.publish(queue.model, str(self._checkpoints / secrets.token_hex(16)))
         sampler = f"{session}:sample:{number}"
         if self._database.one("SELECT 1 FROM samplers WHERE id = ?", sampler) is not None:
             remove_folder(folder)
@@ -221,8 +227,9 @@ class ModelOperations:
 
 
 def exported(checkpoint: str) -> Path:
-    """Return the folder with the files that are downloaded of a checkpoint."""
-    return Path(checkpoint).parent / "peft"
+    """Return the folder with the files that are downloaded of a checkpoint: those of peft, or a whole model."""
+    peft = Path(checkpoint).parent / "peft"
+    return peft if peft.is_dir() else Path(checkpoint)
 
 
 def remove_folder(checkpoint: str) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from .errors import BadRequestError
 
 SCHEME = "tinker://"
-EXTERNAL = "external_weights"
-KINDS = {"weights": "training", "sampler_weights": "sampler", EXTERNAL: "external"}
+TRAINING, EXTERNAL = "weights", "external_weights"
+KINDS = {TRAINING: "training", "sampler_weights": "sampler", EXTERNAL: "external"}
 """The parts of a path that say what a checkpoint is for, with their names in lists."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 

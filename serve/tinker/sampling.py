@@ -11,9 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +28,7 @@ from .errors import BadRequestError, reason
 from .futures import Futures, failure, new_future_id
 from .json_requests import SampleBody, parse, sampling_of
 from .sample_answers import PromptScores, SampleResult, TopTokens, asked_targets, sample_answer
+from .sampler_weights import SamplerWeights, is_passing
 from .scoring import Scoring
 from .turns import AdapterPlaces, FairPlaces
 
@@ -49,9 +48,6 @@ MOST_SAMPLES = 1024
 RETRY_S = 0.5
 """For how many seconds a response waits for workers that are being started again, or whose queues are full."""
 TRIES = 240
-_PASSING = ("there is no adapter", "max_adapters=")
-"""What errors say of workers whose adapters are not yet, or still, those that they should be."""
-
 MOST_COMPLETIONS = 1000
 CLONE = 10**9
 """How many requests the copies of a sampler in other processes have numbers for: those of copy number N begin at N times as many."""
@@ -91,7 +87,7 @@ class SamplingService:
         texts: The tokenizer; None if the model has none, and no response can end at a text.
         room: The largest number of tokens of a prompt and its response.
         vocabulary: The number of the model's tokens.
-        adapters: How many adapters a worker holds at a time.
+        weights: What the workers hold.
         at_once: How many responses are generated at a time; users whose requests wait are served in turn.
         longest: The largest number of tokens of a pass that computes log-probabilities (`engine.micro_batch.max_tokens`).
     """
@@ -105,14 +101,12 @@ class SamplingService:
         texts: Texts | None,
         room: int,
         vocabulary: int,
-        adapters: int,
+        weights: SamplerWeights,
         at_once: int = AT_ONCE,
         longest: int = sys.maxsize,
     ) -> None:
         self._database, self._futures, self._replicas, self._scoring = database, futures, replicas, scoring
-        self._texts, self._room, self._vocabulary, self._adapters = texts, room, vocabulary, adapters
-        self._folders: dict[str, str] = {}
-        """The checkpoint that each adapter in the workers was loaded from; empty if not all of them may have it."""
+        self._texts, self._room, self._vocabulary, self._weights = texts, room, vocabulary, weights
         self._news: dict[str, set[asyncio.Event]] = {}
         """By sampler, what those wait for who ask which of its requests are done."""
         self._in_use: Counter[str] = Counter()
@@ -120,7 +114,7 @@ class SamplingService:
         self._longest = longest
         self._refreshes: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
-        self._places = AdapterPlaces(at_once, adapters)
+        self._places = AdapterPlaces(at_once, weights.at_a_time)
         self._matrices = FairPlaces(MATRICES_AT_ONCE)
         self._pending: Counter[str] = Counter()
         self._counted: dict[str, tuple[str, int]] = {}
@@ -338,7 +332,7 @@ class SamplingService:
             )
         self._check_ids("the prompt", min(prompt), max(prompt))
         room = self._room_for_scores(request, len(prompt), room)
-        options, stops = sampling_of(request, source.name, room)
+        options, stops = sampling_of(request, self._weights.adapter(source.name), room)
         if stops and self._texts is None:
             raise BadRequestError("stop has texts, but the model has no tokenizer with which to see them; stop at token ids")
         if options.seed is None:
@@ -443,7 +437,7 @@ class SamplingService:
 
     async def _response(self, request: GenerationRequest, source: "_Source", stops: Sequence[str], top_k: int) -> SampleResult:
         """Return a response, as soon as it is its user's turn. It begins anew if its worker dies."""
-        async with self._places.place(source.owner, source.name):
+        async with self._places.place(source.owner, self._weights.held_as(source.name)):
             response = await self._generated(request, source, stops)
         if top_k and response.tokens:
             top = await self._top_of_response(source, request.prompt, response.tokens, top_k)
@@ -465,23 +459,22 @@ class SamplingService:
                     raise
             except WorkerError as e:
                 # A worker that was started again has no adapters, and one whose last response was cancelled still has it for a moment.
-                if not any(text in str(e) for text in _PASSING) or attempt == TRIES - 1:
+                if not is_passing(e) or attempt == TRIES - 1:
                     raise
-                if source.name in self._folders:
-                    self._folders[source.name] = ""
+                self._weights.forget(source.name)
             await asyncio.sleep(RETRY_S)
         raise AssertionError("unreachable")
 
     async def _attempt(self, request: GenerationRequest, source: "_Source", stops: Sequence[str]) -> SampleResult:
-        if source.name:
-            async with self._lock:
-                # Of a sampler whose weights change, there may be newer ones than what is loaded.
-                await self._load(source)
+        async with self._lock:
+            # Of a sampler whose weights change, there may be newer ones than what is loaded.
+            await self._load(source)
         tokens: list[int] = []
         log_probs: list[float] = []
         text = None if not stops or self._texts is None else self._texts.stream(stops)
         with self._replicas.streams([request]) as (stream,):
             async for token in stream:
+                self._weights.check(source.name, token.version)
                 tokens.append(token.token)
                 log_probs.append(token.log_prob)
                 if text is not None:
@@ -505,7 +498,7 @@ class SamplingService:
         async def run() -> None:
             source = _Source("", "", model)
             async with self._lock:
-                if source.name in self._folders:
+                if self._weights.has(source.name):
                     try:
                         await self._load(source)
                     except (DrivetrainError, BadRequestError) as e:
@@ -517,27 +510,10 @@ class SamplingService:
         task.add_done_callback(self._refreshes.discard)
 
     async def _load(self, source: _Source) -> None:
-        """Load the factors of a sampler into all workers, unless they have them, in the place of those that are not held any more."""
-        name, folder = source.name, self._published(source.live) if source.live else source.folder
-        if self._folders.get(name) == folder:
-            return
-        while name not in self._folders and len(self._folders) >= self._adapters:
-            unused = next(other for other in self._folders if not self._places.holds(other))
-            del self._folders[unused]
-            await self._replicas.on_all(partial(_call, "drop_adapter", unused))
-        self._folders[name] = ""
+        """Load the weights of a sampler into all workers, unless they have them, in the place of some that are not in use."""
+        folder = self._published(source.live) if source.live else source.folder
         with self._using(folder):
-            results = await self._replicas.on_all(partial(_call, "load_adapter", name, folder))
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        self._folders[name] = folder
-
-
-async def _call(method: str, *args: Any) -> Any:
-    """Call a method of a worker, which is the last argument."""
-    *rest, worker = args
-    return await worker.acall(method, *rest)
+            await self._weights.load(source.name, folder, self._places.holds)
 
 
 def _next_tokens(tokens: Sequence[int]) -> PackedBatch:

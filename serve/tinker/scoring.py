@@ -16,8 +16,6 @@ from .errors import BadRequestError, reason
 from .training_group import TrainingGroup
 from .turns import in_turn
 
-SCORERS = 4
-"""How many checkpoints are held for that, beside the adapters that are trained."""
 ATTEMPTS = 3
 """How often something is tried under which processes die."""
 
@@ -92,7 +90,7 @@ class Scoring:
         for one in in_turn(self._waiting, [one.owner for one in self._waiting], self._last):
             folders = {other.folder for other in (*chosen, one)} - {""}
             tokens += one.request.batch.num_tokens
-            if len(folders) > SCORERS or (chosen and tokens > self._tokens):
+            if len(folders) > self._group.snapshots or (chosen and tokens > self._tokens):
                 break
             chosen.append(one)
             self._last = one.owner
@@ -136,11 +134,11 @@ class Scoring:
         if name in self._held:
             self._held[name] = self._held.pop(name)
             return
-        if len(self._held) >= SCORERS:
+        if len(self._held) >= self._group.snapshots:
             oldest = next(iter(self._held))
             del self._held[oldest]
             await self._group.drop(oldest)
-        await self._group.load(name, folder, optimizer=False)
+        await self._group.evaluate(name, folder)
         self._held[name] = None
 
 

@@ -28,6 +28,7 @@ class TrainingServiceSettings:
         port: The port; 0 takes a free one.
         keys: What stands for each key that may be used (`owner_of`); empty if any key may, each of which is a user of its own.
         allowed_hosts: The names under which the service may be addressed, beside those of this machine's loopback address and `host`.
+        full: Whether all weights of the model are trained, one user's at a time, instead of adapters.
         max_adapters: How many adapters are trained at a time.
         max_adapters_per_key: How many of them a key may have.
         max_body_mib: The largest size of a request, also after decompression, in MiB.
@@ -45,6 +46,7 @@ class TrainingServiceSettings:
     port: int = 8000
     keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    full: bool = False
     max_adapters: int = 32
     max_adapters_per_key: int = 32
     max_body_mib: float = 64.0

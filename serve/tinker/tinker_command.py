@@ -1,5 +1,7 @@
 """`drivetrain tinker`: a training service for clients of Tinker's protocol, many at a time, each with adapters of its own on one model.
 
+With --full it trains all weights of the model instead, for one client at a time.
+
 drivetrain tinker [NAME=]MODEL ... [--host 127.0.0.1] [--port 8000] [--api-key-file FILE] [--state DIR] [--nproc N] [engine.KEY=VALUE ...]
 """
 
@@ -10,24 +12,25 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
-from ...engine.config import EngineConfig, ModelConfig
+from ...engine.config import EngineConfig, ModelConfig, OptimConfig
 from ...engine.errors import ConfigError, DrivetrainError, ModelError
 from ...engine.hf.config import read_config
 from ...engine.hf.model_path import fingerprint
-from ...engine.hf.shape import context_of
+from ...engine.hf.shape import context_of, router_aux_coef
 from ...generation.options import RolloutConfig
 from ...trainers.config.parse import parse
 from ...workers.groups.process import ProcessWorkerGroup
 from ...workers.groups.ray import RayWorkerGroup
 from ...workers.process.role_host import RoleSpec
 from ...workers.roles.adapters import AdapterWorker
-from ...workers.roles.base import WorkerConfig
+from ...workers.roles.base import Worker, WorkerConfig
+from ...workers.roles.full_training import FullTrainingWorker
 from ...workers.roles.generator import RolloutWorker
 from ...workers.supervision.supervisor import SupervisorSettings
 from ..openai.listening import HTTPServer, listen
@@ -37,11 +40,11 @@ from .app import TrainingApp
 from .database import Database
 from .futures import Futures
 from .passes import Passes
+from .sampler_weights import AdapterWeights, FullWeights
 from .sampling import AT_ONCE, SamplingService
-from .scoring import SCORERS
 from .settings import TrainingServiceSettings, read_keys
 from .training import Training
-from .training_group import POOL, ROLE, TrainingGroup
+from .training_group import POOL, ROLE, FullTrainingGroup, TrainingGroup
 
 SHUTDOWN_S = 2
 DATABASE = "service.sqlite"
@@ -86,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=defaults.port, help="0 takes a free one")
     add("--api-key-file", type=Path, default=None, metavar="FILE", help="the keys that may be used, one on each line")
     add("--state", type=Path, default=Path("tinker-state"), metavar="DIR", help="the folder of all that survives a restart")
+    add(
+        "--full", action="store_true", help="train all weights of the model (rank 0 of the protocol), for one client at a time"
+    )
     add("--nproc", type=int, default=1, metavar="N", help="the number of processes that train")
     add("--group", choices=("process", "ray"), default="process", help="where they run: on this machine, or on a Ray cluster")
     add("--samplers", type=int, default=1, metavar="N", help="the number of processes that sample, each with the whole model")
@@ -152,6 +158,7 @@ def _settings(args: argparse.Namespace, sources: Sequence[str]) -> TrainingServi
         port=args.port,
         keys=() if args.api_key_file is None else read_keys(args.api_key_file),
         allowed_hosts=tuple(args.allowed_host),
+        full=args.full,
         max_adapters=args.max_adapters,
         max_adapters_per_key=args.max_adapters_per_key,
         max_body_mib=args.max_body_mib,
@@ -175,15 +182,15 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
     # Requests are computed again after a restart, on the weights that they were computed on.
     database.claim("model", fingerprint(str(folder)), "model")
     futures = Futures(database)
-    open_models = database.read("SELECT COUNT(*) AS n FROM models WHERE state = 'open'")[0]["n"]
-    model = ModelConfig(path=str(folder), max_adapters=max(settings.max_adapters, open_models) + SCORERS)
-    group = TrainingGroup(_group(model, engine, args.group, args.nproc))
+    # Requests of the state's models are computed again, which takes what they were computed with.
+    database.claim("trains", "all weights (--full)" if settings.full else "adapters", "kind of training")
+    group = _training_group(args, settings, engine, database)
     rollout = RolloutConfig(
         model=ModelConfig(path=str(folder)),
         generator=args.generator,
         max_batch_total_tokens=args.max_batch_total_tokens,
-        max_adapters=settings.max_adapters,
-        options={"max_lora_rank": args.max_lora_rank} if args.generator == "vllm" else {},
+        max_adapters=0 if settings.full else settings.max_adapters,
+        options={"max_lora_rank": args.max_lora_rank} if args.generator == "vllm" and not settings.full else {},
     )
     replicas = Replicas(RolloutWorker, rollout, args.samplers, SupervisorSettings(name="sampler", environment=_QUIET))
     longest = min(engine.micro_batch.max_tokens, context_of(config) or sys.maxsize)
@@ -205,7 +212,7 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
             _texts(folder),
             room,
             config.vocab_size,
-            settings.max_adapters,
+            FullWeights(replicas, str(folder)) if settings.full else AdapterWeights(replicas, settings.max_adapters),
             AT_ONCE * args.samplers,
             engine.micro_batch.max_tokens,
         )
@@ -229,8 +236,25 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
 _QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
-def _group(model: ModelConfig, engine: EngineConfig, kind: str, processes: int) -> Callable[[], Any]:
-    roles = {ROLE: RoleSpec(worker=AdapterWorker, config=WorkerConfig(model=model, engine=engine))}
+def _training_group(
+    args: argparse.Namespace, settings: TrainingServiceSettings, engine: EngineConfig, database: Database
+) -> TrainingGroup:
+    folder = str(next(iter(settings.models.values())))
+    if settings.full:
+        # What is trained is a sum over tokens, without the loss of a mixture's routers. Each step brings the settings of the optimizer.
+        model = ModelConfig(path=folder)
+        if router_aux_coef(read_config(model), model):
+            model = replace(model, router_aux_loss_coef=0.0)
+        config = WorkerConfig(model=model, engine=engine, optim=OptimConfig(lr=1e-5))
+        return FullTrainingGroup(_group(FullTrainingWorker, config, args.group, args.nproc))
+    open_models = database.read("SELECT COUNT(*) AS n FROM models WHERE state = 'open'")[0]["n"]
+    adapters = max(settings.max_adapters, open_models) + TrainingGroup.snapshots
+    config = WorkerConfig(model=ModelConfig(path=folder, max_adapters=adapters), engine=engine)
+    return TrainingGroup(_group(AdapterWorker, config, args.group, args.nproc))
+
+
+def _group(worker: type[Worker], config: WorkerConfig, kind: str, processes: int) -> Callable[[], Any]:
+    roles = {ROLE: RoleSpec(worker=worker, config=config)}
     group = {"process": ProcessWorkerGroup, "ray": RayWorkerGroup}[kind]
     return lambda: group(roles, pools={POOL: processes}, environment=_QUIET)
 

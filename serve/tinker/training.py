@@ -22,6 +22,7 @@ from ...workers.roles.adapters import AdapterReply, AdapterRequest
 from .database import Database
 from .errors import BadRequestError, reason
 from .futures import Futures, failure, json_result, new_future_id
+from .json_requests import FullTraining
 from .model_operations import ModelOperations, Statement, remove_folder
 from .passes import PIECE_TOKENS, Passes
 from .scoring import ATTEMPTS, Scoring
@@ -115,7 +116,7 @@ class Training:
         body: bytes,
         *,
         base: str,
-        config: AdapterConfig | None,
+        config: AdapterConfig | FullTraining | None,
         error: str,
         source: str = "",
         path: str = "",
@@ -141,7 +142,12 @@ class Training:
         if (known := self._known(model, 0, CREATE, body)) is not None:
             return model, known
         mine = sum(queue.owner == owner for queue in self._queues.values())
-        if not error and len(self._queues) >= self._settings.max_adapters:
+        if not error and self._group.is_full and self._queues:
+            error = (
+                "a model is being trained already; a service that trains all weights (--full) trains one at a time. Try again when its session "
+                "has ended, or train an adapter at a service without --full"
+            )
+        elif not error and len(self._queues) >= self._settings.max_adapters:
             error = f"the service trains {len(self._queues)} adapters already, as many as it may (--max-adapters); try again when a session has ended"
         elif not error and mine >= self._settings.max_adapters_per_key:
             error = f"this key trains {mine} adapters already, as many as it may (--max-adapters-per-key); end a session first"
@@ -358,7 +364,7 @@ class Training:
 
     async def _drop(self, model: str, folder: str) -> None:
         try:
-            if model in await self._group.call("adapter_names"):
+            if model in await self._group.names():
                 await self._group.drop(model)
         except WorkerLostError:
             await self._restart()
@@ -416,7 +422,8 @@ class Training:
                 finished.append((queue, request))
         for queue, request in finished:
             if request.error:
-                has_begun = len(request.replies) > 1
+                # A loss that fails in the middle of full training takes all gradients since the last step with it.
+                has_begun = len(request.replies) > 1 or (self._group.is_full and not request.forward_only)
                 request.pieces = []
                 await self._finish(queue, request, failure(request.error, category="user"), "json", outcome="failed")
                 if has_begun:
@@ -443,6 +450,9 @@ class Training:
             outcome = "done" if request.kind == "optim_step" else "failed"
             category: Literal["user", "server"] = "server" if isinstance(e, OSError) else "user"
             await self._finish(queue, request, failure(reason(e), category=category), "json", outcome=outcome)
+            if self._group.is_full and request.kind == "load_weights":
+                # What was loaded in part is not what was there before.
+                await self._restore(queue.model)
             return
         await self._finish(queue, request, json_result(answer), "json", statements)
         self._operations.remove_replaced()
@@ -501,7 +511,7 @@ class Training:
         queue = self._queues.get(model)
         if queue is None:
             return
-        if model in await self._group.call("adapter_names"):
+        if model in await self._group.names():
             await self._group.drop(model)
         row = self._database.one("SELECT saved_seq, saved_folder FROM models WHERE id = ?", model)
         assert row is not None

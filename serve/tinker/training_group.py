@@ -1,8 +1,12 @@
-"""The processes that train: a group with one role, whose calls are made one after the other by a thread of their own."""
+"""The processes that train: a group with one role, whose calls are made one after the other by a thread of their own.
+
+`TrainingGroup` trains adapters, `FullTrainingGroup` all weights of one model.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from ...engine.adapters.config import AdapterConfig
@@ -11,16 +15,21 @@ from ...engine.config import OptimConfig
 from ...workers.groups.base import WorkerGroup
 from ...workers.roles.adapters import AdapterReply, AdapterRequest
 
-ROLE = "adapters"
+ROLE = "training"
 POOL = "main"
 
 
 class TrainingGroup:
-    """The adapters role of a group.
+    """The role of a group that trains adapters.
 
     Args:
-        build: Returns the group, whose role `adapters` is an `AdapterWorker` on the pool `main`; called in the thread.
+        build: Returns the group, whose role `ROLE` is an `AdapterWorker` on the pool `main`; called in the thread.
     """
+
+    snapshots = 4
+    """How many snapshots are held to be evaluated, beside the models that are trained."""
+    is_full = False
+    """Whether all weights of one model are trained."""
 
     def __init__(self, build: Callable[[], WorkerGroup]) -> None:
         self._build = build
@@ -73,12 +82,17 @@ class TrainingGroup:
         """
         return await self._run(self._call, method, args, options)
 
-    async def create(self, name: str, config: AdapterConfig) -> None:
-        """Create an adapter."""
+    async def names(self) -> list[str]:
+        """Return the names of all models and snapshots."""
+        names: list[str] = await self.call("adapter_names")
+        return names
+
+    async def create(self, name: str, config: AdapterConfig | None) -> None:
+        """Create a model, with the settings of its adapter."""
         await self.call("create_adapter", name, config)
 
     async def drop(self, name: str) -> None:
-        """Free an adapter."""
+        """Free a model or a snapshot."""
         await self.call("drop_adapter", name)
 
     async def forward_backward(self, requests: Sequence[AdapterRequest]) -> list[AdapterReply]:
@@ -92,11 +106,57 @@ class TrainingGroup:
         return step
 
     async def save(self, name: str, root: str) -> str:
-        """Write a checkpoint of an adapter; return its folder."""
+        """Write a checkpoint of a model; return its folder."""
         folder: str = await self.call("save_adapter", name, root)
         return folder
 
-    async def load(self, name: str, folder: str, *, optimizer: bool) -> AdapterConfig:
-        """Load a checkpoint into an adapter, which is created if there is none."""
+    async def publish(self, name: str, root: str) -> str:
+        """Write what samplers and `evaluate` load; return its folder."""
+        return await self.save(name, root)
+
+    async def load(self, name: str, folder: str, *, optimizer: bool) -> AdapterConfig | None:
+        """Load a checkpoint into a model, which is created if there is none; return the settings of an adapter."""
         config: AdapterConfig = await self.call("load_adapter", name, folder, optimizer=optimizer)
         return config
+
+    async def evaluate(self, name: str, folder: str) -> None:
+        """Load what `publish` has written, to be evaluated under a name."""
+        await self.load(name, folder, optimizer=False)
+
+
+class FullTrainingGroup(TrainingGroup):
+    """The role of a group that trains all weights of one model: a `FullTrainingWorker`."""
+
+    snapshots = 1
+    is_full = True
+
+    async def names(self) -> list[str]:
+        """See `TrainingGroup.names`."""
+        names: list[str] = await self.call("model_names")
+        return names
+
+    async def create(self, name: str, config: AdapterConfig | None) -> None:
+        """Create the model with the weights that it begins with."""
+        await self.call("create_model", name)
+
+    async def drop(self, name: str) -> None:
+        """See `TrainingGroup.drop`."""
+        await self.call("drop_model", name)
+
+    async def save(self, name: str, root: str) -> str:
+        """See `TrainingGroup.save`."""
+        folder: str = await self.call("save_model", name, root)
+        return folder
+
+    async def publish(self, name: str, root: str) -> str:
+        """Write the model in Hugging Face format; return its folder."""
+        folder: str = await self.call("export_model", name, str(Path(root) / "model"))
+        return folder
+
+    async def load(self, name: str, folder: str, *, optimizer: bool) -> None:
+        """See `TrainingGroup.load`."""
+        await self.call("load_model", name, folder, optimizer=optimizer)
+
+    async def evaluate(self, name: str, folder: str) -> None:
+        """See `TrainingGroup.evaluate`."""
+        await self.call("load_snapshot", name, folder)

@@ -17,6 +17,7 @@ from drivetrain.serve.tinker.app import PREFIX, TrainingApp
 from drivetrain.serve.tinker.database import Database
 from drivetrain.serve.tinker.futures import Futures
 from drivetrain.serve.tinker.passes import Passes
+from drivetrain.serve.tinker.sampler_weights import AdapterWeights
 from drivetrain.serve.tinker.sampling import SamplingService
 from drivetrain.serve.tinker.settings import TrainingServiceSettings
 from drivetrain.serve.tinker.training import Training
@@ -114,7 +115,9 @@ async def running(
     app: list[TrainingApp] = []
     passes = Passes(database, VOCABULARY, 128)
     training = training_class(options, database, futures, group, passes, lambda *of: app[0].arguments(*of))
-    sampling = sampling_class(database, futures, replicas, training.scoring, None, 256, VOCABULARY, 4, longest=128)
+    sampling = sampling_class(
+        database, futures, replicas, training.scoring, None, 256, VOCABULARY, AdapterWeights(replicas, 4), longest=128
+    )
     app.append(TrainingApp(options, database, futures, training, sampling, lambda: 7))
     await group.start()
     house = asyncio.create_task(app[0].keep_house(0.2))

@@ -1,0 +1,183 @@
+"""What weights the workers that sample hold: the factors of several adapters beside one model, or all weights of one model at a time."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ...engine.errors import WorkerError
+from ..openai.replicas import Replicas
+
+BASE = "the model's own weights"
+_STALE = "other weights than those that were loaded"
+_PASSING = ("there is no adapter", "max_adapters=", _STALE)
+"""What errors say of workers whose weights are not yet, or still, those that they should be."""
+
+
+def is_passing(error: WorkerError) -> bool:
+    """Return whether an error ends when weights are loaded again: a worker that was started again has none of them."""
+    return any(text in str(error) for text in _PASSING)
+
+
+class SamplerWeights(ABC):
+    """The weights in the workers that sample.
+
+    Args:
+        replicas: The workers.
+        at_a_time: How many of the names that `held_as` returns they hold at a time.
+    """
+
+    def __init__(self, replicas: Replicas, at_a_time: int) -> None:
+        self._replicas, self.at_a_time = replicas, at_a_time
+
+    @abstractmethod
+    def held_as(self, name: str) -> str:
+        """Return the name under which a sampler's weights take room; empty if they take none.
+
+        Args:
+            name: The name of the sampler's weights; empty for the model's own.
+        """
+
+    @abstractmethod
+    def adapter(self, name: str) -> str:
+        """Return the adapter that a sampler's requests select; empty for none."""
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Return whether weights of a name were loaded, perhaps not the newest of that name."""
+
+    @abstractmethod
+    def forget(self, name: str) -> None:
+        """Note that a worker may lack the weights of a name."""
+
+    @abstractmethod
+    async def load(self, name: str, folder: str, in_use: Callable[[str], bool]) -> None:
+        """Load weights into all workers, unless they have them.
+
+        Args:
+            name: Their name; empty for the model's own.
+            folder: Where they are; empty for the model's own.
+            in_use: Whether the weights of a name are being used, and must stay.
+
+        Raises:
+            WorkerError: A worker cannot load them.
+        """
+
+    @abstractmethod
+    def check(self, name: str, version: int) -> None:
+        """Check the version of the weights that have made a token.
+
+        Raises:
+            WorkerError: They are not those of `name`.
+        """
+
+
+class AdapterWeights(SamplerWeights):
+    """The factors of several adapters at a time.
+
+    Args:
+        replicas: The workers.
+        adapters: How many adapters they hold at a time.
+    """
+
+    def __init__(self, replicas: Replicas, adapters: int) -> None:
+        super().__init__(replicas, adapters)
+        self._folders: dict[str, str] = {}
+        """The checkpoint that each adapter in the workers was loaded from; empty if not all of them may have it."""
+
+    def held_as(self, name: str) -> str:
+        """See `SamplerWeights.held_as`."""
+        return name
+
+    def adapter(self, name: str) -> str:
+        """See `SamplerWeights.adapter`."""
+        return name
+
+    def has(self, name: str) -> bool:
+        """See `SamplerWeights.has`."""
+        return name in self._folders
+
+    def forget(self, name: str) -> None:
+        """See `SamplerWeights.forget`."""
+        if name in self._folders:
+            self._folders[name] = ""
+
+    async def load(self, name: str, folder: str, in_use: Callable[[str], bool]) -> None:
+        """See `SamplerWeights.load`. Factors take the place of some that are not used."""
+        if not name or self._folders.get(name) == folder:
+            return
+        while name not in self._folders and len(self._folders) >= self.at_a_time:
+            unused = next(other for other in self._folders if not in_use(other))
+            del self._folders[unused]
+            await self._replicas.on_all(partial(_call, "drop_adapter", unused))
+        self._folders[name] = ""
+        _raise_first(await self._replicas.on_all(partial(_call, "load_adapter", name, folder)))
+        self._folders[name] = folder
+
+    def check(self, name: str, version: int) -> None:
+        """Accept any version: a request names its adapter, and a worker that lacks it refuses."""
+
+
+class FullWeights(SamplerWeights):
+    """All weights of one model at a time.
+
+    A worker that is started again has the model's own weights, as version 0: the versions of tokens tell.
+
+    Args:
+        replicas: The workers.
+        folder: The folder of the model's own weights.
+    """
+
+    def __init__(self, replicas: Replicas, folder: str) -> None:
+        super().__init__(replicas, 1)
+        self._own = folder
+        self._loaded: tuple[str, str] | None = (BASE, folder)
+        """The name and the folder of what all workers have; None if they may differ."""
+        self._version = 0
+        self._names = {0: BASE}
+        """The name of the weights of each version."""
+
+    def held_as(self, name: str) -> str:
+        """See `SamplerWeights.held_as`."""
+        return name or BASE
+
+    def adapter(self, name: str) -> str:
+        """See `SamplerWeights.adapter`."""
+        return ""
+
+    def has(self, name: str) -> bool:
+        """See `SamplerWeights.has`."""
+        return self._loaded is not None and self._loaded[0] == self.held_as(name)
+
+    def forget(self, name: str) -> None:
+        """See `SamplerWeights.forget`."""
+        self._loaded = None
+
+    async def load(self, name: str, folder: str, in_use: Callable[[str], bool]) -> None:
+        """See `SamplerWeights.load`."""
+        wanted = self.held_as(name), folder or self._own
+        if self._loaded == wanted:
+            return
+        self._loaded = None
+        self._version += 1
+        self._names[self._version] = wanted[0]
+        version = self._version
+        _raise_first(await self._replicas.on_all(partial(_call, "load_folder", wanted[1], version)))
+        self._loaded = wanted
+
+    def check(self, name: str, version: int) -> None:
+        """See `SamplerWeights.check`."""
+        if self._names.get(version) != self.held_as(name):
+            raise WorkerError(f"a worker has sampled with {_STALE}: version {version} of {self._version}")
+
+
+async def _call(method: str, *args: Any) -> Any:
+    """Call a method of a worker, which is the last argument."""
+    *rest, worker = args
+    return await worker.acall(method, *rest)
+
+
+def _raise_first(results: list[Any]) -> None:
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
