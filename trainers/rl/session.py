@@ -62,6 +62,7 @@ def open_phases(
         WorkerError: A role cannot be built.
     """
     if only is not None:
+        # Processes are only started for roles that are needed.
         specs = {name: spec for name, spec in roles.specs.items() if name in only}
         used = {spec.pool for spec in specs.values()}
         roles = replace(roles, specs=specs, pools={name: size for name, size in roles.pools.items() if name in used})

@@ -32,6 +32,7 @@ def add_old_log_probs(phases: Phases, completions: Completions) -> Completions:
         return completions
     batch = completions.ref
     squares = phases.algorithm.needs_squared_probs
+    # A bundle of a step has them already.
     if "old_log_probs" in batch.keys and (not squares or "sum_squared_probs" in batch.keys):
         return completions
     if phases.config.rl.old_log_probs == "rollout":
@@ -68,6 +69,7 @@ def estimate_advantages(phases: Phases, completions: Completions, step: int) -> 
         return _pairs(phases, completions, step)
     batch, metrics = _corrected(phases, completions, step)
     rewards = phases.adaptive.shape_rewards([row.reward for row in completions.rows])
+    # One value per document; estimators count an episode with several documents once, by the column `episode`.
     columns = {"rewards": torch.tensor(rewards, dtype=torch.float32)}
     if len(judged_only(completions.rows)) < len(completions):
         columns["episode"] = torch.tensor(episodes_of(completions.rows))
@@ -83,6 +85,8 @@ def estimate_advantages(phases: Phases, completions: Completions, step: int) -> 
     tokens = turn_columns(completions.rows, rewards, phases.config.rewards.weights.get(ENVIRONMENT_REWARD, 1.0))
     batch |= phases.group.data.put_columns(batch, rows=columns, tokens=tokens)
     with phases.timed("advantages"):
+        # Estimators compare the completions of a prompt, so these must be on one rank. The
+        # update needs no groups, and may distribute them.
         grouped = batch.with_groups(completions.groups)
         advantages = phases.group["advantage"].compute_advantages(grouped, kl_coef=phases.adaptive.kl_coef)
         batch |= advantages.without_groups()
@@ -108,6 +112,7 @@ def turn_columns(completions: Sequence[Completion], totals: Sequence[float], wei
     turns: list[int] = []
     rewards: list[float] = []
     for completion, total in zip(completions, totals, strict=True):
+        # `first` is the position that predicts the first token after the prompt.
         size, first = len(completion.prompt.ids) + len(completion.tokens), len(completion.prompt.ids) - 1
         of_tokens, at_ends = [-1] * size, [0.0] * size
         episode = completion.episode
@@ -201,6 +206,7 @@ def _corrected(phases: Phases, completions: Completions, step: int) -> tuple[Dat
         return batch, of_others | _spot_check_log_prob_gap(phases, completions, step)
     if rl.importance != "none":
         low, high = rl.importance_bounds
+        # For the difference between the generator's and the actor's log-probabilities of the same tokens.
         batch |= phases.group["advantage"].compute_importance_weights(
             batch, correction=rl.importance, level=rl.importance_level, low=low, high=high
         )
@@ -236,6 +242,7 @@ def _check_gap(phases: Phases, numbers: Mapping[str, float], completions: Comple
         # With stale completions, the gap includes the training steps in between.
         return
     gap, most = numbers.get("log_prob_gap", 0.0), phases.config.rl.max_log_prob_gap
+    # Written so that NaN is an error too.
     if most is not None and not gap <= most:
         raise ConfigError(
             f"the log-probabilities of actor and generator differ by {gap:.3g} nats per token on average "
@@ -247,6 +254,7 @@ def _check_gap(phases: Phases, numbers: Mapping[str, float], completions: Comple
 
 def _pairs(phases: Phases, completions: Completions, step: int) -> tuple[DataRef, dict[str, float]]:
     """Return the best and the worst completion of each prompt as pairs, and the number of pairs."""
+    # Of an episode with several documents, only the last one can be in a pair.
     judged = [row for row, place in enumerate(episodes_of(completions.rows)) if row == place]
     rewards = [completions.rows[row].reward for row in judged]
     pairs = [
@@ -269,6 +277,7 @@ def _mini_batches(phases: Phases, step: int) -> MiniBatches:
 
 def means(results: Sequence[StepResult]) -> dict[str, float]:
     """Return the mean metrics of several optimizer steps, the learning rate of the last one, and the number of steps."""
+    # The numbers of a skipped update are not finite, and would hide those of the others.
     taken = [result for result in results if not result.skipped] or results
     totals: dict[str, list[float]] = {}
     for result in taken:
