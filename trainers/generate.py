@@ -188,6 +188,8 @@ def _respond(
         # Check all prompts first: one that is too long is an error now, and not in the middle of the work.
         for prompt in prompts:
             check_prompt(prompt.name, prompt.ids, options, limits, generator.config)
+        # Twice as many requests as are computed at the same time, so that the generator has
+        # others while the oldest one is not complete.
         for number, stream in _in_order(generator, prompts, options, done, 2 * args.max_batch_size):
             tokens += len(stream.tokens)
             row = rows[number // options.samples] | ({"sample": number % options.samples} if options.samples > 1 else {})

@@ -178,6 +178,7 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str = "") -> Config:
     layers = [_words(cls, [w for w in argv if not w.startswith("recipe=")])]
     names = [word.partition("=")[0] for word in argv]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1 and name != "recipe"):
+        # Every process parses the same words; one of them warns.
         if os.environ.get("RANK", "0") == "0":
             log.warning("%s is given %d times; the last one is used", name, names.count(name))
     recipes = [w.removeprefix("recipe=") for w in argv if w.startswith("recipe=")]
@@ -273,9 +274,11 @@ def _inherit(merged: Any, name: str, parent: str, layers: Sequence[DictConfig]) 
     if not nodes:
         return
     top = OmegaConf.select(merged, parent)
+    # A copy, because the section must not change the top-level one.
     base = OmegaConf.structured(OmegaConf.to_object(top))
     if parent == "engine":
         backend = next((b for node in reversed(nodes) if (b := OmegaConf.select(node, "backend")) is not None), top.backend)
+        # Options belong to a backend, so those of another one are replaced by defaults.
         if backend != top.backend:
             options = options_class(str(backend))
             with read_write(base):

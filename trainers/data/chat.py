@@ -119,6 +119,7 @@ def template_variables(row: Mapping[str, Any], name: str, variables: Mapping[str
             continue
         if not isinstance(value, kind):
             raise DataError(f"{name}: {column} is a {type(value).__name__}; it must be a {kind.__name__}, or JSON text of one")
+        # They would replace arguments that the trainer itself passes to the template.
         if column == "chat_template_kwargs" and (reserved := sorted({*value} & {*RESERVED_VARIABLES})):
             raise DataError(f"{name}: chat_template_kwargs has {', '.join(reserved)}, which cannot be a template variable")
         merged |= value if column == "chat_template_kwargs" else {"tools": value}
@@ -220,6 +221,7 @@ def _next_turn(tokenizer: Any, chat: Chat, answer: _Answer) -> str:
 
 def _render_answer(tokenizer: Any, chat: Chat, turn: int) -> _Answer:
     """Return an answer as the template renders it."""
+    # The answer begins where the generation prompt ends, as it does when the model generates it.
     rendered = _render(tokenizer, chat, turn + 1)
     if turn == 0:
         # Templates do not render an empty chat, so take the generation prompt from after the first message.
@@ -256,6 +258,7 @@ def _up_to(chat: Chat, turn: int) -> Chat:
 def _encode_marked(tokenizer: Any, chat: Chat, ends: TurnEnds | None) -> Sample:
     ids, mask = _marked_ids(tokenizer, chat)
     turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
+    # The marks cover all answers; remove those of answers that are not trained on.
     if any(not chat.learned[i] for i in turns):
         # Runs of marked tokens are matched with answers in order, so the template must mark every answer exactly once.
         runs = [(mark_supervised, len(list(run))) for mark_supervised, run in groupby(mask)]
@@ -329,6 +332,7 @@ def apply_template(
     plain = list(messages) if media is None else for_template(messages, lists=media.lists_content)
     try:
         rendered = tokenizer.apply_chat_template(plain, **options)
+    # Not an error of the template; it is reported where the row is known.
     except TooManyTokens:
         raise
     except Exception as e:  # a template may raise any exception

@@ -169,6 +169,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _with_calls(content: str, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    # Ids of nine letters and digits, which some templates require.
     calls = [
         {
             "id": message.get("tool_call_id", f"call{number:05d}"),

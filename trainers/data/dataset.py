@@ -225,6 +225,7 @@ def _fit(cache: TokenArrays, data: DataConfig, budget: Budget, level: int) -> tu
         worst = int(index[longer][0])
         side = int(lengths[worst].argmax())
         reason = f"{cache.name(worst * width + side)} has {lengths[worst, side]} tokens, more than {limit_text}"
+        # Each side alone would fit.
         if lengths[worst].max() <= limit:
             reason = (
                 f"the two sides of {cache.name(worst * width)} have {lengths[worst].sum()} tokens together, too many for one "
@@ -326,6 +327,7 @@ def _split(
     first = number * most
     last = np.minimum(first + most, lengths[index])
     if cache.has_media:
+        # Pieces then have different lengths, so they are cut one by one.
         index, first, last = _split_between_media(cache, lengths, most)
         pieces = np.bincount(index, minlength=len(lengths))
     learnable = cache.supervised_in(index, first, last)

@@ -104,6 +104,8 @@ def _encode(context: _Context, row: Mapping[str, Any], kind: DataKind) -> list[S
     if form == "preference":
         row = with_prompt(row, name, chat=chat)
         sides = split_preference(row, name)
+        # The preference data of a pair trainer; a trainer on single completions reads
+        # the two sides as one good and one bad.
         return [] if sides.equal else _encode_sides(context, row, sides)
     if form == "unpaired":
         # The cells of a csv file are texts.

@@ -71,6 +71,8 @@ def ending_of(path: Path) -> str | None:
     """Return the one of `ENDINGS` that a file has, ignoring `.gz` or `.zst`; None if it has another one."""
     ending = path.suffix
     if ending in COMPRESSED:
+        # Parquet compresses its own columns, and reading it needs random access,
+        # which a compressed stream does not have.
         ending = Path(path.stem).suffix
         return ending if ending in ENDINGS and ending != ".parquet" else None
     return ending if ending in ENDINGS else None

@@ -212,6 +212,7 @@ class Loader(BatchOrder, Batches):
         Args:
             chosen: The samples' indices in the dataset.
         """
+        # Numbers of documents, in which the sample i has the documents i * width to (i + 1) * width - 1.
         dataset, width = self.samples, self.samples.width
         numbers = (np.array(chosen)[:, None] * width + np.arange(width)).ravel()
         return batch_of([(dataset, i) for i in chosen], width, numbers=numbers, digest=dataset.digest)

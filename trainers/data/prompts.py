@@ -91,6 +91,7 @@ def _media_of(prompts: Sequence[Prompt]) -> dict[str, MediaField]:
 def empty_fields(sets: Sequence["PromptSet"]) -> dict[str, Tensor]:
     """Return all fields of the media of prompts, with zero rows."""
     fields: dict[str, Tensor] = {}
+    # One item of each kind is enough: the fields of a kind are the same for all of its items.
     kinds = set()
     for prompts in sets:
         for prompt in prompts:
@@ -309,6 +310,7 @@ def encode_prompt(
     elif isinstance(content, Sequence):
         messages = read_messages(content, "prompt", name, queue)
         items = media_of(messages)
+        # The policy writes the next assistant turn, so it cannot follow another one.
         if messages[-1]["role"] == "assistant":
             raise DataError(f"{name}: the prompt ends with an assistant turn; leave it out")
         if not tokenizer.chat_template:

@@ -179,6 +179,7 @@ class SampleStream:
         ready: tuple[RawBlock, TokenDataset] | None = None
         try:
             reading = threads.submit(self._read, reader)
+            # Also while waiting for the first block, since a source may take long to open.
             self._wait([reading])
             following, failure = self._outcome(reading)
             # Reading never ends by itself, so None means that it failed.
@@ -320,6 +321,7 @@ class StreamLoader(Batches):
             order = self._order(len(samples), raw.cursor)
             ends = raw.ends_epoch
             while position < len(order):
+                # As many as the batch lacks; samples that are left from the previous block come first.
                 taken = order[position : position + self.batch_size - len(waiting)]
                 waiting += [(samples, int(i)) for i in taken]
                 position += len(taken)

@@ -265,6 +265,7 @@ def _media_problem(folder: Path, media: MediaReader | None, *, changes: bool) ->
         except OSError:
             # The media are already processed, so the file itself is not needed.
             continue
+        # As with the files of rows, contents are not compared, which would read all media at every start.
         if (status.st_size, status.st_mtime_ns) != (size, changed):
             return f"has media from files that have changed ({path})"
     return ""
@@ -443,6 +444,7 @@ class Bar:
         self._progress: Any = None
 
     def __enter__(self) -> "Bar":
+        # On standard error, since standard output may be the result of a command.
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn

@@ -7,6 +7,7 @@ import sys
 
 def python_environment() -> dict[str, str]:
     """Return the environment variables of a demo's processes."""
+    # Defaults, which the user's own environment overrides.
     return {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **os.environ}
 
 

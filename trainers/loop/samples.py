@@ -86,6 +86,7 @@ def generate_completions(
     open_ = dict.fromkeys(texts, True)
     ends = {i: _ends(tokenizer, samples[i]) for i in local_indices}
     asked = {i: _prompt(samples[i]) for i in local_indices}
+    # Greedy, so that texts of different steps differ only because of the weights.
     request = OutputRequest(greedy=True)
     for _ in range(most):
         active = [i for i in texts if open_[i] and len(texts[i]) < budget]

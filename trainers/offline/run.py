@@ -321,6 +321,7 @@ def open_run(
                 broadcast=lambda value, error=None: engine.topology.broadcast_object(value, error=error),
             )
             datasets = [one for one in (data.source, data.held_out) if isinstance(one, TokenDataset)]
+            # Before the engine is initialized, which reads the weights.
             if any(one.has_media for one in datasets) and not engine.capabilities.media:
                 raise CapabilityError(
                     f"the data have images, video or audio, which engine.backend={config.engine.backend} does not support; use engine.backend=fsdp"

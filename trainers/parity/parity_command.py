@@ -144,6 +144,7 @@ def default_rows(models: Sequence[str] | None, words: Sequence[str]) -> list[Row
         mixed = list(SETS["moe"]) if word == "all" else []
         for row in [*dense, *mixed]:
             moe = row in mixed or word == "moe" or "ep=" in row
+            # A model that the user names need not be a mixture of experts, so `all` leaves these rows out.
             if models is not None and row in mixed:
                 continue
             rows += [parse_row(row, model) for model in models or ["qwen3_moe" if moe else "qwen3"]]

@@ -106,6 +106,7 @@ class RunCheckpoints:
                     keep=() if best is None else (best,),
                 )
             # If a step is saved again, its completions may differ.
+            # The digest of this checkpoint's completions; other folders of the step are of an earlier save.
             written = extra.get("completions")
             left = {(step_of(name) or (0, 0))[0] for name in steps(open_store(self.root))} - {step}
             for folder in store.folders():

@@ -213,6 +213,7 @@ class Episodes:
 
     def due(self, most: int | None = None) -> list[Episode]:
         """Return the episodes whose next turn is due, in order, and mark them as being written."""
+        # In the order of prompts, and not in that in which environments returned.
         waiting = sorted((one for one in self._episodes.values() if one.is_due), key=lambda one: (one.number, one.sample))[
             :most
         ]
@@ -248,6 +249,8 @@ class Episodes:
                 # It has failed in the meantime.
                 continue
             episode.is_generating = False
+            # Neither the model nor the limit has ended it, so the cancellation has:
+            # the next call continues from its tokens.
             if cancelled and not turn.finished and len(turn.response) < self.room(episode):
                 episode.begun, episode.is_due = replace(turn, finish_reason="aborted"), True
                 continue
@@ -509,6 +512,7 @@ class Episodes:
 
     def _end(self, episode: Episode, end: EpisodeEnd, message: str = "") -> None:
         """End an episode."""
+        # Turns that the agent has not read had no effect on the episode, so its reward says nothing about them.
         trajectories = trajectories_of(episode.read_turns)
         if end not in FAILURE_KINDS and not trajectories:
             end, message = "invalid", "no turn has tokens that the agent has read"

@@ -111,6 +111,7 @@ def from_bytes(data: bytes, prompts: Prompts, tokenizer: Any) -> dict[int, KeptC
         rows.setdefault(number, []).append(row)
     kept = {}
     for number, chosen in rows.items():
+        # Prompts are not stored: they follow from the number of the ticket, and from the data.
         row_prompt, completions = prompts.of_ticket(number), []
         for row in chosen:
             begin, end = batch.bounds[row], batch.bounds[row + 1]

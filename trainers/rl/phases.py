@@ -132,6 +132,7 @@ class Phases:
 
         With dropout or router noise, the update's own log-probabilities are not those of the policy that generated the completions.
         """
+        # One update, of the weights that generated, and nothing else that uses log-probabilities from before it.
         rl = self.config.rl
         return (
             rl.staleness == 0

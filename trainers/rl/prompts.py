@@ -142,6 +142,7 @@ def prompt_budget(config: RLConfig) -> Budget:
     Raises:
         ConfigError: No prompt would fit.
     """
+    # Completions also go through passes without gradients, which score them.
     usable, budget = micro_batch_budget(config.engine, infers=True)
     room = usable - config.max_answer_tokens
     setting = f"rollout.max_tokens={config.rollout.max_tokens}"

@@ -78,6 +78,7 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int, most_t
         "advantage": RoleSpec(worker=AdvantageWorker, config=algorithm.advantage or AdvantageConfig()),
     }
     own_reference = is_own_reference(config)
+    # The actor's engine computes the reference, so another engine would have no effect.
     if own_reference and config.reference.engine is not None:
         raise ConfigError(
             "reference.engine is set, but the policy without its adapters is the reference; remove it, or set reference.model.path"
@@ -191,6 +192,7 @@ def rollout_config(config: RLConfig, most_tokens: int | None = None) -> RolloutC
     # Otherwise a cache of all free memory would leave nothing for the activations of the trained roles.
     is_alone = "rollout" in config.group.pools or config.group.offload != "none"
     shared = min(TOKENS_WITHOUT_GPU, most_tokens or TOKENS_WITHOUT_GPU)
+    # With adapters alone, the generator reads the base weights itself, and needs the adapters' settings.
     alone = sends_adapters(config)
     return RolloutConfig(
         model=ModelConfig(

@@ -63,6 +63,8 @@ class Rollouts:
         self._verified: int | None = None
         """The last version of the weights for which the generator's processes were compared."""
         if self._overlaps:
+            # The end of each phase of other roles is a moment to look at the
+            # generator's call, so that no thread is needed.
             phases.after_each = self.advance
 
     # ---- the generator ---------------------------------------------------------------------------------------------------
@@ -160,6 +162,7 @@ class Rollouts:
     def _moved(self, completions: Completions) -> Completions:
         """Move completions to the stores of the actor's processes, and with K > 0 also keep them here. Return those of complete groups."""
         data, most, greedy = self._phases.group.data, self._config.rollout.max_tokens, completions.baselines
+        # Read before the generator's processes drop their samples.
         batch = data.get_batch(completions.ref)
         greedy_batch = None if greedy is None else data.get_batch(greedy.ref)
         for one in (completions, greedy):
@@ -342,5 +345,6 @@ class Rollouts:
         """Restore the completions of a checkpoint, whose tickets are already finished."""
         self._kept = dict(kept)
         for number, one in kept.items():
+            # Rewards are not stored; they are computed again.
             completions = self._phases.put_completions(one.batch, one.rows)
             self._answered[number] = replace(completions, pending=self._phases.submit(one.rows))

@@ -108,6 +108,7 @@ class RLRun(TrainingRun):
             "sync_bytes": float(phases.memory_manager.sent_bytes),
             "generating_s": self.rollouts.generating_s(),
             "seconds": seconds,
+            # Time outside of all phases, and the wait for rewards, in which no model works.
             "seconds/idle": seconds - sum(phases.seconds.values()) + phases.seconds.get("reward_wait", 0.0),
         }
 

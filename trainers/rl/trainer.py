@@ -77,6 +77,7 @@ class RLTrainer(BaseTrainer[RLConfig, RLDryRun]):
         """Read the prompts and check the settings that depend on them; return them, the number of steps, and the roles. Reads no weights."""
         config, prompts = self.config, load_data(self.config)
         warn_about_data(config.data, config.data.batch_size, len(prompts.order), "prompts")
+        # Rounded up once, since a batch of prompts may continue from one epoch to the next.
         total_steps = config.trainer.max_steps or -(-config.trainer.epochs * len(prompts.order) // prompts.order.batch_size)
         if self._algorithm.needs_critic and config.rl.critic_warmup >= total_steps:
             raise ConfigError(

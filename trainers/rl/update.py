@@ -19,6 +19,7 @@ from .phases import Phases
 
 GAPS = ("log_prob_gap", "log_prob_gap_max")
 """The metrics that compare the log-probabilities of generator and actor."""
+# Few, because the step needs no forward pass of the actor otherwise.
 SPOT_CHECK = 16
 """The number of completions on which the generator's log-probabilities are compared, if the actor computes no others."""
 
@@ -156,6 +157,8 @@ def update(
             results = phases.group["critic"].update(batch, mini_batches=mini_batches)
         metrics |= {f"critic/{name}": value for name, value in means(results).items()}
     # A step outside of a run, with number 0, has no warmup.
+    # On policy, only the actor's update would compute its log-probabilities, so without
+    # one they are compared on a few completions.
     if phases.algorithm.needs_critic and 0 < step <= phases.config.rl.critic_warmup:
         return metrics | (_spot_check_log_prob_gap(phases, completions, step) if phases.is_on_policy else {})
     phases.memory_manager.enter("train")
@@ -272,6 +275,7 @@ def _pairs(phases: Phases, completions: Completions, step: int) -> tuple[DataRef
 
 def _mini_batches(phases: Phases, step: int) -> MiniBatches:
     rl = phases.config.rl
+    # The seed depends only on the step, so that a repeated step has the same mini-batches.
     return MiniBatches(size=rl.mini_batch_size, epochs=rl.epochs, shuffle=True, seed=seed_of(phases.config.data.seed, step))
 
 

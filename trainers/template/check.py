@@ -109,6 +109,7 @@ def _field_thought(draw: random.Random) -> ChatMessage:
 def _call(draw: random.Random, count: int = 1, **more: Any) -> ChatMessage:
     calls = [
         {
+            # Nine letters and digits, which some templates require.
             "id": f"call{i:05d}",
             "type": "function",
             "function": {"name": "calculate", "arguments": json.loads(draw.choice(ARGUMENTS))},
