@@ -49,7 +49,8 @@ def micro_batch_budget(engine: EngineConfig, *, infers: bool, multiple: int = 1)
     most, name = sizes.max_tokens, "engine.micro_batch.max_tokens"
     if infers and sizes.infer_max_tokens is not None and sizes.infer_max_tokens < most:
         most, name = sizes.infer_max_tokens, "engine.micro_batch.infer_max_tokens"
-    # The engine pads the tokens of a micro-batch up to this multiple, so only whole multiples of the limit can be used.
+    # The engine pads the tokens of a micro-batch up to a multiple of this, and the padded number must not exceed
+    # the limit.
     return most // multiple * multiple, Budget(tokens=most, setting=f"{name}={most}")
 
 

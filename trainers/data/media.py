@@ -374,7 +374,7 @@ def for_template(messages: Sequence[Mapping[str, Any]], *, lists: bool) -> list[
 
 def lists_content(tokenizer: Any) -> bool:
     """Return whether a chat template accepts the content of messages only as lists of parts."""
-    # A template for parts either fails on a text, or renders nothing for it.
+    # A template that iterates over parts either fails on a text, or does not render it.
     word = "drivetrain"
     try:
         return word not in tokenizer.apply_chat_template([{"role": "user", "content": word}], tokenize=False)

@@ -140,7 +140,7 @@ def sources_of(function: Any) -> dict[str, str]:
         file = getattr(module, "__file__", None)
         if file is None and getattr(module, "__name__", "") != "__main__":
             continue
-        # The source of installed packages and of the standard library is left out.
+        # Files of installed packages and of the standard library are not expected to change.
         if file is not None and ("site-packages" in file or file.startswith(sys.base_prefix + "/lib/python")):
             continue
         if file is not None and module is not sys.modules.get("__main__"):

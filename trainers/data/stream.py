@@ -306,7 +306,7 @@ class StreamLoader(Batches):
         start = cursor if isinstance(cursor, StreamCursor) else StreamCursor()
         width = self._stream.width
         position = start.position
-        # A batch may have samples of two blocks, but not of two epochs.
+        # A batch may have samples of several blocks, but not of two epochs.
         waiting: list[tuple[TokenDataset, int]] = []
         for raw, samples in self._samples(replace(start, position=0, digest="")):
             # A position within a block is only valid if the block yields the same samples again.

@@ -111,7 +111,7 @@ def from_bytes(data: bytes, prompts: Prompts, tokenizer: Any) -> dict[int, KeptC
         rows.setdefault(number, []).append(row)
     kept = {}
     for number, chosen in rows.items():
-        # Prompts are not stored: they follow from the number of the ticket, and from the data.
+        # Of a prompt, only the tokens are stored; everything else follows from the number of the ticket and the data.
         row_prompt, completions = prompts.of_ticket(number), []
         for row in chosen:
             begin, end = batch.bounds[row], batch.bounds[row + 1]
@@ -119,7 +119,7 @@ def from_bytes(data: bytes, prompts: Prompts, tokenizer: Any) -> dict[int, KeptC
             record, prompt = records[row], row_prompt
             if record is not None and record.own_prompt:
                 prompt = replace(prompt, ids=ids[: episodes[row]["prompt"]])
-            # The tokens of the prompt are in the file, so changed data are detected.
+            # Detects that the data have changed since the checkpoint was saved.
             if ids[: len(prompt.ids)] != prompt.ids:
                 raise CheckpointError(
                     f"it has completions of another prompt than {prompt.name}, so the data have changed; use the same data, or start over from "
