@@ -95,7 +95,7 @@ class RunCheckpoints:
         self._group["actor"].save_checkpoint(self.root, step, {"method": METHOD, "config": asdict(self._config), **extra})
 
         def delete_old() -> None:
-            # Delete the actor's first: a critic's without it does not count, while the reverse would be an incomplete one.
+            # Delete the actor's first: a critic's checkpoint alone does not count, but an actor's alone is incomplete.
             for root in reversed(roots):
                 rotate(
                     open_store(root),
