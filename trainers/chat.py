@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("settings", nargs="*", metavar="name=value", help="generation settings, such as temperature=0.7")
     args = parser.parse_intermixed_args(words[:at])
     name = Path(args.source).resolve().name
+    # Port 0 lets the system choose a free port; the server prints it when it is ready.
     serve = [sys.executable, "-m", f"{__package__.partition('.')[0]}.cli", "serve", args.source, "--name", name, "--port", "0"]
     print(f"loading {args.source}", flush=True)
     with subprocess.Popen([*serve, *words[at + 1 :]], stdout=subprocess.PIPE, text=True) as server:
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
         finally:
             server.terminate()
+            # A server that does not end by itself is killed.
             with suppress(subprocess.TimeoutExpired):
                 server.wait(_END_S)
             server.kill()

@@ -69,6 +69,7 @@ def main(argv: Sequence[str]) -> int:
             )
         out = Path(args.out)
         _check_out(out, overwrite=args.overwrite)
+        # Before the model is loaded, since a package of the generator may be missing.
         generator_class(ENGINES[args.engine])
         with model_folder(args.source, lambda text: print(text, file=sys.stderr, flush=True)) as folder:
             _generate(args, data, options, folder, out)
@@ -147,12 +148,14 @@ def _generate(args: argparse.Namespace, data: PromptsConfig, options: SamplingOp
     unfinished = _unfinished(out, args, options, folder, prompts)
     total, start = len(prompts) * options.samples, time.monotonic()
     with _appended(unfinished) as file:
+        # Counted under the lock, so that no other process is writing.
         done = _completed(unfinished)
         if done:
             print(f"{done} of {total} completions are already done; continuing", file=sys.stderr, flush=True)
         tokens = _respond(args, options, model, tokenizer, prompts, rows, file, done) if done < total else 0
         # Another command may have written it in the meantime.
         _check_out(out, overwrite=args.overwrite)
+        # OUT appears only when it is complete.
         os.replace(unfinished, out)
     seconds = time.monotonic() - start
     print(
@@ -182,8 +185,11 @@ def _respond(
     )
     with _built(with_cache_size(config)) as generator, Bar("generating") as bar:
         limits = generator.limits()
+        # Check all prompts first: one that is too long is an error now, and not in the middle of the work.
         for prompt in prompts:
             check_prompt(prompt.name, prompt.ids, options, limits, generator.config)
+        # Twice as many requests as are computed at the same time, so that the generator has
+        # others while the oldest one is not complete.
         for number, stream in _in_order(generator, prompts, options, done, 2 * args.max_batch_size):
             tokens += len(stream.tokens)
             row = rows[number // options.samples] | ({"sample": number % options.samples} if options.samples > 1 else {})
@@ -197,6 +203,7 @@ def _respond(
 def _appended(unfinished: Path) -> Iterator[IO[str]]:
     with open(unfinished, "a", encoding="utf-8") as file:
         try:
+            # Two processes would append to the same file.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             raise ConfigError(f"{unfinished} is being written by the same command; wait for it, or stop it") from e
@@ -208,6 +215,7 @@ def _appended(unfinished: Path) -> Iterator[IO[str]]:
         try:
             yield file
         finally:
+            # Nothing to continue from, so leave no file behind.
             if unfinished.is_file() and not unfinished.stat().st_size:
                 unfinished.unlink()
 
@@ -247,6 +255,7 @@ def _read(
             if taken := added & row.keys():
                 raise DataError(f"{place} already has a column {min(taken)}; rename it, or give another name with --column")
             try:
+                # Rows are written again with their completions, so find out now whether they can be.
                 json.dumps(row, ensure_ascii=False).encode()
             except (TypeError, ValueError) as e:
                 raise DataError(
@@ -307,7 +316,9 @@ def _in_order(
             stream = generator.submit(prompts[row].ids, options, row=row, sample=sample, media=media)
             requested.append((following, stream))
             following += 1
+        # Only the oldest request is written, so that the lines of an unfinished output tell how many are done.
         number, stream = requested[0]
+        # One step of the generator computes for all requests in flight.
         if not stream.ended:
             generator.step()
             continue

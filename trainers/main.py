@@ -29,6 +29,7 @@ def run_trainer(command: str, argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     signal: int | None = None
     try:
+        # The classes of a command are imported by name, so that `--help` loads only its settings.
         config = parse(_imported(entry.config), [word for word in words if word != DRY_RUN], usage(command, entry))
         # Check before importing torch, which takes seconds. The trainer checks again, with the model's config.
         config.check()

@@ -116,6 +116,7 @@ class SourcesConfig(Settings):
                 f"data.weights has {len(weights)} numbers, data.train has {len(self.train)} sources; give one weight per "
                 "source"
             )
+        # NaN fails both comparisons.
         if not all(0 < w < float("inf") for w in weights):
             raise ConfigError(
                 f"data.weights={list(weights)}; weights must be more than 0: to leave a source out, remove it from data.train"

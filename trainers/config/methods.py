@@ -87,6 +87,7 @@ class PreferenceConfig(Settings):
         losses = self.loss_weights or {self.loss: 1.0}
         for name, known in ONLY.items():
             value = getattr(self, name)
+            # A value that equals the default cannot be distinguished from one that is not set.
             if not set(known) & losses.keys() and value != getattr(defaults, name):
                 raise ConfigError(
                     f"dpo.{name}={value} does not apply to dpo.loss={'+'.join(losses)}; it is only for {', '.join(sorted(known))}"

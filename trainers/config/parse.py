@@ -56,6 +56,7 @@ def keys(cls: type, prefix: str = "") -> tuple[Key, ...]:
     return _cached_keys(cls, prefix)  # type: ignore[arg-type]
 
 
+# Called many times while a command line is parsed.
 @cache
 def _cached_keys(cls: type, prefix: str) -> tuple[Key, ...]:
     return tuple(_keys(cls, prefix, cls()))
@@ -169,6 +170,7 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str = "") -> Config:
     """
     if any(word in ("-h", "--help") for word in argv):
         try:
+            # The reader of a pipe may end early, as `head` does.
             print(help_text(cls, usage), flush=True)
         except BrokenPipeError:
             discard_output()
@@ -176,18 +178,21 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str = "") -> Config:
     layers = [_words(cls, [w for w in argv if not w.startswith("recipe=")])]
     names = [word.partition("=")[0] for word in argv]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1 and name != "recipe"):
+        # Every process parses the same words; one of them warns.
         if os.environ.get("RANK", "0") == "0":
             log.warning("%s is given %d times; the last one is used", name, names.count(name))
     recipes = [w.removeprefix("recipe=") for w in argv if w.startswith("recipe=")]
     if len(recipes) > 1:
         raise ConfigError(f"recipe= is given {len(recipes)} times; give only one")
     if recipes:
+        # The recipe comes first, since later layers override earlier ones.
         layers.insert(0, _recipe(recipes[0], recipes_of(cls)))
     return _merged(cls, layers)
 
 
 def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
     """Merge the defaults and the layers, in this order, into a typed config."""
+    # The backend first: it determines the type of `engine.options`, which everything else is checked against.
     backend = next(
         (b for layer in reversed(layers) if (b := OmegaConf.select(layer, "engine.backend")) is not None),
         EngineConfig().backend,
@@ -202,6 +207,7 @@ def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
     setting_names = {key.name for key in keys(cls)}
     if options is not None:
         setting_names |= {key.name for key in keys(options, "engine.options.")}
+    # Then the names of all settings, including those of sections that default to others.
     parents = {name: parent for name, parent, _ in own_sections(cls)}
     for name, _, section in own_sections(cls):
         setting_names |= {key.name for key in keys(section, f"{name}.")}
@@ -216,6 +222,7 @@ def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
             _check_keys(layer, setting_names, free)
             _check_renamed(layer)
             for name in lists:
+                # A single word stands for a list of one.
                 if isinstance(value := OmegaConf.select(layer, name), str):
                     OmegaConf.update(layer, name, [value])
             for name in switches:
@@ -226,6 +233,7 @@ def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
         if options is not None:
             with read_write(base.engine):  # a frozen dataclass becomes a read-only node
                 base.engine.options = OmegaConf.structured(options)
+        # Values are checked against the types of `base` here, after unknown names were rejected with a better message.
         merged = OmegaConf.merge(base, *layers)
         for name, parent in parents.items():
             _inherit(merged, name, parent, layers)
@@ -261,13 +269,16 @@ def _escaped(value: Any) -> Any:
 
 def _inherit(merged: Any, name: str, parent: str, layers: Sequence[DictConfig]) -> None:
     """Fill a partly given section from its top-level counterpart."""
+    # The section is the top-level one, changed by what each layer sets in it; without any such setting it stays null.
     nodes = [node for layer in layers if (node := OmegaConf.select(layer, name)) is not None]
     if not nodes:
         return
     top = OmegaConf.select(merged, parent)
+    # A copy, because the section must not change the top-level one.
     base = OmegaConf.structured(OmegaConf.to_object(top))
     if parent == "engine":
         backend = next((b for node in reversed(nodes) if (b := OmegaConf.select(node, "backend")) is not None), top.backend)
+        # Options belong to a backend, so those of another one are replaced by defaults.
         if backend != top.backend:
             options = options_class(str(backend))
             with read_write(base):
@@ -297,6 +308,7 @@ def _words(cls: type, words: Sequence[str]) -> DictConfig:
                 hint = suggestion.lstrip(";: ")
             raise ConfigError(f"{word!r} is not a setting; {hint}")
         try:
+            # Each word by itself, so that an error names the word.
             OmegaConf.from_dotlist([_quoted(word)])
         except Exception as e:  # the parser raises its own types, and others on malformed text
             problem = yaml_error(e, word)[1]
@@ -365,6 +377,7 @@ def _check_renamed(layer: DictConfig) -> None:
 
 def _leaves(node: DictConfig, prefix: str = "") -> Iterator[str]:
     for key in node:
+        # Indexing would resolve interpolations, which may refer to settings of other layers.
         value = node._get_node(key)
         name = f"{prefix}{key!s}"
         if isinstance(value, DictConfig) and len(value):

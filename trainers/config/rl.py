@@ -382,6 +382,7 @@ class RLConfig(CommandConfig):
                 "rollout.generator=exact with engine.invariant=false: completions would cost a forward pass per token, and their "
                 "log-probabilities would not equal the actor's bit by bit; set engine.invariant=true, or use static or continuous"
             )
+        # The actor computes log-probabilities over the whole vocabulary, so the generator must sample from all of it.
         biased = {"top_p": self.rollout.top_p} if self.rollout.top_p < 1 else {}
         biased |= {"top_k": self.rollout.top_k} if self.rollout.top_k else {}
         for name, value in biased.items():
@@ -525,6 +526,7 @@ class RLConfig(CommandConfig):
         spec = ALGORITHMS.get(self.rl.algorithm)
         if spec.advantage is None:
             return None
+        # A registration without an estimator uses the default of the advantage settings.
         return ESTIMATORS.get(self.rl.advantage.estimator or spec.advantage.get("estimator", GAEEstimator.name))
 
     def _check_group_size(self) -> None:

@@ -35,6 +35,7 @@ class RunConfig(CommandConfig):
                 "data.streaming=true without trainer.max_steps: the number of samples in an epoch is not known before its end; set the "
                 "number of steps"
             )
+        # Without held-out data they would have no effect, which is more likely a mistake than intended.
         for name in ("best_metric", "generate", "eval_every"):
             value = getattr(self.trainer, name)
             if value and not self.data.eval:

@@ -66,6 +66,7 @@ class LoopConfig(Settings):
             check_least(f"trainer.{name}", getattr(self, name), 1)
         check_least("trainer.generate", self.generate, 0)
         check_least("trainer.log_every", self.log_every, 1)
+        # `not >`, which is also true for NaN.
         if self.max_minutes is not None and not self.max_minutes > 0:
             raise ConfigError(f"trainer.max_minutes={self.max_minutes}; it must be more than 0")
         if self.stopping_threshold is not None and not math.isfinite(self.stopping_threshold):
@@ -96,6 +97,7 @@ class LoopConfig(Settings):
         for name, where in (("trainer.checkpoint_dir", self.checkpoint_dir), ("trainer.resume", self.resume)):
             if where and "://" in where:
                 try:
+                    # Opened only to find out whether its scheme and packages are available.
                     open_store(where)
                 except CheckpointError as e:
                     raise ConfigError(f"{name}: {e}") from e

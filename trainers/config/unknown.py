@@ -80,6 +80,7 @@ def hint_for(name: str, names: Collection[str]) -> str:
     # The same name in another section or program is a better guess than a similar spelling.
     full = FOREIGN.get(last) if FOREIGN.get(last) in names else None
     if full is None and last in ours:
+        # Of several, the one that is nested the least.
         full = min((k for k in names if k.rpartition(".")[2] == last), key=lambda k: (k.count("."), k))
     if full is None:
         close_matches = difflib.get_close_matches(name, names, n=1, cutoff=0.7) or difflib.get_close_matches(

@@ -23,6 +23,7 @@ def value_error(error: Exception, layers: Sequence[DictConfig], types: Mapping[s
     sections = {name.rpartition(".")[0] for name in types}
     for layer in layers:
         # Do not resolve interpolations, since they may be the cause of the error.
+        # First look for causes that OmegaConf's message does not name, or describes in its own terms.
         for name, value in _values(OmegaConf.to_container(layer, resolve=False)):
             kind = types.get(name)
             if kind is None and name in sections:
@@ -37,6 +38,7 @@ def value_error(error: Exception, layers: Sequence[DictConfig], types: Mapping[s
                 return f"{name}={value}; it must be a mapping, as in {name}={{name: value}}"
             if kind.startswith("tuple[") and "..." not in kind and len(value) != kind.count(",") + 1:
                 return f"{name}={value}; it must be a list of {kind.count(',') + 1} values"
+    # Then rewrite its message in the words of the settings.
     where = f"{full}: " if (full := getattr(error, "full_key", None)) else ""
     hint = (
         "; ${...} refers to another setting; write an environment variable as $NAME" if "Interpolation" in str(error) else ""

@@ -35,6 +35,7 @@ def yaml_error(error: Exception, text: str) -> tuple[int, str]:
         return _line(context_mark), "a quotation mark is not closed"
     if "did not find expected" in problem:
         for opening, closing, kind in _BRACKETS:
+            # The parser only says what it expected, so count brackets to name the one that is missing.
             excess = text.count(opening) - text.count(closing)
             if excess > 0:
                 return _line(context_mark if kind in context else mark), f"{opening} has no closing {closing}"

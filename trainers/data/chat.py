@@ -75,6 +75,7 @@ def read_chat(
         flags = [m.pop("train", m["role"] == "assistant") for m in messages]
         learned = [i >= len(prompt) and flag for i, flag in enumerate(flags)]
     for i, (message, learn) in enumerate(zip(messages, learned, strict=True), 1):
+        # A message without content may still have tool calls.
         if learn and not (message["content"] or set(message) - {"role", "content"}):
             raise DataError(
                 f"{name}: the content of message {i} is empty; there is nothing to train on: remove the message, or set "
@@ -95,6 +96,7 @@ def read_chat(
     if last_only:
         last = max(i for i, flag in enumerate(learned) if flag)
         learned = [i == last for i in range(len(learned))]
+    # Only now have all placeholders taken their items.
     queue.check_used()
     return Chat(name=name, messages=messages, learned=learned, variables=template_variables(row, name, variables), media=media)
 
@@ -117,6 +119,7 @@ def template_variables(row: Mapping[str, Any], name: str, variables: Mapping[str
             continue
         if not isinstance(value, kind):
             raise DataError(f"{name}: {column} is a {type(value).__name__}; it must be a {kind.__name__}, or JSON text of one")
+        # They would replace arguments that the trainer itself passes to the template.
         if column == "chat_template_kwargs" and (reserved := sorted({*value} & {*RESERVED_VARIABLES})):
             raise DataError(f"{name}: chat_template_kwargs has {', '.join(reserved)}, which cannot be a template variable")
         merged |= value if column == "chat_template_kwargs" else {"tools": value}
@@ -150,6 +153,8 @@ def encode_chat(tokenizer: Any, chat: Chat, turns: Turns, ends: TurnEnds | None 
         if turns == "per_turn":
             return [_encode_marked(tokenizer, _up_to(chat, i), ends) for i, learned in enumerate(chat.learned) if learned]
         return [_encode_marked(tokenizer, chat, ends)]
+    # Without marks, spans follow from prefixes. If the whole chat begins with the text of each
+    # of its answers, a single sample trains them all.
     answers = [_render_answer(tokenizer, chat, i) for i, learned in enumerate(chat.learned) if learned]
     text = _render(tokenizer, chat, len(chat.messages))
     consistent = all(text.startswith(answer.text) for answer in answers)
@@ -185,6 +190,8 @@ def _encode_answers(tokenizer: Any, chat: Chat, text: str, answers: Sequence[_An
         if ends is None or ends.ended(answer.text[answer.begin :]):
             continue
         end = len(answer.text)
+        # The answer is the last turn, so add the token that would open the next
+        # one: the model is trained to stop at it.
         if not text[end:]:
             text += ends.opening(_next_turn(tokenizer, chat, answer))
         if ends.opening(text[end:]):
@@ -214,6 +221,7 @@ def _next_turn(tokenizer: Any, chat: Chat, answer: _Answer) -> str:
 
 def _render_answer(tokenizer: Any, chat: Chat, turn: int) -> _Answer:
     """Return an answer as the template renders it."""
+    # The answer begins where the generation prompt ends, as it does when the model generates it.
     rendered = _render(tokenizer, chat, turn + 1)
     if turn == 0:
         # Templates do not render an empty chat, so take the generation prompt from after the first message.
@@ -250,6 +258,7 @@ def _up_to(chat: Chat, turn: int) -> Chat:
 def _encode_marked(tokenizer: Any, chat: Chat, ends: TurnEnds | None) -> Sample:
     ids, mask = _marked_ids(tokenizer, chat)
     turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
+    # The marks cover all answers; remove those of answers that are not trained on.
     if any(not chat.learned[i] for i in turns):
         # Runs of marked tokens are matched with answers in order, so the template must mark every answer exactly once.
         runs = [(mark_supervised, len(list(run))) for mark_supervised, run in groupby(mask)]
@@ -262,6 +271,7 @@ def _encode_marked(tokenizer: Any, chat: Chat, ends: TurnEnds | None) -> Sample:
         mask = [is_marked for mark_supervised, length in runs for is_marked in [mark_supervised and next(flags)] * length]
     sample = _sample(chat.name, ids, mask)
     # Exactly the tokens that the template marks are supervised.
+    # The end of each run of supervised tokens.
     stops = [i for i, (marked, following) in enumerate(pairwise([*mask, False]), 1) if marked and not following]
     return replace(sample, ended=ends is None or all(ends.ended(tokenizer.decode(ids[max(0, i - TAIL) : i])) for i in stops))
 
@@ -272,6 +282,8 @@ def _marked_ids(tokenizer: Any, chat: Chat) -> tuple[list[int], list[bool]]:
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         rendered = _apply(tokenizer, chat, chat.messages, **options)
         return rendered["input_ids"], [bool(m) for m in rendered["assistant_masks"]]
+    # With media, the placeholders must be expanded between rendering and tokenization, which moves the marks.
+    # transformers' `apply_chat_template` does both in one call, so the template is rendered here.
     template = tokenizer.get_chat_template(tools=chat.variables.get("tools"))
     messages = for_template(chat.messages, lists=chat.media.lists_content)
     try:
@@ -320,6 +332,7 @@ def apply_template(
     plain = list(messages) if media is None else for_template(messages, lists=media.lists_content)
     try:
         rendered = tokenizer.apply_chat_template(plain, **options)
+    # Not an error of the template; it is reported where the row is known.
     except TooManyTokens:
         raise
     except Exception as e:  # a template may raise any exception
@@ -339,6 +352,7 @@ def _encode_spans(
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = encoded["input_ids"]
     starts, ends = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+    # First look for tokens that cross a boundary.
     boundaries = sorted({boundary for span in spans for boundary in span})
     if any(((starts < boundary) & (boundary < ends)).any() for boundary in boundaries):
         parts = [
@@ -355,10 +369,12 @@ def _encode_spans(
         starts, ends = np.concatenate(
             [np.array(part["offset_mapping"], np.int64).reshape(-1, 2) + begin for begin, part in parts]
         ).T
+    # Then mark the tokens of the spans. Offsets are in characters of the whole text.
     inside = np.zeros(len(starts), dtype=np.bool_)
     for low, high in spans:
         inside |= (starts >= low) & (starts < high)
     inside |= np.isin(starts, list(openings))
+    # A token that covers no character of the text is not part of an answer.
     supervised = (inside & (ends > starts)).tolist()
     return _sample(name, ids, supervised)
 
@@ -412,6 +428,7 @@ def _message(message: Any, which: str, name: str, media: MediaQueue) -> dict[str
 
 def _content(content: Any, message: Mapping[str, Any], which: str, name: str, media: MediaQueue) -> str | list[dict[str, Any]]:
     """Return the text of a message, or its parts if it has media."""
+    # Programs that use OpenAI's format write null as the content of a message with tool calls.
     if content is None and message.get("tool_calls"):
         return ""
     if isinstance(content, str):

@@ -65,6 +65,8 @@ class Continuation:
         """
         ids: list[int] = []
         at = 0
+        # Contents are searched in order, each from the end of the previous one, so
+        # that equal texts are matched one by one.
         for content in [part for message in messages for part in (message["content"], *_strings(message.get("tool_calls")))]:
             if not any(token in content for token in self._ends.special if token):
                 continue
@@ -91,12 +93,15 @@ class Continuation:
     def _text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         key = json.dumps(messages, sort_keys=True, default=str)
         if key not in self._texts:
+            # The placeholder stands for any completion, so the text after it must not
+            # depend on it. Two placeholders test that.
             texts = [self._behind(content, messages) for content in _CONTENTS]
             if texts[0] != texts[1]:
                 raise DataError(
                     f"the chat template writes {texts[0]!r:.80} after one answer and {texts[1]!r:.80} after another, so the text after a "
                     "completion is unknown; use a template that only appends (model.chat_template), or tokens instead of messages"
                 )
+            # Most messages of a run occur once, so without a bound the cache would grow all the time.
             if len(self._texts) >= 4096:
                 self._texts.clear()
             self._texts[key] = texts[0]
@@ -115,6 +120,7 @@ class Continuation:
                 whole = self._rendered([question, answer], asks=False)
                 following = self._rendered([question, answer, *messages], asks=True)
             except DataError as e:
+                # The first error counts: it is that of the form that fits the messages best.
                 error = error or e
                 continue
             answered = whole[: self._end_of_answer(whole)]
@@ -136,6 +142,7 @@ class Continuation:
         stops = [at for token in (*self._ends.stopping, *self._ends.special) if token and (at := rendered.rfind(token)) >= 0]
         last = max(stops, default=-1)
         for token in (*self._ends.stopping, *self._ends.special):
+            # Some templates write a line break after the end token, so white space may follow.
             if last >= 0 and rendered.startswith(token, last) and not rendered[last + len(token) :].strip():
                 return last
         return len(rendered)
@@ -162,6 +169,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _with_calls(content: str, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    # Ids of nine letters and digits, which some templates require.
     calls = [
         {
             "id": message.get("tool_call_id", f"call{number:05d}"),

@@ -104,6 +104,7 @@ def with_prompt(row: Mapping[str, Any], name: str, *, chat: bool) -> Mapping[str
     if row.get("instruction") is None or not all(isinstance(row[side], str) for side in ("chosen", "rejected")):
         return row
     if not chat:
+        # Any text serves as the output, which must not be empty; only the prompt of the result is used.
         converted = from_alpaca({**row, "output": row["chosen"] or row["rejected"]}, name, chat=False)
         return {**row, "prompt": converted["prompt"]}
     sides = {side: [_message("assistant", row[side])] for side in ("chosen", "rejected")}
@@ -165,6 +166,7 @@ def _sharegpt_message(turn: Any, which: str, name: str) -> dict[str, Any]:
         raise DataError(f"{name}: weight of {which} is {weight!r}; it must be 1 (trained on) or 0")
     role = SHAREGPT_ROLES[speaker.lower()]
     if weight is not None and role == "assistant":
+        # `train` of the turn itself takes precedence.
         extra.setdefault("train", bool(weight))
     return {**extra, "role": role, "content": turn["value"]}
 

@@ -73,6 +73,7 @@ class ConversationTokens:
             if ending in (*self._ends.stopping, *self._ends.special):
                 text = text.removeprefix(ending)
         try:
+            # Only the beginning of a conversation has a beginning-of-sequence token.
             ids: list[int] = self.tokenizer(text, add_special_tokens=last is None)["input_ids"] if text else []
         except (TypeError, UnicodeError) as e:
             raise DataError(f"a text cannot be tokenized: {e}") from e

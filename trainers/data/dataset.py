@@ -49,6 +49,8 @@ def micro_batch_budget(engine: EngineConfig, *, infers: bool, multiple: int = 1)
     most, name = sizes.max_tokens, "engine.micro_batch.max_tokens"
     if infers and sizes.infer_max_tokens is not None and sizes.infer_max_tokens < most:
         most, name = sizes.infer_max_tokens, "engine.micro_batch.infer_max_tokens"
+    # The engine pads the tokens of a micro-batch up to a multiple of this, and the padded number must not exceed
+    # the limit.
     return most // multiple * multiple, Budget(tokens=most, setting=f"{name}={most}")
 
 
@@ -121,6 +123,7 @@ class TokenDataset:
                     name,
                     *cache.large,
                 )
+        # Limits are applied to the positions of tokens only; the caches, which other runs share, stay unchanged.
         fitted = [_fit(cache, data, budget, level) for cache in stores]
         self.trimmed = any(
             bool(cache.equal[0] or cache.large[0]) or int((last - first).sum()) != int(cache.lengths.sum())
@@ -137,6 +140,7 @@ class TokenDataset:
                 )
                 raise DataError(f"no sample of {name} is left to train on{reason}")
         self._source = np.repeat(np.arange(len(stores), dtype=np.int32), self.sizes)
+        # `[samples]`, `[samples, width]`, `[samples, width]`; the index counts samples within their source.
         self._index, self._first, self._last = (np.concatenate(arrays) for arrays in zip(*fitted, strict=True))
         self.lengths: NDArray[Any] = self._last - self._first
         """`[samples, width]`: the number of tokens in each document."""
@@ -158,6 +162,7 @@ class TokenDataset:
             index: The sample's index.
             which: The document's position in the sample.
         """
+        # The documents of a sample are adjacent in the cache.
         cache, first, last = self._caches[self._source[index]], self._first[index], self._last[index]
         return cache.sample(int(self._index[index]) * self.width + which, int(first[which]), int(last[which]))
 
@@ -180,6 +185,7 @@ class TokenDataset:
     @cached_property
     def digest(self) -> str:
         """A digest of all samples, which changes if any sample does."""
+        # The same caches with other length limits are other samples, so the cuts are part of the digest.
         cuts = xxhash.xxh3_128(b"".join(a.tobytes() for a in (self._index, self._first, self._last)))
         return xxhash.xxh3_128_hexdigest(" ".join([*(s.digest for s in self._caches), cuts.hexdigest()]).encode())
 
@@ -212,12 +218,15 @@ def _fit(cache: TokenArrays, data: DataConfig, budget: Budget, level: int) -> tu
     longer = (lengths > limit).any(1) | (lengths.sum(1) > budget.tokens)
     if not longer.any():
         return index, first, last
+    # Both sides of a pair must fit into one micro-batch together, so each gets at most half of it.
     cap = min(limit, budget.tokens // width)
     limit_text = length_limit(data, budget).setting
     if data.too_long == "error":
+        # Name the first such sample; which of its documents is too long is found below.
         worst = int(index[longer][0])
         side = int(lengths[worst].argmax())
         reason = f"{cache.name(worst * width + side)} has {lengths[worst, side]} tokens, more than {limit_text}"
+        # Each side alone would fit.
         if lengths[worst].max() <= limit:
             reason = (
                 f"the two sides of {cache.name(worst * width)} have {lengths[worst].sum()} tokens together, too many for one "
@@ -232,6 +241,7 @@ def _fit(cache: TokenArrays, data: DataConfig, budget: Budget, level: int) -> tu
     if data.too_long == "split":
         return _split(cache, lengths[:, 0], cap, limit_text, level)
     if data.too_long == "truncate_left":
+        # A shorter side may end before this position. It then has no target, and the pair is left out below.
         # Cut both sides at the same position, so that they still compare completions of one prompt.
         first[longer] = (lengths[longer].max(1) - cap)[:, None]
     else:
@@ -239,6 +249,7 @@ def _fit(cache: TokenArrays, data: DataConfig, budget: Budget, level: int) -> tu
     _keep_media_whole(cache, longer, first, last)
     remaining = ~longer
     documents = (index[longer, None] * width + np.arange(width)).ravel()
+    # A document without a target has no loss. Both sides of a pair need one, since their losses depend on each other.
     learnable = cache.supervised_in(documents, first[longer].ravel(), last[longer].ravel())
     remaining[longer] = learnable.reshape(-1, width).all(1)
     log.log(level, "cut to %s (data.too_long=%s): %d samples", limit_text, data.too_long, (remaining & longer).sum())
@@ -289,8 +300,10 @@ def _split_between_media(
         while start < length:
             end = min(start + most, length)
             for span in spans:
+                # As in `_keep_media_whole`, the token before an item belongs to it.
                 if span.first <= end <= span.last and end < length:
                     end = span.first - 1
+            # The item is at the beginning of the piece and still too long, so no cut can help.
             if end <= start:
                 whole = next(span for span in spans if span.last > start)
                 raise DataError(
@@ -307,12 +320,15 @@ def _split(
     cache: TokenArrays, lengths: NDArray[Any], most: int, limit_text: str, level: int
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Cut single-document samples into consecutive pieces of at most `most` tokens, leaving out pieces without supervised tokens."""
+    # The number of pieces of each sample, rounded up.
     pieces = -(-lengths // most)
     index = np.repeat(np.arange(len(lengths)), pieces)
+    # The position of each piece within its sample: counts from 0 again where another sample begins.
     number = np.arange(len(index)) - np.repeat(pieces.cumsum() - pieces, pieces)
     first = number * most
     last = np.minimum(first + most, lengths[index])
     if cache.has_media:
+        # Pieces then have different lengths, so they are cut one by one.
         index, first, last = _split_between_media(cache, lengths, most)
         pieces = np.bincount(index, minlength=len(lengths))
     learnable = cache.supervised_in(index, first, last)

@@ -104,6 +104,8 @@ def _encode(context: _Context, row: Mapping[str, Any], kind: DataKind) -> list[S
     if form == "preference":
         row = with_prompt(row, name, chat=chat)
         sides = split_preference(row, name)
+        # The preference data of a pair trainer; a trainer on single completions reads
+        # the two sides as one good and one bad.
         return [] if sides.equal else _encode_sides(context, row, sides)
     if form == "unpaired":
         # The cells of a csv file are texts.
@@ -112,6 +114,7 @@ def _encode(context: _Context, row: Mapping[str, Any], kind: DataKind) -> list[S
         )
         if label is None:
             raise DataError(f"{name}: label is {row['label']!r}; it must be true (a good completion) or false (a bad one)")
+        # `read_chat` would prefer `messages` to the columns of this form.
         (sample,) = _encode_answers(context, {**row, "messages": None}, form)
         return [replace(sample, chosen=label)]
     return _encode_answers(context, row, form)
@@ -171,6 +174,7 @@ def form_of(row: Mapping[str, Any], name: str, data: DataConfig, kind: DataKind 
     """
     forms = {f: FORMS[f] for f in KINDS[kind] if data.format in ("auto", f)}
     # Tables return null for a column that only other rows of the file have.
+    # The first form in the order of `KINDS` counts, if a row has the columns of several.
     form = next((f for f, columns in forms.items() if all(row.get(c) is not None for c in columns)), None)
     if form is None:
         hint = next((h for column, h in HINTS[kind].items() if row.get(column) is not None), "")
@@ -193,6 +197,7 @@ def encode_text(tokenizer: Any, text: Any, name: str) -> Sample:
         DataError: The text is empty or not a string.
     """
     ids = _tokens(tokenizer, text, "text", name, special=True)
+    # A single token has no predecessor that could predict it.
     if not text or len(ids) < 2:
         raise DataError(f"{name}: the text is empty; there is nothing to train on")
     return Sample(name, ids, [True] * len(ids))
@@ -214,6 +219,7 @@ def encode_completion(tokenizer: Any, prompt: Any, completion: Any, name: str) -
     # tokenized by itself.
     before = _tokens(tokenizer, prompt, "prompt", name, special=True)
     if tokenizer.eos_token_id is not None and not prompt.endswith(tokenizer.eos_token):
+        # Remove the end-of-sequence token, which `_tokens` has appended. It stays if the prompt itself ends with one.
         before.pop()
     after = _tokens(tokenizer, completion, "completion", name, special=False)
     if not completion or (not before and len(after) < 2):

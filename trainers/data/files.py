@@ -71,6 +71,8 @@ def ending_of(path: Path) -> str | None:
     """Return the one of `ENDINGS` that a file has, ignoring `.gz` or `.zst`; None if it has another one."""
     ending = path.suffix
     if ending in COMPRESSED:
+        # Parquet compresses its own columns, and reading it needs random access,
+        # which a compressed stream does not have.
         ending = Path(path.stem).suffix
         return ending if ending in ENDINGS and ending != ".parquet" else None
     return ending if ending in ENDINGS else None
@@ -122,6 +124,7 @@ def _opened(file: Path) -> Iterator[tuple[IO[bytes], Callable[[], float]]]:
     with open(file, "rb") as raw:
         size = max(1, os.fstat(raw.fileno()).st_size)
 
+        # Counts compressed bytes, because the size of the uncompressed data is not known.
         def progress() -> float:
             return raw.tell() / size
 
@@ -165,6 +168,7 @@ def _text(content: bytes, place: str) -> str:
 
 def _object(line: bytes, place: str, doubled: list[str]) -> dict[str, Any]:
     def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # json keeps the last of several equal keys without an error, so count them here.
         row = dict(pairs)
         if len(row) < len(pairs):
             names = [name for name, _ in pairs]
@@ -174,6 +178,7 @@ def _object(line: bytes, place: str, doubled: list[str]) -> dict[str, Any]:
     text = _text(line, place)
     try:
         row = json.loads(text, object_pairs_hook=collect)
+    # The parser raises RecursionError if objects are nested too deeply.
     except (ValueError, RecursionError) as e:
         raise DataError(f"{place} is not JSON: {e}") from e
     if not isinstance(row, dict):
@@ -199,10 +204,12 @@ def _array(file: Path, fraction: float) -> Iterator[Chunk]:
 
 def _separated(file: Path, fraction: float, delimiter: str) -> Iterator[Chunk]:
     """Yield the rows of a csv file, each with the number of its last line. Cells with JSON lists or objects are parsed."""
+    # By default, the csv module rejects cells of more than 131072 characters, which texts may have.
     csv.field_size_limit(sys.maxsize)
     rows: list[tuple[int, bytes | dict[str, Any]]] = []
     done = 0.0
     with _opened(file) as (stream, progress):
+        # utf-8-sig drops the byte order mark that spreadsheet programs write. `strict` makes a wrong quote an error.
         reader = csv.reader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), delimiter=delimiter, strict=True)
         try:
             header = next(reader, [])
@@ -229,6 +236,7 @@ def _separated(file: Path, fraction: float, delimiter: str) -> Iterator[Chunk]:
 
 
 def _cell(text: str) -> Any:
+    # Only what begins like a nested list or object is parsed, so that numbers and texts in brackets stay texts.
     if not text.startswith(("[{", "[[", '{"', '["')):
         return text
     try:

@@ -25,6 +25,8 @@ HARMLESS = ("Prepend", "Strip")
 """Normalizers that only add text, or drop white space."""
 KEEPS = ("ByteLevel", "Metaspace", "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "BertPreTokenizer")
 """Pre-tokenizers that drop nothing but white space, unless they remove what they match."""
+# The number of bytes that are counted at once: `np.bincount` converts its input to
+# int64, which takes eight times the memory.
 CHUNK = 2**20
 
 
@@ -73,6 +75,7 @@ class LimitedTokenizer:
             TooManyTokens: It certainly has more tokens than allowed.
         """
         if tokenize and sum(len(str(value)) for message in messages for value in message.values()) > max(QUICK, self._most):
+            # Options that begin with `return_` are only valid for tokenized output.
             render = {name: value for name, value in options.items() if not name.startswith("return_")}
             self._check(self._tokenizer.apply_chat_template(messages, tokenize=False, **render))
         return self._tokenizer.apply_chat_template(messages, tokenize=tokenize, **options)
@@ -115,6 +118,7 @@ class LengthBound:
         if self._longest is None or normalized is None:
             return 0
         counts = np.zeros(256, np.int64)
+        # Unpaired surrogates are not an error here: tokenizing such a text reports them.
         encoded = np.frombuffer(normalized.encode("utf-8", "surrogatepass"), np.uint8)
         for start in range(0, len(encoded), CHUNK):
             counts += np.bincount(encoded[start : start + CHUNK], minlength=256)
@@ -175,6 +179,7 @@ def _longest_tokens(
     model: Mapping[str, Any], splits: Sequence[Mapping[str, Any]], added: Sequence[str]
 ) -> NDArray[np.float64] | None:
     """Return `m(b)` of every byte; None if parts of a text may have no token, or one of any length."""
+    # Start at 1: at least every byte on its own is a token.
     tokens, longest = model["vocab"], np.ones(256)
     written: list[bytes] = []
     if _splits_characters(splits) and model["type"] != "Unigram" and model.get("unk_token") in tokens:
@@ -195,6 +200,7 @@ def _longest_tokens(
     else:
         return None
     for token in (*written, *(content.encode() for content in added)):
+        # White space does not count in the text, so it does not count in tokens either.
         visible = token.translate(None, b" \t\n\r\f\v").replace(SPACES[0].encode(), b"")
         if visible:
             present = np.frombuffer(visible, np.uint8)

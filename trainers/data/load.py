@@ -81,6 +81,7 @@ def load_data(
     def open_stream(names: tuple[str, ...]) -> SampleStream:
         rank, sources = int(os.environ.get("RANK", "0")), []
         with collective_errors():
+            # Only the first rank reads the sources; the others receive their rows from it.
             if rank == 0:
                 check_columns(data.columns)
                 sources = [open_training_source(name, data, python) for name in names]

@@ -76,11 +76,13 @@ class GlobalBatch:
             ratio: The cost ratio of attention, from the engine.
             media_cost: The cost of encoding an item of a kind with numbers of features and parts; None does not count it.
         """
+        # Documents of one sample get the same number, which keeps them on one rank.
         groups = [position // self.width for position in range(len(self))]
         costs = None
         if self.media is not None and media_cost is not None:
             spans = [self.media(position) for position in range(len(self))]
             costs = [sum(media_cost(span.key.kind, span.last - span.first, span.parts) for span in one) for one in spans]
+        # Every rank computes the split from sizes that all of them know, so that they agree without communication.
         positions = balance(self.lengths, dp_size, groups=groups, ratio=ratio, media=costs)[dp_rank]
         samples = [self.read(position) for position in positions]
         marks = {CHOSEN: [float(s.chosen or False) for s in samples], MARGIN: [s.margin for s in samples]}
@@ -210,6 +212,7 @@ class Loader(BatchOrder, Batches):
         Args:
             chosen: The samples' indices in the dataset.
         """
+        # Numbers of documents, in which the sample i has the documents i * width to (i + 1) * width - 1.
         dataset, width = self.samples, self.samples.width
         numbers = (np.array(chosen)[:, None] * width + np.arange(width)).ravel()
         return batch_of([(dataset, i) for i in chosen], width, numbers=numbers, digest=dataset.digest)

@@ -137,6 +137,7 @@ class MediaReader:
         self.processor.check(kind)
         folder = Path(file).parent if self.folder is None else self.folder
         source = read_source(kind, value, Access(folder=folder, urls=self.urls))
+        # The next run compares these with the files, and tokenizes again if a file has changed.
         if source.path is not None:
             status = source.path.stat()
             self.files[str(source.path.absolute())] = status.st_size, status.st_mtime_ns
@@ -181,6 +182,7 @@ class MediaReader:
         waiting = {kind: deque(item for item in media if item.key.kind == kind) for kind in self.placeholders.values()}
         counts = {kind: len(items) for kind, items in waiting.items()}
         marks = [mark for mark, kind in self.placeholders.items() if counts[kind]]
+        # The longest placeholder first, since another one may be its beginning.
         places = list(re.finditer("|".join(map(re.escape, sorted(marks, key=len, reverse=True))), text))
         for mark in marks:
             kind = self.placeholders[mark]
@@ -202,6 +204,7 @@ class MediaReader:
         parts.append(text[done:])
 
         def moved(position: int) -> int:
+            # The last placeholder that ends before the position determines how far it moves.
             return position + next(shift for end, shift in reversed(shifts) if end <= position)
 
         return "".join(parts), [(moved(begin), moved(end)) for begin, end in spans]
@@ -222,6 +225,7 @@ class MediaReader:
             places = np.flatnonzero(ids == self.processor.family.tokens[kind])
             used = 0
             for item in (item for item in media if item.key.kind == kind):
+                # With one sample per turn, a sample ends before the media of later turns.
                 if used + item.tokens > len(places):
                     break
                 span = places[used : used + item.tokens]
@@ -256,6 +260,7 @@ class MediaQueue:
             # An empty cell of a table.
             if value is None or value == "" or (isinstance(value, list) and not value):
                 continue
+            # For a model without media, these are columns like others.
             if kind in self._columns and reader is not None:
                 raise DataError(f"{name} has the columns {self._columns[kind]} and {column}; give one of them")
             self._columns[kind] = column
@@ -294,7 +299,9 @@ class MediaQueue:
             raise DataError(
                 f"{self._name}: {which} has {kind} in a turn of the role {role!r}; only turns of {' and '.join(ROLES)} may have media"
             )
+        # OpenAI's format names the item by the type of the part, transformers' by where it comes from.
         value = next((part[key] for key in (part["type"], "path", "url", "base64") if part.get(key) is not None), None)
+        # OpenAI's format wraps a URL: {"image_url": {"url": ...}}.
         if part["type"].endswith("_url") and isinstance(value, Mapping):
             value = value.get("url")
         if value is None:
@@ -306,6 +313,7 @@ class MediaQueue:
             value = waiting.popleft()
         try:
             item = self._reader.read(kind, value, self._name.rpartition(":")[0] or self._name)
+        # It is a MediaError too, but `data.too_large` decides whether it is an error.
         except TooLargeError:
             raise
         except MediaError as e:
@@ -366,6 +374,7 @@ def for_template(messages: Sequence[Mapping[str, Any]], *, lists: bool) -> list[
 
 def lists_content(tokenizer: Any) -> bool:
     """Return whether a chat template accepts the content of messages only as lists of parts."""
+    # A template that iterates over parts either fails on a text, or does not render it.
     word = "drivetrain"
     try:
         return word not in tokenizer.apply_chat_template([{"role": "user", "content": word}], tokenize=False)

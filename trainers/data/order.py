@@ -69,6 +69,7 @@ class Sampler:
 
     def epoch(self, epoch: int) -> NDArray[Any]:
         """Return the indices of an epoch's samples, in order."""
+        # Batches ask for the same epoch many times in a row, so keep one.
         if self._cached[0] != epoch:
             self._cached = (epoch, self._plain(epoch) if self.weights is None else self._mixed(epoch))
         return self._cached[1]
@@ -77,6 +78,7 @@ class Sampler:
         return self._permutation(len(self), epoch) if self.shuffle else np.arange(len(self))
 
     def _mixed(self, epoch: int) -> NDArray[Any]:
+        # Indices into the concatenation of all sources.
         draws = [start + self._draws(i, epoch) for i, start in enumerate(self._starts[:-1])]
         indices = np.concatenate(draws)
         if self.shuffle:
@@ -89,8 +91,12 @@ class Sampler:
     def _draws(self, source: int, epoch: int) -> NDArray[Any]:
         """Return the samples that an epoch takes from a source: a slice of the infinite sequence of passes over the source."""
         size = self.sizes[source]
+        # Positions in the sequence of all passes. An epoch may begin in the middle of
+        # one pass, and extend over several others.
         begin, end = self.drawn(epoch)[source], self.drawn(epoch + 1)[source]
         passes = range(begin // size, -(-end // size))
+        # Counting sources from 1 keeps this key apart from that of an epoch: numpy pads keys with zeros, so that [seed,
+        # n, 0] and [seed, n] give the same random numbers.
         permutations = [self._permutation(size, number, source + 1) if self.shuffle else np.arange(size) for number in passes]
         offset = begin // size * size
         return np.concatenate(permutations)[begin - offset : end - offset] if permutations else np.empty(0, np.int64)
@@ -120,9 +126,11 @@ def apportion(total: int, weights: Sequence[float], before: Sequence[int], count
         before: The integers so far, whose sum is `total - count`.
         count: The number to distribute.
     """
+    # Fractions, because a float that should be a whole number may be slightly below it, which `int` would round down.
     exact = [Fraction(weight) for weight in weights]
     whole = sum(exact)
     after = [one + int(count * weight / whole) for one, weight in zip(before, exact, strict=True)]
+    # Rounding down leaves fewer than one per source to distribute; those furthest below their fraction get them.
     lacking = sorted(range(len(exact)), key=lambda i: after[i] - total * exact[i] / whole)
     for i in lacking[: total - sum(after)]:
         after[i] += 1
@@ -231,6 +239,7 @@ class BatchOrder:
                     "the checkpoint was saved by an earlier version, which rounded data.weights the same way in every epoch; the first epoch "
                     "after it repeats some samples and leaves out others, and later epochs use all samples equally often"
                 )
+        # The position still has a meaning with other contents, so this is not an error.
         if digest != self._digest():
             log.warning("the dataset has as many samples as in the checkpoint, but its contents have changed")
         return cursor

@@ -52,9 +52,11 @@ def split_preference(row: Mapping[str, Any], name: str) -> Sides:
         kinds = ", ".join(f"{c} {'text' if isinstance(v, str) else 'messages'}" for c, v in columns.items() if v is not None)
         raise DataError(f"{name} mixes texts and messages ({kinds}); use one form for all")
     margin = row.get("margin")
+    # In Python, bool is a kind of int.
     if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin)):
         raise DataError(f"{name}: margin is {margin!r}; it must be a number")
     if prompt is None:
+        # The caller leaves out pairs with equal sides. Splitting them would leave no completion, which is an error.
         if chosen == rejected:
             return Sides(prompt=chosen, chosen=chosen, rejected=rejected)
         shared = _common_words(chosen, rejected) if isinstance(chosen, str) else common_length(chosen, rejected)

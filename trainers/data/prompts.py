@@ -84,12 +84,14 @@ def _media_of(prompts: Sequence[Prompt]) -> dict[str, MediaField]:
     fields = {} if store is None else fields_of(prompts, store)
     counts = torch.zeros(len(prompts), dtype=torch.long)
     empty = {name: value for prompt in prompts[:1] for name, value in prompt.empty.items()}
+    # Fields with values replace the empty ones of the same name.
     return {**{name: MediaField(values=value, counts=counts) for name, value in empty.items()}, **fields}
 
 
 def empty_fields(sets: Sequence["PromptSet"]) -> dict[str, Tensor]:
     """Return all fields of the media of prompts, with zero rows."""
     fields: dict[str, Tensor] = {}
+    # One item of each kind is enough: the fields of a kind are the same for all of its items.
     kinds = set()
     for prompts in sets:
         for prompt in prompts:
@@ -188,6 +190,7 @@ def _load_source(
     hidden, first_hidden = 0, ""
     limit = budget.tokens if data.max_length is None else min(budget.tokens, data.max_length)
     setting = budget.setting if limit == budget.tokens else f"data.max_length={limit}"
+    # A prompt that is cut needs its tokens, however many there are.
     limited = LimitedTokenizer(tokenizer, limit) if data.too_long in ("error", "skip") else tokenizer
     for chunk in source.chunks():
         for number, parsed in chunk.parsed():
@@ -307,6 +310,7 @@ def encode_prompt(
     elif isinstance(content, Sequence):
         messages = read_messages(content, "prompt", name, queue)
         items = media_of(messages)
+        # The policy writes the next assistant turn, so it cannot follow another one.
         if messages[-1]["role"] == "assistant":
             raise DataError(f"{name}: the prompt ends with an assistant turn; leave it out")
         if not tokenizer.chat_template:
@@ -317,6 +321,7 @@ def encode_prompt(
         options = {"add_generation_prompt": True, "tokenize": False, **variables}
         rendered = apply_template(tokenizer, messages, name, media, **options)
         ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        # Rewards get the messages without processed media.
         content = for_template(messages, lists=False)
     else:
         raise DataError(f"{name}: prompt is {json_kind(content)}; it must be a text or a list of messages")

@@ -55,6 +55,7 @@ class PythonData:
         """
         rows = {name: data for name, data in ((TRAIN, train), (EVAL, held_out)) if data is not None}
         for name, data in rows.items():
+            # A pandas DataFrame has a length and items as well, but its items are columns instead of rows.
             if hasattr(data, "iloc"):
                 raise ConfigError(f"{name} is a {type(data).__name__}; give {name}=frame.to_dict('records')")
             if isinstance(data, str | bytes | Mapping) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
@@ -79,6 +80,7 @@ class PythonData:
             log.warning(
                 "formatting=%s cannot be compared with that of earlier runs (%s): tokenizing again", self.formatting, e
             )
+            # A key that no cache has, so that no outdated one is used.
             return uuid.uuid4().hex
 
     @property
@@ -128,7 +130,9 @@ def sources_of(function: Any) -> dict[str, str]:
     waiting, seen = [function], set()
     while waiting:
         used = waiting.pop()
+        # Unwrap partial functions, bound methods and decorated functions.
         used = getattr(used, "func", None) or getattr(used, "__func__", None) or inspect.unwrap(used)
+        # Functions and modules may refer to each other in a cycle.
         if id(used) in seen:
             continue
         seen.add(id(used))
@@ -136,6 +140,7 @@ def sources_of(function: Any) -> dict[str, str]:
         file = getattr(module, "__file__", None)
         if file is None and getattr(module, "__name__", "") != "__main__":
             continue
+        # Files of installed packages and of the standard library are not expected to change.
         if file is not None and ("site-packages" in file or file.startswith(sys.base_prefix + "/lib/python")):
             continue
         if file is not None and module is not sys.modules.get("__main__"):
@@ -143,6 +148,7 @@ def sources_of(function: Any) -> dict[str, str]:
         code = getattr(used, "__code__", None)
         if code is None:
             continue
+        # Functions, classes and modules that the code can reach: through defaults, closure variables and global names.
         held = [*(used.__defaults__ or ()), *(used.__kwdefaults__ or {}).values(), *_cells(used)]
         for value in (*held, *(used.__globals__.get(name) for name in code.co_names)):
             if inspect.isfunction(value) or inspect.isclass(value) or inspect.ismodule(value):
@@ -164,6 +170,7 @@ def identity_of(rows: Rows) -> str:
         rows: The rows.
     """
     fingerprint = getattr(rows, "_fingerprint", None)
+    # A datasets.Dataset maintains a hash of its data, which saves reading all rows.
     if fingerprint is not None:
         return str(fingerprint)
     from datasets.fingerprint import Hasher

@@ -54,6 +54,7 @@ class DataSource:
             return f"{self.name} {self.table._fingerprint}"
         if self.rows is not None:
             return f"{self.name} {identity_of(self.rows)}"
+        # Hashing the contents would read all data at every start, only to find that they are unchanged.
         stats = [(str(f.resolve()), f.stat()) for f in self.files]
         return xxhash.xxh3_128_hexdigest(repr([(path, s.st_size, s.st_mtime_ns) for path, s in stats]).encode())
 
@@ -97,6 +98,7 @@ class DataSource:
             [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
             for columns in table.iter(batch_size=MEDIA_ROWS if media else CHUNK_ROWS)
         )
+        # Without a length, the fraction is unknown, and 0 keeps the progress where it is.
         yield from chunks_of(rows, self.name, 1 / max(1, len(table)) if hasattr(table, "__len__") else 0.0)
 
 
@@ -107,6 +109,8 @@ def _with_files_of_media(table: Any) -> tuple[Any, bool]:
     media += [
         name for name, f in features.items() if type(getattr(f, "feature", None)).__name__ in ("Image", "Audio", "Video")
     ]
+    # Images, audio and videos stay encoded, so that our own limits apply when they are decoded. Features are copied,
+    # because they belong to the dataset of the caller.
     for name in media:
         feature = copy.deepcopy(features[name])
         getattr(feature, "feature", feature).decode = False
@@ -139,6 +143,7 @@ def open_source(
     """
     path = Path(name)
     options: dict[str, Any] = {"every_column": every_column, "columns": columns or {}, "whole_text": whole_text}
+    # Local paths come first: a Hub dataset may have the name of a folder.
     if path.is_dir():
         every = [f for f in sorted(path.rglob("*")) if ending_of(f) and f.is_file() and not _hidden(f, path)]
         # A txt file next to tables is a README or a license.
@@ -199,6 +204,7 @@ def _load_hub(entry: str, name: str, config: str | None, split: str | None, trai
 
     datasets.disable_progress_bars()
     # In offline mode, the library uses its cache without attempts to connect.
+    # Check the connection first, because the library repeats its attempts for half a minute before it reports an error.
     problem = None if datasets.config.HF_HUB_OFFLINE else hub_problem()
     if problem is not None:
         copy = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")

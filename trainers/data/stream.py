@@ -80,6 +80,7 @@ class RawBlock:
     def part(self, rank: int, ranks: int) -> Iterator[tuple[int, Chunk]]:
         """Yield the rows that a rank tokenizes, with the numbers of their chunks."""
         for number, chunk in enumerate(self.chunks):
+            # `replace` would share the list, which parsing appends to.
             yield number, replace(chunk, rows=chunk.rows[rank::ranks], doubled=[])
 
 
@@ -99,6 +100,8 @@ def read_blocks(sources: Sequence[DataSource], rows: int, start: StreamCursor) -
         chunks: list[Chunk] = []
         count, fraction = 0, cursor.fraction
         for chunk in chain.from_iterable(source.chunks() for source in sources):
+            # Sources can only be read from their beginning, so resuming reads the rows
+            # before the cursor again, and drops them.
             if skip:
                 skipped = min(skip, len(chunk.rows))
                 chunk = _rest(chunk, skipped)
@@ -160,6 +163,9 @@ class SampleStream:
 
     def blocks(self, start: StreamCursor) -> "Iterator[tuple[RawBlock, TokenDataset]]":
         """Yield the samples of each block, and the block. Collective: every rank asks for the next block at the same time."""
+        # Per block, all ranks make the same collective calls in the same order: those of `_wait`, the exchange of
+        # tokens, and the broadcast of the next block. A rank with an error passes it to the exchange instead of raising
+        # it before, where the others would wait for this rank until the timeout.
         reader = read_blocks(self.sources, self.data.stream_rows, start) if self.rank == 0 else iter(())
         # A tokenizer cannot be used by two threads, and the main thread decodes sample completions.
         tokenizer = copy.deepcopy(self.encoder.tokenizer)
@@ -167,13 +173,16 @@ class SampleStream:
         encoder = replace(
             self.encoder, tokenizer=tokenizer, media=None if media is None else replace(media, tokenizer=tokenizer)
         )
+        # One thread reads the next block while the other tokenizes this one.
         threads, stopped = ThreadPoolExecutor(2, "stream"), Event()
         quiet = warned = False
         ready: tuple[RawBlock, TokenDataset] | None = None
         try:
             reading = threads.submit(self._read, reader)
+            # Also while waiting for the first block, since a source may take long to open.
             self._wait([reading])
             following, failure = self._outcome(reading)
+            # Reading never ends by itself, so None means that it failed.
             raw: RawBlock | None = self.broadcast(following)
             while raw is not None:
                 # Both run in the background while the samples of the previous block are trained on.
@@ -227,11 +236,15 @@ class SampleStream:
 
     def _dataset(self, raw: RawBlock, parts: Sequence[tuple[int, EncodedSamples]], *, quiet: bool) -> TokenDataset:
         """Join the parts in the order of the rows, whatever ranks they come from; `quiet` suppresses messages."""
+        # First put the fields of all parts one after another, in the order of ranks.
         joined = {name: np.concatenate([getattr(p, name) for _, p in parts] or [np.empty(0, FIELDS[name])]) for name in FIELDS}
         joined["files"] = np.repeat([number for number, _ in parts], [len(p.lengths) for _, p in parts]).astype(np.int32)
+        # Then sort samples by file, then row; `lexsort` takes the main key last. It is stable, so that several samples
+        # of one row, which come from one rank, keep their order.
         order = np.lexsort((joined["rows"], joined["files"]))
         starts = np.concatenate([[0], np.cumsum(joined["lengths"], dtype=np.int64)])
         items = np.concatenate([[0], np.cumsum(joined["media_counts"], dtype=np.int64)])
+        # Move the tokens and the media of each sample along with it.
         of_tokens, of_media = (
             np.concatenate([np.arange(edges[i], edges[i + 1]) for i in order] or [np.empty(0, np.int64)])
             for edges in (starts, items)
@@ -293,8 +306,10 @@ class StreamLoader(Batches):
         start = cursor if isinstance(cursor, StreamCursor) else StreamCursor()
         width = self._stream.width
         position = start.position
+        # A batch may have samples of several blocks, but not of two epochs.
         waiting: list[tuple[TokenDataset, int]] = []
         for raw, samples in self._samples(replace(start, position=0, digest="")):
+            # A position within a block is only valid if the block yields the same samples again.
             digest = xxhash.xxh3_64_hexdigest(samples.lengths.tobytes())
             if position and start.digest != digest:
                 raise CheckpointError(
@@ -306,11 +321,13 @@ class StreamLoader(Batches):
             order = self._order(len(samples), raw.cursor)
             ends = raw.ends_epoch
             while position < len(order):
+                # As many as the batch lacks; samples that are left from the previous block come first.
                 taken = order[position : position + self.batch_size - len(waiting)]
                 waiting += [(samples, int(i)) for i in taken]
                 position += len(taken)
                 if len(waiting) < self.batch_size and not (ends and position >= len(order)):
                     continue
+                # At the end of a block, resume with the next one, so that this one is not read and tokenized again.
                 has_more = position < len(order)
                 progress = raw.cursor.fraction + (end - raw.cursor.fraction) * position / len(order)
                 inside = replace(raw.cursor, position=position, progress=progress, digest=digest)

@@ -43,10 +43,12 @@ class TokenArrays:
         """`[documents]`: the number of tokens in each document."""
         self._files, self._rows, self._parts = fields["files"], fields["rows"], fields["parts"]
         self._chosen, self._margins = fields["chosen"], fields["margins"]
+        # `[documents + 1]`: the first item of each document.
         self._media_of = np.concatenate([[0], np.cumsum(fields["media_counts"], dtype=np.int64)])
         self._media = {
             name: fields[name] for name in ("media_kinds", "media_digests", "media_first", "media_last", "media_parts")
         }
+        # Lengths are int32, but their sums may exceed it.
         self.starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         """`[documents + 1]`: the first token of each document."""
 
@@ -68,6 +70,8 @@ class TokenArrays:
 
     def sample(self, index: int, first: int, last: int) -> Sample:
         """Return tokens `first` to `last` of a document, between which no item of its media is cut."""
+        # Positions of a sample count from its first remaining token, those of the
+        # arrays from the first token of all documents.
         start = self.starts[index]
         tokens = slice(start + first, start + last)
         chosen = None if self._chosen[index] < 0 else bool(self._chosen[index])
@@ -128,6 +132,7 @@ class TokenArrays:
         """Return for each document whether its tokens `first` to `last` contain a target; the first token is never one."""
         return np.array(
             [
+                # The first token of a piece has no predecessor in it, from which it could be predicted.
                 bool(self._supervised[self.starts[i] + a + 1 : self.starts[i] + b].any())
                 for i, a, b in zip(indices, first, last, strict=True)
             ],

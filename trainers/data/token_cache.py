@@ -25,7 +25,9 @@ FORMAT = 5
 """The version of the file format and of the tokenization code's results; incremented when either changes."""
 META = "meta.json"
 MEDIA_FILES = "media_files.jsonl"
+# The time of a folder does not change while its files grow, so this must be longer than any tokenization takes.
 STALE_SECONDS = 7 * 24 * 3600
+# Names and types of the files on disk. Changing one requires a new FORMAT.
 FIELDS: Mapping[str, Any] = {
     "ids": np.int32,
     "supervised": np.bool_,
@@ -143,6 +145,8 @@ class TokenCacheWriter:
     """
 
     def __init__(self, folder: Path) -> None:
+        # The temporary folder is next to the final one, because only a rename within a file system is atomic. Its name
+        # is unique, because several runs may build the same cache at the same time.
         self._final = folder
         self._temporary = folder.with_name(f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}")
         self._temporary.mkdir(parents=True)
@@ -170,6 +174,7 @@ class TokenCacheWriter:
             self._media_files.write(json.dumps([path, size, changed]) + "\n")
         for name, stream in self._files.items():
             data = getattr(part, name).tobytes()
+            # The digest is that of the bytes in memory, so that it also detects errors of the disk.
             stream.write(data)
             self._digests[name].update(data)
         self.tokens += len(part.ids)
@@ -184,6 +189,8 @@ class TokenCacheWriter:
             width: The number of documents in a sample.
             compared: Whether each document is labeled as chosen or not.
         """
+        # Flush to the disk before the rename, or a crash could leave a complete folder with incomplete files. META
+        # needs no flush: a cache whose META is missing or cut off counts as incomplete, and is built again.
         for file in (*self._files.values(), self._media_files):
             file.flush()
             os.fsync(file.fileno())
@@ -227,6 +234,7 @@ def is_complete(folder: Path) -> bool:
         return meta["format"] == FORMAT and all(
             (folder / name).stat().st_size == count * np.dtype(FIELDS[name]).itemsize for name, count in counts.items()
         )
+    # The metadata may be cut off, or in an earlier format with other keys.
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -237,6 +245,7 @@ def is_undamaged(folder: Path) -> bool:
     for name in FIELDS:
         digest = xxhash.xxh3_128()
         with open(folder / name, "rb") as file:
+            # Read in parts of 16 MiB, since a cache may be larger than the memory.
             while part := file.read(2**24):
                 digest.update(part)
         if digest.hexdigest() != digests[name]:

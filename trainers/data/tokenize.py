@@ -102,11 +102,15 @@ def load_token_caches(
             warn_about_repeated(sources, "data.train" if training else "data.eval")
             shared = shared_key(tokenizer, data, kind, ends) + python.key() + ("" if media is None else media.key())
             folders = [root / xxhash.xxh3_128_hexdigest(f"{shared} {s.name} {s.identity()}".encode()) for s in sources]
+    # The list of every rank but the first is empty.
     folders = all_gather_object(folders)[0]
     # Rank 0 builds first; if the cache is not in a shared folder, the first ranks of the other machines follow.
     for builds in (rank == 0, local_rank == 0 and rank != 0):
         encoder = Encoder(tokenizer, data, kind, python, limit, ends, media)
+        # A rank that builds nothing has an empty generator; it only synchronizes.
         work = _build(names, sources, folders, encoder, training) if builds else (None for _ in ())
+        # If another rank fails, this one gets the error between two chunks. Closing the
+        # generator removes its unfinished cache.
         with closing(work):
             _run_collectively(work)
     return _open(folders)
@@ -135,6 +139,7 @@ def shared_key(tokenizer: Any, data: DataConfig, kind: DataKind, ends: Collectio
         kind: The kind of data that the trainer uses.
         ends: The ids of the tokens at which generation stops; None if the model does not generate.
     """
+    # Length limits are not included: they are applied when a cache is opened, so changing them does not tokenize again.
     inputs = {
         "format": FORMAT,
         "transformers": transformers.__version__,
@@ -182,6 +187,8 @@ def _open(folders: Sequence[Path]) -> list[TokenCache]:
             raise DataError(
                 f"tokenized data in {folders[0].parent} cannot be read ({e}); set data.cache_dir to another folder"
             ) from e
+    # Without a shared folder, each machine has read its own copy of the files. If these differ, ranks would assemble
+    # different batches from the same indices.
     digests = all_gather_object([cache.digest for cache in caches])
     other_rank = next((rank for rank, rank_digests in enumerate(digests) if rank_digests != digests[0]), None)
     if other_rank is not None:
@@ -200,7 +207,9 @@ def _run_collectively(work: Generator[None, None, None]) -> None:
         done, start = False, time.monotonic()
         with collective_errors():
             while not done and time.monotonic() - start < SYNC_SECONDS:
+                # The generator serves as its own default value, which `next` returns only when it is exhausted.
                 done = next(work, work) is work
+        # A rank that is done keeps synchronizing until all are, because a collective needs every rank.
         if all(all_gather_object(done)):
             return
 
@@ -217,6 +226,7 @@ def _build(
                 continue
             log.warning("the tokenized data in %s %s; tokenizing it again", folder, what)
             shutil.rmtree(folder)
+        # Only rank 0 has opened the sources; on another machine, the rank that builds opens them here.
         source = sources[i] if sources else _open_source(name, encoder.data, training, encoder.python)
         try:
             writer = TokenCacheWriter(folder)
@@ -255,6 +265,7 @@ def _media_problem(folder: Path, media: MediaReader | None, *, changes: bool) ->
         except OSError:
             # The media are already processed, so the file itself is not needed.
             continue
+        # As with the files of rows, contents are not compared, which would read all media at every start.
         if (status.st_size, status.st_mtime_ns) != (size, changed):
             return f"has media from files that have changed ({path})"
     return ""
@@ -268,6 +279,7 @@ def _write(source: DataSource, writer: TokenCacheWriter, encoder: "Encoder") -> 
     start = time.monotonic()
     with Bar(f"tokenizing {source.name}") as bar:
         for chunk, encoded in _encode_chunks(source.chunks(), encoder):
+            # Workers do not know the number of a file, and leave 0.
             encoded.files[:] = files.setdefault(chunk.file, len(files))
             writer.add(encoded, chunk.file)
             odd |= encoded.odd
@@ -313,6 +325,7 @@ class Encoder:
 
     @cached_property
     def _limited(self) -> Any:
+        # With every other setting the cache must hold the whole document, because it serves runs with other limits too.
         if self.limit is None or self.data.too_long != "error":
             return self.tokenizer
         return LimitedTokenizer(self.tokenizer, self.limit.tokens)
@@ -339,6 +352,7 @@ class Encoder:
                     raise DataError(f"{name}: {e}, or skip") from e
                 large.append(number)
                 continue
+            # The messages of these already name the row, or the row is not the cause, as with a full disk.
             except (DataError, ModelError, OSError):
                 raise
             except TooManyTokens as e:
@@ -350,6 +364,7 @@ class Encoder:
                 raise DataError(f"{name}: {_reason(row, e)}") from e
             if not samples:
                 equal.append(number)
+            # The two samples of a preference row are sides, not turns.
             numbered = self.kind == "completions" and len(samples) > 1
             encoded += [(0, number, part if numbered else 0, sample) for part, sample in enumerate(samples, 1)]
         odd |= {
@@ -365,10 +380,12 @@ def _encode_chunks(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[
     if encoder.media is not None:
         # Their media are in memory as files, and take longer to process than texts.
         few, chunks = FEW_MEDIA_CHUNKS, chain.from_iterable(map(small_chunks, chunks))
+    # One chunk more than the bound is enough to decide about processes, without reading all data.
     first = list(islice(chunks, few + 1))
     workers = encoder.data.workers
     if workers is None:
         workers = 0 if len(first) <= few else min(MAX_WORKERS, os.cpu_count() or 1)
+    # Another process could not unpickle the formatting function.
     if not encoder.python.runs_anywhere:
         workers = 0
     all_chunks = chain(first, chunks)
@@ -384,6 +401,8 @@ def _encode_chunks(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[
         try:
             for chunk in all_chunks:
                 pending.append((chunk, pool.submit(_work, chunk)))
+                # Results are taken in order, so the queue holds chunks that finished early as well. The bound limits
+                # their memory, and several chunks per worker keep the others busy while the oldest one takes long.
                 if len(pending) >= 4 * workers:
                     oldest, future = pending.popleft()
                     yield oldest, future.result()
@@ -396,6 +415,7 @@ def _encode_chunks(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[
 
 
 def _reason(row: Any, error: Exception) -> str:
+    # Look for an unpaired surrogate first, which the error of the tokenizer does not name.
     try:
         json.dumps(row, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as e:
@@ -403,6 +423,7 @@ def _reason(row: Any, error: Exception) -> str:
     return f"it cannot be tokenized: {type(error).__name__}: {error}"
 
 
+# Set once in each worker process, so that the tokenizer is not pickled again with every chunk.
 _worker: Encoder
 
 
@@ -423,6 +444,7 @@ class Bar:
         self._progress: Any = None
 
     def __enter__(self) -> "Bar":
+        # On standard error, since standard output may be the result of a command.
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn

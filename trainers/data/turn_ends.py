@@ -44,6 +44,7 @@ class TurnEnds:
         """
         # Only added tokens are recognized at any place in a text.
         added = tokenizer.added_tokens_decoder
+        # Some tokenizers list a special token only in one of the two places.
         special = (*(token.content for token in added.values() if token.special), *tokenizer.all_special_tokens)
         stopping = [added[i].content for i in {*ends, tokenizer.eos_token_id} if i in added]
         return cls(tuple(stopping), tuple(dict.fromkeys(special)))

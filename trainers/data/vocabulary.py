@@ -32,6 +32,7 @@ def check_same_vocabulary(policy: ModelConfig, other: ModelConfig, setting: str)
             f"({len(tokenizer)}; {len(differing)} differ, for example {differing[0]!r}): the same text would become different tokens; "
             "use a model with the tokenizer of the policy"
         )
+    # Embeddings may have more rows than there are tokens, since some models pad them, but not fewer.
     vocab_size = read_config(other).vocab_size
     if vocab_size < len(tokenizer):
         raise ConfigError(

@@ -44,6 +44,7 @@ def show(config: RunConfig, kind: DataKind | None, *, samples: int, picture: Pat
     ends = ends_to_learn(config.model)
     media = MediaReader.of(config.model, config.data, tokenizer, cache_folder(config.data))
     kind = kind or kind_of(config)
+    # Loading is collective, so it needs a process group even for this single process.
     init_distributed()
     try:
         train = load_token_caches(config.data.train, tokenizer, config.data, training=True, kind=kind, ends=ends, media=media)
@@ -114,6 +115,7 @@ def _limit(config: RunConfig) -> tuple[int, str]:
 def _print_samples(out: Console, tokenizer: Any, caches: Sequence[TokenCache], most: int, media: MediaReader | None) -> None:
     total = sum(len(cache) // cache.width for cache in caches)
     count = min(most, total)
+    # Spread over all sources, since neighboring samples may be alike.
     chosen = [i * total // count for i in range(count)]
     if count:
         out.print("samples, with the supervised parts between « and »:")
@@ -170,6 +172,7 @@ def _print_histogram(out: Console, facts: Facts, limit: int) -> None:
     most, width = max(n for _, _, n in rows), len(str(rows[-1][1]))
     columns = max(10, min(60, out.width - 2 * width - 16))
     for first, last, count in rows:
+        # A bin that is not empty has at least one character.
         bar = BAR * max(round(columns * count / most), count > 0)
         mark = " <- limit" if first <= limit <= last else ""
         lengths = f"{first:>{width}}" if first == last else f"{first:>{width}}-{last:<{width}}"

@@ -141,6 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         # If time was up before the first evaluation, the last checkpoint is exported.
         best = max(evaluations, key=lambda evaluation: evaluation["accuracy"], default=records[-1])["step"]
         python(*tool, "merge", str(run_folder / "checkpoints" / f"step-{best:08d}"), str(run_folder / "merged"))
+        # The merged checkpoint and the export are written by different code, and must be equal.
         python(*tool, "verify", str(run_folder / "merged"), str(run_folder / "hf"))
         print("     asking the merged model held-out questions in plain transformers", flush=True)
         after[backend] = measured(*run, "answer", str(run_folder / "merged"), str(test), "4")
@@ -150,6 +151,7 @@ def main(argv: list[str] | None = None) -> int:
     relative_differences = [abs(a - b) / abs(b) for a, b in zip(losses[engines[-1]], losses["fsdp"], strict=False)]
 
     print("4/6  comparing both engines with plain Hugging Face over the first steps of an SFT run", flush=True)
+    # With a single process, only rows without a layout can run.
     rows = [row for row in SHORT if row.partition(":")[0] in engines and (nproc > 1 or ":" not in row)]
     parity = subprocess.run([sys.executable, "-m", "drivetrain.cli", "parity", "--steps", "3", "--rows", *rows], check=False)
 

@@ -137,6 +137,7 @@ def run_rl_demo(
         f"data.seed={seed}",
         f"trainer.output_dir={root / 'run'}",
         f"group.nproc={nproc}",
+        # The control has no goal to reach, so it makes a fixed number of steps.
         *(["trainer.best_metric=null", "trainer.stopping_threshold=null", "trainer.eval_every=50"] if shuffled else []),
         *([f"trainer.max_steps={steps}"] if steps else [f"trainer.max_steps={CONTROL_STEPS}"] if shuffled else []),
     )
@@ -184,6 +185,7 @@ def curve(values: list[float], width: int = 40) -> str:
     """Return numbers as a line of bars, each the mean of consecutive numbers."""
     bars = "▁▂▃▄▅▆▇█"
     count = min(width, len(values))
+    # Parts differ in length by at most one value, and none is empty.
     parts = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
     means = [sum(part) / len(part) for part in parts]
     low, high = min(means), max(means)

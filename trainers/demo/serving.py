@@ -34,6 +34,7 @@ def served_accuracy(run: Path, data: Path, show: int) -> float:
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
+            # Port 0 lets the system choose a free port; the service prints it when it is ready.
             line = next((line for line in server.stdout if _READY in line), None)
             if line is None:
                 raise RuntimeError(f"drivetrain serve {run} did not start")

@@ -52,6 +52,7 @@ def run_training_service_demo(root: Path, steps: int | None, seed: int) -> int:
     start = time.monotonic()
     print("1/3  creating an untrained model, and starting a training service", flush=True)
     write_model(root / "model", seed)
+    # A fresh folder, or the service would resume the runs of an earlier demo.
     state = root / f"state-{os.getpid()}"
     words = ["tinker", f"digits={root / 'model'}", "--port", "0", "--state", str(state)]
     # Only a CPU computes each adapter's numbers alike in every mixture of requests.
@@ -65,6 +66,7 @@ def run_training_service_demo(root: Path, steps: int | None, seed: int) -> int:
                 raise RuntimeError("drivetrain tinker did not start")
             print(f"     {line.strip()}", flush=True)
             print("2/3  two clients, each with a key and an adapter of its own, train at the same time", flush=True)
+            # Opposite tasks: an adapter that was mixed up with the other one could learn neither.
             learners = [_Learner("up", 1), _Learner("down", -1)]
             url = line.rpartition(" ")[2].strip()
             threads = [
@@ -152,6 +154,7 @@ def _train(learner: _Learner, url: str, model: Path, steps: int, seed: int) -> N
 
     learner.base_accuracy = accuracy(client.create_sampling_client(base_model="digits").result())
     for step in range(steps):
+        # Both requests are sent before the result of the first is awaited.
         result = training.forward_backward([datum() for _ in range(DOCUMENTS)], "cross_entropy")
         training.optim_step(tinker.AdamParams(learning_rate=4e-3))
         learner.losses.append(result.result().metrics["loss:sum"])

@@ -24,9 +24,11 @@ def complete(run: TrainingRun) -> TrainResult:
     """
     with _open_loggers(run):
         result = train(run)
+    # The last checkpoint must be on the disk before the run is reported as complete.
     run.wait()
     _report_end(run, result)
     outputs = {"checkpoints": run.checkpoint_root}
+    # A run that a signal has stopped is to end soon; the resumed one exports.
     if run.config.export_hf and result.reason is not StopReason.SIGNAL:
         outputs |= _export_best(run)
     if "jsonl" in run.config.loggers:
@@ -42,6 +44,7 @@ def _open_loggers(run: TrainingRun) -> Iterator[None]:
     config, folder = run.config, Path(run.config.output_dir)
 
     def open_loggers() -> None:
+        # A run with nothing left to train keeps the settings of the one that has trained.
         if run.step < run.total_steps:
             write_config(run.settings, resumed=run.step > 0)
         try:
@@ -55,6 +58,7 @@ def _open_loggers(run: TrainingRun) -> Iterator[None]:
         yield
     finally:
         try:
+            # Only the first rank has loggers.
             for logger in run.loggers:
                 logger.close()
             if run.loggers and "jsonl" in config.loggers:
@@ -90,6 +94,7 @@ def _report_end(run: TrainingRun, result: TrainResult) -> None:
 def _export_best(run: TrainingRun) -> dict[str, str]:
     """Export the best checkpoint if a best metric is tracked, or else the model of the last step; return the outputs by name."""
     stopping, config = run.early_stopping, run.config
+    # The weights in memory are those of the last step.
     if stopping.best_step not in (None, run.step):
         log.info("best %s: %.4g after step %d; exporting that checkpoint", stopping.metric, stopping.best, stopping.best_step)
         run.restore_step(stopping.best_step)

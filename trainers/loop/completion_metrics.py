@@ -113,6 +113,7 @@ def _check_signature(function: Metric, title: str) -> None:
         raise ConfigError(
             f"the parameters of the metric {title} cannot be inspected; wrap it in a function of any of {', '.join(GIVEN)}"
         ) from e
+    # A parameter with a default need not be passed.
     needed = [
         name
         for name, parameter in parameters.items()
@@ -131,6 +132,7 @@ def _value(function: Metric, title: str, answer: HeldOutCompletion) -> float:
         value = function(**{name: text for name, text in arguments.items() if everything or name in parameters})
     except Exception as e:
         raise DataError(f"the metric {title} failed on the completion for {answer.name} with {type(e).__name__}: {e}") from e
+    # numpy does not register its bool as a number, unlike its other types.
     if not isinstance(value, Real | np.bool_):
         raise DataError(f"the metric {title} returned {value!r} for the completion for {answer.name}; it must be a number")
     return float(value)

@@ -114,6 +114,8 @@ class Console:
         seconds_left = (time.monotonic() - self._start) / self._steps_done * (self._total - step)
         parts = self._lines.progress(record, self._total, seconds_left)
         if self._bar is not None:
+            # rich reads text in brackets as markup, so it is escaped here; other lines are printed without markup. The
+            # line must leave room for the bar and the space after it.
             line = escape(fitted(parts, self._out.width - BAR_WIDTH - 1))
             self._bar.update(
                 self._bar.task_ids[0], completed=step, description=f"[red]{line}[/red]" if record["skipped"] else line
@@ -124,6 +126,7 @@ class Console:
     def log_completions(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
         """Print the completions to held-out samples."""
         for completion in completions[:SHOWN_COMPLETIONS]:
+            # Completions that were scored have rewards instead of an expected text.
             last = f"expected {completion.wanted!r}" if completion.rewards is None else f"rewards {completion.shown_rewards}"
             self._out.print(
                 f"  {completion.prompt!r}\n    answer {completion.completion!r}\n    {last}", markup=False, soft_wrap=True

@@ -79,6 +79,7 @@ class EarlyStopping:
             )
         value = measured[self.metric]
         lower = self._lower_is_better[self.metric]
+        # NaN compares as false with every number, so as a first value it would never be replaced.
         better = not math.isnan(value) and (self.best is None or (value < self.best if lower else value > self.best))
         self._since = 0 if better else self._since + 1
         if better:
@@ -119,6 +120,7 @@ class EarlyStopping:
             steps: The steps that have a checkpoint; only those can be exported.
             root: The location of the checkpoints, for messages.
         """
+        # Values of another metric, or on other data, cannot be compared with those of this run.
         if (state.get("metric"), state.get("data")) == (self.metric, self._data):
             self.best, self.best_step, self._since = state["best"], state["best_step"], int(state["since"])
         if self.best_step is not None and self.best_step not in steps:

@@ -19,6 +19,7 @@ def check_push(repo: str) -> None:
         validate_repo_id(repo)
     except HFValidationError as e:
         raise ConfigError(f"trainer.push_to_hub={repo} is not a valid repository name: {e}") from e
+    # Only that there is a token: whether the Hub accepts it is not known before the upload.
     if get_token() is None:
         raise ConfigError(
             f"trainer.push_to_hub={repo} needs a token for the Hub, and there is none; log in with `hf auth login`, set "

@@ -48,11 +48,13 @@ class JSONL:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a line. NaN, which JSON does not have, becomes null."""
+        # Flushed after every record, so that a killed run loses none, and other programs can follow the file.
         self._metrics.write(json.dumps({k: _finite(v) for k, v in record.items()}) + "\n")
         self._metrics.flush()
 
     def log_completions(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
         """Append the completions to `answers.jsonl`."""
+        # Opened late, since most runs generate no completions.
         if self._answers is None:
             self._answers = _reopened(self._folder / "answers.jsonl", self._resumed)
         for completion in completions:
@@ -72,6 +74,7 @@ class TensorBoard:
     def __init__(self, folder: Path, resumed_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        # `purge_step` hides the events of later steps, which an earlier process of the run has made.
         self._writer: Any = SummaryWriter(str(folder), purge_step=resumed_step + 1)  # type: ignore[no-untyped-call]
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -100,6 +103,7 @@ class WandB:
         import wandb
 
         id_file = folder / "wandb_id"
+        # The same id lets a resumed run continue its curves instead of starting new ones.
         if not id_file.is_file():
             id_file.write_text(uuid.uuid4().hex[:12])
         try:
@@ -223,6 +227,7 @@ def plot_metrics(metrics: Path, picture: Path, title: str, panels: Sequence[Pane
     from matplotlib.figure import Figure
 
     records = [r for line in metrics.read_text().splitlines() if (r := _parsed(line)) is not None]
+    # Agg needs no display, and unlike pyplot it keeps no figures and no settings of the process.
     figure = Figure(figsize=(7, 1 + 3 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
     for panel, axes in zip(panels, figure.subplots(len(panels), squeeze=False)[:, 0], strict=True):
@@ -249,6 +254,7 @@ def _reopened(path: Path, resumed_step: int) -> Any:
                 lines.append(line)
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(f"{line}\n" for line in lines))
+    # The file is rewritten beside itself, so that a crash leaves the old or the new one complete.
     os.replace(temporary, path)
     return open(path, "a")  # closed by close()
 

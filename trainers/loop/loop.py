@@ -50,6 +50,7 @@ def train(run: TrainingRun) -> TrainResult:
     config = run.config
     with StopSignal(run.ranks, config.max_minutes) as stop:
         run.notify("on_train_begin")
+        # Before the first step, or because the checkpoint was saved before its evaluation was complete.
         is_best = evaluate(run, stop) if run.evaluates_first and run.has_evaluation else None
         stop.exchange()
         reason = stop_reason(run, stop)
@@ -58,11 +59,15 @@ def train(run: TrainingRun) -> TrainResult:
             run.save(last=reason is not None)
         while reason is None:
             record = run.make_step()
+            # Only the first rank logs, and a background save can fail on any rank. The exchange below raises such
+            # errors on all ranks, and agrees on signals, so that no rank begins a step or a save alone.
             error = run.log(record)
             run.notify("on_step_end", record)
             is_best = evaluate(run, stop) if run.is_due(config.eval_every) else False
             stop.exchange(error or run.failure())
             reason = stop_reason(run, stop)
+            # The best model is exported from its checkpoint, so it is saved whenever it is measured. None means that
+            # the evaluation was interrupted; the resumed run repeats it.
             if reason is not None or is_best or run.is_due(config.save_every):
                 run.save(evaluation_due=is_best is None, last=reason is not None)
             if config.export_hf_every and run.step % config.export_hf_every == 0:
@@ -81,6 +86,7 @@ def stop_reason(run: TrainingRun, stop: StopSignal) -> StopReason | None:
     """Return why no further step is to be taken, the same on all ranks; None if there is no reason."""
     if stop.is_requested:
         return StopReason.SIGNAL
+    # A callback that asks after the last step changes nothing: the run is complete.
     if run.is_asked_to_stop and run.step < run.total_steps:
         return StopReason.CALLBACK
     if run.early_stopping.stop:
@@ -107,6 +113,7 @@ def evaluate(run: TrainingRun, stop: StopSignal) -> bool | None:
     run.last_evaluation = dict(result.metrics)
     seconds = time.perf_counter() - start
     record = {"step": run.step, "split": "eval", **result.metrics, "tokens": result.tokens, "seconds": seconds}
+    # An error of the first rank, which alone logs, must end the others too.
     run.ranks.all_gather_object(None, error=run.log(record, result.completions))
     is_best = run.early_stopping.update(run.step, result.metrics)
     run.notify("on_evaluate", result.metrics)

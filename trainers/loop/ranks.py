@@ -29,6 +29,7 @@ class TrainerRanks:
     @property
     def is_first(self) -> bool:
         """Whether this process does the work that one process does for all."""
+        # A controller in its own process works alone, even if the program has a process group.
         return self._alone or dist.get_rank(self._group) == 0
 
     def run_on_rank0(self, run: Callable[[], T]) -> T:

@@ -43,7 +43,9 @@ def locked_folders(config: LoopConfig, ranks: TrainerRanks) -> Iterator[None]:
                 make_folder(Path(folder), name)
         except Exception as e:  # any error must reach the other ranks, which wait
             error = e
+        # All ranks agree on errors before the first one takes the locks.
         ranks.all_gather_object(None, error=error)
+        # On one rank, because the locks of several ranks would exclude each other.
         ranks.run_on_rank0(lock)
         yield
 
@@ -79,10 +81,13 @@ def lock_folder(folder: Path, setting: str = "trainer.output_dir") -> TextIO:
         ConfigError: Another run holds the lock, or the folder cannot be written.
     """
     try:
+        # Not "w", which would remove the name of the owner before the lock is held.
         file = open(folder / ".lock", "a+")
     except OSError as e:
         raise ConfigError(f"{setting}={folder} cannot be written: {e.strerror or e}") from e
     try:
+        # The operating system releases the lock when the process ends, also if it is
+        # killed, so no stale lock has to be detected.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
         file.seek(0)
@@ -95,6 +100,7 @@ def lock_folder(folder: Path, setting: str = "trainer.output_dir") -> TextIO:
     except OSError as e:
         # Some network file systems do not support locks.
         log.warning("%s cannot be locked (%s): a second run in the same folder would not be detected", folder, e.strerror or e)
+    # Now that the lock is held, replace the name of the last owner.
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()

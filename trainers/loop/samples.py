@@ -80,11 +80,13 @@ def generate_completions(
     """
     topology = engine.topology
     local_indices = range(topology.dp_rank, len(samples), topology.dp_size)
+    # Each data-parallel rank completes every n-th sample. Its texts grow by one token per pass.
     texts = {i: list(samples[i].ids[: _first_target(samples[i])]) for i in local_indices}
     prompts = {i: len(tokens) for i, tokens in texts.items()}
     open_ = dict.fromkeys(texts, True)
     ends = {i: _ends(tokenizer, samples[i]) for i in local_indices}
     asked = {i: _prompt(samples[i]) for i in local_indices}
+    # Greedy, so that texts of different steps differ only because of the weights.
     request = OutputRequest(greedy=True)
     for _ in range(most):
         active = [i for i in texts if open_[i] and len(texts[i]) < budget]
@@ -96,6 +98,7 @@ def generate_completions(
             break
         media = None if store is None else fields_of([asked[i] for i in active], store)
         batch = from_lists([texts[i] for i in active], media=media)
+        # Only the last position of each text predicts a new token, so outputs are computed for no other one.
         last = torch.zeros(batch.num_tokens, dtype=torch.bool)
         last[batch.cu_seqlens[1:].long() - 1] = True
         next_tokens = engine.infer_batch(batch, request, tokens=last)["greedy"][last].tolist()
@@ -104,6 +107,7 @@ def generate_completions(
             open_[i] = token not in ends[i]
     local_completions = {i: tokens[prompts[i] :] for i, tokens in texts.items()}
     all_completions: dict[int, list[int]] = {}
+    # Ranks that share a data-parallel shard have the same completions; one of them contributes.
     for part in topology.all_gather_object(local_completions if topology.is_output_rank else {}):
         all_completions |= part
     return [
@@ -133,6 +137,7 @@ def _prompt(sample: Sample) -> Sample:
 def _ends(tokenizer: Any, sample: Sample) -> set[int]:
     """Return the tokens that end a completion: EOS, and the special token, if any, that ends the turn of the expected completion."""
     special = set(tokenizer.all_special_ids)
+    # A template may end turns with a token other than EOS; the expected completion has it as its last special token.
     turn = [t for t, s in zip(sample.ids, sample.supervised, strict=True) if s and t in special]
     return {tokenizer.eos_token_id, *turn[-1:]}
 

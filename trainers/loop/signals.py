@@ -27,6 +27,7 @@ class StopSignal:
         """The first signal that this process received, if any."""
         self.is_requested = self.is_time_up = False
         """Whether any rank was asked to stop, and whether time is up on any rank's clock, as of the last exchange."""
+        # The monotonic clock does not jump when the time of the machine is set.
         self._deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
 
     def __enter__(self) -> Self:
@@ -42,6 +43,7 @@ class StopSignal:
             if os.environ.get("RANK", "0") == "0":
                 # Do not use print, which the signal may have interrupted.
                 os.write(2, b"\nstopping after this step; Ctrl-C again to stop at once\n")
+        # Only noted here: the step continues, and the next exchange acts on it on all ranks.
         self.number = self.number or number
 
     def exchange(self, error: Exception | None = None) -> None:

@@ -131,6 +131,7 @@ class TrainingRun(ABC):
     def notify(self, hook: StepHook, *args: Any) -> None:
         """Call a method of every callback with this run and the number of the last completed step."""
         asked = call_all(self.callbacks, hook, self.ranks, self, self.step, *args)
+        # The return value of other methods has no meaning.
         self.is_asked_to_stop |= asked and hook in ("on_step_end", "on_evaluate")
 
     def log(self, record: Mapping[str, Any], completions: Sequence[HeldOutCompletion] = ()) -> Exception | None:
@@ -173,6 +174,7 @@ class TrainingRun(ABC):
         try:
             yield
         except error:
+            # Nothing is lost otherwise: the run has not made a step since its checkpoint.
             if self.step > self.resumed_step:
                 if self.step > self._saved_step:
                     self.save(evaluation_due=evaluation_due, last=True)

@@ -85,6 +85,7 @@ class TrainingMethod(ABC):
             raise ConfigError(
                 f"data.format={data.format}: {self.name} reads {' or '.join(forms)}; unset it, or use another trainer"
             )
+        # A side that became several samples could not be compared as one.
         if self.kind != "completions" and data.turns == "per_turn":
             raise ConfigError("data.turns=per_turn: each side of a preference must be a single text; unset it")
         if self.kind != "completions":

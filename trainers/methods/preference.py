@@ -84,12 +84,14 @@ class PreferenceMethod(TrainingMethod):
         shard = global_batch.shard_of(engine)
         if self._reference is None:
             return shard.batch
+        # `[D]`, for all documents of the global batch, on every rank; the shard's positions select its own.
         log_probs = self._reference.log_probs(global_batch, training=training)
         batch = shard.batch.with_sequence_fields(**{REFERENCE: log_probs[shard.positions]})
         if self.kind == "pairs":
             if not getattr(self._loss, "needs_matching", False):
                 return batch
             # Ranks among all pairs of the global batch, so that they do not depend on how it is split.
+            # Documents alternate between chosen and rejected.
             policy = log_probs_of(engine, global_batch, training=training)
             matched = matched_quantiles(policy[::2] - policy[1::2], log_probs[::2] - log_probs[1::2]).repeat_interleave(2)
             return batch.with_sequence_fields(**{MATCHED: matched[shard.positions]})
@@ -98,6 +100,7 @@ class PreferenceMethod(TrainingMethod):
         if len(mismatches):
             # z0 of equation 8: the mean over the global batch, so that it does not depend on how the batch is split.
             log_ratios = log_probs_of(engine, mismatches) - self._reference.log_probs(mismatches)
+            # A KL divergence is never negative, but this estimate of it may be.
             baseline = log_ratios.mean().clamp(min=0.0)
         return batch.with_sequence_fields(
             **{BASELINE: torch.full((batch.num_sequences,), float(baseline), dtype=torch.float64)}
@@ -107,6 +110,7 @@ class PreferenceMethod(TrainingMethod):
     def _longest(self) -> int:
         sizes = self._config.engine.micro_batch
         multiple = max(self._config.engine.parallel.token_multiple, self._config.reference.parallel.token_multiple)
+        # These documents go through inference with both models, whose layouts may differ.
         least = min(sizes.max_tokens, sizes.infer_max_tokens or sizes.max_tokens)
         return min(least // multiple * multiple, self._config.data.max_length or least)
 
@@ -135,11 +139,13 @@ def mismatched(global_batch: GlobalBatch, longest: int) -> GlobalBatch:
         global_batch: A global batch of single completions.
         longest: The maximum number of tokens in a document; longer documents are truncated.
     """
+    # Every rank reads the whole batch: a mismatched document consists of parts of two, which may be on different ranks.
     documents = [global_batch.read(position) for position in range(len(global_batch))]
     prompts = [_prompt(document) for document in documents]
     mismatches = []
     for i, document in enumerate(documents):
         # The two sides of a pair that was split have the same prompt and are next to each other.
+        # `i - k` may be negative, which continues at the end of the batch.
         other = next((documents[i - k] for k in range(1, len(documents)) if prompts[i - k] != prompts[i]), None)
         if other is None:
             continue

@@ -51,13 +51,17 @@ def log_probs_of(engine: BaseEngine, global_batch: GlobalBatch, *, training: boo
         `[D]` float64: the values of the entire global batch, on all ranks.
     """
     shard = global_batch.shard_of(engine)
+    # With the micro-batches of training, equal weights in the same layout give bitwise equal numbers, so that policy
+    # and reference can agree exactly before the first step.
     log_probs = engine.infer_batch(shard.batch, OutputRequest(log_probs=True), as_in_training=training)["log_probs"]
+    # The loss uses the difference of two such sums, which is small compared with them, so add in float64.
     sums = sequence_sums(log_probs.double(), shard.batch).tolist()
     result = torch.zeros(len(global_batch), dtype=torch.float64)
     for is_output_rank, positions, values in engine.topology.all_gather_object(
         (engine.topology.is_output_rank, shard.positions, sums)
     ):
         if is_output_rank:
+            # Ranks that share a shard have the same values; the output rank's are taken.
             result[positions] = torch.tensor(values, dtype=torch.float64)
     return result
 
@@ -147,6 +151,7 @@ def reference_engine(config: DPOConfig) -> BaseEngine:
     model = replace(
         config.model,
         path=settings.path or config.model.path,
+        # The frozen model: without adapters, and without everything that only changes gradients or is trained.
         lora=LoraConfig(),
         freeze=(),
         router_aux_loss_coef=0.0,
@@ -154,6 +159,7 @@ def reference_engine(config: DPOConfig) -> BaseEngine:
     )
     engine = replace(engine_config, recompute="none", offload=OffloadConfig(params=settings.offload))
     if settings.backend is not None:
+        # Another backend has other options, so it gets its defaults.
         options = engine_config.options if settings.backend == engine_config.backend else None
         if options is None and (kind := options_class(settings.backend)) is not None:
             options = kind()
@@ -251,6 +257,7 @@ def _cached_reference(config: DPOConfig, datasets: Sequence[TokenDataset]) -> Ca
         else:
             missing.append((dataset, file))
     if missing:
+        # Build the model only if a table is missing, and free it before the policy is built.
         engine.initialize()
         try:
             for dataset, file in missing:
@@ -262,6 +269,7 @@ def _cached_reference(config: DPOConfig, datasets: Sequence[TokenDataset]) -> Ca
 
 def _read(file: Path, size: int) -> NDArray[Any] | None:
     try:
+        # A pickle could execute code. The file is mapped, so that the processes of a machine share it.
         table: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError):
         return None
@@ -269,6 +277,7 @@ def _read(file: Path, size: int) -> NDArray[Any] | None:
 
 
 def _compute(config: DPOConfig, engine: BaseEngine, dataset: TokenDataset, file: Path) -> NDArray[Any]:
+    # Every sample once, whatever the weights of its source are.
     sampler = Sampler(dataset.sizes, weights=None, seed=0, shuffle=False)
     table = np.zeros(dataset.lengths.size)
     done = 0
@@ -279,6 +288,8 @@ def _compute(config: DPOConfig, engine: BaseEngine, dataset: TokenDataset, file:
             done += len(global_batch) // global_batch.width
             bar.advance(len(global_batch) / dataset.lengths.size, done)
     with collective_errors():
+        # One process of each machine writes, since machines may not share a folder. Where they do,
+        # the last rename counts; the contents are the same.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             temporary = file.with_name(f".tmp-{uuid.uuid4().hex}.npy")
             try:

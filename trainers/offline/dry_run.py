@@ -65,7 +65,9 @@ def measure(run: OfflineRun) -> DryRun:
     """
     engine, topology, loader = run.engine, run.engine.topology, run.loader
     samples = loader.samples if isinstance(loader, Loader) else loader.first()
+    # Before the step, which raises the peak.
     initial = max(topology.all_gather_object(peak_bytes(topology.device)))
+    # The longest samples fill the micro-batches the most, so that the memory of the largest steps is measured.
     longest = np.argsort(-samples.lengths.sum(1), kind="stable")[: run.settings.data.batch_size]
     chosen = (
         loader.batch(longest.tolist())

@@ -76,6 +76,7 @@ class OfflineRun(TrainingRun):
         config, held_out = self.config, self.data.held_out
         self._held_out: Loader | None = None
         if held_out is not None:
+            # An evaluation uses every held-out sample once, so that its mean is exact.
             sampler = Sampler(held_out.sizes, weights=None, seed=0, shuffle=False)
             self._held_out = Loader(held_out, sampler, batch_size=self.settings.data.batch_size)
         self._run_metadata = {"config": asdict(self.settings), "method": self.method.name}
@@ -115,6 +116,7 @@ class OfflineRun(TrainingRun):
             global_batch = global_batch.with_shard(self.engine)
         batch = self.method.batch(self.engine, global_batch, training=True)
         result = self.engine.train_batch(batch, self.method.loss)
+        # Only after the step, so that a checkpoint after an error resumes with its batch.
         self.step, self.cursor = self.step + 1, following
         return self._record(result, time.perf_counter() - start)
 
@@ -162,6 +164,7 @@ class OfflineRun(TrainingRun):
         counts: dict[str, float] = defaultdict(float)
         tokens = 0
         for samples in self._held_out.once():
+            # An evaluation may take long, so ranks agree between batches on whether to stop.
             stop.exchange()
             if stop.is_requested:
                 return None
@@ -169,6 +172,7 @@ class OfflineRun(TrainingRun):
             result = self.engine.forward_backward(batch, self.method.evaluation_loss, forward_only=True)
             tokens += result.tokens
             for term, weight in result.weights.items():
+                # Terms are means over a batch, and batches have different weights: add the sums, and divide at the end.
                 sums[term] += result.terms[term] * weight
                 weights[term] += weight
             for name, count in result.counts.items():
@@ -180,6 +184,7 @@ class OfflineRun(TrainingRun):
         if completions is None:
             return None
         if completions:
+            # Functions of the user run once; every rank gets the values, which decide about the best checkpoint.
             metrics |= self.ranks.run_on_rank0(lambda: self.completion_metrics.measure(completions))
         return EvaluationResult(metrics=metrics, tokens=tokens, completions=completions)
 
@@ -238,6 +243,7 @@ class OfflineRun(TrainingRun):
         present = self.manager.present()
         restored = None
         if setting != "none":
+            # Only `auto` skips damaged checkpoints; one that was named must load.
             restored = self.manager.restore_last() if setting == "auto" else self.manager.restore(setting)
         if restored is not None:
             checkpoint, state = restored
@@ -315,17 +321,20 @@ def open_run(
                 broadcast=lambda value, error=None: engine.topology.broadcast_object(value, error=error),
             )
             datasets = [one for one in (data.source, data.held_out) if isinstance(one, TokenDataset)]
+            # Before the engine is initialized, which reads the weights.
             if any(one.has_media for one in datasets) and not engine.capabilities.media:
                 raise CapabilityError(
                     f"the data have images, video or audio, which engine.backend={config.engine.backend} does not support; use engine.backend=fsdp"
                 )
             loader = _loader(config.data, data)
             steps = -(-len(loader) // config.data.batch_size) if isinstance(loader, Loader) else 0
+            # The learning-rate schedule depends on the number of steps, which is only known once the data are read.
             engine.total_steps = total_steps = trainer.max_steps or trainer.epochs * steps
             for line in unused_settings(config.optim, total_steps):
                 log.warning("%s", line)
             try:
                 source = data.source if isinstance(data.source, TokenDataset) else None
+                # Before the policy is built: a reference whose log-probabilities are cached is freed again by then.
                 method.setup(engine, data.tokenizer, source, data.held_out)
                 engine.initialize()
                 announce(engine, config, data, loader, total_steps)
@@ -351,6 +360,8 @@ def open_run(
                         manager=manager,
                         completion_metrics=metrics,
                     )
+                    # Only if a checkpoint before the last one is due, which is written in
+                    # the background from these buffers.
                     if trainer.save_every and run.step + trainer.save_every < total_steps and not is_dry:
                         manager.prepare()
                     yield run
@@ -399,5 +410,6 @@ def _peak_flops(engine: BaseEngine, config: TrainerConfig) -> float | None:
     """Return the peak FLOP/s of all devices together, or None if it is not known."""
     per_device, device = config.peak_tflops, engine.topology.device
     if per_device is None and device.type == "cuda":
+        # Without a known peak, metrics have FLOP/s but no utilization.
         per_device = known_peak_tflops(torch.cuda.get_device_name(device), engine.config.precision.compute)
     return None if per_device is None else per_device * 1e12 * engine.topology.size

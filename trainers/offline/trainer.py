@@ -74,6 +74,7 @@ class Trainer(BaseTrainer[C, DryRun]):
         trainer, method = self.config.trainer, self.make_method()
         self.config.check()
         method.check()
+        # Metrics that never run would leave their curves empty without an error.
         if self._metrics and not trainer.generate:
             raise ConfigError(
                 "metrics are given, which measure generated answers, but trainer.generate=0; set it to their number"
@@ -116,6 +117,7 @@ class Trainer(BaseTrainer[C, DryRun]):
 def _check_loss(loss: Loss | None) -> None:
     if loss is None:
         return
+    # Checked by attributes, since a loss need not derive from a class.
     missing = [name for name in ("request", "linear", "tokens", "weights", "__call__") if not hasattr(loss, name)]
     if missing or isinstance(loss, type):
         what = (

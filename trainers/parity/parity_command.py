@@ -144,6 +144,7 @@ def default_rows(models: Sequence[str] | None, words: Sequence[str]) -> list[Row
         mixed = list(SETS["moe"]) if word == "all" else []
         for row in [*dense, *mixed]:
             moe = row in mixed or word == "moe" or "ep=" in row
+            # A model that the user names need not be a mixture of experts, so `all` leaves these rows out.
             if models is not None and row in mixed:
                 continue
             rows += [parse_row(row, model) for model in models or ["qwen3_moe" if moe else "qwen3"]]
@@ -231,6 +232,8 @@ def compare_with_reference(row: Row, result: dict[str, Any] | None, reference: d
     differences = {k: relative([s[k] for s in steps], [s[k] for s in expected]) for k in ("loss", "grad_norm")}
     bounds: dict[str, Any] = {"loss": LOSS_BOUND, "grad_norm": NORM_BOUND, "weights": WEIGHT_BOUND}
     if dtype == "bfloat16":
+        # Adam divides by the size of a gradient, so rounding of tiny gradients moves weights by up to
+        # the learning rate: in bfloat16 they have no bound.
         bounds = {**{k: ROUNDING * reference["rounding"][k] for k in differences}, "weights": None}
     weights_ok = bounds["weights"] is None or result["weights_off"] <= bounds["weights"]
     return verdict | {
@@ -240,6 +243,7 @@ def compare_with_reference(row: Row, result: dict[str, Any] | None, reference: d
         "weights_off": result["weights_off"],
         "shared": result["shared"],
         "ok": weights_ok
+        # Such a row is there to test the path without shared prefixes.
         and not (row.share == "off" and result["shared"])
         and all(differences[k] <= bounds[k] for k in differences),
         "bounds": bounds,
@@ -336,6 +340,7 @@ def run(job: Job, json_file: str | None, timeout: int) -> int:
     """Start the workers, judge their results and print the table."""
     folder, path = Path(job.folder), job.write()
     module = ("-m", "drivetrain.trainers.parity.rows", str(path))
+    # References come first: rows compare their weights with the files that this process writes.
     code = subprocess.run([sys.executable, *module, "reference"], check=False).returncode
     if code:
         return code
@@ -365,6 +370,7 @@ def _run_rows(job: Job, module: Sequence[str], nproc: int, timeout: int) -> bool
         return sum(row.nproc == nproc and not job.result(i).is_file() for i, row in enumerate(job.rows))
 
     deadline, missing_before = time.monotonic() + timeout, missing() + 1
+    # Rows with the same number of processes run in the same ones, because starting processes takes seconds.
     launcher = ("-m", "drivetrain.launch", "--nproc-per-node", str(nproc)) if nproc > 1 else ()
     # Use one thread per process if there are several, as torchrun does; setting it here avoids the warning from torchrun.
     environment = {**({"OMP_NUM_THREADS": "1"} if nproc > 1 else {}), **os.environ}

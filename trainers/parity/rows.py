@@ -35,6 +35,7 @@ from ..tasks.shapes import write_shapes, write_vision_model
 from .parity_command import Job, Row, relative
 
 OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
+# One layer for each stage of pp=4, and for each part of pp=2 with vpp=2.
 LAYERS = 4
 VISION = "qwen2_5_vl"
 """The embedded tiny model that takes images, and has separate samples."""
@@ -127,6 +128,7 @@ def documents_of(
     """Yield the documents of each step, the masks of their target tokens and their media, for a loop without packing."""
     batches = loader_of(samples, config).batches(Cursor())
     for _ in range(steps):
+        # A single shard has all documents, in order; the ratio of costs then has no effect.
         batch = next(batches)[0].shard(0, 1, 0.0).batch
         documents, masks, media = [], [], []
         for i, (start, end) in enumerate(pairwise(batch.bounds)):
@@ -148,12 +150,14 @@ def make_reference(job: Job) -> None:
     check_rows(job)
     references: dict[str, Any] = {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # Rows whose configuration is invalid have a result already, and need no reference.
     possible = [row for i, row in enumerate(job.rows) if not job.result(i).is_file()]
     for row in {row.model: row for row in possible}.values():
         config = config_of(job, row)
         method = SFTMethod(config)
         samples = load_data(config.model, config.data, kind=method.kind, budget=method.budget).train
         steps_by_dtype: dict[str, Any] = {}
+        # In float32 always: it is the expected result, also for rows in bfloat16.
         for dtype in dict.fromkeys(("float32", job.dtype)):
             reference = PlainReference(config.model.path, OPTIM, compute=getattr(torch, dtype), device=device)
             steps = [reference.step(*step) for step in documents_of(samples, config, job.steps)]
@@ -211,6 +215,7 @@ def run_row(job: Job, row: Row) -> dict[str, Any]:
             shared, tokens = shared + result.shared_tokens, tokens + result.tokens
         reference_weights = load_file(str(_weights_file(job, row)))
         with engine.named_weights() as stream:
+            # One tensor after another, so that the engine never gathers all of its weights at once.
             largest_difference = max(
                 float((value.cpu().float() - reference_weights[name]).abs().max()) for name, value in stream
             )

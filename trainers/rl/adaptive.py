@@ -66,6 +66,8 @@ class Adaptive:
         target = self._settings.kl_target
         if target is None or measured is None or not math.isfinite(measured):
             return
+        # A step with more completions than the horizon counts as one horizon. Otherwise one with more than
+        # five times as many could make the weight negative.
         error = min(max(measured / target - 1, -_MOST), _MOST)
         self._coef *= 1 + error * min(1.0, completions / self._settings.kl_horizon)
 
@@ -75,6 +77,7 @@ class Adaptive:
         if kind == "batch":
             mean = sum(rewards) / max(1, len(rewards))
             squares = sum((reward - mean) ** 2 for reward in rewards)
+            # Kept for `shape_others`: a baseline must be on the scale of the rewards that it is compared with.
             self._shift, self._scale = mean, _deviation(squares, len(rewards))
         elif kind == "running":
             # Welford 1962: accumulates squared distances from a running mean, without cancellation.
@@ -101,6 +104,7 @@ class Adaptive:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint. A weight that is not adapted keeps its value from the settings."""
+        # The setting may have been changed for the resumed run.
         if self._settings.kl_target is not None:
             self._coef = float(state.get("kl_coef", self._coef))
         self._count, self._mean = int(state.get("count", 0)), float(state.get("mean", 0.0))
@@ -109,5 +113,6 @@ class Adaptive:
 
 def _deviation(squares: float, count: int) -> float:
     """Return a standard deviation that is safe to divide by: 1 if all values are equal."""
+    # The estimate of a sample, with one degree of freedom used by the mean.
     deviation = math.sqrt(squares / (count - 1)) if count > 1 else 0.0
     return deviation + _EPS if deviation > _EPS else 1.0

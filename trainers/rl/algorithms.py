@@ -115,6 +115,7 @@ def resolve(config: RLConfig) -> Algorithm:
             )
         return replace(known, loss=pairs)
     assert known.advantage is not None
+    # First the loss: settings that are set replace those of the registered algorithm.
     changes = _set_by_hand(rl.loss)
     aggregation = changes.get("aggregation", known.loss.aggregation)
     norm = changes.get("length_norm", config.max_answer_tokens)
@@ -131,6 +132,7 @@ def resolve(config: RLConfig) -> Algorithm:
         loss = known.loss.with_settings(**{**changes, **of_run})
     except ConfigError as e:
         raise ConfigError(f"rl.loss.{e} (rl.algorithm={rl.algorithm})") from e
+    # A 0 turns a term off, so it is right for an objective that does not have the term.
     if unread := sorted(name for name in changes if name not in loss.settings() and changes[name] != 0):
         raise ConfigError(
             f"rl.loss.{unread[0]}={changes[unread[0]]} is not used by the objective {loss.objective.name} of rl.algorithm={rl.algorithm}; "
@@ -143,6 +145,7 @@ def resolve(config: RLConfig) -> Algorithm:
                 f"rl.loss.objective={loss.objective.name} does not use {name}={value}, which rl.algorithm={rl.algorithm} sets; choose "
                 "another algorithm"
             )
+    # Then the estimator, in the same way.
     changes = _set_by_hand(rl.advantage)
     if "kl_estimator" in changes:
         changes["kl"] = changes.pop("kl_estimator")
@@ -150,6 +153,7 @@ def resolve(config: RLConfig) -> Algorithm:
         advantage = known.advantage.with_settings(**changes)
     except ConfigError as e:
         raise ConfigError(f"rl.advantage.{e}") from e
+    # Without a KL penalty in the rewards, nothing estimates a KL divergence for them.
     read = advantage.settings().keys() - (set() if advantage.kl_coef else {"kl"})
     if unread := sorted(changes.keys() - read):
         name = unread[0].replace("kl", "kl_estimator")
@@ -162,6 +166,7 @@ def resolve(config: RLConfig) -> Algorithm:
             f"rl.old_log_probs=rollout with the estimator {advantage.estimator.name}, which needs the actor's distributions; set "
             "rl.old_log_probs=actor"
         )
+    # Called only for its checks; the bounds are computed again where they are used.
     for kind, limit in rl.rejection.items():
         try:
             rejection_bounds(kind, limit)

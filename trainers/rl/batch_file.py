@@ -16,6 +16,7 @@ def tensors_of(batch: PackedBatch) -> dict[str, Tensor]:
     tensors |= {f"sequence/{name}": values for name, values in batch.sequence_fields.items()}
     tensors |= {f"media/{name}": field.values for name, field in batch.media.items()}
     tensors |= {f"media_counts/{name}": field.counts for name, field in batch.media.items()}
+    # safetensors refuses to save tensors that are not contiguous.
     return {name: values.contiguous() for name, values in tensors.items()}
 
 

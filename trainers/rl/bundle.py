@@ -67,11 +67,13 @@ class Bundle:
             "log_probs": {name: rollout[name] for name in ("temperature", "top_p", "top_k")},
             "adaptive": dict(self.adaptive),
             "checkpoints": dict(self.checkpoints),
+            # JSON has no NaN.
             "expected": {name: value if math.isfinite(value) else None for name, value in self.expected.items()},
             "machine": self.machine,
             "passengers": sorted(self.batch.extra_fields),
             "answers": [_completion_record(row) for row in self.rows],
         }
+        # Renamed at the end, so that a bundle is complete or absent.
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -203,6 +205,7 @@ def settings_of(bundle: Bundle) -> tuple[dict[str, Any], list[str]]:
     Args:
         bundle: The bundle, which may come from an untrusted source.
     """
+    # A deep copy, which can be changed.
     settings: dict[str, Any] = json.loads(json.dumps(bundle.config))
     ignored: list[str] = []
 
@@ -216,6 +219,7 @@ def settings_of(bundle: Bundle) -> tuple[dict[str, Any], list[str]]:
 
     clean(settings, "")
     _check_literal(settings, "")
+    # A name with a colon is module:function, and using it would import the module.
     functions = [name for name in settings["rewards"]["use"] if ":" in name]
     if functions:
         settings["rewards"]["use"] = [name for name in settings["rewards"]["use"] if name not in functions]
@@ -252,6 +256,7 @@ class StepBundles:
             return None
         group, name = self._phases.group, folder_name(step)
         checkpoints = {}
+        # Saving loads the state of a role for a while, so the generator must make room first.
         self._phases.memory_manager.enter("score")
         for role in ("actor", "critic"):
             if role in group.roles:

@@ -85,6 +85,9 @@ class RunCheckpoints:
             roots.insert(0, self._critic_root(self.root))
             self._group["critic"].save_checkpoint(roots[0], step, {})
         store = self._completions_store(self.root)
+        # Pending completions come before the actor's checkpoint too, which names their digest. With the
+        # digest in the name of the folder, saving a step again leaves the file of its earlier
+        # checkpoint intact until the new one is complete.
         if completions is not None:
             data, digest = completions, digest_of(completions)
             self._ranks.run_on_rank0(lambda: store.child(_completions_folder(step, digest)).write(COMPLETIONS, data))
@@ -92,6 +95,7 @@ class RunCheckpoints:
         self._group["actor"].save_checkpoint(self.root, step, {"method": METHOD, "config": asdict(self._config), **extra})
 
         def delete_old() -> None:
+            # Delete the actor's first: a critic's checkpoint alone does not count, but an actor's alone is incomplete.
             for root in reversed(roots):
                 rotate(
                     open_store(root),
@@ -101,6 +105,7 @@ class RunCheckpoints:
                     keep=() if best is None else (best,),
                 )
             # If a step is saved again, its completions may differ.
+            # The digest of this checkpoint's completions; other folders of the step are of an earlier save.
             written = extra.get("completions")
             left = {(step_of(name) or (0, 0))[0] for name in steps(open_store(self.root))} - {step}
             for folder in store.folders():
@@ -118,6 +123,7 @@ class RunCheckpoints:
             ConfigError: The folder has later checkpoints than the one that the run starts from.
         """
         setting = self._config.trainer.resume
+        # Each round skips the checkpoints that earlier rounds have found damaged.
         damaged: list[str] = []
         while True:
             checkpoint = self._ranks.run_on_rank0(lambda: self._find(setting, damaged))
@@ -129,6 +135,7 @@ class RunCheckpoints:
                 self.load(folder, f"{self._critic_root(root)}/{Path(folder).name}")
             except DrivetrainError as e:
                 # Damage is detected only when the bytes are read. All processes of the controller get this error.
+                # The error of another process arrives as text, so look for the name of its class.
                 if setting != "auto" or "DamagedError" not in f"{type(e).__name__} {e} {e.__cause__!r}":
                     raise
                 log.warning("checkpoint skipped: %s", e)
@@ -177,6 +184,7 @@ class RunCheckpoints:
     def _find(self, setting: str, damaged: Collection[str] = ()) -> tuple[str, str, int, Mapping[str, Any]] | None:
         """Return the folder of the checkpoint to start from, its parent folder, its step and the trainer's state."""
         root = open_store(self.root)
+        # A killed run may have left a complete checkpoint under its temporary name, and others incomplete.
         for store in (root, open_store(self._critic_root(self.root))):
             recover(store)
             store.sweep()
@@ -212,6 +220,7 @@ class RunCheckpoints:
     def _newest(self, root: Store, damaged: Collection[str]) -> CheckpointManifest | None:
         skipped = []
         for name, candidate in newest_first(root):
+            # Reasons are only logged once an older checkpoint is found; otherwise they are part of the error.
             if name in damaged:
                 skipped.append(f"{root}/{name} is damaged")
             elif not isinstance(candidate, CheckpointManifest):

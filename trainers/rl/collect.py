@@ -58,6 +58,7 @@ class Collector:
                     totals[name] = totals.get(name, 0.0) + count
                 completions = self._rollouts.completions(number)
                 teaches = bool(completions.rows) and not equal_groups(completions.rows)
+                # Past the bound, groups with equal rewards are kept, so that the step ends.
                 if not teaches and replaced < most:
                     self._phases.discard(self._rollouts.drop().ref)
                     replaced += 1
@@ -84,6 +85,7 @@ class Collector:
 
     def _judge(self, numbers: Sequence[int]) -> list[tuple[int, dict[str, float]]]:
         """Wait for the rewards of several prompts' completions together, with a single call of the reward model."""
+        # One call for all groups: with roles that take turns, every call may move models between host and device.
         parts = self._phases.ask_reward_model([self._rollouts.completions(number) for number in numbers])
         outcomes = []
         for number, part in zip(numbers, parts, strict=True):
@@ -99,6 +101,7 @@ class Collector:
             metrics: The metrics of a step.
         """
         self._equal_steps = self._equal_steps + 1 if metrics.get("equal_groups", 0.0) >= 1 else 0
+        # Equal, not at least: one warning for each series of such steps.
         if self._equal_steps == self._config.rl.warn_equal_steps and self._config.rl.group_size > 1:
             log.warning(
                 "in the last %d steps all completions of each prompt had equal rewards (%s), which carries no learning signal; check the "

@@ -72,6 +72,8 @@ class EpisodeRecord:
     @property
     def reward(self) -> float | None:
         """The sum of the rewards. If there are none, 0 for an episode that reached a limit, and otherwise None."""
+        # An environment may give its only reward at the end, which an episode at a
+        # limit has not reached: it has earned 0.
         rewards = [reward for reward in (*self.turn_rewards, self.other_rewards) if reward is not None]
         return sum(rewards) if rewards else 0.0 if self.end in ("max_turns", "max_tokens") else None
 
@@ -230,6 +232,7 @@ def episodes_of(completions: Sequence[Completion]) -> list[int]:
     """Return for each completion the index of the one that is scored for it: its own, or that of its episode's last document, which follows it."""
     places: list[int] = []
     judged = len(completions) - 1
+    # Backwards, since the document that is scored is the last one of its episode.
     for i in reversed(range(len(completions))):
         if completions[i].is_judged:
             judged = i

@@ -58,6 +58,7 @@ def difference(config: RLConfig, generator: Mapping[str, str]) -> str | None:
     quantized = rollout.options.get("quant") or (model.quantization if model.quantization != "none" else None)
     if quantized:
         return f"weights are quantized ({quantized})"
+    # In float32, two programs with the same operations agree up to rounding that needs no correction.
     if generator["dtype"] != "float32":
         return f"the generator computes in {generator['dtype']}, whose rounding depends on the shapes of a batch"
     computed = compute_dtype((config.actor.engine or config.engine).precision, cuda=generator["device"] == "cuda")

@@ -73,7 +73,9 @@ def dry_run(
         open_phases(config, algorithm, roles, ranks, functions=functions, prompts=prompts.sets) as phases,
     ):
         start = time.perf_counter()
+        # As in a run: the generator starts with the actor's weights.
         phases.memory_manager.sync(0)
+        # With a single step, no tickets are issued beyond it, even with staleness.
         tickets = Tickets(config.data.batch_size, config.rl.staleness, steps=1)
         rollouts = Rollouts(config, phases, prompts, tickets)
         completed = make_step(phases, Collector(config, phases, rollouts), rollouts)

@@ -19,6 +19,7 @@ def environment_pool(config: RLConfig, ranks: TrainerRanks) -> Iterator[Environm
     Raises:
         ConfigError: The environment cannot be built, or the settings are incompatible with it.
     """
+    # Environments run once, and not once per process of the controller; the first one passes on their results.
     if config.rollout.environment is None or not ranks.is_first:
         yield None
         return

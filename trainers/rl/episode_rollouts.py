@@ -50,6 +50,8 @@ class EpisodeRollouts(Rollouts):
         with self._no_advance():
             self._episodes.poll(wait=False)
             self._add_complete()
+            # The next call is to have the turns of all episodes, so that batches do
+            # not depend on the speed of environments.
             if self._episodes.waits_for_all and self._episodes.at_work:
                 return
             per_call, size = self._config.rollout.prompts_per_call, self._config.rl.group_size
@@ -57,6 +59,7 @@ class EpisodeRollouts(Rollouts):
             if not due:
                 return
             issued_with = {ticket.number: ticket.version for ticket in self.tickets.running}
+            # Episodes of several versions may be due together; the oldest one bounds the versions of their tokens.
             oldest = min(issued_with[episode.number] for episode in due)
             try:
                 with self._replacing_generator():
@@ -69,6 +72,8 @@ class EpisodeRollouts(Rollouts):
                         self._episodes, due, self._phases.sampling_options, version=version, oldest=oldest
                     )
             finally:
+                # The call did not start, because preparing it failed or the generator's
+                # processes died, so these turns are due again.
                 if self._running is None:
                     self._episodes.give_back(due)
 
@@ -101,6 +106,7 @@ class EpisodeRollouts(Rollouts):
         with self._no_advance():
             with self._replacing_generator():
                 turns = self._phases.finish_turns(running)
+            # The generator's processes died during the call, and its turns are due again.
             if self._running is None:
                 return
             self._generating_s.append(running.seconds)

@@ -213,6 +213,7 @@ class Episodes:
 
     def due(self, most: int | None = None) -> list[Episode]:
         """Return the episodes whose next turn is due, in order, and mark them as being written."""
+        # In the order of prompts, and not in that in which environments returned.
         waiting = sorted((one for one in self._episodes.values() if one.is_due), key=lambda one: (one.number, one.sample))[
             :most
         ]
@@ -248,6 +249,8 @@ class Episodes:
                 # It has failed in the meantime.
                 continue
             episode.is_generating = False
+            # Neither the model nor the limit has ended it, so the cancellation has:
+            # the next call continues from its tokens.
             if cancelled and not turn.finished and len(turn.response) < self.room(episode):
                 episode.begun, episode.is_due = replace(turn, finish_reason="aborted"), True
                 continue
@@ -285,11 +288,14 @@ class Episodes:
         text = decoded(self._tokenizer, turn.response)
         if not any(stop in text for stop in stops):
             return turn, text, ""
+        # Once a stop string is complete, it stays in the text of all longer prefixes, so bisection finds
+        # the first one with it, and decodes few prefixes.
         count = bisect_left(
             range(len(turn.response)),
             True,
             key=lambda last: any(stop in decoded(self._tokenizer, turn.response[: last + 1]) for stop in stops),
         )
+        # From the index of the last token to a number of tokens.
         count = min(count + 1, len(turn.response))
         text = decoded(self._tokenizer, turn.response[:count])
         at, stop = min((at, stop) for stop in stops if (at := text.find(stop)) >= 0)
@@ -314,12 +320,14 @@ class Episodes:
 
     def _ask(self, episode: Episode, argument: EpisodeRow | Turn) -> None:
         """Call an environment, in the process that runs it."""
+        # Environments belong to the first process of the controller; the others get their results in `poll`.
         if self._pool is None:
             return
         key = episode.key
         future = self._pool.step(key, argument) if isinstance(argument, Turn) else self._pool.reset(key, argument)
         self._asked[key] = time.monotonic()
 
+        # Called in a thread of the pool, so it only puts the result into the queue.
         def done(ended: Any) -> None:
             error = ended.exception()
             if error is None:
@@ -351,6 +359,7 @@ class Episodes:
         return self._config.rl.staleness == 0 and not self._config.rollout.invariant
 
     def _collect(self, *, wait: bool) -> list[EnvironmentResult]:
+        # With a timeout, because an environment that takes too long is noticed by the clock and not by a result.
         results: list[EnvironmentResult] = []
         while self._asked:
             needed = wait and (self.waits_for_all or not results)
@@ -369,6 +378,7 @@ class Episodes:
         if result.settings is not None:
             raise result.settings
         asked_at = self._asked.pop(result.key, None)
+        # It was given up on before. Its episode has ended, so `poll` ignores the result.
         if asked_at is None:
             return result
         limit = self._settings.episode_timeout_s
@@ -411,6 +421,7 @@ class Episodes:
     def _restart(self, episode: Episode) -> None:
         """Restart an episode whose process died, possibly because of another episode."""
         self._close(episode)
+        # The key counts attempts, so that results of the earlier process are not taken for those of the new one.
         *names, attempt = episode.key
         self._reset(
             Episode(
@@ -429,6 +440,7 @@ class Episodes:
         except DataError as e:
             self._end(episode, "invalid", str(e))
             return
+        # The first observation has no turn before it that it could reward.
         if episode.turns:
             episode.rewards.append(observation.reward)
         if len(episode.turns) >= self._settings.max_turns:
@@ -439,6 +451,7 @@ class Episodes:
         episode.observation = tuple(dict(message) for message in observation.messages) or (
             {"role": "tool", "content": decoded(self._tokenizer, tokens) if observation.text is None else observation.text},
         )
+        # The next turn needs room for at least one token.
         first, behind = episode.lengths
         if first > self._longest or behind >= self._most(first):
             self._end(episode, "max_tokens")
@@ -499,6 +512,7 @@ class Episodes:
 
     def _end(self, episode: Episode, end: EpisodeEnd, message: str = "") -> None:
         """End an episode."""
+        # Turns that the agent has not read had no effect on the episode, so its reward says nothing about them.
         trajectories = trajectories_of(episode.read_turns)
         if end not in FAILURE_KINDS and not trajectories:
             end, message = "invalid", "no turn has tokens that the agent has read"
@@ -523,6 +537,7 @@ class Episodes:
             generation, new = trajectory.generation, trajectory.new
             if trajectory.turns:
                 generation = replace(generation, routed_experts=trajectory.turns[-1].routed_experts)
+            # An episode that its environment did not end counts as truncated, like a completion at its length limit.
             if is_last and end != "done":
                 generation = replace(generation, finish_reason="length")
             learned = trajectory.turns[new:]
@@ -570,6 +585,7 @@ class Episodes:
         for number in [number for number, left in self._left.items() if not left]:
             del self._left[number]
             ended = self._ended.pop(number)
+            # In the order of samples, and not in that of their ends, which depends on time.
             pairs = [pair for sample in sorted(ended) for pair in ended[sample]]
             complete[number] = KeptCompletions(
                 batch=to_batch([generation for generation, _ in pairs]), rows=tuple(completion for _, completion in pairs)

@@ -52,8 +52,10 @@ def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict
             completions = phases.generate(prompts, options, version=version, first=first)
         else:
             numbers = range(first, first + len(prompts))
+            # Episodes of one prompt differ after their first turn, so each is a prompt of its own for the generator.
             completions = phases.run_episodes(prompts, numbers, replace(options, samples=1), samples, version=version)
             completions = replace(completions, pending=phases.submit(completions.rows))
+        # Of all completions, to free them below: collecting rewards drops those without a reward.
         ref = completions.ref
         completions, failures = phases.collect_rewards(completions)
         for name, count in failures.items():
@@ -88,6 +90,7 @@ def accuracy(completions: Sequence[Completion], name: str, samples: int) -> dict
         if name in completion.rewards:
             by_group.setdefault(completion.group, []).append(completion.rewards[name] >= 1)
     right = [value for values in by_group.values() for value in values]
+    # Over completions, and `passed` below over prompts.
     mean = sum(right) / len(right) if right else math.nan
     if samples == 1:
         return {"accuracy": mean}

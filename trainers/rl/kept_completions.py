@@ -96,6 +96,7 @@ def from_bytes(data: bytes, prompts: Prompts, tokenizer: Any) -> dict[int, KeptC
     """
     try:
         tensors = load(data)
+        # safetensors' `load` returns no metadata; they are in the header, whose length is in the first 8 bytes.
         about = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         numbers: list[int] = tensors.pop("numbers").tolist()
         batch = batch_from(tensors, json.loads(about["extra_fields"]))
@@ -110,6 +111,7 @@ def from_bytes(data: bytes, prompts: Prompts, tokenizer: Any) -> dict[int, KeptC
         rows.setdefault(number, []).append(row)
     kept = {}
     for number, chosen in rows.items():
+        # Of a prompt, only the tokens are stored; everything else follows from the number of the ticket and the data.
         row_prompt, completions = prompts.of_ticket(number), []
         for row in chosen:
             begin, end = batch.bounds[row], batch.bounds[row + 1]
@@ -117,6 +119,7 @@ def from_bytes(data: bytes, prompts: Prompts, tokenizer: Any) -> dict[int, KeptC
             record, prompt = records[row], row_prompt
             if record is not None and record.own_prompt:
                 prompt = replace(prompt, ids=ids[: episodes[row]["prompt"]])
+            # Detects that the data have changed since the checkpoint was saved.
             if ids[: len(prompt.ids)] != prompt.ids:
                 raise CheckpointError(
                     f"it has completions of another prompt than {prompt.name}, so the data have changed; use the same data, or start over from "
@@ -132,6 +135,7 @@ def from_bytes(data: bytes, prompts: Prompts, tokenizer: Any) -> dict[int, KeptC
                     text=decoded(tokenizer, answer),
                     episode=record,
                     finished=bool(finished[row]),
+                    # -1 marks tokens that were not generated.
                     versions=tuple(sorted({*versions[begin:end].unique_consecutive().tolist()} - {-1})),
                 )
             )

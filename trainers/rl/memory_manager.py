@@ -116,6 +116,7 @@ class MemoryManager:
         Raises:
             ConfigError: The generator was offloaded, and the actor has been trained since; see `sync`.
         """
+        # The generator leaves the device before the state of other roles is loaded, and the other way around.
         if self._takes_turns and phase != self._phase:
             if phase == "rollout":
                 self._bring_generator()
@@ -123,6 +124,7 @@ class MemoryManager:
                 self._move_generator("absent", "cache")
                 self._move_generator("absent", "parameters")
             if phase == "train":
+                # The generator's copy is outdated once the actor is trained.
                 self._version = None
                 self._move_all("actor", "device")
             elif phase == "score":
@@ -139,6 +141,7 @@ class MemoryManager:
             self.sent_bytes = self._states.sync(version)
             self._verify_sync(version)
             return
+        # First free the cache and the state of all roles, except the actor's parameters, which are about to be copied.
         away = self._offload_place()
         self._move_generator("absent", "cache")
         for role in self._others():
@@ -146,6 +149,7 @@ class MemoryManager:
         self.move("actor", "device", "parameters")
         self._move_generator("device", "parameters")
         self.sent_bytes = self._states.sync(version)
+        # Only then is there room for the cache.
         self.move("actor", away, "parameters")
         self._move_generator("device", "cache")
         self._phase, self._version = "rollout", version
@@ -165,6 +169,7 @@ class MemoryManager:
         self._states.verify(version)
 
     def _bring_generator(self) -> None:
+        # Parameters of the generator are freed instead of offloaded, since the actor has the same ones.
         if self.place("rollout", "parameters") == "absent" or self._version is None:
             if self._version is None:
                 raise ConfigError("the generator was offloaded, and the actor has been trained since; sync the weights first")
@@ -224,6 +229,7 @@ class MemoryManager:
         for (other, kind), allocation in self._allocations.items():
             if allocation.place != "device" or not allocation.shared or not allocation.bytes:
                 continue
+            # The parameters of both are allowed: a sync copies from one to the other.
             mine, theirs = (role == "rollout", part), (other == "rollout", kind)
             if mine[0] != theirs[0] and not (part == kind == "parameters" and {role, other} == {"actor", "rollout"}):
                 raise ConfigError(

@@ -34,11 +34,13 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     mean = sum(rewards) / count
     numbers = {
         "reward": mean if completions else math.nan,
+        # A single completion has a deviation of 0, not of 0 / 0.
         "reward_std": math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / max(1, count - 1)),
     }
     for name in dict.fromkeys(name for completion in completions for name in completion.rewards):
         values = [completion.rewards[name] for completion in completions if name in completion.rewards]
         numbers[f"reward/{name}"] = sum(values) / len(values)
+    # The tokens of all documents of an episode count for its last one, at whose position its entry is.
     written = dict.fromkeys(places, 0)
     for place, document in zip(places, documents, strict=True):
         written[place] += len(document.written)

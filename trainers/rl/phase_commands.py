@@ -159,6 +159,7 @@ def _check_log(paths: Sequence[Path], settings: Sequence[str]) -> int:
 def _score(paths: Sequence[Path], settings: Sequence[str]) -> int:
     bundle = Bundle.read(paths[0])
     config, algorithm, roles = _opened(bundle, settings)
+    # Only the roles that score are built.
     needed = {name for name in SCORERS if name in roles.specs} | ({"actor"} if roles.has_own_reference else set())
     # At least one role must hold the completions.
     needed = needed or {"advantage"}
@@ -213,6 +214,7 @@ def replay(path: Path, settings: Sequence[str] = (), out: Path | None = None) ->
         controller_ranks(config) as ranks,
         open_phases(config, algorithm, roles, ranks, only=("actor", "critic", "advantage"), judges=False) as phases,
     ):
+        # A bundle from elsewhere must not name folders outside of its own.
         for role, folder in bundle.checkpoints.items():
             phases.group[role].load_checkpoint(str(_inside(path.parent, folder)))
         phases.adaptive.restore(bundle.adaptive)
@@ -298,6 +300,7 @@ def _opened(bundle: Bundle, settings: Sequence[str]) -> tuple[RLConfig, Algorith
     saved["rollout"]["held_versions"] = None
     for section in engines:
         section["parallel"] = parallel
+        # The bundle may come from a machine that has other backends.
         if not is_installed(str(section["backend"])):
             section["backend"], section["options"] = "fsdp", None
     config: RLConfig = parse_over(RLConfig, saved, settings)

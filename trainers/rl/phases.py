@@ -132,6 +132,7 @@ class Phases:
 
         With dropout or router noise, the update's own log-probabilities are not those of the policy that generated the completions.
         """
+        # One update, of the weights that generated, and nothing else that uses log-probabilities from before it.
         rl = self.config.rl
         return (
             rl.staleness == 0
@@ -167,6 +168,7 @@ class Phases:
 
     def discard(self, ref: DataRef) -> None:
         """Drop the samples of a reference that still exist."""
+        # Some samples may have been dropped already, such as those without a reward.
         left = [row for row, sample in enumerate(ref.ids) if sample in ref.buffer]
         if left:
             self.group.data.clear_data_cache(ref.select(left))
@@ -180,6 +182,7 @@ class Phases:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
             self.tokens[name] = self.tokens.get(name, 0) + tokens
+        # Not after an error, which must be reported before other work begins.
         if self.after_each is not None:
             self.after_each()
 
@@ -232,6 +235,7 @@ class Phases:
         sampled = replace(self.sampling_options, samples=self.config.rl.group_size)
         greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0, samples=1)
         kinds = [sampled, *([greedy] if self.algorithm.needs_baselines else [])]
+        # The seed of a completion depends on the number of its prompt, and not on its place in the call.
         columns: dict[str, list[Any]] = {"number": list(numbers)}
         if begun:
             columns["begun"] = [begun.get(number) for number in numbers]
@@ -241,6 +245,7 @@ class Phases:
                 self.group.submit("rollout", "generate", prompt_ref, options, version=version, columns=columns)
                 for options in kinds
             ]
+            # Submitted calls are sent here, without waiting for their results.
             self.group.flush()
         return RunningRollout(
             prompts=tuple(prompts),
@@ -261,6 +266,7 @@ class Phases:
             ModelError: The generator used other weights than requested.
         """
         with self.timed("rollout"):
+            # Wait for all calls before the prompts, which they share, are freed.
             refs = [call.result() for call in running.calls]
             self.group.data.clear_data_cache(running.prompt_ref)
         completions, *greedy = (self._read(ref, running.prompts, running.numbers, running.versions) for ref in refs)
@@ -409,6 +415,7 @@ class Phases:
         """
         with self.timed("read"):
             columns = self.group.data.get(ref, ["input_ids", "versions", "finished"])
+            # Values of all samples are concatenated; split them by sample.
             ids, made_by = (columns[name].split(list(ref.lengths)) for name in ("input_ids", "versions"))
         rows, samples = [], len(ref) // max(1, len(prompts))
         for i, (tokens, makers) in enumerate(zip(ids, made_by, strict=True)):
@@ -440,6 +447,7 @@ class Phases:
 
     def ask_reward_model(self, parts: Sequence[Completions]) -> list[Completions]:
         """Let the reward model score several batches of completions in one call, if there is one and it has not scored them yet."""
+        # Completions that the model has not scored yet, and their greedy baselines.
         asked = [
             one
             for part in parts
@@ -449,6 +457,7 @@ class Phases:
         if self.rewards is None or not self.rewards.asks_model or not asked:
             return list(parts)
         self.memory_manager.enter("score")
+        # One call for all of them, so that the reward model is loaded only once.
         batch = asked[0].ref if len(asked) == 1 else join([replace(one, baselines=None) for one in asked]).ref
         with self.timed("reward_model", batch.num_tokens):
             rewards = self.group.data.get(self.group["reward"].compute_rewards(batch), ["rewards"])["rewards"]
@@ -483,11 +492,13 @@ class Phases:
             for name, count in failed.items():
                 counts[name] = counts.get(name, 0.0) + count
             self.discard(completions.baselines.ref)
+            # A prompt whose greedy completion has no reward gets NaN, and its completions are left out below.
             by_group = {row.group: row.reward for row in greedy.rows}
             rows = [replace(row, baseline=by_group.get(row.group, math.nan)) for row in rows]
         judged = replace(completions, rows=tuple(rows), pending=(), baselines=None)
         kept = [i for i, row in enumerate(rows) if not math.isnan(row.reward) and not math.isnan(row.baseline or 0.0)]
         counts["dropped"] = float(len(judged_only(rows)) - len(judged_only([rows[i] for i in kept])))
+        # Free the tensors of completions without a reward in the workers now, since nothing refers to them later.
         if len(kept) < len(rows):
             self.discard(completions.ref.select(sorted(set(range(len(rows))) - set(kept))))
             judged = judged.select(kept)

@@ -57,6 +57,7 @@ def load_data(config: RLConfig) -> Prompts:
     models = {"reference": config.reference.model}
     if REWARD_MODEL in config.rewards.use:
         models["reward"] = config.reward.model
+    # All models read the tokens of the policy, so one with other tokens would read other texts.
     models |= {"critic": config.critic.model, "actor": config.actor.model}
     for role, model in models.items():
         if model is not None and model.path != config.model.path:
@@ -124,6 +125,8 @@ def conversation_of(config: RLConfig, tokenizer: Any) -> ConversationTokens | No
         return None
     variables = template_variables_of(config)
     conversation = ConversationTokens(tokenizer, TurnEnds.of(tokenizer, end_tokens(config.model)), variables)
+    # Try a tool result once, so that a template that cannot render it is an error now and not in
+    # the first episode. The token before it can be any.
     if tools := variables.get("tools"):
         name = tools[0]["function"]["name"]
         try:
@@ -139,6 +142,7 @@ def prompt_budget(config: RLConfig) -> Budget:
     Raises:
         ConfigError: No prompt would fit.
     """
+    # Completions also go through passes without gradients, which score them.
     usable, budget = micro_batch_budget(config.engine, infers=True)
     room = usable - config.max_answer_tokens
     setting = f"rollout.max_tokens={config.rollout.max_tokens}"

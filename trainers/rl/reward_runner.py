@@ -39,6 +39,7 @@ class RewardRunner:
             self._scorer = RewardScorer(config.rewards, functions, models=(REWARD_MODEL,))
             return self._scorer.names
 
+        # One process of the controller scores all completions, since a reward may compare them with each other.
         self.names: list[str] = ranks.run_on_rank0(start)
         """The names of the rewards."""
         if (eval_reward := config.rl.eval_reward) is not None and eval_reward not in self.names:
@@ -99,12 +100,14 @@ class RewardRunner:
 
         everything, places = rows, episodes_of(rows)
         rows = judged_only(everything)
+        # Of an episode, only the score of the document that is judged counts, which is at its own place.
         model = None if model is None else [model[place] for i, place in enumerate(places) if place == i]
 
         def wait() -> list[Scores] | RewardError:
             scores, first = [], 0
             for part in pending:
                 assert part is not None
+                # Scores of the model are for all rows, pending rewards for consecutive parts of them.
                 values = None if model is None else {REWARD_MODEL: model[first : first + len(part)]}
                 try:
                     scores.append(part.result(models=values))
@@ -134,6 +137,7 @@ class RewardRunner:
                 for kind, count in part.counts(name).items():
                     counts[f"{kind}/{name}"] = counts.get(f"{kind}/{name}", 0) + count
         self._warn(messages)
+        # All documents of an episode get the reward of the one that was judged.
         by_place = dict(zip((i for i, place in enumerate(places) if place == i), judged, strict=True))
         judged = [
             replace(row, reward=by_place[place].reward, rewards=by_place[place].rewards)

@@ -54,6 +54,7 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int, most_t
         total_steps: The number of steps, for learning-rate schedules with an end.
         most_tokens: The size of a generator's cache that always suffices, in tokens; None if the prompts are not known.
     """
+    # Learning-rate schedules count optimizer steps, of which a step of the run may make several.
     each = updates_per_step(config)
     updates = total_steps * each
     model = _model(config, config.actor)
@@ -77,6 +78,7 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int, most_t
         "advantage": RoleSpec(worker=AdvantageWorker, config=algorithm.advantage or AdvantageConfig()),
     }
     own_reference = is_own_reference(config)
+    # The actor's engine computes the reference, so another engine would have no effect.
     if own_reference and config.reference.engine is not None:
         raise ConfigError(
             "reference.engine is set, but the policy without its adapters is the reference; remove it, or set reference.model.path"
@@ -88,6 +90,7 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int, most_t
         )
     if algorithm.needs_reference and not own_reference:
         temperature = config.rollout.temperature
+        # A reference has the weights as they were before training, and nothing that only matters for training.
         frozen = replace(
             _model(config, config.reference),
             lora=LoraConfig(),
@@ -189,6 +192,7 @@ def rollout_config(config: RLConfig, most_tokens: int | None = None) -> RolloutC
     # Otherwise a cache of all free memory would leave nothing for the activations of the trained roles.
     is_alone = "rollout" in config.group.pools or config.group.offload != "none"
     shared = min(TOKENS_WITHOUT_GPU, most_tokens or TOKENS_WITHOUT_GPU)
+    # With adapters alone, the generator reads the base weights itself, and needs the adapters' settings.
     alone = sends_adapters(config)
     return RolloutConfig(
         model=ModelConfig(
@@ -254,6 +258,7 @@ def start_group(config: RLConfig, roles: Roles) -> WorkerGroup:
     if config.group.kind == "local":
         return LocalWorkerGroup(roles.specs, timeout_s=timeout)
     if config.group.kind == "ray":
+        # Imported only here, since Ray is an optional package.
         from ...workers.groups.ray import RayWorkerGroup
 
         return RayWorkerGroup(roles.specs, pools=roles.pools, timeout_s=timeout, weight_sync=config.group.weight_sync)
@@ -276,6 +281,8 @@ def _engine(config: RLConfig, role: FrozenRoleConfig) -> EngineConfig:
 
 def _frozen_engine(config: RLConfig, role: FrozenRoleConfig) -> EngineConfig:
     engine = _engine(config, role)
+    # Unless it has an engine section of its own, a frozen role inherits the layout but no
+    # recomputation, since it has no backward pass, and no offloading.
     return engine if role.engine is not None else replace(engine, recompute="none", offload=OffloadConfig())
 
 

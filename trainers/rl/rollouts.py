@@ -63,6 +63,8 @@ class Rollouts:
         self._verified: int | None = None
         """The last version of the weights for which the generator's processes were compared."""
         if self._overlaps:
+            # The end of each phase of other roles is a moment to look at the
+            # generator's call, so that no thread is needed.
             phases.after_each = self.advance
 
     # ---- the generator ---------------------------------------------------------------------------------------------------
@@ -93,6 +95,8 @@ class Rollouts:
             self.send_weights()
             if self._running is not None or not (waiting := self.tickets.waiting):
                 return
+        # A call computes with one version, so it takes only tickets of the version of the first one. If new weights may
+        # replace old ones within a completion, any tickets can share it.
         first = waiting[: self._config.rollout.prompts_per_call or len(waiting)]
         count = len(first) if self._swaps else sum(ticket.version == first[0].version for ticket in first)
         tickets = [self.tickets.start() for _ in range(count)]
@@ -158,6 +162,7 @@ class Rollouts:
     def _moved(self, completions: Completions) -> Completions:
         """Move completions to the stores of the actor's processes, and with K > 0 also keep them here. Return those of complete groups."""
         data, most, greedy = self._phases.group.data, self._config.rollout.max_tokens, completions.baselines
+        # Read before the generator's processes drop their samples.
         batch = data.get_batch(completions.ref)
         greedy_batch = None if greedy is None else data.get_batch(greedy.ref)
         for one in (completions, greedy):
@@ -191,6 +196,7 @@ class Rollouts:
         Args:
             count: The maximum number of tickets. With K = 0, all of them are generated before this returns.
         """
+        # With K = 0, generation does not overlap with the work of other roles, so finish all tickets first.
         while self.tickets.next is None or (not self._overlaps and (self.tickets.waiting or self.tickets.running)):
             self._begin()
             self._finish()
@@ -221,6 +227,7 @@ class Rollouts:
         call, unless the next step waits for that call anyway.
         """
         first = self.tickets.first
+        # The completions of this step were trained on, so that no checkpoint needs them any more.
         self._kept = {number: kept for number, kept in self._kept.items() if number >= first}
         version = self._unsent = self.tickets.apply()
         # If roles take turns on their devices, weights cannot be sent in the middle of a step.
@@ -233,11 +240,15 @@ class Rollouts:
 
     def send_weights(self) -> None:
         """Send the actor's weights to the generator, unless it has them. Called before they are changed."""
+        # If the generator's processes die on the way, `_replacing_generator`
+        # restarts them, and the weights are sent again.
         while self._unsent is not None:
             version = self._unsent
             if self._swaps:
                 self._cancel()
             else:
+                # The new version replaces the oldest one that the generator holds,
+                # which unfinished tickets may still need.
                 self.settle(version - held_versions(self._config) + 1)
             with self._no_advance(), self._replacing_generator(), self._phases.timed("sync"):
                 self._phases.memory_manager.sync(version)
@@ -292,9 +303,11 @@ class Rollouts:
         sent = self.tickets.version - (self._unsent is not None)
         # Weights that were being sent are sent again later, before any ticket needs them.
         newest = {sent} if self._unsent is None else set()
+        # Tickets are answered by the version that they were issued with, so the new processes need those as well.
         old = () if self._swaps else (*self.tickets.waiting, *self.tickets.running)
         needed = sorted({*newest, *(ticket.version for ticket in old if ticket.version <= sent)})
         while True:
+            # Only the generator can be replaced: other processes have state that is nowhere else.
             if {*group.lost_pools} != {pool} or self._deaths >= self._config.rollout.restarts:
                 raise error
             self._deaths += 1
@@ -309,6 +322,7 @@ class Rollouts:
                 for version in needed:
                     self._phases.memory_manager.resend(version)
                 return
+            # The new processes may die too, for example because of the same lack of memory; the loop counts them.
             except WorkerLostError as e:
                 error = e
 
@@ -331,5 +345,6 @@ class Rollouts:
         """Restore the completions of a checkpoint, whose tickets are already finished."""
         self._kept = dict(kept)
         for number, one in kept.items():
+            # Rewards are not stored; they are computed again.
             completions = self._phases.put_completions(one.batch, one.rows)
             self._answered[number] = replace(completions, pending=self._phases.submit(one.rows))

@@ -60,6 +60,7 @@ class RLRun(TrainingRun):
         config = self.phases.config
         self.evaluates_first = config.rl.eval_before_train
         self._log = TicketLog(Path(config.trainer.output_dir) if self.ranks.is_first else None)
+        # Before tickets are made, which report their first events immediately.
         self._log.begin(config.data.batch_size, config.rl.staleness, self.total_steps)
         self.rollouts = self._resume() or self._rollouts(
             Tickets(config.data.batch_size, config.rl.staleness, steps=self.total_steps, observe=self._log.note)
@@ -107,6 +108,7 @@ class RLRun(TrainingRun):
             "sync_bytes": float(phases.memory_manager.sent_bytes),
             "generating_s": self.rollouts.generating_s(),
             "seconds": seconds,
+            # Time outside of all phases, and the wait for rewards, in which no model works.
             "seconds/idle": seconds - sum(phases.seconds.values()) + phases.seconds.get("reward_wait", 0.0),
         }
 
@@ -116,12 +118,14 @@ class RLRun(TrainingRun):
         judged: list[Completion] | None = None
         while judged is None:
             self.rollouts.use_newest()
+            # A generator that died is replaced, and the whole evaluation repeated.
             with self.saved_on(RewardError, f"the rewards of the evaluation after step {self.step}", evaluation_due=True):
                 try:
                     metrics, judged = evaluate(self.phases, self.prompts.held_out, version=self.step)
                 except WorkerLostError as e:
                     self.rollouts.replace_generator(e)
         count = min(self.config.generate, len(judged))
+        # Spread over all prompts, since neighbors may be samples of one prompt.
         completions = shown([judged[i * len(judged) // count] for i in range(count)])
         return EvaluationResult(
             metrics=metrics, tokens=sum(len(completion.tokens) for completion in judged), completions=completions
@@ -129,6 +133,8 @@ class RLRun(TrainingRun):
 
     def write_checkpoint(self, *, evaluation_due: bool, last: bool) -> None:
         """Write the checkpoints of the actor and the critic, and the completions that are pending for training."""
+        # First let the generator finish the tickets that a checkpoint cannot restart: those
+        # of older weights, which it does not store.
         kept = self.rollouts.kept()
         tickets = self.rollouts.tickets.state(kept)
         stored = {number: kept[number] for number, _, is_stored in tickets["out"] if is_stored}
@@ -136,6 +142,7 @@ class RLRun(TrainingRun):
         # Writing a checkpoint temporarily loads all of a role's state to the device.
         self.phases.memory_manager.enter("score")
         extra = {
+            # The position of the oldest outstanding ticket.
             "data": self.prompts.order.state(self.prompts.order.cursor(tickets["next"] - len(tickets["out"]))),
             "tickets": tickets,
             "adaptive": self.phases.adaptive.state(),

@@ -62,6 +62,7 @@ def open_phases(
         WorkerError: A role cannot be built.
     """
     if only is not None:
+        # Processes are only started for roles that are needed.
         specs = {name: spec for name, spec in roles.specs.items() if name in only}
         used = {spec.pool for spec in specs.values()}
         roles = replace(roles, specs=specs, pools={name: size for name, size in roles.pools.items() if name in used})
@@ -74,6 +75,7 @@ def open_phases(
         generates = only is None or "rollout" in only
         environments = opened.enter_context(environment_pool(config, ranks)) if generates else None
         group = opened.enter_context(start_group(config, roles))
+        # After the group has started, because the generator knows its own number format only then.
         config = resolve_importance(config, group)
         memory_manager = MemoryManager(GroupStates(group, config), offload_to=config.group.offload)
         memory_manager.log_plan()

@@ -62,6 +62,7 @@ class GroupStates:
                 allocations[role, part] = Allocation(bytes=size, place=place, shared=role not in self._pools)
         if self._kept:
             infos = self._group.rank_infos("rollout")
+            # The weights of one replica, over all of its processes.
             whole = allocations["rollout", "parameters"].bytes * len(infos) // infos[0].dp_size
             each = self._group["rollout"].adapter_bytes() or whole
             allocations["actor", "kept_versions"] = Allocation(bytes=self._kept * each, place="host", shared=False)
@@ -106,8 +107,10 @@ class GroupStates:
         if "rollout" not in self._group.roles:
             return
         count = max(info.dp_size for info in self._group.rank_infos("rollout"))
+        # A single replica has nothing to be compared with.
         if count < 2:
             return
+        # `ignore_eos`, so that every process generates the same number of tokens.
         options = SamplingOptions(max_tokens=PROBE_TOKENS, temperature=0.0, ignore_eos=True, evaluation=True)
         # Prompts of equal length, one for every model replica.
         completions = self._group["rollout"].generate([PROBE] * count, options, version=version)

@@ -50,6 +50,7 @@ def make_step(
         completions, counts = collector.collect_varied()
     else:
         completions = collector.collect()
+    # Models score while the processes of reward functions work; `train_on` waits for the latter.
     completions = phases.score(completions)
     completions, counts, metrics = train_on(
         phases, completions, counts, step=version + 1, bundles=bundles, before_update=rollouts.send_weights
@@ -101,6 +102,7 @@ def train_on(
 
     bundle = None if bundles is None else bundles.begin(completions, step)
     batch, metrics = estimate_advantages(phases, completions, step)
+    # With staleness, the generator may not have the previous weights yet, which the update overwrites.
     before_update()
     metrics = update(phases, completions, batch, metrics, step)
     if bundles is not None and bundle is not None:

@@ -41,6 +41,7 @@ class TicketLog:
         Raises:
             CheckpointError: The file cannot be written.
         """
+        # Lines are taken even if nothing is written, or they would accumulate in the other processes.
         lines, self._lines = self._lines, []
         if self._path is None or not lines:
             return
@@ -92,6 +93,7 @@ def check_log(path: Path) -> CheckedLog:
             check_events(events, batch, staleness, steps)
         except TicketError as e:
             raise TicketError(f"{file}, process {number} of {len(parts)}: {e}") from e
+        # A resumed run issues tickets again, but their events are in another part.
         issued = {event.number: event.version for event in events if event.kind == "issue"}
         for event in events:
             kept += event.kind == "keep"

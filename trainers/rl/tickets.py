@@ -261,6 +261,8 @@ class Tickets:
         Raises:
             TicketError: A ticket that would be answered again has another version of the weights than the checkpoint.
         """
+        # As of the beginning of the current step: tickets that it has consumed are out again,
+        # and those that were issued since then are not.
         out = [ticket for ticket in (*self._consumed, *self._out) if ticket.number < self._next_at_begin]
         if old := [ticket.number for ticket in out if ticket.version < self.version and ticket.number not in stored]:
             raise TicketError(
@@ -295,6 +297,7 @@ class Tickets:
             finished = {int(number) for number, _, is_finished in state["out"] if is_finished}
         except (KeyError, TypeError, ValueError) as e:
             raise CheckpointError(f"it does not say which tickets are out ({e!r}); it was not saved by this trainer") from e
+        # Check the state against the rules: consecutive numbers, versions in order, and none that is too old.
         first, made_by, most = saved["next"] - len(out), saved["version"], saved["batch"] * (saved["staleness"] + 1)
         numbers = [ticket.number for ticket in out]
         ages = [made_by - ticket.version for ticket in out]
@@ -313,6 +316,7 @@ class Tickets:
                     f"it was saved with {setting} = {saved[name]}, now it is {now}, which changes the outstanding prompts; keep the setting, or "
                     "start over from the exported model in another trainer.output_dir"
                 )
+        # The constructor would issue the tickets again with the current version.
         made = cls.__new__(cls)
         made.batch, made.staleness, made.version, made.steps, made.kept = batch, staleness, made_by, steps, 0
         made._observe, made._running, made._next = observe, {}, first + len(out)
@@ -323,6 +327,7 @@ class Tickets:
             made._note("issue", ticket.number, ticket.version)
         # The run may now have more steps than when it was saved.
         made._issue()
+        # The log requires that all tickets that are due are issued before one is answered.
         for ticket in out:
             if ticket.number in finished:
                 made._note("start", ticket.number, ticket.version)
@@ -384,6 +389,7 @@ def check_events(events: Iterable[TicketEvent], batch: int, staleness: int, step
             issued[number], due = event.version, due - 1
             resumes = resumes and due > 0
             continue
+        # Tickets are issued at once, before any other event.
         require(not due, event, f"{due} tickets are due first")
         if event.kind == "apply":
             require(kept == number == batch, event, f"the step has kept {kept} groups of {batch}")
@@ -409,5 +415,6 @@ def check_events(events: Iterable[TicketEvent], batch: int, staleness: int, step
             finished.remove(number)
             del issued[number]
             consumed += 1
+            # A dropped group is replaced by one more ticket; kept ones are replaced when the step is applied.
             kept, due = (kept + 1, due) if event.kind == "keep" else (kept, 1)
     return count

@@ -49,6 +49,7 @@ class RLTrainer(BaseTrainer[RLConfig, RLDryRun]):
         config.check()
         if not config.rewards.use and not self._rewards:
             raise ConfigError("rewards.use is not set, so no reward is configured; give names, such as rewards.use=[answer]")
+        # Built only for their checks; the run builds its own.
         Adaptive(config.rl, self._algorithm)
         EarlyStopping.of(config.trainer, evaluation_metrics(config))
         check_outputs(config.trainer)
@@ -76,12 +77,15 @@ class RLTrainer(BaseTrainer[RLConfig, RLDryRun]):
         """Read the prompts and check the settings that depend on them; return them, the number of steps, and the roles. Reads no weights."""
         config, prompts = self.config, load_data(self.config)
         warn_about_data(config.data, config.data.batch_size, len(prompts.order), "prompts")
+        # Rounded up once, since a batch of prompts may continue from one epoch to the next.
         total_steps = config.trainer.max_steps or -(-config.trainer.epochs * len(prompts.order) // prompts.order.batch_size)
         if self._algorithm.needs_critic and config.rl.critic_warmup >= total_steps:
             raise ConfigError(
                 f"rl.critic_warmup={config.rl.critic_warmup} is as many steps as the run has ({total_steps}), so the policy would "
                 "never be trained; lower it, or raise trainer.max_steps or trainer.epochs"
             )
+        # Schedules depend on the number of steps, and the generator's cache on the
+        # prompts, so roles are built only now.
         roles = build_roles(config, self._algorithm, total_steps, most_tokens(config, prompts))
         lines: set[str] = set()
         for name in roles.specs.keys() & {"actor", "critic"}:

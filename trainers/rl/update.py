@@ -19,6 +19,7 @@ from .phases import Phases
 
 GAPS = ("log_prob_gap", "log_prob_gap_max")
 """The metrics that compare the log-probabilities of generator and actor."""
+# Few, because the step needs no forward pass of the actor otherwise.
 SPOT_CHECK = 16
 """The number of completions on which the generator's log-probabilities are compared, if the actor computes no others."""
 
@@ -32,6 +33,7 @@ def add_old_log_probs(phases: Phases, completions: Completions) -> Completions:
         return completions
     batch = completions.ref
     squares = phases.algorithm.needs_squared_probs
+    # A bundle of a step has them already.
     if "old_log_probs" in batch.keys and (not squares or "sum_squared_probs" in batch.keys):
         return completions
     if phases.config.rl.old_log_probs == "rollout":
@@ -68,6 +70,7 @@ def estimate_advantages(phases: Phases, completions: Completions, step: int) -> 
         return _pairs(phases, completions, step)
     batch, metrics = _corrected(phases, completions, step)
     rewards = phases.adaptive.shape_rewards([row.reward for row in completions.rows])
+    # One value per document; estimators count an episode with several documents once, by the column `episode`.
     columns = {"rewards": torch.tensor(rewards, dtype=torch.float32)}
     if len(judged_only(completions.rows)) < len(completions):
         columns["episode"] = torch.tensor(episodes_of(completions.rows))
@@ -83,6 +86,8 @@ def estimate_advantages(phases: Phases, completions: Completions, step: int) -> 
     tokens = turn_columns(completions.rows, rewards, phases.config.rewards.weights.get(ENVIRONMENT_REWARD, 1.0))
     batch |= phases.group.data.put_columns(batch, rows=columns, tokens=tokens)
     with phases.timed("advantages"):
+        # Estimators compare the completions of a prompt, so these must be on one rank. The
+        # update needs no groups, and may distribute them.
         grouped = batch.with_groups(completions.groups)
         advantages = phases.group["advantage"].compute_advantages(grouped, kl_coef=phases.adaptive.kl_coef)
         batch |= advantages.without_groups()
@@ -108,6 +113,7 @@ def turn_columns(completions: Sequence[Completion], totals: Sequence[float], wei
     turns: list[int] = []
     rewards: list[float] = []
     for completion, total in zip(completions, totals, strict=True):
+        # `first` is the position that predicts the first token after the prompt.
         size, first = len(completion.prompt.ids) + len(completion.tokens), len(completion.prompt.ids) - 1
         of_tokens, at_ends = [-1] * size, [0.0] * size
         episode = completion.episode
@@ -151,6 +157,8 @@ def update(
             results = phases.group["critic"].update(batch, mini_batches=mini_batches)
         metrics |= {f"critic/{name}": value for name, value in means(results).items()}
     # A step outside of a run, with number 0, has no warmup.
+    # On policy, only the actor's update would compute its log-probabilities, so without
+    # one they are compared on a few completions.
     if phases.algorithm.needs_critic and 0 < step <= phases.config.rl.critic_warmup:
         return metrics | (_spot_check_log_prob_gap(phases, completions, step) if phases.is_on_policy else {})
     phases.memory_manager.enter("train")
@@ -201,6 +209,7 @@ def _corrected(phases: Phases, completions: Completions, step: int) -> tuple[Dat
         return batch, of_others | _spot_check_log_prob_gap(phases, completions, step)
     if rl.importance != "none":
         low, high = rl.importance_bounds
+        # For the difference between the generator's and the actor's log-probabilities of the same tokens.
         batch |= phases.group["advantage"].compute_importance_weights(
             batch, correction=rl.importance, level=rl.importance_level, low=low, high=high
         )
@@ -236,6 +245,7 @@ def _check_gap(phases: Phases, numbers: Mapping[str, float], completions: Comple
         # With stale completions, the gap includes the training steps in between.
         return
     gap, most = numbers.get("log_prob_gap", 0.0), phases.config.rl.max_log_prob_gap
+    # Written so that NaN is an error too.
     if most is not None and not gap <= most:
         raise ConfigError(
             f"the log-probabilities of actor and generator differ by {gap:.3g} nats per token on average "
@@ -247,6 +257,7 @@ def _check_gap(phases: Phases, numbers: Mapping[str, float], completions: Comple
 
 def _pairs(phases: Phases, completions: Completions, step: int) -> tuple[DataRef, dict[str, float]]:
     """Return the best and the worst completion of each prompt as pairs, and the number of pairs."""
+    # Of an episode with several documents, only the last one can be in a pair.
     judged = [row for row, place in enumerate(episodes_of(completions.rows)) if row == place]
     rewards = [completions.rows[row].reward for row in judged]
     pairs = [
@@ -264,11 +275,13 @@ def _pairs(phases: Phases, completions: Completions, step: int) -> tuple[DataRef
 
 def _mini_batches(phases: Phases, step: int) -> MiniBatches:
     rl = phases.config.rl
+    # The seed depends only on the step, so that a repeated step has the same mini-batches.
     return MiniBatches(size=rl.mini_batch_size, epochs=rl.epochs, shuffle=True, seed=seed_of(phases.config.data.seed, step))
 
 
 def means(results: Sequence[StepResult]) -> dict[str, float]:
     """Return the mean metrics of several optimizer steps, the learning rate of the last one, and the number of steps."""
+    # The numbers of a skipped update are not finite, and would hide those of the others.
     taken = [result for result in results if not result.skipped] or results
     totals: dict[str, list[float]] = {}
     for result in taken:

@@ -81,6 +81,7 @@ def make_tokenizer(special: Sequence[str] = SPECIAL) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     words = [*special, *DIGITS, "+", "="]
+    # One token per character, so that a model of this size can learn the task, and every position of a sum is a token.
     tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
     tokenizer.decoder = Fuse()
@@ -89,6 +90,7 @@ def make_tokenizer(special: Sequence[str] = SPECIAL) -> Any:
         pad_token="<pad>",
         eos_token="<end>",
         additional_special_tokens=list(special[2:]),
+        # Generation in plain transformers continues at the end of each row, so padding must be before the text.
         padding_side="left",
     )
     fast.chat_template = TEMPLATE
@@ -121,6 +123,7 @@ def write_model(folder: Path, seed: int, special: Sequence[str] = SPECIAL) -> No
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
+    # The seed is only for these weights, which are made on the CPU: leave the random state of the program unchanged.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         Qwen3ForCausalLM(config).save_pretrained(folder)
@@ -144,6 +147,7 @@ def accuracy(model_folder: Path, data: Path, show: int = 0) -> float:
     prompts = [tokenizer.apply_chat_template(c[:1], tokenize=False, add_generation_prompt=True) for c in chats]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False, return_token_type_ids=False)
     with torch.no_grad():
+        # A sum has at most three digits, followed by the end token.
         out = model.generate(**inputs, max_new_tokens=4, do_sample=False, pad_token_id=tokenizer.pad_token_id)
     answers = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     for chat, answer in list(zip(chats, answers, strict=True))[:show]:

@@ -112,6 +112,7 @@ def tool_accuracy(model_folder: Path, data: Path, show: int = 0) -> float:
     results = {i: calculate(first[i]) for i in asking}
     for i in asking:
         chats[i] += [{"role": "assistant", "content": first[i]}, {"role": "tool", "content": results[i]}]
+    # A second turn only for those that have called; the others have given their answer.
     second = dict(zip(asking, turns([chats[i] for i in asking]) if asking else [], strict=True))
     for i, row in enumerate(rows[:show]):
         asked = f"{first[i]} -> {results[i]}, " if i in results else ""

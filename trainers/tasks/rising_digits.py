@@ -52,6 +52,7 @@ def preference_accuracy(model_folder: Path, data: Path, *, reward: bool, show: i
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     kind: Any = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
     model_options = {"num_labels": 1} if reward else {}
+    # The head of an untrained reward model is initialized at random.
     torch.manual_seed(0)
     model: Any = kind.from_pretrained(model_folder, dtype=torch.float32, **model_options).eval()
     rows = [json.loads(line) for line in data.read_text().splitlines()]
@@ -65,6 +66,7 @@ def preference_accuracy(model_folder: Path, data: Path, *, reward: bool, show: i
                 numbers[side] = model(input_ids=ids).logits[:, 0]
             else:
                 log_probs = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[:, :, 0]
+                # The digits of the answer and the end token.
                 numbers[side] = log_probs[:, -(DIGITS + 1) :].sum(1)
     better = numbers["chosen"] > numbers["rejected"]
     for row, a, b, hit in list(zip(rows, numbers["chosen"], numbers["rejected"], better, strict=True))[:show]:

@@ -70,6 +70,7 @@ def write_shapes(folder: Path, seed: int, counts: Mapping[str, int] = COUNTS) ->
             number = 0
             while number < count:
                 image, answer = draw(rng)
+                # Across all splits, so that no held-out image was trained on.
                 if image.tobytes() in known:
                     continue
                 known.add(image.tobytes())
@@ -146,6 +147,7 @@ def write_vision_model(folder: Path, seed: int) -> None:
             "window_size": 32,
             "fullatt_block_indexes": [0, 1],
         },
+        # Tokens that the model's code looks for, under the names of this vocabulary.
         image_token_id=ids["<image>"],
         video_token_id=ids["<video>"],
         vision_start_token_id=ids["<start>"],
@@ -180,10 +182,12 @@ def shapes_accuracy(model_folder: Path, data: Path, *, show: int = 0, page: Path
     rows = [row for row in rows if isinstance(row[0]["content"], list)]
     images = [Image.open(data.parent / row[0]["content"][0]["image"]).convert("RGB") for row in rows]
     expected = [row[1]["content"] for row in rows]
+    # All rows with an image ask the same question.
     (text,) = {str(tokenizer.apply_chat_template(row[:1], tokenize=False, add_generation_prompt=True)) for row in rows}
     answers: list[str] = []
     for start in range(0, len(rows), 100):
         fields = processor(images=images[start : start + 100], return_tensors="pt")
+        # The model merges 2 x 2 patches into one token.
         (tokens,) = {int(grid.prod()) // 4 for grid in fields["image_grid_thw"]}
         # All images have the same size, so the prompts have equal tokens.
         ids = torch.tensor(

@@ -109,6 +109,7 @@ def _field_thought(draw: random.Random) -> ChatMessage:
 def _call(draw: random.Random, count: int = 1, **more: Any) -> ChatMessage:
     calls = [
         {
+            # Nine letters and digits, which some templates require.
             "id": f"call{i:05d}",
             "type": "function",
             "function": {"name": "calculate", "arguments": json.loads(draw.choice(ARGUMENTS))},
@@ -171,6 +172,7 @@ def check_template(
     """
     verdicts = []
     for kind, draw in KINDS.items():
+        # A kind draws the same conversations whatever other kinds there are.
         numbers = random.Random(f"{seed} {kind}")
         worst = TurnVerdict(kind=kind, verdict="safe", conversations=conversations)
         for _ in range(conversations):
@@ -224,12 +226,15 @@ def compare_turn(
     if not whole.startswith(prompt):
         return "rewritten", _difference(tokenizer, prompt, whole)
     content = answer["content"]
+    # A template that changes the content fails even if it does so consistently: the policy has written something else.
+    # Thoughts may be moved or dropped, which the next comparison detects.
     if "reasoning_content" not in answer and "<think>" not in content and content not in whole[len(prompt) :]:
         return "rewritten", f"the policy has {content!r} and the next turn {whole[len(prompt) :][: len(content) + SHOWN]!r}"
     written = _written(whole[len(prompt) :], following[len(prompt) :] if following.startswith(prompt) else "", ends)
     if not following.startswith(prompt + written):
         return "rewritten", _difference(tokenizer, prompt + written, following)
     tokens = [*_ids(tokenizer, prompt), *_ids(tokenizer, written)]
+    # The prompt and the turn are tokenized separately, as the policy reads the one and writes the other.
     if _ids(tokenizer, following)[: len(tokens)] == tokens:
         return "safe", ""
     return "splice", _difference(tokenizer, prompt + written, following, tokens)
