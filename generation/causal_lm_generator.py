@@ -120,6 +120,7 @@ class CausalLMGenerator(BaseGenerator):
         self._lm.copy_weights(weights, complete=False)
 
     def _check_base(self) -> None:
+        # Requests may have ended in this step, and with them the last use of a dropped adapter.
         if self._side_by_side is not None:
             raise weights_stay(self.config)
 

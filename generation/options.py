@@ -47,6 +47,7 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         for name, least in (("max_tokens", 1), ("top_k", 0), ("samples", 1)):
             value = getattr(self, name)
+            # In Python, True is an int; as a number of tokens it would mean 1.
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name}={value!r}; it must be an integer of at least {least}")
         for name in ("temperature", "top_p"):

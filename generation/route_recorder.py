@@ -61,6 +61,7 @@ class RouteRecorder:
         follow(self._model, context.handle)
         try:
             yield
+        # The routers must not refer to this pass any longer, also after an error.
         finally:
             follow(self._model, None)
 
@@ -71,5 +72,6 @@ class RouteRecorder:
             ModelError: A router does not return its choices.
         """
         assert self._routes is not None
+        # Released here: the record holds tensors on the device.
         routes, self._routes = self._routes.chosen(range(self._layers)), None
         return routes.to(torch.int16).cpu()
