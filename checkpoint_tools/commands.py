@@ -223,6 +223,7 @@ def _bar(label: str, total: int | None) -> Iterator[ProgressCallback | None]:
         task, lock = bar.add_task(label, total=total), threading.Lock()
 
         def advance(count: int) -> None:
+            # Blocks are written by several threads.
             with lock:
                 bar.advance(task, count)
 

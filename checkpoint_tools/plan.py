@@ -89,6 +89,7 @@ def plan_write(
     check_dtype(dtype)
     check_target(Path(output))
     if dtype is not None:
+        # The config must name the data type of the tensors, because transformers loads models in it.
         cast = CastBlocks(source, entries, DTYPES[dtype])
         source, entries, files = cast, cast.entries, with_dtype(files, dtype)
     return WritePlan(
@@ -122,6 +123,7 @@ def apply(plan: WritePlan, workers: int | None = None, progress: ProgressCallbac
             writer = FolderWriter(folder, plan.folder)
             copy_tensors(plan.folder, writer, plan.source, count, progress)
             writer.finish()
+            # After the weights, which are most of the work and the likeliest to fail.
             write_files(folder, plan.files)
     except OSError as e:
         raise disk_error(str(plan.output), e) from e
@@ -175,6 +177,7 @@ def with_dtype(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
     if name in updated:
         config = json.loads(updated[name])
         config["dtype"] = dtype
+        # The older name of the same setting, which must not contradict it.
         config.pop("torch_dtype", None)
         updated[name] = (json.dumps(config, indent=2) + "\n").encode()
     return updated
