@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     path="/sessions",
                 )
             )
+    # 128 + SIGINT, as shells report it.
     except KeyboardInterrupt:
         return 130
     except (DrivetrainError, OSError) as e:
