@@ -300,7 +300,7 @@ def _write_checkpoint(
         # Last, because a folder with a manifest counts as complete.
         write_manifest(folder, manifest)
         return store.commit(folder, name).path
-    # Also on an interrupt: nothing partial stays behind.
     except BaseException:
+        # Also on an interrupt: nothing partial stays behind.
         store.remove(folder.name)
         raise

@@ -117,6 +117,7 @@ def apply(plan: WritePlan, workers: int | None = None, progress: ProgressCallbac
     Raises:
         CheckpointError: The source is damaged, or the disk is full. Nothing is left behind.
     """
+    # The cores that this process may run on, which may be fewer than those of the machine.
     count = workers or min(8, len(os.sched_getaffinity(0)))
     try:
         with whole_folder(plan.output) as folder:

@@ -139,9 +139,9 @@ class ContinuousGenerator(CausalLMGenerator):
     def _find_attention(self) -> dict[int, str]:
         layers: dict[int, str] = {}
         for module in decoder_of(self._lm.model).modules():
+            # transformers' attention modules are found by their attribute `is_causal`.
             if hasattr(module, "is_causal"):
                 window = getattr(module, "sliding_window", None)
-                # transformers' attention modules are found by their attribute `is_causal`.
                 layers[module.layer_idx] = "full_attention" if window is None else "sliding_attention"
         if not SUPPORTED or not layers or min(layers) < 0:
             raise self._unfit(
@@ -175,7 +175,8 @@ class ContinuousGenerator(CausalLMGenerator):
         self.prefill_tokens += sampler.prefill_tokens
         self._unborn.difference_update(sampler.names)
         for name, token, log_prob in zip(sampler.names, sampler.tokens, sampler.log_probs, strict=True):
-            # A request that was stopped before its first token could not be removed until now; see `stop_request`.
+            # A name without a stream was stopped before its first token, and could not be removed until now; see
+            # `stop_request`.
             if name in self._streams:
                 self.add_token(self._streams[name], token, log_prob)
             else:

@@ -363,8 +363,8 @@ class BaseGenerator(ABC):
                 self.run_step()
         except Exception as e:
             self._recover(e)
-        # Also on an interrupt: the step may have changed only a part of the caches.
         except BaseException:
+            # Also on an interrupt: the step may have changed only a part of the caches.
             self._interrupt()
             raise
         self._steps += 1

@@ -76,6 +76,7 @@ def check_prompts(prompts: Any) -> list[list[int]]:
     Raises:
         ConfigError: The prompts are padded, or are not sequences of token ids.
     """
+    # A tensor or a batch of a tokenizer: rows have equal lengths, so shorter prompts are padded.
     shape = getattr(prompts, "shape", None)
     if isinstance(prompts, Mapping) or hasattr(prompts, "keys") or shape is not None:
         kind = type(prompts).__name__ + ("" if shape is None else f" {list(shape)}")
@@ -103,6 +104,7 @@ def _listed(ids: Any) -> list[Any] | None:
 
 
 def _is_id(token: Any) -> bool:
+    # Integers of any type, such as numpy's, but no fractions.
     return not isinstance(token, bool) and hasattr(token, "__index__")
 
 

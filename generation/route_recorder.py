@@ -61,8 +61,8 @@ class RouteRecorder:
         follow(self._model, context.handle)
         try:
             yield
-        # The routers must not refer to this pass any longer, also after an error.
         finally:
+            # The routers must not refer to this pass any longer, also after an error.
             follow(self._model, None)
 
     def take(self) -> Tensor:

@@ -88,8 +88,7 @@ def choose(logits: Tensor, draws: Sequence[Draw], excluded: Sequence[int] = ()) 
     scaled = logits.float()
     if any(temperature != 1.0 for temperature in temperatures):
         scaled = scaled / torch.tensor(temperatures, device=device)[:, None]
-    # Before anything is excluded: training computes log-probabilities over the whole vocabulary, and their ratio must
-    # be 1.
+    # Before anything is excluded, because training computes log-probabilities over the whole vocabulary.
     log_probs = scaled.log_softmax(-1)
     if excluded:
         scaled = scaled.index_fill(1, torch.tensor(list(excluded), device=device), -torch.inf)

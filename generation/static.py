@@ -48,7 +48,8 @@ class StaticGenerator(CausalLMGenerator):
     def run_step(self) -> None:
         """Begin a batch, or generate the next token of its rows."""
         if self._batch is None or not self._batch.live():
-            # The batch with the oldest request comes first, so that none waits without end for prompts of its length.
+            # The batch with the oldest request comes first, so that longer prompts that arrive later do not overtake it
+            # each time.
             streams = next(batch for batch in self._batches() if next(iter(self.waiting.values())) in batch)
             for stream in streams:
                 self.admit(stream)

@@ -72,7 +72,6 @@ class TokenGenerationScheduler(Scheduler[GenerationRequest]):
                 sample=request.sample,
                 images=request.images,
             )
-        # Not raised: other requests share this loop.
         except Exception as e:  # reported as the request's error
             return [Ended(request_id, error=e)]
         self._reported[request_id] = 0

@@ -66,7 +66,7 @@ def gae(rewards: Numbers, values: Numbers, mask: Numbers, gamma: float = 1.0, la
     accumulated = torch.zeros_like(next_value)
     for t in reversed(range(response_mask.shape[1])):
         delta = reward[:, t] + gamma * next_value - value[:, t]
-        # Both sums pass over masked tokens unchanged, so that the tokens around a gap are adjacent.
+        # Both are carried over masked tokens unchanged, so that the tokens around a gap are adjacent.
         accumulated = torch.where(response_mask[:, t], delta + gamma * lam * accumulated, accumulated)
         next_value = torch.where(response_mask[:, t], value[:, t], next_value)
         advantages[:, t] = torch.where(response_mask[:, t], accumulated, 0.0)

@@ -236,7 +236,7 @@ class PolicyLoss(ByName):
         mask = outputs.mask.to(outputs.log_probs.dtype)
         log_probs = outputs.log_probs
 
-        # At other positions log-probabilities are of no label; as zeros, they have no influence and no gradient.
+        # Other positions have no label; as zeros, they have no influence and no gradient.
         masked_log_probs = torch.where(outputs.mask, log_probs, torch.zeros_like(log_probs))
         x = PolicyTokens(
             log_probs=masked_log_probs,

@@ -37,6 +37,7 @@ MOST_ELEMENTS = 2**24
 """The largest number of elements of all results for a document, with those that broadcasting expands on the way."""
 MOST_PRODUCTS = 2**30
 """The largest number of multiplications in the matrix products of a document."""
+# Graphs come from clients of a service, so everything about them is bounded.
 MOST_NODES = 256
 MOST_INPUTS = 16
 MOST_CHARACTERS = 2**18
@@ -260,6 +261,7 @@ class _Node:
     kwargs: Mapping[str, Any]
 
 
+# Parsed and checked once, and not for each micro-batch.
 @lru_cache(64)
 def _nodes(graph: str) -> tuple[_Node, ...]:
     """Return the nodes of a graph.
@@ -471,6 +473,7 @@ def _call(node: _Node, args: list[Any], kwargs: dict[str, Any], budget: _Budget)
     if not tensors:
         return _call_on_numbers(node, function, args)
     kind = node.target.rpartition(".")[2]
+    # The budget counts the result, and not the n operations that lead to it.
     if kind == "diff" and not 0 <= _argument(args, kwargs, 1, "n", 1) <= _MOST_DIFFERENCES:
         raise ValueError(f"diff at {node.name[:80]!r} takes differences of differences more than {_MOST_DIFFERENCES} times")
     with torch.no_grad():
@@ -486,6 +489,7 @@ def _call(node: _Node, args: list[Any], kwargs: dict[str, Any], budget: _Budget)
     if kind in ("matmul", "dot"):
         budget.take(node, *_of_product(tensors, elements))
     else:
+        # These copy their arguments; other operations may expand theirs on the way to a smaller result.
         budget.take(node, elements if kind in ("getitem", "cat", "concat", "stack") else max(elements, _broadcast(tensors)))
     return function(*args, **kwargs)
 
@@ -522,6 +526,7 @@ def _call_on_numbers(node: _Node, function: Callable[..., Any], args: list[Any])
         return operator.getitem(*args)
     if (
         not node.target.startswith("operator.")
+        # A power is refused, because it may be too large to compute before its size could be checked.
         or node.target == "operator.pow"
         or not all(isinstance(a, int | float) for a in args)
     ):

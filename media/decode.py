@@ -145,9 +145,9 @@ def _refuse(source: MediaSource, size: str, limit: str, limits: MediaLimits) -> 
 def _damage(source: MediaSource) -> Iterator[None]:
     try:
         yield
-    # MediaError has its message already. The others are not damage: too little memory, or a package that is not
-    # installed.
     except (MediaError, MemoryError, ConfigError):
+        # MediaError has its message already. The others are not damage: too little memory, or a package that is not
+        # installed.
         raise
     except Exception as e:  # decoders raise anything on a damaged file
         raise MediaError(f"the {source.kind} {source.name} cannot be decoded: {type(e).__name__}: {e}") from e

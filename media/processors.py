@@ -387,7 +387,7 @@ class Qwen3Processor(QwenProcessor):
 
     def _frame_size(self, frames: int, height: int, width: int, processor: Any) -> tuple[int, int]:
         factor = processor.patch_size * processor.merge_size
-        # A side shorter than one merged patch would be rounded to 0.
+        # A side shorter than one merged patch could be rounded to 0.
         if height < factor or width < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)

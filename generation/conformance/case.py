@@ -107,7 +107,7 @@ def expect_log_probs(log_probs: Sequence[float], reference: Sequence[float], wha
     expect(
         len(log_probs) == len(reference), f"{what}: there are {len(log_probs)} log-probabilities for {len(reference)} tokens"
     )
-    # Relative for large values, because the rounding error of a logarithm grows with it.
+    # Relative for large values, because rounding errors are relative to the size of a number.
     difference = max((abs(a - b) / max(1.0, abs(b)) for a, b in zip(log_probs, reference, strict=True)), default=0.0)
     expect(difference <= tolerance, f"{what}: log-probabilities differ by {difference:.1e}")
 

@@ -266,7 +266,7 @@ def pause(case: Case) -> None:
 def weights_in_flight(case: Case) -> None:
     """After new weights every token is theirs, of requests in flight and of fresh ones on the same prompt."""
     long = replace(GREEDY, max_tokens=30, ignore_eos=True)
-    # They fill two pages of 32 tokens, none, and one: whole pages are what a cache of prefixes may share.
+    # These prompts fill two pages of 32 tokens, none, and one: only whole pages may be found in a cache of prefixes.
     prompts = [PROMPTS[5], PROMPTS[0], PROMPTS[4]]
     with case.generator() as generator:
         streams = [generator.submit(prompt, long) for prompt in prompts]

@@ -31,8 +31,8 @@ END_S = 10.0
 """The number of seconds to wait for an agent whose episode has ended."""
 
 
-@cache
 # One set of servers for each event loop: a server runs in the loop that has started it.
+@cache
 def _servers(loop: asyncio.AbstractEventLoop) -> AgentServers:
     return AgentServers()
 

@@ -167,7 +167,7 @@ def reward_of(result: Any) -> EpisodeReward:
     if numbers.get("reward", 0) is None:
         del numbers["reward"]
     for name, value in numbers.items():
-        # Also numbers of numpy and fractions.
+        # `Real` also covers numpy's numbers and fractions.
         if not isinstance(value, Real) or not _is_finite(value):
             raise EnvironmentResultError(
                 f"the agent returned {name}={value!r:.40}; it must return a finite number, None, or a mapping of names to finite numbers"
@@ -180,8 +180,8 @@ def reward_of(result: Any) -> EpisodeReward:
 def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(float(value))
-    # An integer that is too large for a float.
     except OverflowError:
+        # An integer that is too large for a float.
         return False
 
 

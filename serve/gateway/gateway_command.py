@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     path="/sessions",
                 )
             )
-    # 128 + SIGINT, as shells report it.
     except KeyboardInterrupt:
+        # 128 + SIGINT, as shells report it.
         return 130
     except (DrivetrainError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)

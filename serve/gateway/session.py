@@ -142,7 +142,7 @@ class Session:
             SessionEndedError: The session has ended in the meantime, so the completion cannot be used for training.
         """
         with self._lock:
-            # Without the limits: a completion that began within them may end.
+            # Without the limits on completions and tokens: a completion that began within them may end.
             self._check_open(adds=True)
             added = PolicyTurn(
                 number=len(self._turns),

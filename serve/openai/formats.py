@@ -98,7 +98,7 @@ class CompletionFormat:
 
 def usage_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response]) -> dict[str, int]:
     """Return the token counts of a request: each prompt counts once, including its images."""
-    # A chat has one prompt. Its features are counted only by the worker, so the difference is added.
+    # Only a chat has images, and it has one prompt. The worker counts the tokens of images, so the difference is added.
     images = max(
         (response.prompt_tokens - len(response.prompt) for response in responses if response.prompt_tokens), default=0
     )

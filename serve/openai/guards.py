@@ -93,7 +93,8 @@ class SizeGuard:
             await self._app(scope, receive, send)
             return
         length = Headers(scope=scope).get("content-length", "")
-        # Refused before anything is read. Other requests are counted while they arrive, because a chunked body has no length in its headers.
+        # Refused before anything is read. Other requests are counted while they arrive, because a chunked body has no
+        # length in its headers.
         if length.isdigit() and int(length) > self._limit:
             await self._refuse(send)
             return

@@ -317,7 +317,7 @@ async def _start(args: argparse.Namespace, folder: Path, *, embeds: bool) -> Rep
     try:
         await _started(replicas)
     except WorkerError as e:
-        # The class of the error is lost between the processes, but not its message.
+        # Recognized by its message: other errors of a worker that cannot load a model have the same class.
         if _UNFIT not in str(e):
             raise
         logging.getLogger(__name__).warning("%s", str(e).splitlines()[0])
