@@ -214,7 +214,7 @@ class ContinuousGenerator(CausalLMGenerator):
             if evict is not None and evict():
                 self._processor.cache.pool.try_to_free_sectors()
             return
-        # Counted as if no pages were shared, so there may be more room than this, but not less.
+        # Counted as if running requests shared no pages. Unused prefixes are left out, because they can be evicted.
         room = self._blocks - sum(self._pages(stream) for stream in self.running.values())
         begun, begun_alone = 0, None
         while self.waiting and len(self.running) < self.config.max_batch_size:

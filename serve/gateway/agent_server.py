@@ -66,7 +66,8 @@ class EpisodeSession:
 
     def __init__(self, row: EpisodeRow) -> None:
         self.row = row
-        # Two keys, because the agent knows the first one, and must not be able to choose its own reward with it.
+        # Two keys: the first one is part of the address that an agent's clients use, and does not suffice to set the
+        # reward.
         self.key, self.reward_key = secrets.token_urlsafe(16), secrets.token_urlsafe(16)
         self.responses = StoredResponses()
         self.finished: asyncio.Future[EpisodeReward] = asyncio.get_running_loop().create_future()
