@@ -35,6 +35,7 @@ class AdapterBlocks:
             if not name.startswith(HEAD_PREFIX)
         }
         settings = json.loads(files.get(CONFIGS[ADAPTER_STEM], b"{}"))
+        # peft expects a tied head under its own name, too; both names read the same stored tensor.
         self._names |= {copy: self._names[name] for copy, name in tied_copies(self._names, settings).items()}
         self.entries: dict[str, Entry] = {
             ours: (adapters.entries[name][0], peft_shape(ours, adapters.entries[name][1]))
@@ -68,8 +69,10 @@ class MergedAdapters:
         self._adapters, self._base = adapters, base
         try:
             settings = json.loads(files.get(CONFIGS[ADAPTER_STEM], b"null"))
+            # With these, the product of the two factors times one scale is not what was trained.
             unknown = [k for k in ("use_dora", "rank_pattern", "alpha_pattern") if settings.get(k)]
             rank = int(settings["r"])
+            # Rank-stabilized LoRA divides by the square root of the rank.
             self._scale = float(settings["lora_alpha"]) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
             self._transposed = bool(settings.get("fan_in_fan_out"))
             self._dtype = DTYPES[adapters.manifest.data["engine"]["precision"]["params"]]
@@ -95,6 +98,7 @@ class MergedAdapters:
         factor = re.compile(rf"{re.escape(PEFT_PREFIX)}(.*)\.lora_(embedding_)?A(\.weight)?")
         for name, entry in adapters.entries.items():
             match = factor.fullmatch(name)
+            # Factors of experts have a third axis, and are found by `adapted_experts`.
             if match is None or is_expert_factor(name, entry):
                 continue
             self._pairs[f"{match[1]}.weight"] = (
@@ -118,6 +122,8 @@ class MergedAdapters:
                 raise CheckpointError(
                     f"{self._base.label}: {name} has shape {list(shape)}, so it is not a matrix that can be adapted"
                 )
+            # Layers with `fan_in_fan_out` (GPT-2's Conv1D) and embeddings store the transpose of a linear layer's
+            # matrix.
             rows, columns = reversed(shape) if self._is_transposed(name) else shape
             a, b = self._adapters.entries[down][1], self._adapters.entries.get(up, ("", ()))[1]
             if len(a) != 2 or a != (a[0], columns) or b != (rows, a[0]):
@@ -137,6 +143,7 @@ class MergedAdapters:
         old_dtype, new_dtype = self._base.entries[name][0], self.entries[name][0]
         stored = room.take("base", old_dtype, part.length)
         self._base.read(name, part, stored)
+        # Nothing to add and nothing to cast, so the bytes are passed on.
         if name not in self._pairs and name not in self._experts and old_dtype == new_dtype:
             return stored
         out = as_tensor(room.take("merged", new_dtype, part.length), new_dtype)
@@ -159,7 +166,9 @@ class MergedAdapters:
         from ..engine.ops.lora import adapter_product
 
         down, up = self._pairs[name]
+        # A block is a range of rows of the weight. It needs only those rows of B, but all of A.
         rows = slice(part.offset[0], part.offset[0] + part.length[0])
+        # The rows of a transposed weight are columns of the product, so A is cut instead of B.
         if self._is_transposed(name):
             return adapter_product(self._factor(up, None, room), self._factor(down, None, room)[:, rows], self._scale).T
         return adapter_product(self._factor(up, rows, room), self._factor(down, None, room), self._scale)
@@ -179,6 +188,7 @@ class MergedAdapters:
         from ..engine.checkpoint.local_shards import as_tensor
 
         dtype = self._adapters.entries[name][0]
+        # Separate memory for A and B, because a product needs both at the same time.
         out = room.take("A" if ".lora_A" in name or name.endswith("_A") else "B", dtype, part.length)
         self._adapters.read(name, part, out)
         return as_tensor(out, dtype)

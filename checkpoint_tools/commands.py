@@ -113,6 +113,7 @@ def _size(text: str) -> int:
     match = re.fullmatch(r"([\d.]+)\s*([KMGT])(i?)B?", text.strip(), re.IGNORECASE)
     if match is None or not float(match[1]) > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 5GB or 500MiB")
+    # GB is a power of 1000, and GiB one of 1024.
     return max(1, int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1)))
 
 
@@ -205,12 +206,14 @@ def _verify(a: argparse.Namespace) -> int:
     print("\n".join(f"  {line}" for line in shown_lines))
     if len(shown_lines) < len(lines):
         print(f"  and {len(lines) - len(shown_lines)} more (list them with --all)")
+    # Not 1, so that scripts can distinguish checkpoints that differ from an error.
     return 3
 
 
 @contextmanager
 def _bar(label: str, total: int | None) -> Iterator[ProgressCallback | None]:
     """Show a progress bar if standard error is a terminal; yield the function that advances it, or None."""
+    # On standard error, so that the output can be redirected.
     if not sys.stderr.isatty():
         yield None
         return
@@ -223,6 +226,7 @@ def _bar(label: str, total: int | None) -> Iterator[ProgressCallback | None]:
         task, lock = bar.add_task(label, total=total), threading.Lock()
 
         def advance(count: int) -> None:
+            # Blocks are written by several threads.
             with lock:
                 bar.advance(task, count)
 

@@ -97,6 +97,7 @@ def _compare(
 
     def compare_block(name: str, part: TensorSlice) -> tuple[int, float]:
         """Return the number of elements that differ in a block, and the largest absolute difference."""
+        # Two buffers for each thread, because both blocks are needed at the same time.
         kinds = a.entries[name][0], b.entries[name][0]
         arrays = [
             buffer.take("", kind, part.length) for buffer, kind in zip((first.buffer, second.buffer), kinds, strict=True)
@@ -105,6 +106,7 @@ def _compare(
             source.read(name, part, out)
         if progress is not None:
             progress(arrays[0].nbytes)
+        # Raw numbers are compared, so equal bits count as equal even where they are NaN.
         if kinds[0] == kinds[1] and np.array_equal(*arrays):
             return 0, 0.0
         return _difference(arrays, kinds)
@@ -115,6 +117,7 @@ def _compare(
         if shape_a != shape_b:
             result.different[name + suffix] = f"shapes {list(shape_a)} and {list(shape_b)}"
             continue
+        # Blocks are cut for the wider of both data types, so that neither of the two exceeds the block size.
         larger = max(kind_a, kind_b, key=ITEMSIZE.__getitem__)
         parts += [(name, part) for part, _ in blocks_of((larger, shape_a))]
     differences: dict[str, tuple[int, float]] = dict.fromkeys(set(a.entries) & set(b.entries), (0, 0.0))
@@ -125,6 +128,7 @@ def _compare(
     for name, (count, off) in sorted(differences.items(), key=lambda item: natural(item[0])):
         (kind_a, shape), (kind_b, _) = a.entries[name], b.entries[name]
         result.largest = max(result.largest, off)
+        # Their shapes differ, which has been recorded above.
         if name + suffix in result.different:
             continue
         if kind_a != kind_b:
@@ -182,6 +186,7 @@ def verify(where: Path | str, *, workers: int | None = None, progress: ProgressC
     manifest = source.manifest
     # First the slices, without reading any elements; then every byte of every file.
     sources = [CheckpointSource(manifest, kind) for kind in _kinds(manifest)]
+    # An empty manifest would pass every check.
     if not any(s.entries for s in sources):
         raise CheckpointError(f"{source.label} contains no tensors")
     files = {
@@ -191,6 +196,7 @@ def verify(where: Path | str, *, workers: int | None = None, progress: ProgressC
     local = ThreadBuffer()
 
     def check_block(file: CheckedFile, start: int) -> int:
+        # The last block of a file may be shorter.
         out = local.buffer.take("", "U8", (min(BLOCK_BYTES, file.size - start),))
         file.read_into(start, memoryview(out))
         if progress is not None:

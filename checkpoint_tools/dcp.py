@@ -37,6 +37,7 @@ class _Placeholder:
 
 def _allowed(module: str, name: str) -> Any:
     if module == "torch":
+        # Only data types and sizes: other attributes of torch are functions, some of which run code.
         value = getattr(torch, name, None)
         return value if isinstance(value, torch.dtype) or value is torch.Size else None
     classes: dict[tuple[str, str], Any] = {
@@ -89,10 +90,12 @@ class DCPTensors:
         """Check that all data lies within the files of the folder, and all chunks within their tensors."""
         for place in self._places.values():
             path = place.relative_path
+            # The metadata may come from elsewhere; it must not make this process read files outside the folder.
             if type(path) is not str or os.path.basename(path) != path or not (self._folder / path).is_file():
                 raise CheckpointError(f"{self._folder / METADATA} names {path!r}, which is not a file in the folder")
             if count(place.offset) + count(place.length) > (self._folder / path).stat().st_size:
                 raise CheckpointError(f"{self._folder}/{path} is shorter than {METADATA} records; it is truncated")
+            # DCP can store compressed data; the lengths would then not be those of the tensors.
             if getattr(place, "transform_descriptors", None):
                 raise CheckpointError(
                     f"{self._folder}: files that DCP transformed ({place.transform_descriptors}) cannot be read"
@@ -118,9 +121,12 @@ class DCPTensors:
             if shared is None:
                 continue
             tensor = self._chunk(name, chunk_slice)
+            # The part that is read and the chunk overlap in `shared`, whose position is needed relative to each of
+            # them.
             inside = shared.seen_from(chunk_slice.offset)
             copy_part(tensor, inside, out[shared.within(part.offset)] if part.offset else out)
             filled += shared.volume
+        # Chunks that leave a gap would leave whatever was in the reused buffer.
         if filled != part.volume:
             raise CheckpointError(f"{self.label} covers only {filled} of the {part.volume} elements of a part of {name}")
 
@@ -133,10 +139,13 @@ class DCPTensors:
                 f"{self.label} does not record where the chunk of {name} at {list(chunk_slice.offset)} is stored"
             )
         key = (place.relative_path, place.offset)
+        # Held while the chunk is read, so that threads which need the same chunk do not all load it.
         with self._lock:
             if key not in self._cache:
                 with open(self._folder / place.relative_path, "rb") as file:
                     file.seek(place.offset)
+                    # A chunk is a complete archive of torch.save inside the file. It is cut out, because the archive's
+                    # directory is searched at the end.
                     data = file.read(place.length)
                 where = f"{self.label}/{place.relative_path}"
                 tensor = load_tensors(io.BytesIO(data), where, trust=self._trust)

@@ -36,6 +36,7 @@ def read_as_peft(source: TensorSource, name: str, part: TensorSlice, room: Block
         return out
     rows = room.take("experts", dtype, (experts, count, second))
     source.read(name, TensorSlice((0, start, 0), (experts, count, second)), rows)
+    # peft stores the factor B with the experts as its innermost axis.
     out.reshape(count, second, experts)[...] = rows.transpose(1, 2, 0)
     return out
 
@@ -68,6 +69,8 @@ class AdaptedTensor:
 
         from ..engine.ops.lora import adapter_product
 
+        # From the part of the tensor on disk to its place in transformers' parameter: undo a transposition, and restore
+        # axes that are dropped on disk.
         offset, length = part.offset, part.length
         if self.stored.transposed:
             offset, length = (*offset[:-2], offset[-1], offset[-2]), (*length[:-2], length[-1], length[-2])
@@ -75,8 +78,10 @@ class AdaptedTensor:
         offset = tuple(a + b for a, b in zip(self.stored.box.offset, (*(0,) * dropped, *offset), strict=True))
         experts, rows, columns = (*(1,) * dropped, *length)
         first, *starts = offset
+        # Which rows of B and which columns of A the part needs.
         (outputs, inputs), (output, into) = ((columns, rows), starts[::-1]) if self.transposed else ((rows, columns), starts)
         delta = torch.empty(experts, rows, columns)
+        # Expert by expert, so that the memory is that of a single product.
         for i in range(experts):
             up = read(self.up, TensorSlice((first + i, output, 0), (1, outputs, -1)))[0]
             down = read(self.down, TensorSlice((first + i, 0, into), (1, -1, inputs)))[0]
@@ -113,6 +118,7 @@ def adapted_experts(adapters: Mapping[str, Entry], base: FolderSource) -> dict[s
     for prefix, module in expert_modules(lm):
         for matrix in matrices_of(module):
             down, up = (expert_factor(prefix, matrix, factor) for factor in ("lora_A", "lora_B"))
+            # This matrix was not adapted.
             if down not in factors:
                 continue
             shape = tuple(getattr(module, matrix).shape)

@@ -92,13 +92,16 @@ class MappedSource(TensorSource):
             if shared is None:
                 continue
             segment = place.segment
+            # Indices on axes that the tensor on disk does not have: stacked layers or experts.
             leading = (*place.lead, *segment.box.offset[: segment.dropped])
+            # From the position in the Hugging Face tensor to the one in the foreign tensor.
             start = tuple(
                 a + b - c
                 for a, b, c in zip(segment.box.offset[segment.dropped :], shared.offset, part_slice.offset, strict=True)
             )
             target = out[shared.within(part.offset)] if part.offset else out
             inside = TensorSlice((*leading, *start), (*(1 for _ in leading), *shared.length))
+            # The target gets axes of length 1 for the leading indices, so that it has the rank of the foreign part.
             self._tensors.read(place.name, inside, target[(None,) * len(leading)])
 
     def model_files(self) -> dict[str, bytes]:
@@ -139,6 +142,8 @@ def load_pickle(path: Path, allowed: Callable[[str, str], Any], *, trust: bool) 
     class Restricted(plain):  # type: ignore[misc]
         dispatch: ClassVar[dict[int, Any]] = dict(plain.dispatch)
 
+        # BUILD sets attributes of the object below the state on the stack. Of a class or function, this could replace
+        # its methods.
         def load_build(self) -> None:
             if not trust and (isinstance(self.stack[-2], type) or callable(self.stack[-2])):
                 raise CheckpointError(f"{path} tries to change {self.stack[-2]!r}, which could run code")

@@ -47,12 +47,14 @@ def kinds_of(
     }
     kinds = parts if any(name.endswith(tuple(parts.keys() - on_disk.keys())) for name in tensors.entries) else on_disk
     shapes = {name: in_memory.get(name, stored_slices[0].shape) for name, stored_slices in kinds.items()}
+    # Programs store a model under different prefixes, such as `model.`.
     prefix = _prefix(tensors, shapes, "")
     roots = {name.partition(".")[0] for name in shapes}
     unknown = [
         name
         for name in tensors.entries
         if name.startswith(prefix)
+        # Only names that look like the model's: the checkpoint may hold other state under the same prefix.
         and name.removeprefix(prefix).partition(".")[0] in roots
         and name.removeprefix(prefix) not in shapes
         and not name.endswith((*(f".{kind}" for kind in MOMENTS), ".step", "inv_freq"))
@@ -66,6 +68,7 @@ def kinds_of(
         )
     mapped = {"value": MappedSource(tensors, _places(tensors, kinds, shapes, prefix, ""), files)}
     stems = [_prefix(tensors, shapes, f".{kind}", partly=True) for kind in MOMENTS]
+    # Moments of some parameters only could not be resumed from, so they count as absent.
     if None in stems or any(
         f"{stem}{n}.{kind}" not in tensors.entries for n in shapes for kind, stem in zip(MOMENTS, stems, strict=True)
     ):
@@ -84,6 +87,7 @@ def _prefix(tensors: ForeignTensors, shapes: Mapping[str, tuple[int, ...]], suff
         if name.endswith(name_in_model + suffix) and shape == shapes[name_in_model]
     )
     if votes:
+        # The most frequent one, and the shortest of several, so that the result does not depend on the order of names.
         prefix = min(votes, key=lambda p: (-votes[p], len(p)))
         missing = [n for n in shapes if f"{prefix}{n}{suffix}" not in tensors.entries]
         if not missing or partly:
@@ -151,6 +155,7 @@ class ShardFiles:
 
     def _add(self, path: Path, name: str, tensor: Any) -> None:
         if isinstance(tensor, DTensor):
+            # There is no process group here, so the stored local part is used with the placements that were recorded.
             shape, local = tuple(tensor.shape), tensor._local_tensor
             local_slice = _slice_of(path, name, tensor)
         elif isinstance(tensor, Tensor):

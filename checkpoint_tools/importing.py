@@ -65,6 +65,7 @@ def import_checkpoint(
     Raises:
         CheckpointError: The source has none of these formats, belongs to a different model, or could run code.
     """
+    # Settings first, before the source is opened.
     check_dtype(dtype)
     if to not in ("hf", "checkpoint"):
         raise CheckpointError(f"to={to}; it must be hf or checkpoint")
@@ -92,6 +93,7 @@ def plan_import(
     """Plan the import of values into a Hugging Face folder."""
     files = values.model_files()
     stored = {dtype_code for dtype_code, _ in values.entries.values()}
+    # The config may name another data type than the one stored.
     if dtype is None and len(stored) == 1:
         files = with_dtype(files, _NAMES[stored.pop()])
     return plan_write(values.label, output, CopiedBlocks(values), values.entries, files, dtype=dtype, shard_bytes=shard_bytes)
@@ -230,7 +232,10 @@ def _write_checkpoint(
                 "moments needs; set --step"
             )
         steps = dict.fromkeys(moments["exp_avg"].entries, float(step))
+    # Counts may differ between parameters, as for experts that were not always used.
     number = step if step is not None else int(max(steps.values(), default=0))
+    # Megatron's float32 values, if there are any: resuming from the rounded ones would lose what the optimizer has
+    # accumulated.
     values = kinds.get("main", kinds["value"])
     kinds = {"value": values, **moments}
     sources: dict[str, tuple[Blocks, Any]] = {kind: (CopiedBlocks(mapped), mapped.entries) for kind, mapped in kinds.items()}
@@ -238,12 +243,14 @@ def _write_checkpoint(
         cast = CastBlocks(CopiedBlocks(values), values.entries, DTYPES[dtype])
         sources["value"] = (cast, cast.entries)
     stored = {code for code, _ in sources["value"][1].values()}
+    # The engine's configuration names a single data type for all parameters.
     if len(stored) > 1:
         raise CheckpointError(f"{values.label} has tensors of {', '.join(sorted(stored))}; set a single dtype for all of them")
     params = _NAMES[stored.pop()]
     store, name, file = LocalStore(root), folder_name(number), "rank-00000.safetensors"
     if name in store.folders():
         raise CheckpointError(f"{root}/{name} exists; delete it, or choose another folder or --step")
+    # A temporary folder, which gets its final name when everything is written.
     folder = store.begin(name)
     try:
         keys = {
@@ -252,6 +259,7 @@ def _write_checkpoint(
             for tensor_name, (code, shape) in entries.items()
         }
         files: dict[str, Any] = {}
+        # One block after the other, in the order of the keys: the writer appends to a single file.
         buffer = BlockBuffer()
         with folder.create(file) as out:
             writer = TensorWriter(out, {key: entry for key, (_, _, entry) in keys.items()})
@@ -289,8 +297,10 @@ def _write_checkpoint(
             "ranks": [{"rng": rng_state()}],
             "tensors": tensors,
         }
+        # Last, because a folder with a manifest counts as complete.
         write_manifest(folder, manifest)
         return store.commit(folder, name).path
     except BaseException:
+        # Also on an interrupt: nothing partial stays behind.
         store.remove(folder.name)
         raise

@@ -99,6 +99,7 @@ def inspect(where: Path | str) -> Inspection:
     root = find_root(where)
     if root is None:
         return _checkpoint(find_checkpoint(where), None)
+    # The newest complete one is described, also if newer ones are incomplete; `also` lists these.
     checkpoints = list(newest_first(root))
     manifest = next((m for _, m in checkpoints if isinstance(m, CheckpointManifest)), None)
     if manifest is None:
@@ -114,6 +115,7 @@ def _checkpoint(manifest: CheckpointManifest, others: Mapping[str, str] | None) 
     for name in manifest.names:
         for kind, tensor in manifest.kinds(name).items():
             kinds.setdefault(kind, {})[name] = (tensor.dtype, tensor.shape)
+    # In Python, True is an int that is not above 1.
     layout = {axis: size for axis, size in data["parallel"].items() if isinstance(size, int) and (size is True or size > 1)}
     loader = data["extra"].get("data")
     return Inspection(

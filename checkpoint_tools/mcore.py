@@ -66,7 +66,9 @@ def kinds_of(
         raise CheckpointError(
             f"{tensors.label} has no tensors of a Megatron model; its first tensors are {', '.join(list(tensors.entries)[:3])}"
         )
+    # The optimizer state is used only if it is complete.
     trained = {name for name in names["value"] if not name.endswith(_IGNORED)}
+    # The distributed optimizer may store its state in flat buckets instead, whose ranges do not name the parameters.
     if any(set(names.get(kind, {})) != trained for kind in KINDS.values()):
         names = {"value": names["value"]}
     mapped = {kind: MappedSource(tensors, _places(tensors, family, decoder, chosen), files) for kind, chosen in names.items()}
@@ -115,6 +117,7 @@ def _unstacked(
         return
     inner = name.removeprefix(_LAYERS)
     number, _, suffix = inner.partition(".")
+    # Either one tensor for each layer, or one for all of them with the layers as its first axis.
     layers = [((), int(number), shape)] if number.isdigit() else [((i,), i, shape[1:]) for i in range(shape[0])]
     suffix = suffix if number.isdigit() else inner
     suffix = ALIASES.get(suffix, suffix)

@@ -78,6 +78,7 @@ def plan_merge(
     if adapters not in ("merged", "only"):
         hint = "; folded is called merged now" if str(adapters) == "folded" else ""
         raise CheckpointError(f"adapters={adapters}; it must be merged or only{hint}")
+    # Before the checkpoint is read, so that an output which may not be replaced is reported at once.
     check_target(Path(output))
     manifest = find_checkpoint(checkpoint)
     stored = CheckpointSource(manifest, verify=verify)
@@ -102,7 +103,10 @@ def plan_merge(
                 "adapters=only (--adapters only)"
             )
         base_folder = _base_folder(manifest, base)
+        # A warning, so that it is shown by default: with another base model, the merged weights would be wrong without
+        # an error.
         log.warning("base model of the adapters: %s", base_folder)
+        # The base model is read while the output is written, and would be replaced by it.
         if Path(output).resolve() == base_folder.resolve():
             raise CheckpointError(f"{output} is the base model itself; choose another folder")
         merged = MergedAdapters(stored, FolderSource(base_folder), files)

@@ -28,6 +28,7 @@ def model_folder(source: str, say: Callable[[str], None]) -> Iterator[Path]:
         CheckpointError: The checkpoint is damaged.
     """
     path = Path(source)
+    # A name on the Hub is owner/name. If the folder before the slash exists here, a mistyped path is more likely.
     if not path.exists() and (source.count("/") != 1 or path.parent.is_dir()):
         raise ConfigError(
             f"{source} does not exist; give a model folder, a run, a checkpoint, or the name of a model on the Hub (owner/name)"
@@ -39,6 +40,7 @@ def model_folder(source: str, say: Callable[[str], None]) -> Iterator[Path]:
     elif (path / "checkpoints").is_dir() or (path / "manifest.json").is_file():
         from .merging import merge
 
+        # It lives as long as the context: the model is read, and may be mapped, from it.
         with tempfile.TemporaryDirectory(prefix="drivetrain-serve-") as folder:
             say(f"merging {source}")
             merge(path, Path(folder) / "model")

@@ -89,6 +89,7 @@ def plan_write(
     check_dtype(dtype)
     check_target(Path(output))
     if dtype is not None:
+        # The config must name the data type of the tensors, because transformers loads models in it.
         cast = CastBlocks(source, entries, DTYPES[dtype])
         source, entries, files = cast, cast.entries, with_dtype(files, dtype)
     return WritePlan(
@@ -116,12 +117,14 @@ def apply(plan: WritePlan, workers: int | None = None, progress: ProgressCallbac
     Raises:
         CheckpointError: The source is damaged, or the disk is full. Nothing is left behind.
     """
+    # The cores that this process may run on, which may be fewer than those of the machine.
     count = workers or min(8, len(os.sched_getaffinity(0)))
     try:
         with whole_folder(plan.output) as folder:
             writer = FolderWriter(folder, plan.folder)
             copy_tensors(plan.folder, writer, plan.source, count, progress)
             writer.finish()
+            # After the weights, which are most of the work and the likeliest to fail.
             write_files(folder, plan.files)
     except OSError as e:
         raise disk_error(str(plan.output), e) from e
@@ -175,6 +178,7 @@ def with_dtype(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
     if name in updated:
         config = json.loads(updated[name])
         config["dtype"] = dtype
+        # The older name of the same setting, which must not contradict it.
         config.pop("torch_dtype", None)
         updated[name] = (json.dumps(config, indent=2) + "\n").encode()
     return updated

@@ -59,6 +59,7 @@ class CheckpointSource(TensorSource):
         self.manifest = manifest
         self._files = manifest.tensor_files(verify=verify)
         names = [name for name in manifest.names if kind in manifest.data["tensors"][name]["kinds"]]
+        # Checked before anything is read, so that a gap is an error and not memory without values.
         self._tensors = {name: manifest.check_cover(self._files, name, kind) for name in names}
         super().__init__(str(manifest.store), {name: (t.dtype, t.shape) for name, t in self._tensors.items()})
 
@@ -89,6 +90,7 @@ class FolderSource(TensorSource):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        # Models in the Hub's cache are folders of links.
         self._files = TensorFiles(LocalStore(folder, links=True))
         self._where = self._index()
         entries = {}
@@ -103,6 +105,7 @@ class FolderSource(TensorSource):
             if index.is_file():
                 try:
                     file_by_name: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+                    # The index may come from elsewhere, and must not name files outside the folder.
                     outside = sorted(
                         f for f in set(file_by_name.values()) if Path(f).name != f or not (self.folder / f).is_file()
                     )

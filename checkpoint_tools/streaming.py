@@ -36,6 +36,7 @@ class BlockBuffer:
     def take(self, use: str, dtype: str, shape: tuple[int, ...]) -> Any:
         """Return an array of raw numbers, which shares its memory with earlier arrays for the same use."""
         size = tensor_bytes(dtype, shape)
+        # Only ever grows, to the largest block of the use.
         if use not in self._arrays or self._arrays[use].nbytes < size:
             self._arrays[use] = np.empty(size, np.uint8)
         return self._arrays[use][:size].view(RAW[ITEMSIZE[dtype]]).reshape(shape)
@@ -58,6 +59,7 @@ def blocks_of(entry: Entry, limit: int = BLOCK_BYTES) -> Iterator[tuple[TensorSl
         return
     inner_offset = (0,) * (len(shape) - 1)
     row = tensor_bytes(dtype, shape[1:])
+    # At least one row, which may exceed the limit.
     step = max(1, limit // max(1, row))
     for first in range(0, shape[0], step):
         yield TensorSlice((first, *inner_offset), (min(step, shape[0] - first), *shape[1:])), first * row

@@ -30,6 +30,7 @@ class GeneratorAdapters:
         self._running, self._of_head = RunningPass(), RunningPass()
         install_adapters(model, layers, self._running)
         self._bank = AdapterBank(layers, self._running, device, most)
+        # The bank changes this mapping in place, so both passes always see the same adapters.
         self._of_head.slots = self._running.slots
         head = [layer for layer in layers if layer.target == "unembedding"]
         if head:
@@ -79,6 +80,7 @@ class GeneratorAdapters:
 
     def free_unused(self, used: Sequence[str]) -> None:
         """Free dropped adapters that are no longer used by any request."""
+        # The difference is a new set, so the loop may remove names from the original.
         for name in self._leaving - set(used):
             self._bank.drop(name)
             self._leaving.discard(name)
@@ -94,6 +96,7 @@ class GeneratorAdapters:
             spans: list[AdapterRows] = []
             start = 0
             for adapter, count in runs:
+                # Adjacent rows of one adapter become a single span, and so a single matrix product.
                 if spans and spans[-1].adapter == (adapter or None):
                     spans[-1] = AdapterRows(start=spans[-1].start, end=start + count, adapter=adapter or None)
                 else:

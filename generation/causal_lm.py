@@ -65,6 +65,7 @@ class CausalLM:
             raise ModelError(f"model.path={path} cannot be loaded for rollout: {e}") from e
         model, loading_info = loaded
         check_head(loading_info["unexpected_keys"], config.model)
+        # transformers fills missing tensors with random values and only logs a warning.
         if missing := sorted(loading_info["missing_keys"]):
             raise ModelError(
                 f"model.path={path} lacks {len(missing)} tensors that a language model needs, {', '.join(missing[:3])} among "
@@ -90,6 +91,7 @@ class CausalLM:
         stateful layer whose projection has a bias carries the bias from padding into the prompt."""
         self.recorder = RouteRecorder(self.model, text, path) if config.return_routed_experts else None
         """Records the experts that tokens are routed to; None if not requested."""
+        # The shapes of freed parameters, whose tensors have no elements in the meantime.
         self._absent: dict[str, torch.Size] = {}
         bad_names = _not_finite((name, parameter) for name, parameter in self.model.named_parameters())
         if bad_names:
@@ -153,9 +155,13 @@ class CausalLM:
         for name, parameter in [*self.model.named_parameters(remove_duplicate=True), *named_persistent_buffers(self.model)]:
             for segment in layout.stored_slices(name, parameter.shape):
                 targets_by_name.setdefault(segment.name, []).append((segment.cut(parameter), tuple(segment.shape)))
+        # Each name on disk is removed when it arrives. So a second tensor of the same name is unknown, and the names
+        # that are left at the end are missing. Tied weights may come again under their second name, which has no
+        # target.
         unknown, tied = [], set(self.model.all_tied_weights_keys)
         values: list[tuple[str, Tensor]] = []
         for name, tensor in weights:
+            # Read only after the loop: reading a value waits for the device, which would slow down every copy.
             values.append((name, largest(tensor)))
             targets = targets_by_name.pop(name, None)
             if targets is None:
@@ -186,6 +192,7 @@ class CausalLM:
         if self.media is not None:
             self.media.drop()
         parameters = dict(self.model.named_parameters())
+        # New memory without values: `BaseGenerator` refuses to generate until weights have been loaded into it.
         for name, shape in self._absent.items():
             parameters[name].data = torch.empty(shape, dtype=parameters[name].dtype, device=self.device)
         self._absent = {}

@@ -86,6 +86,7 @@ class CausalLMGenerator(BaseGenerator):
         """See `BaseGenerator.step`."""
         advanced = super().step()
         if self._side_by_side is not None:
+            # Requests may have ended in this step, and with them the last use of a dropped adapter.
             self._side_by_side.free_unused(self._used_adapters())
         return advanced
 

@@ -119,23 +119,27 @@ class ContinuousGenerator(CausalLMGenerator):
         stream = TokenStream(self.step, "check", prompt, SamplingOptions(max_tokens=1, temperature=0.0), frozenset(), 0)
         self.waiting[stream.id] = stream
         self.step()
+        # Too little memory says nothing about the model, so another generator is not the way out.
         if stream.error is not None and is_out_of_memory(stream.error):
             raise stream.error
         if stream.error is not None:
             raise self._unfit(stream.error) from stream.error
         log_prob = stream.log_probs[0]
+        # Written as a negation, so that NaN fails too.
         if not abs(expected[stream.tokens[0]] - log_prob) <= (1e-3 if self.config.dtype == "float32" else 0.1):
             raise self._unfit(
                 ModelError(
                     f"a log-probability is {log_prob:.4f}, and {expected[stream.tokens[0]]:.4f} in a plain forward pass"
                 )
             )
+        # The check must leave no trace: neither pages of its prompt nor counts in the statistics.
         self.drop_caches()
         self.reset_stats()
 
     def _find_attention(self) -> dict[int, str]:
         layers: dict[int, str] = {}
         for module in decoder_of(self._lm.model).modules():
+            # transformers' attention modules are found by their attribute `is_causal`.
             if hasattr(module, "is_causal"):
                 window = getattr(module, "sliding_window", None)
                 layers[module.layer_idx] = "full_attention" if window is None else "sliding_attention"
@@ -171,6 +175,8 @@ class ContinuousGenerator(CausalLMGenerator):
         self.prefill_tokens += sampler.prefill_tokens
         self._unborn.difference_update(sampler.names)
         for name, token, log_prob in zip(sampler.names, sampler.tokens, sampler.log_probs, strict=True):
+            # A name without a stream was stopped before its first token, and could not be removed until now; see
+            # `stop_request`.
             if name in self._streams:
                 self.add_token(self._streams[name], token, log_prob)
             else:
@@ -189,6 +195,7 @@ class ContinuousGenerator(CausalLMGenerator):
         """Add the routes of a step, `[T, L, K]`, to its requests; those of prompts also to the completions forked from them."""
         step, first = self._sampler, 0
         for name, past, count in zip(step.requests, step.pasts, step.queries, strict=True):
+            # Until its first own token, a child shares the pass of its parent, and so the routes of the prompt.
             children = [other for other in self._unborn if other.startswith(name + CHILD)]
             for owner in (name, *children):
                 if owner in self._streams:
@@ -197,6 +204,7 @@ class ContinuousGenerator(CausalLMGenerator):
 
     def _admit_waiting(self) -> None:
         """Pass waiting requests to the manager's scheduler. It begins any request that fits, so it receives only those that fit."""
+        # `static` with invariant=true runs with this class, but still one batch at a time; see `build_generator`.
         if self.running and self.config.generator == "static":
             return
         if self._processor.scheduler.waiting_requests:
@@ -206,6 +214,7 @@ class ContinuousGenerator(CausalLMGenerator):
             if evict is not None and evict():
                 self._processor.cache.pool.try_to_free_sectors()
             return
+        # Counted as if running requests shared no pages. Unused prefixes are left out, because they can be evicted.
         room = self._blocks - sum(self._pages(stream) for stream in self.running.values())
         begun, begun_alone = 0, None
         while self.waiting and len(self.running) < self.config.max_batch_size:
@@ -217,8 +226,11 @@ class ContinuousGenerator(CausalLMGenerator):
                 if s.inputs == first.inputs and s.tokens == first.tokens and s.options.adapter == first.options.adapter
             ]
             fits = min(len(same), self.config.max_batch_size - len(self.running), room // self._pages(first))
+            # With nothing running, the first request begins even if it does not seem to fit: otherwise nothing would
+            # ever run.
             if self.running and fits < 1:
                 return
+            # The prompts of this step fill a pass. More of them would only wait in the scheduler.
             if begun and begun + first.length > self.config.target_tokens_per_batch:
                 return
             family = same[: max(fits, 1)]
@@ -320,6 +332,8 @@ class ContinuousGenerator(CausalLMGenerator):
             "use_cuda_graph": False,
             # Flash attention has no float32.
             "auto_switch_to_flash": self.config.dtype == "bfloat16",
+            # Requests are admitted in `_admit_waiting`; above 0, the manager would hold back some that were found to
+            # fit.
             "safety_margin": 0.0,
         }
         field_names = {field.name for field in fields(ContinuousBatchingConfig)}
@@ -328,6 +342,7 @@ class ContinuousGenerator(CausalLMGenerator):
             settings["block_size"] = self._page
         manager = _Manager(
             self._lm.model,
+            # The manager takes the argmax of the sampler's scores, and no token id ends a request: -1 disables this.
             GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1),
             ContinuousBatchingConfig(**{name: value for name, value in settings.items() if name in field_names}),
             self._sampler,
@@ -368,6 +383,7 @@ class _Manager(ContinuousBatchingManager):
             # The manager keeps the returned object, which would otherwise be the model itself.
             model.eval = lambda: model
         super().__init__(model, settings, config)
+        # After the constructor of the base class, which creates a processor from the generation config.
         self.logit_processor = sampler
 
     def switch_to_cb_friendly_attn(self, model: Any, *switches: bool) -> None:
@@ -445,6 +461,7 @@ class _SteppedModel:
             output = self._model(**inputs)
         if recorder is not None:
             self._generator.add_routes(recorder.take())
+        # The logits of padded rows are cut off: the manager expects one row for each request that gets a token.
         if invariant and "logits_to_keep" in inputs:
             output.logits = output.logits[:, : len(sampler.names)]
         return output
@@ -454,6 +471,7 @@ class _SteppedModel:
         sampler, of_request = self._sampler, self._generator.adapter_of
         rows = [(of_request(name), count) for name, count in zip(sampler.requests, sampler.queries, strict=True)]
         padding = inputs["input_ids"].shape[-1] - sum(sampler.queries)
+        # Rows that pad a pass belong to no request.
         rows += [("", padding)] if padding else []
         head_rows = rows
         if "logits_to_keep" in inputs:
@@ -469,6 +487,7 @@ class _SteppedModel:
         if features is None or not any(media):
             return
         parts = list(zip(media, self._sampler.pasts, self._sampler.queries, strict=True))
+        # Only prompts contain features. A step in which all requests are past their prompts keeps its token ids.
         if any(one is not None and past < len(one.ids) for one, past, _ in parts):
             inputs |= features.inputs(inputs.pop("input_ids"))
         if features.axes == 1:
@@ -508,6 +527,7 @@ class _Sampler(ContinuousBatchingLogitsProcessorList):
         self.names = [request.state.request_id for request in requests_in_batch if request.has_new_token]
         self.requests = [request.state.request_id for request in requests_in_batch]
         self.queries = [request.query_length for request in requests_in_batch]
+        # The manager has already advanced the offset by the tokens of this step.
         self.pasts = [request.state.position_offset - request.query_length for request in requests_in_batch]
         if self._generator.config.invariant and any(r.state._true_initial_tokens for r in requests_in_batch):
             raise ModelError(
@@ -526,4 +546,5 @@ class _Sampler(ContinuousBatchingLogitsProcessorList):
         excluded = self._generator._lm.excluded
         self.tokens, self.log_probs = sample_tokens(scores[: len(draws)], draws, excluded) if draws else ([], [])
         chosen = torch.tensor(self.tokens, dtype=torch.int64, device=scores.device)[:, None]
+        # The manager then takes the argmax of each row.
         return torch.zeros_like(scores).scatter_(1, chosen, 1.0) if draws else scores

@@ -50,6 +50,7 @@ class ExactGenerator(CausalLMGenerator):
     def limits(self) -> CompletionLimits:
         """Return the limits of this generator."""
         limits = super().limits()
+        # Beyond this size, a pass no longer has the same numbers for every number of tokens.
         return replace(limits, tokens=min(limits.tokens, self._model.size))
 
     def run_step(self) -> None:
@@ -61,6 +62,7 @@ class ExactGenerator(CausalLMGenerator):
             self.add_token(stream, *self._next(stream))
 
     def _next(self, stream: TokenStream) -> tuple[int, float]:
+        # The log-probability is that of the forward pass, because that of `sample_tokens` may be rounded differently.
         def choose(logits: Tensor) -> int:
             (token,), _ = sample_tokens(logits[None], [stream.draw()])
             return token

@@ -331,6 +331,7 @@ class BaseGenerator(ABC):
         if request_id in self.waiting or request_id in self.running:
             raise ConfigError(f"there is already a request with the id {request_id!r}; choose another one")
         stop_tokens = frozenset(options.stop_tokens) | (frozenset() if options.ignore_eos else limits.end_tokens)
+        # Last, after everything that can be refused: media are in use from here on, until the request ends.
         taken = self.take_media(title, prompt, media or {})
         seed = seed_of(options.seed, row, sample)
         stream = TokenStream(self.step, request_id, prompt, options, stop_tokens, seed, images, taken)
@@ -363,6 +364,7 @@ class BaseGenerator(ABC):
         except Exception as e:
             self._recover(e)
         except BaseException:
+            # Also on an interrupt: the step may have changed only a part of the caches.
             self._interrupt()
             raise
         self._steps += 1
@@ -494,6 +496,7 @@ class BaseGenerator(ABC):
         version: int | None,
     ) -> None:
         self._readiness.loading()
+        # Before the copy, so that a failed one leaves it False.
         self._follows_folder = False
         self.invalidate_caches()
         self._restart_running()
@@ -583,6 +586,8 @@ class BaseGenerator(ABC):
 
     def _is_cancelled(self) -> bool:
         """Return whether the call of `generate` should end; the same on all processes that hold a model together."""
+        # Ranks that hold a model together could notice it after different steps, and would wait for each other in a
+        # collective.
         return self.ranks_per_model == 1 and cancelled()
 
     def _go_on(self, title: str, stream: TokenStream, before: Generation) -> None:
@@ -632,6 +637,7 @@ class BaseGenerator(ABC):
         self.running = {}
 
     def _recover(self, error: Exception) -> None:
+        # If the step failed before any request began, the first one fails, or the next step would fail on it again.
         streams = list(self.running.values()) or list(self.waiting.values())[:1]
         for stream in streams[-1:] if is_out_of_memory(error) else streams:
             self._fail(stream, error)

@@ -54,6 +54,7 @@ class PromptImages:
             placeholder = self._token(self._processor.placeholder("image"))
             if (count := list(prompt).count(placeholder)) != len(uris):
                 raise ConfigError(f"the prompt has {count} image tokens (id {placeholder}) for {len(uris)} images")
+            # Errors of one image name it by its number; the others concern the model.
             processed = []
             for i, uri in enumerate(uris):
                 try:
@@ -63,6 +64,7 @@ class PromptImages:
         except MediaError as e:
             raise ConfigError(str(e)) from e
         texts = iter([self._tokenizer(media.text, add_special_tokens=False)["input_ids"] for media in processed])
+        # Each placeholder is replaced by the text of the next image; their numbers are equal, as checked above.
         ids = [one for token in prompt for one in (next(texts) if token == placeholder else [token])]
         fields = media_fields([[media.fields for media in processed]])
         return ids, {name: field.values for name, field in fields.items()}

@@ -20,8 +20,10 @@ def pad_pass(inputs: dict[str, Any], count: int, multiple: int) -> None:
     more = padded_rows(count, multiple) - count
     for name in ("input_ids", "position_ids"):
         if name in inputs:
+            # Token 0 at position 0: any valid id serves, because the outputs of these rows are dropped.
             inputs[name] = F.pad(inputs[name], (0, more))
     if "logits_to_keep" in inputs:
+        # At least one row: the list is empty in a pass in which no prompt is completed.
         kept = inputs["logits_to_keep"]
         inputs["logits_to_keep"] = F.pad(kept, (0, padded_rows(max(len(kept), 1), multiple) - len(kept)))
 
@@ -38,6 +40,7 @@ def invariant_pass_sizes(model: Any, path: str) -> PassSizes:
 
     def logits(tokens: Tensor) -> Tensor:
         result: Tensor = model(input_ids=tokens.to(model.device)[:, None], use_cache=False).logits[:, 0]
+        # Every n-th column, at most COLUMNS of them. A copy, so that the logits of the whole vocabulary are freed.
         return result[:, :: -(-result.shape[1] // COLUMNS)].clone()
 
     sizes = find_pass_sizes(vocabulary, MOST_ROWS, logits)

@@ -138,6 +138,7 @@ class MediaFeatures:
             ConfigError: The fields are not those that the model takes, or do not fit the prompt.
         """
         last = self._last
+        # The same object, not equal values: comparing pixels would cost as much as hashing them.
         if last is not None and last[0] is fields and last[1] == list(prompt):
             # Another completion of the same prompt.
             return last[2].retained()
@@ -160,6 +161,7 @@ class MediaFeatures:
             raise ConfigError(str(e)) from e
         if not kinds:
             return None
+        # Ids are assigned on local values first, so that a refusal below leaves this object unchanged.
         ids, new = list(prompt), self._next
         items: list[_Item] = []
         for kind in kinds:
@@ -202,12 +204,15 @@ class MediaFeatures:
             item.users -= 1
             if not item.users:
                 del self._items[first]
+                # It may refer to this item. A digest keeps its ids, because a cache may still hold pages with them.
                 self._last = None
 
     def drop(self) -> None:
         """Forget all features, because the weights change or leave the device, together with the caches."""
         for item in self._items.values():
             item.features = None
+        # The caches are empty now, so the ids of items without a user can be assigned again. Those in use are part of
+        # requests.
         self._firsts = {digest: first for digest, first in self._firsts.items() if first in self._items}
         if not self._items:
             self._next = self._vocabulary
@@ -222,17 +227,23 @@ class MediaFeatures:
         beyond = numbers >= self._vocabulary
         if not beyond.any():
             return {"input_ids": ids}
+        # The item of each id is the last one that begins at or before it.
         items = [self._items[first] for first in sorted(self._items)]
         item_of = np.searchsorted([item.first for item in items], numbers[beyond], "right") - 1
         ends = np.array([item.first + item.count for item in items])
+        # The id may also lie behind the end of the last item before it, if its own item is gone.
         if not items or (item_of < 0).any() or (numbers[beyond] >= ends[item_of]).any():
             raise RuntimeError("a request continues with media that were released")
         used = [items[i] for i in np.unique(item_of)]
         self._encode(used)
         tokens = numbers.copy()
+        # The model receives the family's placeholder token in these positions, because the ids are not in its
+        # embedding.
         tokens[beyond] = np.array([self._family.tokens[item.kind] for item in items])[item_of]
         plain = torch.from_numpy(tokens).to(ids.device)
         rows: dict[Kind, Tensor] = {}
+        # Features of a kind are concatenated over its items; an id is turned into a row of them by adding the offset of
+        # its item.
         for kind in dict.fromkeys(item.kind for item in used):
             of_kind = [item for item in used if item.kind == kind]
             begins = dict(
@@ -251,6 +262,8 @@ class MediaFeatures:
         text_ids = self._family.text_ids(plain)
         embeddings = self._model.get_input_embeddings()(text_ids)
         for kind, value in rows.items():
+            # Row by row, `masked_scatter` consumes the features in the order of the tokens, in which `index` selected
+            # them.
             mask = (plain == self._family.tokens[kind]) & (ids >= self._vocabulary)
             embeddings = embeddings.masked_scatter(mask.unsqueeze(-1), value.to(embeddings.dtype))
         return {"inputs_embeds": embeddings, **self._family.decoder_arguments(self._base, text_ids.flatten())}
@@ -276,6 +289,7 @@ class MediaFeatures:
 def _digest(kind: Kind, fields: Mapping[str, Tensor]) -> str:
     digest = xxhash.xxh3_128(kind.encode())
     for name, value in sorted(fields.items()):
+        # The name, the shape and the data type are hashed too: equal bytes of another shape are another item.
         digest.update(f"{name} {list(value.shape)} {value.dtype}".encode())
         digest.update(host_bytes(value))
     return digest.hexdigest()

@@ -103,11 +103,14 @@ def memory_needs(config: RolloutConfig) -> GeneratorMemoryNeeds:
     except (OSError, ValueError) as e:
         raise ModelError(f"model.path={config.model.path}: {reason(e, config.model.path, 'its config cannot be read')}") from e
     size, tp = _BYTES[config.dtype], config.options.get("tp", 1)
+    # An invalid value is reported by the generator's own check.
     tp = tp if isinstance(tp, int) and tp > 0 else 1
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    # The files are taken to have the config's data type, or one of 16 bits if it names none of these.
     stored_size = {"float32": 4, "float64": 8}.get(str(getattr(model, "dtype", "")).removeprefix("torch."), 2)
     attention = getattr(model, "num_attention_heads", None)
     heads = getattr(model, "num_key_value_heads", None) or attention or 0
+    # Newer configs set the head size; in older ones it follows from the hidden size.
     width = getattr(model, "head_dim", None) or (model.hidden_size // attention if attention else 0)
     # If there are fewer heads than devices, heads are replicated.
     per_token = 2 * model.num_hidden_layers * -(-heads // tp) * width * size
@@ -119,6 +122,7 @@ def memory_needs(config: RolloutConfig) -> GeneratorMemoryNeeds:
     return GeneratorMemoryNeeds(
         parameters=stored * size // stored_size // tp,
         per_token=per_token,
+        # A layer's activations for the tokens of a pass, and the logits of one token of each request.
         workspace=_FIXED_WORKSPACE
         + tokens * (8 * model.hidden_size + 3 * inner) * size
         + config.max_batch_size * getattr(model, "vocab_size", 0) * _LOGIT_BYTES,
@@ -142,6 +146,7 @@ def tokens_that_fit(gpu: GpuMemory, needs: GeneratorMemoryNeeds, title: str) -> 
     room = gpu.free - needs.parameters - needs.workspace
     tokens = int(room * CACHE_SHARE) // needs.per_token if room > 0 else 0
     most = needs.most_tokens or tokens
+    # A small model with few requests never needs the usual minimum.
     least = min(_LEAST_TOKENS, needs.most_tokens or _LEAST_TOKENS)
     if tokens < least:
         raise ConfigError(
@@ -190,6 +195,7 @@ def check_held_versions(config: RolloutConfig) -> None:
 def devices_of(config: RolloutConfig) -> range:
     """Return the indices of the GPUs of a generator with several in one process; empty if it uses the current GPU."""
     tp = config.options.get("tp", 1)
+    # In a process group, each rank has one GPU of the model, which is its current one.
     return range(tp) if isinstance(tp, int) and tp > 1 and not _joined() else range(0)
 
 

@@ -47,6 +47,7 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         for name, least in (("max_tokens", 1), ("top_k", 0), ("samples", 1)):
             value = getattr(self, name)
+            # In Python, True is an int; as a number of tokens it would mean 1.
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name}={value!r}; it must be an integer of at least {least}")
         for name in ("temperature", "top_p"):
@@ -75,6 +76,7 @@ def check_prompts(prompts: Any) -> list[list[int]]:
     Raises:
         ConfigError: The prompts are padded, or are not sequences of token ids.
     """
+    # A tensor or a batch of a tokenizer: rows have equal lengths, so shorter prompts are padded.
     shape = getattr(prompts, "shape", None)
     if isinstance(prompts, Mapping) or hasattr(prompts, "keys") or shape is not None:
         kind = type(prompts).__name__ + ("" if shape is None else f" {list(shape)}")
@@ -102,6 +104,7 @@ def _listed(ids: Any) -> list[Any] | None:
 
 
 def _is_id(token: Any) -> bool:
+    # Integers of any type, such as numpy's, but no fractions.
     return not isinstance(token, bool) and hasattr(token, "__index__")
 
 

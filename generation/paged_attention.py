@@ -107,6 +107,7 @@ def _index(order: Any, device: torch.device | str) -> Tensor | None:
 def _groups(queries: Sequence[int], keys: Sequence[int]) -> list[list[int]]:
     """Return the requests that are computed together: those with one token and similar length, the longest first; others separately."""
     groups: list[list[int]] = []
+    # The longest first, so that the width of a group is that of its first request.
     for i in sorted((i for i, tokens in enumerate(queries) if tokens == 1), key=lambda i: -keys[i]):
         width = keys[groups[-1][0]] if groups else 0
         if groups and width - keys[i] <= max(_LEAST_PADDING, width // _PADDING_SHARE):
@@ -119,8 +120,10 @@ def _groups(queries: Sequence[int], keys: Sequence[int]) -> list[list[int]]:
 def _causal_mask(queries: int, keys: int, window: int | None) -> Tensor | None:
     """Return the additive mask `[1, 1, T, S]` of keys that each query does not attend to; the last query is at the last key's position."""
     windowed = window is not None and window < keys
+    # A single query attends to all keys, and equal numbers are plain causal attention, which needs no mask.
     if not windowed and queries in (1, keys):
         return None
+    # The queries are the last tokens of the request, so their positions end at the last key's.
     distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)[None, :]
     hidden = distance < 0
     return (hidden if window is None else hidden | (distance >= window))[None, None]
@@ -160,12 +163,15 @@ class InvariantLayout:
         # Keyed by chunk size and number of keys: request, first position, its tokens that are in the step, first key.
         blocks: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         for i, (count, past, prompt) in enumerate(zip(queries, pasts, prompts, strict=True)):
+            # Cut the tokens of the request at multiples of the chunk size, counted from the beginning of its document.
             position = past
             while position < past + count:
                 size = CHUNK if position < prompt else 1
                 begin = position - position % size
+                # A chunk ends with the prompt, even in the middle: generated tokens are always computed one by one.
                 end = min(begin + size, past + count, max(prompt, position + 1))
                 start = 0 if window is None else max(0, begin - window + 1)
+                # The width follows from the full chunk, also if only some of its tokens are in this step.
                 width = -(-(begin + size - start) // WIDTH) * WIDTH
                 blocks.setdefault((size, width), []).append((i, begin, position, end, start))
                 position = end
@@ -174,14 +180,17 @@ class InvariantLayout:
         rows_of_tokens = np.zeros(self.tokens, dtype=np.int64)
         rows = 0
         for (size, width), group in sorted(blocks.items()):
+            # Columns `[blocks, 1]`, so that they broadcast against the positions of a block.
             request, begin, first, end, start = np.array(group).T[..., None]
             past, newest = np.array(pasts)[request], np.array(pasts)[request] + np.array(queries)[request]
             position, seen = begin + np.arange(size), start + np.arange(width)
             is_token = (first <= position) & (position < end)
+            # Rows without a token repeat the block's first token, and their results are not read.
             token = query_starts[request] + np.where(is_token, position, first) - past
             rows_of_tokens[token[is_token]] = rows + np.flatnonzero(is_token)
             orders.append(token.reshape(-1))
             rows += token.size
+            # A sliding window's cache holds only the newest keys of a request.
             oldest = newest - np.array(keys)[request]
             is_key = (oldest <= seen) & (seen < newest)
             # A missing key is replaced by one of the same request: it is masked, but 0 * NaN from another request would be NaN.
@@ -233,6 +242,7 @@ def attend(
             t[:, key : key + rows.count * rows.keys].unflatten(1, (rows.count, rows.keys)).transpose(0, 1) for t in (k, v)
         )
         token, key = token + rows.tokens, key + rows.count * rows.keys
+        # One token for each request, as in decoding.
         one = rows.tokens == rows.count
         if one:
             # The query heads of a key/value head are folded into the token axis, so that keys need not be repeated.
@@ -242,6 +252,8 @@ def attend(
             if groups > 1:
                 own_k, own_v = own_k.repeat_interleave(groups, 1), own_v.repeat_interleave(groups, 1)
         if softcap is None and sinks is None:
+            # Without a mask there are as many queries as keys; torch's causal mask would align them differently
+            # otherwise.
             causal = not one and rows.mask is None
             out = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=rows.mask, is_causal=causal, scale=scale)
         elif layout.each_alone:
@@ -273,8 +285,10 @@ def _explicit(
         mask = torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu(1)
     if mask is not None:
         scores = scores + mask
+    # The softmax is computed in float32, as in transformers' own attention.
     if sinks is None:
         return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+    # A sink is a key without a value: it takes probability, and its column is dropped after the softmax.
     column = (sinks.view(1, *q.shape[1:3], 1) if one else sinks.view(1, -1, 1, 1)).to(scores.dtype)
     scores = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], -1)
     return scores.softmax(-1, dtype=torch.float32)[..., :-1].to(v.dtype) @ v
@@ -375,6 +389,7 @@ def paged_attention_forward(
         k, v = k.index_select(1, layout.keys), v.index_select(1, layout.keys)
     out = attend(query[0], k, v, layout, scale=scaling or query.shape[-1] ** -0.5, softcap=softcap, sinks=s_aux)
     if rows > layout.tokens:
+        # The layers after this one expect all rows of the pass.
         out = F.pad(out, (0, 0, 0, 0, 0, rows - layout.tokens))
     return out.contiguous()[None], None
 

@@ -27,6 +27,8 @@ class Readiness:
         """
         if self.placement.parameters == "absent":
             raise ConfigError("new weights while the rollout's parameters are absent; call to('device', 'parameters') first")
+        # Before the first tensor is copied: `loaded` ends this state, so a copy that fails cannot be taken for a
+        # success.
         self.mark_invalid("are a mix of two models because loading new ones failed")
 
     def loaded(self) -> None:
@@ -39,6 +41,7 @@ class Readiness:
 
     def moving(self, target: GeneratorPlacement) -> None:
         """Record that a move begins. Parameters that were absent hold no values."""
+        # Before the move, and never reset by one: moving back to the device allocates memory, but restores no values.
         self.lacks_weights = self.lacks_weights or target.parameters == "absent"
 
     def moved(self, target: GeneratorPlacement) -> None:

@@ -93,6 +93,7 @@ def generator_class(name: str) -> "type[BaseGenerator]":
         close_matches = get_close_matches(name, specs, n=1)
         hint = f"did you mean {close_matches[0]!r}?" if close_matches else "name your own as module:class"
         raise ConfigError(f"generator={name!r} is unknown; available: {', '.join(specs)}; {hint}")
+    # Found without importing it, which takes seconds for vLLM.
     if spec.needs is not None and find_spec(spec.needs) is None:
         raise ConfigError(
             f"generator={name} needs {spec.needs}, which is not installed: pip install 'drivetrain[{spec.extra}]', or use another "

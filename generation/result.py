@@ -58,6 +58,7 @@ def to_batch(generations: Sequence[Generation]) -> PackedBatch:
     batch = from_lists(
         [[*g.prompt, *g.response] for g in generations],
         supervised=[[False] * len(g.prompt) + (g.sampled or [True] * len(g.response)) for g in generations],
+        # A token's value is stored one position earlier, where it is predicted; so the last position has none.
         token_fields={"rollout_log_probs": [[0.0] * (len(g.prompt) - 1) + [*g.log_probs, 0.0] for g in generations]},
     )
     if known := [g.routed_experts for g in generations if g.routed_experts is not None]:
@@ -89,6 +90,7 @@ def to_padded(generations: Sequence[Generation], pad: int = 0) -> dict[str, Any]
     ids, mask = torch.full((rows, p + r), pad, dtype=torch.int64), torch.zeros(rows, p + r, dtype=torch.int64)
     log_probs = torch.zeros(rows, r)
     for row, g in enumerate(generations):
+        # Column p is the first token of every completion.
         begin, end = p - len(g.prompt), p + len(g.response)
         ids[row, begin:end] = torch.tensor([*g.prompt, *g.response])
         mask[row, begin:end] = 1

@@ -62,6 +62,7 @@ class RouteRecorder:
         try:
             yield
         finally:
+            # The routers must not refer to this pass any longer, also after an error.
             follow(self._model, None)
 
     def take(self) -> Tensor:
@@ -71,5 +72,6 @@ class RouteRecorder:
             ModelError: A router does not return its choices.
         """
         assert self._routes is not None
+        # Released here: the record holds tensors on the device.
         routes, self._routes = self._routes.chosen(range(self._layers)), None
         return routes.to(torch.int16).cpu()

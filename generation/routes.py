@@ -21,6 +21,7 @@ class RequestRoutes:
         if first > self._count:
             # The keys and values of the tokens before were found in a cache.
             routes = torch.cat([routes.new_full((first - self._count, *routes.shape[1:]), FREE), routes])
+        # Tokens may come a second time, when a request restarts with an empty cache.
         routes = routes[max(0, self._count - first) :]
         if len(routes):
             # A copy: a view would keep the routes of all other requests of the step alive.
@@ -29,6 +30,7 @@ class RequestRoutes:
 
     def take_over(self, routes: Tensor) -> None:
         """Start from the result of `of` for the same tokens elsewhere."""
+        # Without the unprocessed tokens at the end, whose routes are still to be recorded.
         known = (routes != FREE).flatten(1).any(1).nonzero()
         if len(known):
             self.add(0, routes[: int(known[-1]) + 1])

@@ -22,6 +22,7 @@ _BLOCK = 512
 def seed_of(*parts: int | None) -> int:
     """Derive a seed from numbers; if one of them is None, return a different seed on every call."""
     if None in parts:
+        # 56 bits, as for derived seeds, fit into the 64-bit seed of a torch generator.
         return secrets.randbits(56)
     return int.from_bytes(hashlib.sha256(" ".join(map(str, parts)).encode()).digest()[:7], "big")
 
@@ -34,6 +35,7 @@ class UniformNumbers:
     """
 
     def __init__(self, seed: int) -> None:
+        # On the CPU, so that the numbers are the same for every device of the model.
         self._generator = torch.Generator().manual_seed(seed)
         self._numbers: list[float] = []
 
@@ -70,6 +72,7 @@ def sample_tokens(logits: Tensor, draws: Sequence[Draw], excluded: Sequence[int]
         logits include NaN or positive infinity is not finite.
     """
     chosen, log_probs = choose(logits, draws, excluded)
+    # A single transfer from the device. Float64 represents every token id exactly.
     pairs = torch.stack([chosen.double(), log_probs.double()]).tolist()
     return [int(token) for token in pairs[0]], pairs[1]
 
@@ -85,6 +88,7 @@ def choose(logits: Tensor, draws: Sequence[Draw], excluded: Sequence[int] = ()) 
     scaled = logits.float()
     if any(temperature != 1.0 for temperature in temperatures):
         scaled = scaled / torch.tensor(temperatures, device=device)[:, None]
+    # Before anything is excluded, because training computes log-probabilities over the whole vocabulary.
     log_probs = scaled.log_softmax(-1)
     if excluded:
         scaled = scaled.index_fill(1, torch.tensor(list(excluded), device=device), -torch.inf)
@@ -103,6 +107,7 @@ def _invert(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
     # Float64, because a float32 sum over the vocabulary would distort the probabilities of its last tokens.
     cumulative = _cumulative(scores.softmax(-1, dtype=torch.float64))
     uniform = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64, device=scores.device)
+    # Relative to the last sum, which rounding may leave slightly off 1.
     threshold = uniform[:, None] * cumulative[:, -1:]
     # The first token whose cumulative probability exceeds the threshold; its probability is never 0. The clamp covers NaN, where the
     # index would be past the end.
@@ -122,6 +127,7 @@ def cumulative_by_products(values: Tensor) -> Tensor:
     blocks = F.pad(values, (0, -size % _BLOCK)).unflatten(-1, (-1, _BLOCK))
     within = blocks @ values.new_ones(_BLOCK, _BLOCK).triu()
     totals = within[..., -1]
+    # The sum of all blocks before each block; with `triu(1)` a block's own total is not included.
     before = totals @ values.new_ones(totals.shape[-1], totals.shape[-1]).triu(1)
     return (within + before[..., None]).flatten(-2)[..., :size]
 
@@ -133,6 +139,7 @@ def _allowed(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
         return scores
     rows = torch.tensor(filtered, device=scores.device)
     options = [draws[row].options for row in filtered]
+    # Only rows with a filter are sorted, because sorting a vocabulary costs more than the rest of sampling.
     row_scores, vocabulary = scores[rows], scores.shape[-1]
     ordered, order = row_scores.sort(-1, descending=True)
     kept = torch.tensor([min(o.top_k or vocabulary, vocabulary) for o in options], device=scores.device)
@@ -145,4 +152,5 @@ def _allowed(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
     outside = (_cumulative(probabilities) - probabilities >= top_p[:, None]) & (top_p[:, None] < 1)
     outside[:, 0] = False
     ordered = ordered.masked_fill(outside, -torch.inf)
+    # Back from sorted order to the order of the vocabulary.
     return scores.index_copy(0, rows, torch.full_like(row_scores, -torch.inf).scatter(1, order, ordered))

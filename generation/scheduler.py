@@ -101,6 +101,7 @@ class Scheduler(ABC, Generic[R]):
             if len(self._inbox) + len(self._polled) + self.waiting() >= self.settings.queue_size:
                 return False
             if not self._inbox:
+                # Only the first arrival counts, so that a steady stream of requests cannot extend the wait.
                 self._arrived_at = time.monotonic()
             self._inbox.append((request_id, request))
             return True
@@ -108,6 +109,8 @@ class Scheduler(ABC, Generic[R]):
     def cancel(self, request_id: RequestId) -> bool:
         """End a request with its tokens so far; return whether there is one. Its end is reported as an event."""
         with self._lock:
+            # A request is in the inbox, or polled, or held by the model; looking in all three leaves no moment in which
+            # it is missed.
             queued = request_id in self._polled or any(request_id == waiting for waiting, _ in self._inbox)
             if not queued and not self.has(request_id):
                 return False
@@ -141,10 +144,12 @@ class Scheduler(ABC, Generic[R]):
         """Poll the queue, advance the model, and return the resulting events."""
         with self._lock:
             arrived, self._inbox = list(self._inbox), deque()
+            # In the same locked block as the inbox, so that another thread never sees a request in neither of them.
             self._polled = {request_id for request_id, _ in arrived}
         events: list[Event] = []
         for request_id, request in arrived:
             with self._lock:
+                # Checked again for each one: a request may be cancelled while the ones before it begin.
                 cancelled = request_id in self._cancelled
                 if cancelled:
                     self._cancelled.remove(request_id)
@@ -152,6 +157,8 @@ class Scheduler(ABC, Generic[R]):
             with self._lock:
                 self._polled.discard(request_id)
         with self._lock:
+            # What is left belongs to requests that the model has. Those that have ended in the meantime are ignored by
+            # `end`.
             remaining, self._cancelled = self._cancelled, []
         for request_id in remaining:
             events += self.end(request_id)

@@ -50,6 +50,7 @@ class RequestStates:
                 raise RuntimeError(f"request {name} continues after {past} tokens, whose state is gone")
             self._slot(name)
         rows = torch.tensor([self._slots[name] for name in requests], device=self._device)
+        # Slots are reused without being cleared, so the state of a request that begins must be read as zeros.
         fresh = torch.tensor([i for i, past in enumerate(pasts) if not past], dtype=torch.long, device=self._device)
         bounds = (0, *accumulate(queries))
         turns: list[Turn] | None = None
@@ -65,6 +66,7 @@ class RequestStates:
         """
         for name in requests:
             parent = self._slots.get(name.partition(CHILD)[0])
+            # Children of earlier steps are among them too; they already have a slot.
             if CHILD in name and name not in self._slots and parent is not None:
                 slot = self._slot(name)
                 for key in self._values:
@@ -131,6 +133,7 @@ class Turn(NamedTuple):
 def _turn(bounds: Sequence[int], number: int, multiple: int) -> Turn:
     requests = [i for i, (start, end) in enumerate(pairwise(bounds)) if number < end - start]
     count = len(requests)
+    # Padding repeats the first request. Its results are computed again and dropped, since only `real` rows are kept.
     requests += requests[:1] * (padded_rows(count, multiple) - count)
     tokens = torch.tensor([bounds[i] + number for i in requests])
     return Turn(tokens, torch.tensor(requests), count, Segments(range(len(requests) + 1), torch.device("cpu")))
@@ -192,6 +195,8 @@ class LayerStates:
             computed, after = scan(rows, segments, before)
             if states is None:
                 states = after.new_zeros(len(self._step.rows), *after.shape[1:])
+            # The next turn continues from these states. Padding rows are left out: they would write to the same slot
+            # twice.
             states = states.index_copy(0, requests[:real], after[:real])
             if out is None:
                 # Empty rows after the tokens of requests have no state.

@@ -48,6 +48,8 @@ class StaticGenerator(CausalLMGenerator):
     def run_step(self) -> None:
         """Begin a batch, or generate the next token of its rows."""
         if self._batch is None or not self._batch.live():
+            # The batch with the oldest request comes first, so that longer prompts that arrive later do not overtake it
+            # each time.
             streams = next(batch for batch in self._batches() if next(iter(self.waiting.values())) in batch)
             for stream in streams:
                 self.admit(stream)
@@ -57,6 +59,7 @@ class StaticGenerator(CausalLMGenerator):
         else:
             logits = self._batch.decode()
         live = self._batch.live()
+        # Rows that have ended are still computed, until enough of them are dropped together.
         if len(live) < len(logits):
             logits = logits[torch.tensor(live, device=logits.device)]
         batch = self._batch
@@ -77,6 +80,7 @@ class StaticGenerator(CausalLMGenerator):
             most = max(most, stream.remaining) if batch else stream.remaining
             rows = len(batch) + 1
             full = rows > self.config.max_batch_size or rows * (longest + most) > self.config.max_batch_total_tokens
+            # A model that does not take padding gets only prompts of equal length.
             if batch and (full or (stream.length < longest and not self._lm.takes_padding)):
                 yield batch
                 batch, most = [], stream.remaining
@@ -150,6 +154,7 @@ class _Batch:
     def prefill(self) -> Tensor:
         """Process the prompts and return the logits `[B, V]` of the first tokens."""
         device = self._lm.device
+        # Equal prompts of one adapter are computed once, and their cache is copied to all of their rows below.
         rows_of: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for row, stream in enumerate(self.streams):
             rows_of.setdefault((stream.options.adapter, tuple(stream.so_far)), []).append(row)
@@ -161,6 +166,8 @@ class _Batch:
             ids[i, width - len(prompt) :] = torch.tensor(prompt)
             mask[i, width - len(prompt) :] = 1
         self.prefill_tokens = sum(map(len, prompts))
+        # Padding is on the left, so that all rows end in the same column. Its positions are arbitrary, because it is
+        # masked.
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         following = mask.sum(1, keepdim=True)
         media = [self.streams[rows[0]].media for rows in rows_of.values()]
@@ -169,6 +176,8 @@ class _Batch:
             for i, one in enumerate(media):
                 if one is not None and one.positions is not None:
                     positions[:, i, width - len(prompts[i]) :] = one.positions_of(0, len(prompts[i]))
+            # With several axes, the position after the prompt follows from the largest one, not from the number of
+            # tokens.
             following = positions.amax((0, 2))[:, None] + 1
         self._mask, self._next = mask.to(device), following.to(device)
         self._padded = any(len(prompt) < width for prompt in prompts)
@@ -179,6 +188,7 @@ class _Batch:
                 for row in rows:
                     self.streams[row].routes.add(0, routes[width - len(prompt) :])
         if len(prompts) < len(self.streams):
+            # The prompt of each row: from here on the cache has one row for each request.
             source = [0] * len(self.streams)
             for i, rows in enumerate(rows_of.values()):
                 for row in rows:
@@ -202,12 +212,14 @@ class _Batch:
         if (recorder := self._lm.recorder) is not None:
             for row, routes in enumerate(recorder.take()):
                 if row not in self._ended:
+                    # The token that was processed is the last one of the stream.
                     self.streams[row].routes.add(self.streams[row].length - 1, routes[None])
         return logits
 
     def _select_adapters(self, adapters: Sequence[str], width: int) -> None:
         """Select the adapter of each row of the next pass, which is `width` tokens long."""
         if self._adapters is not None:
+            # The head runs on the kept tokens only, so its rows are fewer than those of the layers.
             kept = 1 if "logits_to_keep" in self._lm.parameters else width
             self._adapters.select([(name, width) for name in adapters], [(name, kept) for name in adapters])
 
@@ -229,5 +241,6 @@ class _Batch:
         if "logits_to_keep" in self._lm.parameters:
             inputs["logits_to_keep"] = 1
         with nullcontext() if self._lm.recorder is None else self._lm.recorder.recording():
+            # Models without `logits_to_keep` return the logits of all tokens.
             logits: Tensor = self._lm.model(**inputs).logits[:, -1]
         return logits

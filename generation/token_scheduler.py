@@ -54,6 +54,7 @@ class TokenGenerationScheduler(Scheduler[GenerationRequest]):
 
     def is_running(self) -> bool:
         """Return whether the generator can advance a request."""
+        # After incomplete weights there is work too: `execute` fails the requests.
         return bool(self._streams) and (self._generator.ready or not self._generator.complete)
 
     def aborted(self, request_id: RequestId) -> Event:
@@ -85,6 +86,7 @@ class TokenGenerationScheduler(Scheduler[GenerationRequest]):
         if self._streams and self._generator.ready:
             self._generator.step()
         events = self._report()
+        # The step that failed may have ended some requests, so the tokens are reported first.
         return events if self._generator.complete else [*events, *self._fail_all()]
 
     def current(self) -> RequestId | None:

@@ -87,6 +87,7 @@ class TokenStream:
     @property
     def length(self) -> int:
         """The number of tokens of `so_far`."""
+        # `inputs` has as many tokens as the prompt; not built here, because this is called often.
         return len(self.prompt) + len(self.tokens)
 
     @property
@@ -103,6 +104,7 @@ class TokenStream:
 
     def draw(self) -> Draw:
         """Return how its next token is sampled."""
+        # Indexed by the position in the completion, so that a request that restarts draws the same numbers.
         return Draw(self.options, self._uniform[len(self.tokens)] if self.options.temperature else 0.0)
 
     def __iter__(self) -> Iterator[Token]:
@@ -115,6 +117,7 @@ class TokenStream:
             if self.ended:
                 raise StopIteration
             if not self._step():
+                # Waiting instead would never end: only the caller's own thread could resume the generator.
                 raise ConfigError("the generator is paused, so this completion cannot continue; call resume()")
         self._read += 1
         return Token(self.tokens[self._read - 1], self.log_probs[self._read - 1], self.versions[self._read - 1])

@@ -78,6 +78,7 @@ def trajectories_of(turns: Sequence[AnyTurn]) -> list[Trajectory[AnyTurn]]:
         turns: The turns. Turns without tokens and without a successor are left out.
     """
     inner: set[int] = set()
+    # From the last turn on, so that turns without tokens at the end of a conversation do not count as successors.
     for turn in reversed(turns):
         if turn.tokens or id(turn) in inner:
             inner.add(id(turn.parent))
@@ -87,6 +88,8 @@ def trajectories_of(turns: Sequence[AnyTurn]) -> list[Trajectory[AnyTurn]]:
         if id(leaf) in inner or not leaf.tokens:
             continue
         path = path_of(leaf)
+        # Conversations share their first turns only, so the count of turns already trained on is the index of the first
+        # new one.
         new = sum(id(turn) in learned for turn in path)
         learned |= {id(turn) for turn in path}
         trajectories.append(_trajectory(path, new))
@@ -101,6 +104,7 @@ def _trajectory(path: Sequence[AnyTurn], new: int) -> Trajectory[AnyTurn]:
     spans = []
     for number, turn in enumerate(path):
         observed = turn.observed if number else ()
+        # Observed tokens, and turns that an earlier document trains on, carry no loss and have no values.
         unlearned = len(observed) + (0 if number >= new else len(turn.tokens))
         begin = len(response) + len(observed)
         response += (*observed, *turn.tokens)

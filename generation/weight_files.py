@@ -21,6 +21,8 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> list[P
     batch: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
+        # A copy: safetensors refuses tensors that share memory, as tied or sliced weights do, and the source may free
+        # its own.
         batch[name] = tensor.detach().cpu().contiguous().clone()
         size += batch[name].nbytes
         if size >= SHARD_BYTES:

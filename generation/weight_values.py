@@ -14,6 +14,7 @@ def largest(tensor: Tensor) -> Tensor:
     """
     if not tensor.numel():
         return tensor.new_zeros(())
+    # Both propagate NaN, and one of them is infinite if any value is.
     low, high = torch.aminmax(tensor.detach())
     return torch.maximum(high, -low)
 

@@ -59,6 +59,7 @@ class ActionLoss:
             )
         wrong = (~torch.isfinite(actions).all(-1) & mask).any(-1).nonzero()
         if len(wrong):
+            # The first sequence that ends after the token is the one that contains it.
             sequence = next(i for i, end in enumerate(batch.bounds[1:]) if int(wrong[0]) < end)
             raise BatchError(
                 f"actions of token {int(wrong[0]) - batch.bounds[sequence]} in {batch.name_of(sequence)} are not finite; mask absent "

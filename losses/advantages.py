@@ -32,6 +32,8 @@ def token_rewards(rewards: Numbers, mask: Numbers, kl: Numbers | None = None, kl
     """
     response_mask = _mask(mask)
     scores = _numbers("rewards", rewards, response_mask.shape[:1], response_mask.any(1))
+    # The last token of the mask, which is not the last column where a completion is shorter or ends with the output of
+    # a tool.
     last = response_mask & (response_mask.long().cumsum(1) == response_mask.long().sum(1, keepdim=True))
     result = torch.where(last, scores[:, None], 0.0)
     return result if kl is None else result - kl_coef * _numbers("kl", kl, response_mask.shape, response_mask)
@@ -59,10 +61,12 @@ def gae(rewards: Numbers, values: Numbers, mask: Numbers, gamma: float = 1.0, la
     reward, value = (_numbers(n, v, response_mask.shape, response_mask) for n, v in (("rewards", rewards), ("values", values)))
     value = value.to(torch.promote_types(reward.dtype, value.dtype))
     advantages = torch.zeros_like(value)
+    # A completion is taken to be the end of its episode, so nothing is expected after its last token.
     next_value = value.new_zeros(len(value))
     accumulated = torch.zeros_like(next_value)
     for t in reversed(range(response_mask.shape[1])):
         delta = reward[:, t] + gamma * next_value - value[:, t]
+        # Both are carried over masked tokens unchanged, so that the tokens around a gap are adjacent.
         accumulated = torch.where(response_mask[:, t], delta + gamma * lam * accumulated, accumulated)
         next_value = torch.where(response_mask[:, t], value[:, t], next_value)
         advantages[:, t] = torch.where(response_mask[:, t], accumulated, 0.0)
@@ -83,6 +87,8 @@ def whiten(values: Numbers, mask: Numbers, eps: float = 1e-8, *, reduce: Reduce 
     floats, reduce = numbers.double(), reduce or _alone
     # In float64, so that the result does not depend on how the completions are distributed.
     count, total = reduce(torch.stack([response_mask.sum().double(), floats.sum()]))
+    # First the mean and then the squares of the distances: the mean of squares minus the square of the mean would lose
+    # the digits that matter if the variance is small.
     centered = torch.where(response_mask, floats - total / count.clamp(min=1), 0.0)
     variance = reduce((centered**2).sum()) / (count - 1).clamp(min=1)
     return (centered * torch.rsqrt(variance + eps)).to(numbers.dtype)
@@ -107,6 +113,7 @@ def grpo(rewards: Numbers, groups: Numbers, *, scale: bool = True, eps: float = 
     mean = torch.zeros_like(n).index_add(0, group, scores64) / n
     advantages = scores64 - mean[group]
     if scale:
+        # In a group of one, the variance and the distance are both 0, and so is the advantage.
         variance = torch.zeros_like(n).index_add(0, group, advantages**2) / (n - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt()[group] + eps)
     return advantages.to(scores.dtype)
@@ -150,6 +157,7 @@ def turn_grpo(
     advantages = torch.zeros_like(scores)
     last = int(numbers[response_mask].max()) if bool(response_mask.any()) else -1
     later = scores.new_zeros(len(scores))
+    # From the last turn to the first, so that `later` already holds the return of the following turn.
     for turn in range(last, -1, -1):
         here = response_mask & (numbers == turn)
         has_turn = here.any(1)
@@ -259,6 +267,7 @@ def opo(rewards: Numbers, groups: Numbers, mask: Numbers) -> Tensor:
     lengths = _mask(mask).double().sum(1)
     totals = torch.zeros(2, len(counts), dtype=torch.float64, device=scores.device)
     totals = totals.index_add(1, group, torch.stack([lengths * scores.double(), lengths]))
+    # Without others in the group, the mean would be the reward itself, and the advantage always 0.
     baselines = torch.where(counts > 1, totals[0] / totals[1].clamp(min=1), torch.zeros_like(totals[0]))
     return (scores.double() - baselines[group]).to(scores.dtype)
 
@@ -291,6 +300,7 @@ def gpg_scale(rewards: Numbers, groups: Numbers, *, reduce: Reduce | None = None
     scores, group, counts = _grouped(rewards, groups)
     largest = scores.new_full((len(counts),), float("-inf")).scatter_reduce(0, group, scores, "amax")
     smallest = scores.new_full((len(counts),), float("inf")).scatter_reduce(0, group, scores, "amin")
+    # Compared exactly, and not by a variance, which rounding may leave above 0 for equal rewards.
     teaching = (largest != smallest)[group].sum().double()
     total, useful = (reduce or _alone)(torch.stack([teaching.new_tensor(float(len(scores))), teaching]))
     return total / useful.clamp(min=1)
@@ -315,6 +325,7 @@ def pass_at_k(rewards: Numbers, groups: Numbers, *, scale: bool = True, eps: flo
     best = low.scatter_reduce(0, group, scores64, "amax")
     is_best = scores64 == best[group]
     ties = torch.zeros_like(low).index_add(0, group, is_best.double())
+    # The best ones are left out; in a group of one nothing remains, and minus infinity is replaced below.
     second = low.scatter_reduce(0, group, torch.where(is_best, low[group], scores64), "amax")
     gap = torch.where((ties == 1) & (counts > 1), best - second, torch.zeros_like(best))
     if scale:
@@ -360,11 +371,14 @@ def optimal_token_baseline(
         _numbers(name, values, response_mask.shape, response_mask).double()
         for name, values in (("old_log_probs", old_log_probs), ("sum_squared_probs", sum_squared_probs))
     )
+    # At least (1 - p)^2, except for rounding: `squares` and p come from different computations.
     norms = (1 - 2 * log_p.exp() + squares).clamp(min=0)
     if weights is not None:
         norms = norms * _numbers("weights", weights, response_mask.shape, response_mask).double() ** 2
     norms = torch.where(response_mask, norms, 0.0)
+    # Up to and including the token; masked tokens add nothing.
     energy = torch.where(response_mask, norms.cumsum(1), 0.0)
+    # Only the groups are needed here; the numbers serve to check the shapes.
     _, group, counts = _grouped(returns[:, 0] if returns.shape[1] else returns.new_zeros(len(returns)), groups)
     sums = returns.new_zeros(len(counts), returns.shape[1])
     total, weighed = (sums.index_add(0, group, values) for values in (energy, energy * returns))
@@ -414,6 +428,7 @@ def _numbers(name: str, values: Numbers, shape: torch.Size, used: Tensor) -> Ten
         index = wrong[0].tolist()
         place = f"at token {index[1]} of" if len(index) > 1 else "for"
         raise BatchError(f"{name} has {float(numbers[tuple(index)])} {place} completion {index[0]}; it must be finite there")
+    # Not a product with the mask: 0 * NaN is NaN.
     return torch.where(used, numbers, 0.0)
 
 
@@ -427,5 +442,6 @@ def _grouped(rewards: Numbers, groups: Numbers) -> tuple[Tensor, Tensor, Tensor]
     if ids.shape != scores.shape:
         raise BatchError(f"groups is {list(ids.shape)}; it must be {list(scores.shape)}, one number per reward [B]")
     scores = _numbers("rewards", scores, scores.shape, torch.ones_like(scores, dtype=torch.bool))
+    # Group ids may be any integers; the results below index groups from 0.
     _, group, counts = torch.unique(ids, return_inverse=True, return_counts=True)
     return scores, group, counts

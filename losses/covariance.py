@@ -38,6 +38,7 @@ def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor, *, reduce: 
     Source: Cui et al. 2025, arXiv:2505.22617.
     """
     zero = torch.zeros((), dtype=torch.float64, device=mask.device)
+    # In float64, so that the sums hardly depend on how the tokens are distributed over ranks.
     log_p, advantage = (torch.where(mask, values.double(), zero) for values in (log_probs, advantages))
     count, log_p_sum, advantage_sum = reduce(torch.stack([mask.sum().double(), log_p.sum(), advantage.sum()]))
     count = count.clamp(min=1)
@@ -60,6 +61,7 @@ def select_largest(
 
     Source: Cui et al. 2025, arXiv:2505.22617, KL-Cov.
     """
+    # The same number on every rank: the gather below needs tensors of equal lengths.
     count = max(1, int(fraction * int(reduce(mask.sum()))))
     return mask & (values >= _threshold(values, mask, count, gather))
 
@@ -96,6 +98,7 @@ def _threshold(values: Tensor, mask: Tensor, count: int, gather: Gather) -> Tens
     """Return the value that `count` values of all ranks reach; minus infinity if there are fewer."""
     lowest = float("-inf")
     candidates = torch.where(mask, values, lowest)
+    # As many from each rank as are selected altogether, because all of them may be on one rank.
     best = candidates.topk(min(count, len(candidates))).values
     # Ranks have different numbers of tokens, but the collective requires equal lengths.
     everyone = gather(torch.cat([best, best.new_full((count - len(best),), lowest)]))
@@ -112,8 +115,11 @@ def random_keys(batch: PackedBatch, seed: int = 0) -> Tensor:
         seed: The seed of the numbers.
     """
     positions = torch.arange(batch.num_tokens, device=batch.device) - batch.cu_seqlens[:-1].long()[sequence_of(batch)]
+    # First a hash of each token with its position; their sum is a hash of the whole sequence, in any order of
+    # summation.
     tokens = _mixed(batch.input_ids.long() * _MULTIPLIERS[0] + positions * _MULTIPLIERS[1] + seed)
     mixed = _mixed(sequence_sums(tokens, batch)[sequence_of(batch)] + positions * _MULTIPLIERS[1])
+    # 53 bits, the integers that float64 represents exactly.
     return (mixed & (2**53 - 1)).double() / 2**53
 
 

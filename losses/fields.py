@@ -72,6 +72,8 @@ def token_field(batch: PackedBatch, name: str, tokens: Tensor | None = None) -> 
         wrong = (~torch.isfinite(values) & tokens).nonzero()
         if len(wrong):
             position = int(wrong[0])
+            # Named by the sequence and the token inside it, because a position in the packed batch says nothing to a
+            # user.
             sequence = next(i for i, end in enumerate(batch.bounds[1:]) if position < end)
             raise BatchError(
                 f"{name} is {float(values[position])} at token {position - batch.bounds[sequence]} in "

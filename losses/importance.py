@@ -22,6 +22,7 @@ from .sequences import sequence_of, sequence_sums
 _ESTIMATES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda x: -x,
     "k2": lambda x: 0.5 * x**2,
+    # `expm1` keeps the digits of a small x, of which exp(x) - 1 would lose most.
     "k3": lambda x: torch.expm1(x) - x,
 }
 
@@ -59,6 +60,7 @@ def importance_weights(
     log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, torch.zeros_like(old_log_probs))
     if level == "sequence":
         log_ratio = sequence_sums(log_ratio, batch)[sequence_of(batch)]
+    # Bounded after the sum: the log-ratio of a long completion easily exceeds what float32 can hold once exponentiated.
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if correction == "truncate":
         weights = ratio.clamp(max=high)
@@ -115,8 +117,10 @@ def accepted_tokens(
     KL(q || p) of Schulman 2020, "Approximating KL divergence". `token_binary_kl`: KPop, Guo et al. 2026, https://ringtech.notion.site/kpop.
     """
     log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, torch.zeros_like(old_log_probs))
+    # In float64, because a sum over a long completion is compared with a limit.
     log_ratio = log_ratio.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     rows, accepted = sequence_of(batch), mask
+    # Sequences without completion tokens have sums of 0, and are not in the mask anyway.
     counts = sequence_sums(mask.double(), batch).clamp(min=1)
     for kind, limit in limits.items():
         low, high = rejection_bounds(kind, limit)
@@ -126,6 +130,7 @@ def accepted_tokens(
         level, estimate = kind.rsplit("_", 1)
         values = torch.where(mask, _ESTIMATES[estimate](log_ratio), torch.zeros_like(log_ratio))
         if level == "seq_max":
+            # Zeros do not change the maximum, because k2 and k3 are never negative.
             values = values.new_zeros(batch.num_sequences).scatter_reduce(0, rows, values, "amax")[rows]
         elif level != "token":
             sums = sequence_sums(values, batch)

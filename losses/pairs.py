@@ -51,6 +51,8 @@ def sigmoid_loss(margin: Tensor, beta: float, label_smoothing: float = 0.0) -> T
     Source: Rafailov et al. 2023, arXiv:2305.18290, equation 7; with smoothing Mitchell 2023, "A note on DPO with noisy
     preferences", equation 3.
     """
+    # `logsigmoid` stays finite where the logarithm of a sigmoid that has become 0 would be infinite. The same holds
+    # below.
     return -(1 - label_smoothing) * F.logsigmoid(beta * margin) - label_smoothing * F.logsigmoid(-beta * margin)
 
 
@@ -89,6 +91,7 @@ def simpo_loss(difference: Tensor, beta: float, gamma: float, label_smoothing: f
 
     Source: Meng et al. 2024, arXiv:2405.14734, equation 6.
     """
+    # beta (d - gamma / beta) = beta d - gamma.
     return sigmoid_loss(difference - gamma / beta, beta, label_smoothing)
 
 
@@ -212,6 +215,7 @@ def apo_zero_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
     Source: D'Oosterlinck et al. 2024, arXiv:2408.06266, equation 7.
     """
+    # s(-x) instead of 1 - s(x), which loses all digits for large x.
     return torch.sigmoid(-beta * chosen) + torch.sigmoid(beta * rejected)
 
 
@@ -266,5 +270,6 @@ def matched_quantiles(difference: Tensor, reference: Tensor) -> Tensor:
         reference: `[P]`, the same difference for the reference.
     """
     matched = torch.empty_like(reference)
+    # A stable order, so that equal differences are matched in the same way on every rank.
     matched[difference.argsort(stable=True)] = reference.sort().values
     return matched

@@ -52,11 +52,13 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KLEstimator, *,
     if estimator == "abs":
         return difference.abs()
     bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) if clamp else difference
+    # `expm1` is accurate near 0, where policy and reference nearly agree and the two terms almost cancel.
     estimate = torch.expm1(-bounded) + bounded
     estimate = estimate.clamp(max=MAX_K3) if clamp else estimate
     if estimator == "k3":
         return estimate
     surrogate = 0.5 * difference**2
+    # The last two terms cancel in the value, so only the gradient of the surrogate remains.
     return estimate.detach() + surrogate - surrogate.detach()
 
 
@@ -112,6 +114,7 @@ class PolicyTokens:
         """
         log_ratio = sequence_log_ratio(self.log_ratio, self.mask, self.batch)
         if token_gradients:
+            # The value is that of the completion, and the gradient that of the token.
             log_ratio = log_ratio.detach() + self.log_ratio - self.log_ratio.detach()
         return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
@@ -209,6 +212,8 @@ class PolicyLoss(ByName):
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
         """Return the denominator of each term: the number of tokens or of completions, depending on `aggregation`."""
+        # All checks of values are here, once for each batch. In `__call__` they would make every micro-batch wait for
+        # the device.
         check_response_mask(batch)
         tokens = self.tokens(batch)
         needed = [
@@ -231,9 +236,11 @@ class PolicyLoss(ByName):
         mask = outputs.mask.to(outputs.log_probs.dtype)
         log_probs = outputs.log_probs
 
+        # Other positions have no label; as zeros, they have no influence and no gradient.
         masked_log_probs = torch.where(outputs.mask, log_probs, torch.zeros_like(log_probs))
         x = PolicyTokens(
             log_probs=masked_log_probs,
+            # A ratio of exactly 1 in value that still has a gradient.
             old=masked_log_probs.detach() if self.on_policy else _masked(batch, "old_log_probs", mask),
             advantages=_masked(batch, "advantages", mask),
             mask=mask,
@@ -259,6 +266,7 @@ class PolicyLoss(ByName):
             metrics |= {
                 "clip_fraction": (0.0 if computed.clipped is None else (computed.clipped & outputs.mask).sum(), tokens),
                 "ratio": ((ratio.detach() * mask).sum(), tokens),
+                # The k1 estimate for samples of the old policy.
                 "approx_kl": (-(x.log_ratio.detach() * mask).sum(), tokens),
                 "advantages": ((x.advantages * mask).sum(), tokens),
             }
@@ -278,6 +286,7 @@ def aggregation_weight(batch: PackedBatch, aggregation: Aggregation) -> float:
     mask = response_tokens(batch)
     if aggregation == "token-mean":
         return float(mask.sum())
+    # Completions whose tokens are all masked would lower the mean without adding to the sum.
     return float((sequence_sums(mask.long(), batch) > 0).sum())
 
 

@@ -54,6 +54,7 @@ def check_supervised(batch: PackedBatch) -> None:
     Raises:
         BatchError: A sequence has no supervised token; the message names it.
     """
+    # Checked before the first forward pass: a mean over no tokens would be a division by zero.
     empty = (sequence_sums(loss_mask(batch).long(), batch) == 0).nonzero()
     if len(empty):
         raise BatchError(
@@ -244,6 +245,7 @@ class PreferenceLoss:
         matched = batch.sequence_fields[MATCHED].to(sums.dtype)[pairs.chosen] if self.needs_matching else None
         terms: dict[str, Tensor] = {}
         for kind, spec in self._specs.items():
+            # Counts are at least 1, see `check_supervised`.
             scale = 1 / counts if self._is_per_token(kind) else torch.ones_like(counts)
             ratio = sums - reference if spec.needs_reference else sums
             score = (divergence_score(ratio, self.divergence, self.alpha) if spec.needs_reference else ratio) * scale
@@ -261,6 +263,7 @@ class PreferenceLoss:
             )
             terms["preference"] = self.weighted[kind] * losses.sum() + terms.get("preference", 0.0)
         if "preference" not in terms:
+            # With `sft` alone. The term must exist, because `weights` names it.
             terms["preference"] = 0.0 * sums.sum()
         if self._sft_weight:
             terms["sft"] = -self._sft_weight * sums[pairs.chosen].sum()
@@ -300,6 +303,7 @@ def _reference_sums(batch: PackedBatch, mask: Tensor) -> Tensor:
     per_token = batch.token_fields.get(REFERENCE)
     if per_token is None:
         return batch.sequence_fields[REFERENCE].double()
+    # Summed as the policy's log-probabilities are, so that equal models give equal sums.
     return sequence_sums(torch.where(mask, per_token.double(), 0.0), batch)
 
 

@@ -68,6 +68,8 @@ class LossRegistry(Generic[Chosen]):
             raise ConfigError(
                 f"two registrations of {self.kind}={name}: {self._entries[name]} and {entry}; choose another name"
             )
+        # While `load` runs, its cache is still empty; a registration after that would be missing where entries were
+        # already listed.
         if load.cache_info().currsize:
             raise ConfigError(
                 f"{self.kind}={name} is registered after the settings have been read; name its module in an entry point of the group "
@@ -147,6 +149,7 @@ class ByName:
         chosen = settings.get(cls.part, getattr(cls, cls.part).name)
         if isinstance(chosen, str):
             kind = cls.registry.get(chosen)
+            # Only the settings of the chosen object: the flat form may hold those of others as well.
             chosen = kind(**{f.name: settings[f.name] for f in fields(kind) if f.name in settings})
         own_settings = {f.name: settings[f.name] for f in fields(cls) if f.name in settings}  # type: ignore[arg-type]
         return cls(**{**own_settings, cls.part: chosen})
@@ -160,6 +163,8 @@ class ByName:
         """Return the flat settings, the inverse of `from_settings`. An unregistered object is kept as an object."""
         own_settings = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         chosen = own_settings[self.part]
+        # An object of a custom class, possibly with the inherited name of a registered one, cannot be found again by
+        # its name.
         if self.registry.all().get(chosen.name) is not type(chosen):
             return own_settings
         return {**own_settings, self.part: chosen.name, **{f.name: getattr(chosen, f.name) for f in fields(chosen)}}
@@ -219,6 +224,7 @@ def with_settings_of(registry: LossRegistry[Any], part: str) -> Callable[[type[S
             setattr(cls, name, setting(None, "; ".join(f"{', '.join(names)}: {line}" for line, names in by_help.items())))
         names: Any = Literal[tuple(registry.all())]  # type: ignore[misc]
         nullable = {name: hint | None for name, hint in types.items()}
+        # Replaced as a whole, so that the new fields come first and `part` has the literal of all names as its type.
         cls.__annotations__ = {
             part: names | None,
             **nullable,

@@ -30,6 +30,7 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float 
     Source: Bradley & Terry 1952, as in Ouyang et al. 2022, arXiv:2203.02155, equation 1; with a margin Touvron et al. 2023,
     arXiv:2307.09288, equation 2.
     """
+    # `logsigmoid` stays finite for a pair that is far in the wrong order.
     return -F.logsigmoid(chosen - rejected - margin)
 
 

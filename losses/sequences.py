@@ -50,6 +50,7 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, batch: PackedBatch) -> T
 
 def last_tokens(batch: PackedBatch) -> Tensor:
     """Return `[N]` int64: the index of each sequence's last token."""
+    # Boundaries are int32; indices must be int64.
     return batch.cu_seqlens[1:].long() - 1
 
 

@@ -37,6 +37,8 @@ class SFTLoss:
         mask = loss_mask(batch)
         if "loss_weights" not in batch.token_fields:
             return {"nll": float(mask.sum())}
+        # In float64: the sum is the denominator of the global loss, and must not depend on how the tokens are
+        # distributed.
         return {"nll": float(token_field(batch, "loss_weights", mask)[mask].double().sum())}
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:

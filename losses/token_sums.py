@@ -96,6 +96,7 @@ def _gspo(p: Tensor, fields: Mapping[str, Tensor], batch: PackedBatch, settings:
             for start, end in pairwise(batch.bounds)
         ]
     )
+    # The value is that of the document's ratio, and the gradient that of the token's own log-probability.
     return _clipped(means + p - p.detach(), fields["advantages"], settings)
 
 
@@ -145,6 +146,7 @@ class TokenSumLoss:
                 f"clip_low_threshold={settings['clip_low_threshold']} of the loss {self.name} is above clip_high_threshold="
                 f"{settings['clip_high_threshold']}; both are bounds of the ratio itself, such as 0.8 and 1.2"
             )
+        # The dataclass is frozen; the settings are stored with their defaults filled in.
         object.__setattr__(self, "settings", settings)
 
     @property
@@ -178,6 +180,7 @@ class TokenSumLoss:
                 raise BatchError(
                     f"loss {self.name} reads {', '.join(formula.fields)}; the batch has {', '.join(batch.token_fields) or 'none'}"
                 )
+        # A field that is not read is most often a mistake about what the loss does, so it is refused.
         if unread := set(batch.token_fields) - {*formula.fields, TARGETS} - batch.extra_fields:
             raise BatchError(
                 f"loss {self.name} reads {', '.join(formula.fields)}, but not {', '.join(sorted(unread))}; remove it"
@@ -189,6 +192,7 @@ class TokenSumLoss:
             raise BatchError(
                 f"{wrong[0]} is {list(batch.token_fields[wrong[0]].shape)}; it must have a number for each target, {list(shape)}"
             )
+        # `[T, 1]`, for all targets of a token.
         mask = outputs.mask if len(shape) == 1 else outputs.mask[:, None]
         # Other positions may hold anything; even multiplied by zero, a NaN would corrupt the loss.
         fields = {name: torch.where(mask, batch.token_fields[name].to(dtype), 0.0) for name in formula.fields}

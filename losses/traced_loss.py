@@ -37,10 +37,12 @@ MOST_ELEMENTS = 2**24
 """The largest number of elements of all results for a document, with those that broadcasting expands on the way."""
 MOST_PRODUCTS = 2**30
 """The largest number of multiplications in the matrix products of a document."""
+# Graphs come from clients of a service, so everything about them is bounded.
 MOST_NODES = 256
 MOST_INPUTS = 16
 MOST_CHARACTERS = 2**18
 _DEEPEST = 8
+# The largest integer up to which float64, and so JSON in most languages, is exact.
 _LARGEST_INTEGER = 2**53
 _METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 _INPUT = re.compile(r"[a-z_][a-z0-9_]{0,63}")
@@ -188,6 +190,7 @@ class TracedLoss:
             )
         columns = [self._column(batch, name, rank) for name, rank in self.inputs[1:]]
         nodes = _nodes(self.graph)
+        # Each document by itself, on copies of its inputs: what a graph does to one must not reach another.
         losses: list[Tensor] = []
         metrics: dict[str, tuple[Tensor, float]] = {}
         for number, (start, end) in enumerate(pairwise(batch.bounds)):
@@ -235,10 +238,12 @@ def _of_document(nodes: "Sequence[_Node]", log_probs: Tensor, others: Sequence[T
     The gradient is computed here, so that an operation that fails in its backward pass fails alone.
     """
     trains = torch.is_grad_enabled() and log_probs.requires_grad
+    # Cut off from the model's graph, which is run backward later, once, with the gradient that is found here.
     leaf = log_probs.detach().clone().requires_grad_(trains)
     loss, metrics = _run(nodes, [leaf, *others])
     if not trains:
         return loss.to(log_probs.dtype), metrics
+    # A graph may ignore the log-probabilities; then the gradient is 0.
     gradient = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
     known = torch.zeros_like(leaf) if gradient is None else gradient
     return _WithGradient.apply(log_probs, loss.detach(), known), metrics
@@ -256,6 +261,7 @@ class _Node:
     kwargs: Mapping[str, Any]
 
 
+# Parsed and checked once, and not for each micro-batch.
 @lru_cache(64)
 def _nodes(graph: str) -> tuple[_Node, ...]:
     """Return the nodes of a graph.
@@ -277,6 +283,7 @@ def _nodes(graph: str) -> tuple[_Node, ...]:
         raise ConfigError(f"the graph is not a list of nodes: {type(e).__name__}: {str(e)[:200]}") from e
     if not 0 < len(nodes) <= MOST_NODES:
         raise ConfigError(f"the graph has {len(nodes)} nodes; it must have from 1 to {MOST_NODES}")
+    # A node may refer only to nodes before it, so the graph has no cycle, and runs in a single pass.
     seen: set[str] = set()
     for node in nodes:
         _check(node, seen)
@@ -350,6 +357,7 @@ def _refs(value: Any, depth: int) -> Iterator[str]:
 def _run(nodes: Sequence[_Node], inputs: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Run a graph on the inputs of one document; return its loss and metrics."""
     results: dict[str, Any] = {}
+    # One for the whole document: many small operations count as one large operation does.
     budget = _Budget()
     waiting = iter(inputs)
     for node in nodes:
@@ -465,10 +473,12 @@ def _call(node: _Node, args: list[Any], kwargs: dict[str, Any], budget: _Budget)
     if not tensors:
         return _call_on_numbers(node, function, args)
     kind = node.target.rpartition(".")[2]
+    # The budget counts the result, and not the n operations that lead to it.
     if kind == "diff" and not 0 <= _argument(args, kwargs, 1, "n", 1) <= _MOST_DIFFERENCES:
         raise ValueError(f"diff at {node.name[:80]!r} takes differences of differences more than {_MOST_DIFFERENCES} times")
     with torch.no_grad():
         try:
+            # On the meta device an operation computes the shape of its result without allocating it.
             shapes = function(*_mapped(args, _without_data), **_mapped(kwargs, _without_data))
         except NotImplementedError:
             if kind != "getitem":
@@ -479,6 +489,7 @@ def _call(node: _Node, args: list[Any], kwargs: dict[str, Any], budget: _Budget)
     if kind in ("matmul", "dot"):
         budget.take(node, *_of_product(tensors, elements))
     else:
+        # These copy their arguments; other operations may expand theirs on the way to a smaller result.
         budget.take(node, elements if kind in ("getitem", "cat", "concat", "stack") else max(elements, _broadcast(tensors)))
     return function(*args, **kwargs)
 
@@ -515,6 +526,7 @@ def _call_on_numbers(node: _Node, function: Callable[..., Any], args: list[Any])
         return operator.getitem(*args)
     if (
         not node.target.startswith("operator.")
+        # A power is refused, because it may be too large to compute before its size could be checked.
         or node.target == "operator.pow"
         or not all(isinstance(a, int | float) for a in args)
     ):
@@ -531,6 +543,7 @@ def _without_data(value: Any) -> Any:
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, list | tuple):
+        # Subclasses, such as torch.Size and the results of `sort`, are passed on as they are.
         return type(value)(_mapped(one, change) for one in value) if type(value) in (list, tuple) else value
     if isinstance(value, dict):
         return {name: _mapped(one, change) for name, one in value.items()}

@@ -82,6 +82,7 @@ class ValueLoss:
         values, zeros = outputs.values, torch.zeros_like(outputs.values)
         # Positions outside the completions may hold anything; even multiplied by zero, a NaN would corrupt the gradient.
         returns = torch.where(outputs.mask, token_field(batch, "returns").to(values.dtype), zeros)
+        # Without a clip the old values are not read, so the batch does not need them.
         old_values = values.detach()
         if self.clip is not None:
             old_values = torch.where(outputs.mask, token_field(batch, "values").to(values.dtype), zeros)

@@ -87,13 +87,16 @@ def decode_image(source: MediaSource, limits: MediaLimits) -> Image.Image:
         # PIL warns about unusually large images; we have our own limits.
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         image: Image.Image = Image.open(io.BytesIO(source.content), formats=FORMATS)
+        # `Image.open` reads only the header, so the size is known before any pixel is decoded.
         width, height = image.size
         if width < 1 or height < 1:
             raise MediaError(f"the image {source.name} has {width} x {height} pixels")
         if width * height > MOST_PIXELS:
             raise MediaError(f"the image {source.name} has {width} x {height} pixels; at most {MOST_PIXELS} are decoded")
+        # Before `load`, so that an image that is refused is not decoded either.
         small = _smaller(source, width, height, limits)
         image.load()
+        # Cameras store the sensor's image with an EXIF field for its rotation, which the models' processors ignore.
         image = ImageOps.exif_transpose(image)
         if image.mode in ("I", "I;16", "I;16B", "F"):
             image = _eight_bits(image)
@@ -143,6 +146,8 @@ def _damage(source: MediaSource) -> Iterator[None]:
     try:
         yield
     except (MediaError, MemoryError, ConfigError):
+        # MediaError has its message already. The others are not damage: too little memory, or a package that is not
+        # installed.
         raise
     except Exception as e:  # decoders raise anything on a damaged file
         raise MediaError(f"the {source.kind} {source.name} cannot be decoded: {type(e).__name__}: {e}") from e
@@ -179,9 +184,11 @@ def frame_indices(duration: float, count: int, limits: MediaLimits, multiple: in
     most = max(1, min(limits.max_frames, count))
     number = max(1, min(round(duration * limits.fps), most))
     if number >= multiple:
+        # Rounded down, so that the maximum still holds.
         number = number // multiple * multiple
     elif most >= multiple:
         number = multiple
+    # The first frame of each of `number` equal stretches.
     return [int(i * count / number) for i in range(number)]
 
 
@@ -214,8 +221,10 @@ def decode_video(
         if not 0 < width * height <= MOST_PIXELS:
             raise MediaError(f"the video {source.name} has {width} x {height} pixels; 1 to {MOST_PIXELS} are decoded")
         small = _smaller(source, width, height, limits)
+        # Some containers give no rate; 24 frames a second is then a guess.
         rate = float(stream.average_rate or stream.guessed_rate or 0) or 24.0
         seconds = _seconds(source, container, stream)
+        # From the cheapest source to the most expensive one: counting reads the whole file.
         count = stream.frames or (round(seconds * rate) if seconds else 0) or _count(container, source)
         seconds = seconds or count / rate
         if seconds * limits.fps > limits.max_frames:
@@ -225,8 +234,10 @@ def decode_video(
         images: list[Image.Image] = []
         last: Any = None
         stream.thread_type = "AUTO"
+        # Counting may have read the file to its end.
         container.seek(0)
 
+        # Resized as soon as it is decoded: all frames of a video at full size would need far more memory.
         def picture(frame: Any) -> Image.Image:
             image: Image.Image = frame.to_image()
             if small is not None:
@@ -288,6 +299,7 @@ def decode_audio(source: MediaSource, rate: int, limits: MediaLimits, most: floa
     av = _av()
     with _damage(source):
         if source.rate is not None:
+            # An array is float32 with four bytes for each sample; see `read_source`.
             samples = _resampled_array(av, np.frombuffer(source.content, np.float32), source.rate, rate, bound)
             longer = len(source.content) / 4 > source.rate * bound
         else:
@@ -316,12 +328,14 @@ def _decoded(av: Any, source: MediaSource, rate: int, bound: float) -> tuple[NDA
             if count > most:
                 break
         else:
+            # None is the end of the stream: the resampler then returns the samples that it has held back.
             parts += [one.to_ndarray()[0] for one in resampler.resample(None)]
     joined = np.concatenate(parts or [np.empty(0, np.float32)]).astype(np.float32)
     return joined[:most], len(joined) > most
 
 
 def _resampled_array(av: Any, array: NDArray[np.float32], source_rate: int, rate: int, bound: float) -> NDArray[np.float32]:
+    # Cut before resampling, which would otherwise process what is dropped.
     array = array[: int(bound * source_rate)]
     if source_rate == rate:
         return array

@@ -110,6 +110,7 @@ class MediaProcessor:
                 self.token(kind),
                 json.dumps(settings, sort_keys=True, default=str),
             ]
+            # transformers' version is a part of it, because another version may process the same content differently.
             self._keys[kind] = xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())
         return self._keys[kind]
 
@@ -261,7 +262,9 @@ class QwenProcessor(MediaProcessor):
 
         video = decode_video(source, limits, processor.temporal_patch_size, fit, processor.resample)
         frames = [*video.frames]
+        # The last frame is repeated until the frames fill whole temporal patches.
         frames += [frames[-1]] * (-len(frames) % processor.temporal_patch_size)
+        # The frames have been resized while they were decoded.
         outputs = processor(images=frames, do_resize=False, return_tensors="pt")
         patches, grid = patches_of_video(outputs["pixel_values"], outputs["image_grid_thw"], processor.temporal_patch_size)
         seconds = processor.temporal_patch_size / video.fps
@@ -300,10 +303,13 @@ def patches_of_video(values: Tensor, grids: Tensor, merged: int) -> tuple[Tensor
     Returns:
         `[T / merged N, C merged P P]`, and the grid `[1, 3]`.
     """
+    # All frames of a video have the same size, and so the same grid.
     frames, (_, high, wide) = len(grids), grids[0].tolist()
     width = values.shape[1] // merged
     channels = 3
+    # `[T, N, C, P P]`, one of the equal copies of each frame's pixels.
     still = values.view(frames, high * wide, channels, merged, width // channels)[:, :, :, 0]
+    # `[T / merged, N, C, merged, P P]`: the pixels of consecutive frames in place of the copies.
     moving = still.view(frames // merged, merged, high * wide, channels, width // channels).permute(0, 2, 3, 1, 4)
     return moving.reshape(-1, values.shape[1]).contiguous(), torch.tensor([[frames // merged, high, wide]])
 
@@ -323,6 +329,7 @@ def smart_size(frames: int, height: int, width: int, factor: int, least: int, mo
     Raises:
         MediaError: One side is more than 200 times as long as the other.
     """
+    # transformers refuses these sizes, too.
     if max(height, width) / min(height, width) > 200:
         raise MediaError(
             f"a size of {width} x {height} pixels, with one side more than 200 times the other, which the model does not accept"
@@ -330,6 +337,8 @@ def smart_size(frames: int, height: int, width: int, factor: int, least: int, mo
     high, wide = round(height / factor) * factor, round(width / factor) * factor
     rounded = round(frames / merged) * merged
     if rounded * high * wide > most:
+        # From the original sides, not the rounded ones, as transformers does; the sides are rounded down to stay within
+        # the bound.
         scale = math.sqrt(frames * height * width / most)
         return tuple(max(factor, math.floor(side / scale / factor) * factor) for side in (height, width))  # type: ignore[return-value]
     if rounded * high * wide < least:
@@ -378,6 +387,7 @@ class Qwen3Processor(QwenProcessor):
 
     def _frame_size(self, frames: int, height: int, width: int, processor: Any) -> tuple[int, int]:
         factor = processor.patch_size * processor.merge_size
+        # A side shorter than one merged patch could be rounded to 0.
         if height < factor or width < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)

@@ -64,6 +64,7 @@ class MediaSource:
     def key(self) -> str:
         """A digest of the content: equal content is processed once."""
         digest = xxhash.xxh3_128(self.content)
+        # The same bytes can be an image or a video (GIF), and samples mean something else at another rate.
         digest.update(f"{self.kind} {self.rate}".encode())
         return digest.hexdigest()
 
@@ -128,9 +129,12 @@ def _of_data_uri(kind: Kind, uri: str, access: Access) -> MediaSource:
     head, comma, data = uri.partition(",")
     if not comma or not head.endswith(";base64"):
         raise MediaError(f"the {kind} is {uri[:40]!r}; give a data URI as data:{kind}/...;base64,...")
+    # Four characters of base64 are three bytes, so the size is known before decoding.
     if len(data) * 3 // 4 > access.max_bytes:
         raise _too_large(kind, "(data URI)", len(data) * 3 // 4, access)
     try:
+        # With `validate`, because base64 would otherwise skip characters that do not belong to it, and return other
+        # bytes.
         return MediaSource(kind=kind, name="(data URI)", content=base64.b64decode(data, validate=True))
     except (binascii.Error, ValueError) as e:
         raise MediaError(f"the data URI of the {kind} is not base64: {e}") from None
@@ -158,16 +162,19 @@ def _fetch(url: str, access: Access) -> bytes:
     if not access.urls:
         where = "data.allow_url=true fetches it" if access.folder is not None else "only data URIs and bytes are accepted here"
         raise MediaError(f"{url[:100]} is a URL; {where}")
+    # The timeout of `urlopen` holds for each read; a server that sends a few bytes at a time would never exceed it.
     content, end = b"", time.monotonic() + URL_SECONDS
     try:
         with urllib.request.urlopen(url, timeout=URL_SECONDS) as answer:
             size = answer.headers.get("Content-Length")
+            # At most one part beyond the limit, which `_checked` then finds too large.
             while len(content) <= access.max_bytes and (part := answer.read(2**20)):
                 content += part
                 if time.monotonic() > end:
                     raise TimeoutError(f"it takes longer than {URL_SECONDS:g} seconds")
     except (OSError, ValueError, http.client.HTTPException) as e:
         raise MediaError(f"{url[:100]} cannot be fetched: {e}") from e
+    # `read(n)` of http.client reports a connection that ends early as the end of the content.
     if size is not None and len(content) < int(size):
         raise MediaError(f"{url[:100]} cannot be fetched: the connection ended after {len(content)} of {size} bytes")
     return content

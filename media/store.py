@@ -56,6 +56,7 @@ def media_key(source: MediaSource, processor: str, limits: MediaLimits) -> Media
         limits: The limits of decoding.
     """
     settings = asdict(limits)
+    # Limits that do not affect a kind stay out of its key, so that changing them does not process its items again.
     unused = ("max_frames", "fps") if source.kind != "video" else ()
     settings = {name: value for name, value in settings.items() if name not in unused}
     return MediaKey(kind=source.kind, digest=xxhash.xxh3_128_hexdigest(f"{source.key} {processor} {settings}".encode()))
@@ -75,6 +76,7 @@ class MediaStore:
 
     def path(self, key: MediaKey) -> Path:
         """Return the file of a key."""
+        # In 256 folders, because some file systems are slow with very many files in one.
         return self.folder / key.digest[:2] / f"{key.digest[2:]}.safetensors"
 
     def summary(self, key: MediaKey) -> MediaInfo | None:
@@ -113,6 +115,8 @@ class MediaStore:
         """
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
+        # A name of its own for each writer: two processes may write the same item at once. Either result is complete,
+        # and both are equal.
         temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}")
         try:
             notes = {"text": media.text, "tokens": str(media.tokens), "parts": str(media.parts), "size": media.size}
@@ -120,8 +124,11 @@ class MediaStore:
                 save_file({name: value.contiguous() for name, value in media.fields.items()}, temporary, metadata=notes)
             except SafetensorError as e:  # also raised on a full disk
                 raise OSError(errno.EIO, str(e)) from e
+            # On disk before the rename: after a crash of the machine, the final name must not stand for a file without
+            # content.
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         finally:
+            # After the rename there is nothing left to remove.
             temporary.unlink(missing_ok=True)

@@ -41,6 +41,7 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
             )
         if not separator or not field_name:
             raise ConfigError(f"{word!r} has no value; write {name}=VALUE")
+        # YAML, so that numbers and booleans get their types, as in a configuration file.
         target[field_name] = yaml.safe_load(value)
     return settings
 
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=sorted(CHECKS), help="run only these checks")
     args = parser.parse_args(argv)
     try:
+        # A wrong name is an error of the command line, not a failed check.
         generator_class(args.generator)
         settings = {"generator": args.generator, "max_batch_total_tokens": 4096, **parse_settings(args.settings)}
     except (ConfigError, yaml.YAMLError) as e:

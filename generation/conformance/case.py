@@ -36,6 +36,7 @@ class Case:
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], family: str = "qwen3", **overrides: Any) -> None:
+        # vLLM's attention on a CPU refuses smaller heads.
         config = tiny_model_config(family, **{"head_dim": 32, **overrides})
         self.models = [tiny_model(config, seed).eval() for seed in (0, 1)]
         """The model that the generator is built from, and another one of the same shape."""
@@ -78,6 +79,7 @@ class Case:
     ) -> torch.Tensor:
         """Return the log-probabilities of all tokens, `[len(response), V]`, by plain transformers."""
         with torch.no_grad():
+            # The logits that predict a token are one position before it.
             logits = self.models[model](torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
         distributions: torch.Tensor = (logits / temperature).log_softmax(-1)
         return distributions
@@ -105,6 +107,7 @@ def expect_log_probs(log_probs: Sequence[float], reference: Sequence[float], wha
     expect(
         len(log_probs) == len(reference), f"{what}: there are {len(log_probs)} log-probabilities for {len(reference)} tokens"
     )
+    # Relative for large values, because rounding errors are relative to the size of a number.
     difference = max((abs(a - b) / max(1.0, abs(b)) for a, b in zip(log_probs, reference, strict=True)), default=0.0)
     expect(difference <= tolerance, f"{what}: log-probabilities differ by {difference:.1e}")
 
@@ -119,6 +122,7 @@ def expect_greedy(
     expect(bool(response), f"{what}: there are no tokens")
     best = case.distributions(prompt, response, model=model).max(-1)
     reference = case.log_probs(prompt, response, model=model)
+    # Not a comparison of token ids: where two tokens are almost equally probable, rounding decides between them.
     gaps = [(b - r) / max(1.0, abs(b)) for b, r in zip(best.values.tolist(), reference, strict=True)]
     first = next((i for i, gap in enumerate(gaps) if gap > case.tolerance), None)
     expect(

@@ -49,6 +49,7 @@ def log_probs(case: Case) -> None:
             for samples in generator.generate(PROMPTS, settings):
                 for answer in samples:
                     reference = case.log_probs(answer.prompt, answer.response, settings.temperature)
+                    # Dividing logits by a temperature below 1 also magnifies their rounding errors.
                     tolerance = case.tolerance / min(settings.temperature, 1.0)
                     expect_log_probs(answer.log_probs, reference, str(more), tolerance)
 
@@ -102,6 +103,7 @@ def stops(case: Case) -> None:
     with case.generator() as generator:
         ((whole,),) = generator.generate([prompt], GREEDY)
         expected = whole.response
+        # The same token may occur before, and then ends the completion there.
         stop = expected[3]
         length = expected.index(stop) + 1
         ((stopped,),) = generator.generate([prompt], replace(GREEDY, stop_tokens=(stop,)))
@@ -115,6 +117,7 @@ def stops(case: Case) -> None:
         (answers,) = generator.generate([prompt], hot)
         ended = [answer for answer in answers if answer.finished]
         expect(bool(ended), "no response of 100 random tokens ends with the end token of the model")
+        # 2 is the end token of all tiny models.
         expect(all(a.response.index(2) == len(a.response) - 1 for a in ended), "tokens follow the end token")
         (ignoring,) = generator.generate([prompt], replace(hot, ignore_eos=True))
         expect(all(len(answer.response) == 100 for answer in ignoring), "ignore_eos=True: a response ended early")
@@ -263,6 +266,7 @@ def pause(case: Case) -> None:
 def weights_in_flight(case: Case) -> None:
     """After new weights every token is theirs, of requests in flight and of fresh ones on the same prompt."""
     long = replace(GREEDY, max_tokens=30, ignore_eos=True)
+    # These prompts fill two pages of 32 tokens, none, and one: only whole pages may be found in a cache of prefixes.
     prompts = [PROMPTS[5], PROMPTS[0], PROMPTS[4]]
     with case.generator() as generator:
         streams = [generator.submit(prompt, long) for prompt in prompts]
@@ -288,6 +292,7 @@ def weights_in_flight(case: Case) -> None:
                 what = f"version {model}, {'in flight' if count else 'fresh'}"
                 if part:
                     expect_greedy(case, so_far, part, stream.log_probs[start:end], what, model=model)
+        # The same values again: only the version changes.
         generator.load_weights(case.weights(), version=12)
         ((answer,),) = generator.generate([PROMPTS[0]], GREEDY)
         expect(set(answer.versions) == {12}, f"versions {answer.versions} of weights that were given version 12")

@@ -59,6 +59,7 @@ class Embedder:
             raise ModelError(f"model.path={path} cannot be loaded for embeddings: {type(e).__name__}: {e}") from e
         if loaded[0].config.is_encoder_decoder:
             raise ModelError(f"model.path={path} is an encoder with a decoder, which cannot be used for embeddings here")
+        # transformers fills missing tensors with random values, so they must be refused.
         model, info = loaded
         # The pooler of BERT is not used.
         if missing := sorted(name for name in info["missing_keys"] if not name.startswith("pooler.")):
@@ -79,6 +80,7 @@ class Embedder:
         padding = getattr(table, "padding_idx", None)
         if self.context is not None and padding is not None:
             self.context -= padding + 1
+        # Each linear layer must take what the one before it returns; the first one takes the pooled hidden state.
         width = getattr(text_config, "hidden_size", None)
         for dense in self._dense:
             if dense[0].in_features != width:
@@ -173,6 +175,7 @@ class Embedder:
             return states[length - 1]
         if self.pooling == "cls":
             return states[0]
+        # In float32, because a sum of many bfloat16 values would lose its lower bits.
         return states[:length].float().mean(0)
 
     def _finish(self, rows: Tensor) -> Tensor:
@@ -195,6 +198,7 @@ class Embedder:
     @torch.inference_mode()
     def _can_pack(self) -> bool:
         length = min(_TRIAL_TOKENS, self.context or _TRIAL_TOKENS)
+        # Three texts, so that the middle one has a neighbor on both sides.
         texts = [[(i * 7 + start) % self.vocabulary for i in range(length)] for start in (3, 9, 100)]
         alone = torch.cat([self._packed([text]) for text in texts]).float()
         together = self._packed(texts).float()

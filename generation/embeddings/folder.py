@@ -83,6 +83,8 @@ def read_folder(folder: Path) -> EmbeddingFolder:
         elif kind == "Normalize":
             normalize = True
         elif kind == "Dense":
+            # The defaults are those of sentence-transformers: a layer has a bias and Tanh, and the prompt is part of
+            # the pooling.
             activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
             if activation not in _ACTIVATIONS:
                 raise ModelError(
@@ -94,6 +96,7 @@ def read_folder(folder: Path) -> EmbeddingFolder:
                 f"{folder}/modules.json: a module of type {module['type']} is not supported; only Transformer, Pooling, Dense, "
                 "Normalize"
             )
+    # In another order, the same modules would compute something else.
     if not _ORDER.fullmatch(" ".join(kinds)):
         raise ModelError(
             f"{folder}/modules.json has the modules {', '.join(kinds) or 'none'}; supported are Transformer, Pooling, any number of "
@@ -120,6 +123,7 @@ def _modules(folder: Path) -> list[dict[str, Any]]:
     ):
         raise ModelError(f"{folder}/modules.json is not a list of modules with idx, path and type; the file is damaged")
     for module in modules:
+        # The folder may be a download: its files must not make this process read others.
         if not (folder / str(module["path"])).resolve().is_relative_to(folder.resolve()):
             raise ModelError(f"{folder}/modules.json names {module['path']!r}, which is outside of the folder")
     return modules
@@ -128,6 +132,7 @@ def _modules(folder: Path) -> list[dict[str, Any]]:
 def _pooling(place: Path, settings: dict[str, Any]) -> Pooling:
     modes = settings.get("pooling_mode")
     if modes is None:
+        # Older versions wrote one boolean for each mode. Several at once would be concatenated, which is refused below.
         modes = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value is True]
     modes = [modes] if isinstance(modes, str) else list(modes)
     if len(modes) != 1 or modes[0] not in _POOLINGS:

@@ -58,6 +58,7 @@ class EmbeddingsScheduler(Scheduler[list[int]]):
         batch: list[RequestId] = []
         tokens = 0
         for request_id, text in self._texts.items():
+            # A text longer than the limit is embedded alone.
             if batch and (len(batch) >= self._max_texts or tokens + len(text) > self._max_tokens):
                 break
             batch.append(request_id)

@@ -84,6 +84,7 @@ class VLLMAdapters:
             raise ConfigError(
                 f"max_adapters={self._most}: there are as many adapters already; drop one first, or raise the number"
             )
+        # First, because this may free the place that the new one needs.
         self.free_unused(engine, used)
         if len(self._requests) + len(self._replaced) >= self._most + SPARE:
             raise ConfigError(
@@ -94,8 +95,10 @@ class VLLMAdapters:
         rank = adapter_config_of(folder).rank
         if rank > self._rank:
             raise ConfigError(f"the adapter {name!r} has rank {rank}, more than options.max_lora_rank={self._rank}; raise it")
+        # A new number for each load: requests under way keep the factors that are loaded under the old one.
         self._count += 1
         target = self._folder / str(self._count)
+        # vLLM reads adapters in peft's form.
         merge(folder, target, adapters="only")
         request = LoRARequest(name, self._count, str(target))
         try:
@@ -103,6 +106,7 @@ class VLLMAdapters:
         except Exception as e:  # vLLM raises errors of any type, also from its engine's process
             shutil.rmtree(target, ignore_errors=True)
             raise ConfigError(f"vLLM cannot run the adapter {name!r} of {folder}: {type(e).__name__}: {e}") from e
+        # Only after vLLM has accepted the new one; until then the old one stays in use.
         if name in self._requests:
             self._replaced.append(self._requests[name])
         self._requests[name], self._versions[name] = request, version

@@ -59,6 +59,7 @@ class RequestDraws:
 
     def move(self, source: int, target: int, *, swap: bool) -> None:
         """Record that a request has moved to another slot; with `swap` the two requests have exchanged slots."""
+        # Both are taken out first: without `swap`, the request that was in the target has ended.
         first, second = self._requests.pop(source, None), self._requests.pop(target, None)
         if first is not None:
             self._requests[target] = first

@@ -63,6 +63,7 @@ class VLLMGenerator(BaseGenerator):
         self._remote = tp > 1 and not joined
         self._tp, self._joined = tp, joined
         self.ranks_per_model = tp if joined else 1
+        # Before the engine is built, which may start process groups of its own.
         self._shares_process_group = dist.is_initialized()
         self._engine: Any = self._build()
         self._broken = False
@@ -192,6 +193,7 @@ class VLLMGenerator(BaseGenerator):
 
         self._count += 1
         name = f"drivetrain-{self._count}"
+        # A name of its own for each start, because an aborted request may still have outputs under its old name.
         self._numbers[stream.id], self._streams[name] = name, stream
         self._begun[name] = len(stream.tokens)
         params = vllm.SamplingParams(output_kind=RequestOutputKind.DELTA, **sampling_settings(stream))
@@ -247,7 +249,10 @@ class VLLMGenerator(BaseGenerator):
         if self._remote:
             folder = Path(tempfile.mkdtemp(prefix="drivetrain-weights-"))
             try:
+                # The files are complete and checked before vLLM reads the first of them, so an error so far leaves the
+                # engine as it is.
                 write_weights(folder, self._model.checked(weights))
+                # From here to the end of the load, the engine may hold a partial set.
                 self._broken = True
                 self._engine.collective_rpc("load_drivetrain_weights", args=(str(folder),))
             finally:
@@ -258,6 +263,8 @@ class VLLMGenerator(BaseGenerator):
             self._broken = True
             reload_weights(getattr(worker, "worker", worker).model_runner, weights_iterator=completed)
         self._broken = False
+        # The stream has failed, but vLLM has a set of the right shapes (see `CompletedWeights`), so it need not be
+        # rebuilt.
         if not self._remote and completed.error is not None:
             raise completed.error
 
@@ -272,6 +279,7 @@ class VLLMGenerator(BaseGenerator):
             ModelError: Memory of the old engine is still in use, for which vLLM has no room in the same process.
         """
         self._release()
+        # The largest value of all ranks, so that all of them raise the error or none does.
         held = max(all_gather_object(_held_bytes())) if self._joined else _held_bytes()
         if held:
             raise ModelError(

@@ -15,6 +15,8 @@ _POLL_S = 0.5
 
 
 def _end_with(parent: int, folder: str) -> None:
+    # When the parent ends, this process is adopted by another one; a signal handler would miss a parent that was
+    # killed.
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     shutil.rmtree(folder, ignore_errors=True)

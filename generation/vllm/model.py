@@ -47,6 +47,7 @@ class VLLMModel:
     """
 
     def __init__(self, config: RolloutConfig) -> None:
+        # Before the import, in which vLLM sets up its logging.
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         import vllm
@@ -67,6 +68,7 @@ class VLLMModel:
             max_length: The number of tokens that vLLM's engine allows for a prompt and its completion.
         """
         ends = self._text.eos_token_id
+        # It takes precedence over the model's config, as in transformers.
         if (self.folder / "generation_config.json").is_file():
             ends = GenerationConfig.from_pretrained(self.folder).eos_token_id or ends
         return CompletionLimits(
@@ -128,6 +130,7 @@ class VLLMModel:
     @cached_property
     def _layers_with_experts(self) -> list[int]:
         """The numbers of the layers with experts."""
+        # Without memory for the parameters; only the modules are of interest.
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(self._text)
         return [
@@ -243,6 +246,7 @@ def gpu_arguments(
         ConfigError: Parameters and cache do not fit on the GPU.
     """
     arguments: dict[str, Any] = {
+        # One more: vLLM keeps one block for itself, as a placeholder.
         "num_gpu_blocks_override": -(-config.max_batch_total_tokens // _BLOCK_TOKENS) + 1,
         "block_size": _BLOCK_TOKENS,
         # Without it, sleep does not free memory.
@@ -265,8 +269,10 @@ def sampling_settings(stream: TokenStream) -> dict[str, Any]:
     return {
         "temperature": 0.0,
         "max_tokens": stream.remaining,
+        # They already include the model's end tokens, unless the request ignores these.
         "stop_token_ids": sorted(stream.stop_tokens),
         "ignore_eos": True,
+        # Only that of the sampled token.
         "logprobs": 0,
         "detokenize": False,
         "extra_args": {

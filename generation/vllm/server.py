@@ -115,6 +115,7 @@ class VLLMServerGenerator(BaseGenerator):
         for stream in list(self.waiting.values()):
             self.admit(stream)
             self._add(server, stream)
+        # Without waiting for one, a loop over steps would keep a core busy while the server computes.
         first = self._next_event(server)
         # Only the events present now: more arrive in the meantime, and would keep this step from ending.
         for name, event in [first, *(self._events.get() for _ in range(self._events.qsize()))]:
@@ -139,6 +140,7 @@ class VLLMServerGenerator(BaseGenerator):
         choice, cached = event
         if choice["finish_reason"] not in (None, "stop", "length"):
             raise ModelError(f"vLLM's server ended a request with {choice['finish_reason']!r}")
+        # All tokens of the prompt were counted when the request was sent.
         self.prefill_tokens -= cached
         for token, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
             if stream.ended:
@@ -197,6 +199,7 @@ class VLLMServerGenerator(BaseGenerator):
         """Close the connection of a request, which makes the server stop it."""
         name = self._names.pop(stream.id)
         del self._streams[name]
+        # Cancelling the task closes its connection.
         self._readers.pop(name).cancel()
 
     def drop_caches(self) -> None:
@@ -204,6 +207,7 @@ class VLLMServerGenerator(BaseGenerator):
         for reader in self._readers.values():
             reader.cancel()
         self._streams, self._names, self._readers = {}, {}, {}
+        # A server that is gone or asleep has no cache.
         if self._server is None or self._server.lost or self.placement != GeneratorPlacement():
             return
         reply = self._server.post("/reset_prefix_cache", parameters={"reset_running_requests": True})
@@ -231,6 +235,7 @@ class VLLMServerGenerator(BaseGenerator):
         except BaseException:
             shutil.rmtree(spool, ignore_errors=True)
             raise
+        # The old files go only now: until the new set was loaded, a restarted server would have needed them.
         if self._spool is not None:
             shutil.rmtree(self._spool, ignore_errors=True)
         self._spool, self._arguments["model"] = spool, str(spool)

@@ -48,10 +48,13 @@ class ServerProcess:
     def __init__(self, folder: Path, arguments: Mapping[str, Any], start_s: float, streams: int) -> None:
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
         socket = folder / "vllm.sock"
+        # A server that was killed leaves its socket behind, and the next one could not bind to the path.
         socket.unlink(missing_ok=True)
         words = [*command_line(arguments), "--uds", str(socket), "--enable-scale-out", "--enable-prompt-tokens-details"]
         words.append("--disable-uvicorn-access-log")
+        # The server imports our sampler and worker extension, so it must find the packages that this process finds.
         search = os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))
+        # The server is not one of the ranks of this process's group.
         ours = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         self._process = subprocess.Popen(
             [sys.executable, "-m", _LAUNCH, str(os.getpid()), str(folder), *words],
@@ -63,6 +66,7 @@ class ServerProcess:
             env={**ours, "PYTHONPATH": search, "VLLM_SERVER_DEV_MODE": "1"},
             start_new_session=True,
         )
+        # The output must be read all the time: the server would block when the pipe is full.
         self._reader = threading.Thread(target=self._read, name="vllm-output", daemon=True)
         self._reader.start()
         self._loop = asyncio.new_event_loop()
@@ -95,6 +99,7 @@ class ServerProcess:
         while True:
             if self._process.poll() is not None:
                 words = self._last_output()
+                # Code 2 with this word is argparse's refusal of an argument.
                 kind = ConfigError if "error: " in words and self._process.returncode == 2 else ModelError
                 raise kind(f"vLLM's server ended with code {self._process.returncode}; last output:\n{words}")
             # The server is not listening or responding yet.
@@ -159,6 +164,8 @@ class ServerProcess:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_S)
+        # The server has processes of its own, which may outlive it. They are in its group, because it started a
+        # session.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

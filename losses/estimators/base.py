@@ -88,6 +88,7 @@ class Estimator(NamedSettings):
         """
         raise NotImplementedError
 
+    # Separate from `estimate`, so that only the estimators that need other ranks have a collective step.
     def finish(self, advantages: Tensor, x: EstimatorInputs, reduce: Reduce) -> Tensor:
         """Apply the step that depends on the completions of all ranks and return the advantages `[B, R]`. Collective over these ranks.
 

@@ -93,6 +93,7 @@ class GPGEstimator(Estimator):
     def estimate(self, x: EstimatorInputs) -> tuple[Tensor, Tensor | None]:
         from ..advantages import grpo
 
+        # The scale follows in `finish`: it counts the completions of all ranks.
         return grpo(x.rewards(), x.groups(), scale=False), None
 
     def finish(self, advantages: Tensor, x: EstimatorInputs, reduce: Reduce) -> Tensor:

@@ -167,6 +167,7 @@ class OptimalTokenBaselineEstimator(Estimator):
     def estimate(self, x: EstimatorInputs) -> tuple[Tensor, Tensor | None]:
         from ..advantages import optimal_token_baseline
 
+        # Present only if the trainer corrects for the probabilities of the generator.
         weights = x.padded("importance_weights") if x.has("importance_weights") else None
         return optimal_token_baseline(
             x.token_rewards(), x.groups(), x.padded("old_log_probs"), x.padded("sum_squared_probs"), x.mask, weights

@@ -100,4 +100,5 @@ def objective(name: str, summary: str, *, paper: str) -> Callable[[type[Objectiv
 
 def clip_bounds(low: float, high: float | None) -> tuple[float, float]:
     """Return both bounds; the upper one defaults to the lower one."""
+    # 0 is a valid upper bound, so the test is for None.
     return low, low if high is None else high

@@ -61,6 +61,8 @@ class ClipCovObjective(Objective):
         import torch
 
         plain = ClippedObjective(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=None).token_losses(x, ratio)
+        # Marked before the updates of a step (see `CovarianceSelection`): here, in a micro-batch, the covariances of
+        # the step are not known.
         selected = x.field("high_covariance") > 0
         return TokenLosses(torch.where(selected, torch.zeros_like(plain.losses), plain.losses), selected)
 

@@ -41,6 +41,7 @@ class CISPOObjective(Objective):
 
     def token_losses(self, x: PolicyTokens, ratio: Tensor) -> TokenLosses:
         low, high = clip_bounds(self.clip_low, self.clip_high)
+        # Detached: the gradient flows through `log_probs` alone, and a clipped weight does not stop it.
         weight = ratio.detach().clamp(1 - low, 1 + high)
         return TokenLosses(-weight * x.advantages * x.log_probs, weight != ratio.detach())
 

@@ -47,6 +47,7 @@ class ClippedObjective(Objective):
         check_not_negative(self, "clip_low", "clip_high")
         check_ratio_bound(self.clip_low)
         if self.dual_clip == 0:
+            # The dataclass is frozen; 0 is stored as None, so that both are the same below.
             object.__setattr__(self, "dual_clip", None)
         if self.dual_clip is not None and not (self.dual_clip > 1 and math.isfinite(self.dual_clip)):
             raise ConfigError(
@@ -61,10 +62,12 @@ class ClippedObjective(Objective):
 
         low, high = clip_bounds(self.clip_low, self.clip_high)
         unclipped, clipped_losses = -x.advantages * ratio, -x.advantages * ratio.clamp(1 - low, 1 + high)
+        # The larger loss: clipping removes the gradient only where moving on would be rewarded.
         losses, clipped = torch.maximum(unclipped, clipped_losses), clipped_losses > unclipped
         if self.dual_clip is None:
             return TokenLosses(losses, clipped)
         bound = -x.advantages * self.dual_clip
+        # For a negative advantage, the loss would otherwise grow with the ratio without bound.
         dual = (x.advantages < 0) & (losses > bound)
         return TokenLosses(torch.where(dual, bound, losses), clipped, dual)
 

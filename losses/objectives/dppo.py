@@ -37,6 +37,7 @@ class _DPPOObjective(Objective):
         import torch
 
         inside = self._inside(x, *clip_bounds(self.clip_low, self.clip_high))
+        # A weight of 0 removes the gradient of tokens outside.
         weight = torch.where(inside, ratio.detach().clamp(max=self.max_ratio), torch.zeros_like(ratio))
         return TokenLosses(-weight * x.advantages * x.log_probs, ~inside)
 
@@ -88,6 +89,7 @@ class DPPOKLObjective(_DPPOObjective):
         log_p = x.log_probs.detach()
         p, q = log_p.exp(), x.old.exp()
         divergence = q * (x.old - log_p) + (1 - q) * torch.log((1 - q + _BINARY_EPS) / (1 - p + _BINARY_EPS))
+        # A token that moved against its advantage is always inside: its gradient brings it back.
         rising, falling = (divergence <= high) | (p <= q), (divergence <= low) | (p >= q)
         return torch.where(x.advantages > 0, rising, falling)
 

@@ -55,7 +55,9 @@ class GMPOObjective(Objective):
         pessimistic = torch.where(advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded))
         pessimistic = torch.where(advantages == 0, torch.zeros_like(pessimistic), pessimistic)
         means = sequence_sums(pessimistic * x.mask, x.batch) / counts
+        # The exponential of the mean of the logarithms.
         geometric = means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        # `[N]`; the aggregation takes the mean over a completion's tokens, which leaves the number as it is.
         losses = -(sequence_sums(advantages * x.mask, x.batch) / counts) * geometric
         return TokenLosses(losses[rows], (pessimistic != log_ratio).detach() & (advantages != 0))
 

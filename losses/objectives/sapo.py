@@ -40,6 +40,7 @@ class SAPOObjective(Objective):
         import torch
 
         tau = torch.full_like(ratio, self.tau_negative).masked_fill(x.advantages > 0, self.tau_positive)
+        # The factor 4 / tau makes the slope 1 at a ratio of 1, as that of the plain objective.
         return TokenLosses(-x.advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau)
 
 

@@ -12,10 +12,12 @@ if TYPE_CHECKING:
 
     from ..preference import PairSides, PreferenceLoss
 
+# What changes the margin m, for losses that read nothing else of a pair.
 _OF_MARGIN = ("divergence", "length_normalize")
 
 
 def _check_smoothing(s: PreferenceLoss) -> None:
+    # The loss contains log e.
     if not s.label_smoothing:
         raise ConfigError("label_smoothing=0 with loss=exo_pair, which is then infinite; the paper uses 0.001")
 
@@ -123,6 +125,7 @@ def _apo_down(s: PreferenceLoss, x: PairSides) -> Tensor:
 def _aot(s: PreferenceLoss, x: PairSides) -> Tensor:
     from .. import pairs
 
+    # By `needs_matching`, `PreferenceLoss` requires the field.
     assert x.matched is not None
     return pairs.aot_loss(x.chosen_policy - x.rejected_policy, x.matched, s.beta, s.label_smoothing)
 

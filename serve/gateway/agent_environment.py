@@ -31,6 +31,7 @@ END_S = 10.0
 """The number of seconds to wait for an agent whose episode has ended."""
 
 
+# One set of servers for each event loop: a server runs in the loop that has started it.
 @cache
 def _servers(loop: asyncio.AbstractEventLoop) -> AgentServers:
     return AgentServers()
@@ -84,6 +85,7 @@ class GatewayEnvironment(Environment):
                 f"environment.settings has {which} of agent, command and port; set exactly one, to select the agent"
             )
         for name, value in (("command", command), ("allowed_hosts", allowed_hosts)):
+            # A text is a sequence of its characters, and would otherwise pass as a list of words.
             if value is not None and (isinstance(value, str) or not all(isinstance(word, str) for word in value)):
                 raise ConfigError(f"environment.settings.{name}={value!r:.80}; it must be a list of words")
         if command is not None and not command:
@@ -95,6 +97,7 @@ class GatewayEnvironment(Environment):
         for name, text in (("host", host), ("model", model), ("api_key", api_key)):
             if text is not None and (not isinstance(text, str) or not text):
                 raise ConfigError(f"environment.settings.{name}={text!r:.40}; it must be a string")
+        # Without `port` there are no sessions to take, so no key is needed.
         key = api_key or (os.environ.get(KEY_VARIABLE) if port is not None else None)
         if not is_loopback(host) and not key:
             raise ConfigError(
@@ -140,6 +143,7 @@ class GatewayEnvironment(Environment):
             )
             assert self._agent is not None
             self._run = AgentRun(self._agent, task)
+            # An agent may end without another request; its result then ends the episode.
             self._run.when_done(self._ended)
         first = await self._next()
         if isinstance(first, Done):
@@ -157,6 +161,7 @@ class GatewayEnvironment(Environment):
         try:
             result = await self._session.next(silence_s=self._silence_s if self._gives else None)
         except asyncio.CancelledError:
+            # Either the agent has returned its session, which cancels `finished`, or the episode itself was cancelled.
             if not self._session.finished.cancelled():
                 raise
             raise EpisodeLostError("the agent has returned its session") from None
@@ -169,6 +174,7 @@ class GatewayEnvironment(Environment):
     async def close(self) -> bool:
         """End the session, and the agent if possible; return whether the agent keeps running."""
         if self._server is not None and self._session is not None:
+            # First the session, so that an agent which waits for a completion gets an error and can end.
             self._server.close_session(self._session)
         return self._run is not None and await self._run.end(END_S)
 

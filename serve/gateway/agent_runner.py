@@ -72,6 +72,8 @@ class AgentRun:
 
     def __init__(self, agent: Agent | Sequence[str], task: AgentTask) -> None:
         self._agent, self._task = agent, task
+        # Set by the agent itself when it has really ended: cancelling the future below does not stop a function in a
+        # thread.
         self._ended = threading.Event()
         self._running: asyncio.Future[EpisodeReward] = asyncio.ensure_future(self._run())
 
@@ -101,6 +103,7 @@ class AgentRun:
 
     async def _call(self, agent: Agent) -> Any:
         if not inspect.iscoroutinefunction(agent):
+            # A plain function may block, so it gets a thread, and not the loop of the coroutines.
             result = await asyncio.wrap_future(_threads().submit(self._in_thread, agent))
             if not inspect.isawaitable(result):
                 return result
@@ -123,6 +126,7 @@ class AgentRun:
             return await work
         except asyncio.CancelledError as e:
             task = asyncio.current_task()
+            # Cancelled from outside. Otherwise the agent has raised the error itself, which is a failure.
             if task is not None and task.cancelling():
                 raise
             raise AgentError(described(e)) from e
@@ -148,6 +152,7 @@ def _threads() -> ThreadPoolExecutor:
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
+    # A daemon, so that an agent which never ends does not keep the process from exiting.
     threading.Thread(target=loop.run_forever, name="agents", daemon=True).start()
     return loop
 
@@ -162,6 +167,7 @@ def reward_of(result: Any) -> EpisodeReward:
     if numbers.get("reward", 0) is None:
         del numbers["reward"]
     for name, value in numbers.items():
+        # `Real` also covers numpy's numbers and fractions.
         if not isinstance(value, Real) or not _is_finite(value):
             raise EnvironmentResultError(
                 f"the agent returned {name}={value!r:.40}; it must return a finite number, None, or a mapping of names to finite numbers"
@@ -175,6 +181,7 @@ def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(float(value))
     except OverflowError:
+        # An integer that is too large for a float.
         return False
 
 
@@ -187,6 +194,7 @@ async def run_program(command: Sequence[str], task: AgentTask) -> Any:
     """
     addresses = {
         "OPENAI_BASE_URL": task.base_url,
+        # The clients of both APIs need a key, of any value. The session is named in the path of the address.
         "OPENAI_API_KEY": "none",
         "ANTHROPIC_BASE_URL": task.anthropic_base_url,
         "ANTHROPIC_API_KEY": "none",
@@ -197,6 +205,7 @@ async def run_program(command: Sequence[str], task: AgentTask) -> Any:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, **addresses},
+        # A process group of its own, so that everything it starts can be ended with it.
         start_new_session=True,
         preexec_fn=die_with_parent,  # safe after fork: it makes one system call and takes no lock
     )
@@ -213,6 +222,7 @@ async def run_program(command: Sequence[str], task: AgentTask) -> Any:
     try:
         await _exit_of(process)
     finally:
+        # Also after a regular exit, because processes that the program has left behind must not outlive the episode.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         await _exit_of(process)
@@ -220,6 +230,7 @@ async def run_program(command: Sequence[str], task: AgentTask) -> Any:
         await asyncio.wait(piping, timeout=_CLOSE_S)
         for one in piping:
             one.cancel()
+    # The exit code comes first: the output of a program that failed is not a reward.
     code = process.returncode
     if code:
         raise AgentError(f"the program {command[0]} exited with code {code}: {errors.decode(errors='replace').strip()[-500:]}")
@@ -251,4 +262,5 @@ async def _keep_tail(stream: asyncio.StreamReader, kept: bytearray) -> None:
     """Read a pipe to its end, and keep the last part."""
     while chunk := await stream.read(_OUTPUT_BYTES):
         kept += chunk
+        # Only the end is of interest. Reading on keeps the program from blocking on a full pipe.
         del kept[:-_OUTPUT_BYTES]

@@ -66,6 +66,8 @@ class EpisodeSession:
 
     def __init__(self, row: EpisodeRow) -> None:
         self.row = row
+        # Two keys: the first one is part of the address that an agent's clients use, and does not suffice to set the
+        # reward.
         self.key, self.reward_key = secrets.token_urlsafe(16), secrets.token_urlsafe(16)
         self.responses = StoredResponses()
         self.finished: asyncio.Future[EpisodeReward] = asyncio.get_running_loop().create_future()
@@ -116,6 +118,7 @@ class EpisodeSession:
         pending, self._pending = self._pending, None
         assert pending is not None
         pending.turn = turn.number
+        # Its client has gone in the meantime, so the agent has never seen this turn.
         if pending.outcome.done():
             self._unread.append(turn.number)
             return
@@ -128,11 +131,14 @@ class EpisodeSession:
             tokens=turn.tokens,
             whole_text=turn.text + turn.stop,
         )
+        # A turn without tokens cannot be distinguished from its own prompt, and could not be continued.
         if turn.tokens:
             self._history.add(pending.request.conversation, answer, turn.number)
+        # All completions of a request have the same prompt.
         pending.form.usage.prompt = max(pending.form.usage.prompt, turn.context_length)
         pending.form.usage.written += len(turn.tokens)
         pending.outcome.set_result(answer)
+        # The agent's silence counts from the moment at which it has its answer.
         self.heard_at = time.monotonic()
 
     async def next(self, *, silence_s: float | None = None) -> Observation | EpisodeReward | None:
@@ -145,6 +151,7 @@ class EpisodeSession:
             The observation or the reward; None if the agent was silent for too long.
         """
         while True:
+            # Wait for whichever comes first: a request, the end of the episode, or the limit on the agent's silence.
             asking = asyncio.ensure_future(self._asked.get())
             left = None if silence_s is None else max(0.0, self.heard_at + silence_s - time.monotonic())
             try:
@@ -182,6 +189,7 @@ class EpisodeSession:
             return Observation(messages=messages[begin:], history=messages[:begin], tools=conversation.tools, **common)
         if isinstance(conversation, TextPrompt):
             return Observation(text=conversation.text[begin:], **common)
+        # An observation needs some form of content, also if nothing is new.
         rest = conversation.ids[begin:]
         return Observation(tokens=list(rest), **common) if rest else Observation(text="", **common)
 
@@ -239,8 +247,10 @@ class AgentServer(PolicyRoutes[EpisodeSession]):
             app.post("/sessions/{key}/reward")(self.reward)
             app.delete("/sessions/{key}")(self.lose)
         self.add_to(app)
+        # HTTPServer, because uvicorn's own signal handlers would replace those of the run.
         server = HTTPServer(Config(app, log_level="warning", access_log=False, lifespan="off"))
         self._serving = asyncio.create_task(server.serve(sockets=[listener]))
+        # uvicorn offers nothing to await for its start.
         while not server.started and not self._serving.done():
             await asyncio.sleep(0.005)
 
@@ -276,8 +286,10 @@ class AgentServer(PolicyRoutes[EpisodeSession]):
         keys = self._settings.api_keys
         if keys and not any(hmac.compare_digest(bearer(request).encode(), key.encode()) for key in keys):
             raise HTTPException(401, "the key is missing or wrong; send it as: Authorization: Bearer KEY")
+        # A status after which a client may try again: the next step may open further sessions.
         if not self._waiting:
             raise HTTPException(503, "no prompt is waiting for an agent; try again later", headers={"retry-after": "1"})
+        # No await between the check above and here, so two agents never get the same session.
         session = self._waiting.popleft()
         session.heard_at = time.monotonic()
         session.claimed.set()
@@ -343,10 +355,12 @@ async def _pieces(session: EpisodeSession, asked: Sequence[PendingAnswer], *, st
         for one in asked:
             yield AnswerPiece(index=one.index, answer=await one.outcome)
     finally:
+        # Not all completions were ready, so the response was never sent, and the agent has read none of them.
         if not all(one.outcome.done() for one in asked) and not streams:
             # They would have been sent in one response.
             session.forget(asked)
         for one in asked:
+            # Completions that are still to be generated need not be: see `EpisodeSession.next`.
             one.outcome.cancel()
 
 
@@ -366,6 +380,7 @@ class AgentServers:
         if key not in self.servers:
             self.servers[key] = asyncio.create_task(_started(settings, gives=gives))
         try:
+            # Shielded, because other episodes may be waiting for the same server.
             return await asyncio.shield(self.servers[key])
         except ConfigError:
             # Another attempt may find the port free.

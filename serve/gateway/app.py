@@ -159,6 +159,8 @@ class Gateway(PolicyRoutes[Session]):
         prompt, asked, most = place.prompt, request.sampling, self._settings.turn_tokens
         form.usage.prompt = len(prompt)
         options = self._model.options(asked, len(prompt), min(request.max_tokens or most, most, session.room()))
+        # Always the gateway's temperature, at which the log-probabilities are recorded; `check` has refused requests
+        # for others.
         options = replace(options, temperature=self._settings.temperature)
         requests = [GenerationRequest(prompt=prompt, options=options, row=0, sample=i, images=[]) for i in range(asked.n)]
         pieces = self._completions.pieces(requests, asked.stops)
@@ -184,6 +186,7 @@ class Gateway(PolicyRoutes[Session]):
                 yield AnswerPiece(index=index, answer=self._ended(session, place, request, piece))
         finally:
             session.running -= request.sampling.n
+            # Stops the workers at once, also if the client has disconnected.
             await pieces.aclose()  # type: ignore[attr-defined]
 
     def _ended(self, session: Session, place: Place, request: AnswerRequest, piece: CompletionPiece) -> Answer:
@@ -197,6 +200,7 @@ class Gateway(PolicyRoutes[Session]):
             is_cut=response.finish_reason != "stop",
             stop=response.writer.stop,
             tokens=tokens,
+            # Only after a stop string does the text of the tokens differ from the text that was sent.
             whole_text=self._model.texts.decode(tokens) if response.writer.stop else "",
         )
         generation = Generation(
@@ -206,6 +210,7 @@ class Gateway(PolicyRoutes[Session]):
             versions=[token.version for token in response.tokens],
             finish_reason="length" if answer.is_cut else "stop",
         )
+        # Before the answer is sent: the agent's next request may arrive as soon as it has it.
         session.add(place, answer, generation)
         return answer
 

@@ -33,6 +33,8 @@ class ChatPath:
     @classmethod
     def of(cls, messages: Sequence[ChatTurn], tools: Sequence[Mapping[str, Any]] = ()) -> "ChatPath":
         """Return the path of messages."""
+        # The tools come first, because templates render them into the prompt: with other tools, the tokens of an
+        # earlier turn cannot be reused.
         digests = [digest_of("", json.dumps(list(tools), sort_keys=True, ensure_ascii=False))]
         for message in messages:
             digests.append(digest_of(digests[-1], message.canonical()))
@@ -112,6 +114,7 @@ class History(Generic[T]):
             The number of equal messages, characters or tokens; and the value of the completion (the latest if there are several), or None.
         """
         if isinstance(conversation, ChatPath):
+            # The longest known prefix first: as much as possible is continued with the policy's own tokens.
             for count in range(len(conversation.messages), 0, -1):
                 if (value := self._by_digest.get(conversation.digests[count])) is not None:
                     return count, value

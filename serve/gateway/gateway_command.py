@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             )
     except KeyboardInterrupt:
+        # 128 + SIGINT, as shells report it.
         return 130
     except (DrivetrainError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)

@@ -36,6 +36,7 @@ class ChatTurn:
 
         It ignores key order and white space in the arguments of calls, and ids, which the policy does not read.
         """
+        # Clients parse arguments and write them again, which changes white space and may change the order of keys.
         calls = [[call.name, call.arguments] for _, call in self.calls]
         return json.dumps([self.role, self.content, calls], sort_keys=True, ensure_ascii=False)
 
@@ -62,6 +63,7 @@ def read_messages(messages: Sequence[Any]) -> list[ChatTurn]:
     names: dict[str, str] = {}
     for number, message in enumerate(messages):
         turn = _read(number, message, names)
+        # Some templates need the name of the tool in its result, which clients leave out.
         names |= {call_id: call.name for call_id, call in turn.calls}
         turns.append(turn)
     check_last(turns)
@@ -169,5 +171,6 @@ def read_answer(text: str, *, tools: Sequence[Mapping[str, Any]], new_id: Callab
         # An invalid call stays text, which the agent may complain about.
         calls = []
     mark = _CALL.search(text) if calls else None
+    # The text before the first call; without a mark, the completion is nothing but the call.
     content = text if not calls else text[: mark.start()].rstrip() if mark else ""
     return ChatTurn(role="assistant", content=content, calls=tuple((new_id(), call) for call in calls))

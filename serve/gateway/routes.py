@@ -63,6 +63,7 @@ def new_app(settings: ServeSettings) -> FastAPI:
         settings: The settings of the service.
     """
     app = FastAPI(title="Drivetrain gateway", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    # The middleware that is added last sees a request first, so hosts are checked before a body is read.
     app.add_middleware(SizeGuard, limit=int(settings.max_body_mib * 2**20))
     app.add_middleware(HostGuard, hosts=settings.hosts())
     return app
@@ -80,6 +81,7 @@ class PolicyRoutes(ABC, Generic[S]):
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes to an application, each under the path of a session and with its key in a header."""
+        # Clients with a fixed address can name the session in the header of their key instead.
         for prefix in (SESSION_PATH, ""):
             app.get(f"{prefix}/v1/models")(self.models)
             app.post(f"{prefix}/v1/chat/completions")(self.chat)
@@ -93,6 +95,7 @@ class PolicyRoutes(ABC, Generic[S]):
         app.exception_handler(SessionsFullError)(_full)
         app.exception_handler(ModelUnknownError)(_no_model)
         app.exception_handler(DataError)(_unfit)
+        # After all handlers have been added, so that each of them is wrapped.
         for error, handler in list(app.exception_handlers.items()):
             app.exception_handlers[error] = _in_its_format(handler)
 
@@ -242,6 +245,7 @@ def _in_its_format(handler: ErrorHandler) -> Callable[[Request, Exception], Awai
         if "/v1/messages" not in request.url.path or not response.body:
             return response
         message = json.loads(bytes(response.body))["error"]["message"]
+        # The body is replaced, but a client must still see when to try again.
         retry = {name: response.headers[name] for name in ("retry-after",) if name in response.headers}
         return JSONResponse(anthropic_error(response.status_code, message), status_code=response.status_code, headers=retry)
 

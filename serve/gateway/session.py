@@ -112,6 +112,8 @@ class Session:
                 is rendered from its beginning, as if it had no equal completion.
         """
         with self._lock:
+            # Only the search is locked, because tokenizing a long conversation takes time, and other requests may end
+            # meanwhile.
             self._check_open()
             begin, parent = self._history.find(conversation)
         if parent is not None:
@@ -140,6 +142,7 @@ class Session:
             SessionEndedError: The session has ended in the meantime, so the completion cannot be used for training.
         """
         with self._lock:
+            # Without the limits on completions and tokens: a completion that began within them may end.
             self._check_open(adds=True)
             added = PolicyTurn(
                 number=len(self._turns),
@@ -161,6 +164,7 @@ class Session:
             raise SessionEndedError(f"the session has ended ({self.end}); start another one")
         if self.is_late():
             raise SessionEndedError(f"the session is older than its limit of {self.limits.seconds:g} s; start another one")
+        # Completions in flight count, so that parallel requests cannot exceed the limit together.
         if not adds and len(self._turns) + self.running >= self.limits.turns:
             raise SessionEndedError(
                 f"the session has {len(self._turns)} of {self.limits.turns} completions; start another one"
@@ -178,6 +182,7 @@ class Session:
 
     def holds(self, reward_key: str) -> bool:
         """Return whether a key is that of its reward."""
+        # In constant time; the time of a plain comparison depends on how many characters agree.
         return hmac.compare_digest(reward_key.encode(), self._reward_key.encode())
 
     def close(self, end: SessionEnd, reward: float | None = None) -> None:
@@ -242,6 +247,7 @@ class Sessions:
             SessionsFullError: The limit on open sessions is reached.
         """
         session = Session(secrets.token_urlsafe(16), reward_key := secrets.token_urlsafe(16), self._limits)
+        # Here and with every request, so that no thread is needed for sessions that agents have left.
         self.expire()
         with self._lock:
             if len(self._open) >= self._most:
@@ -269,6 +275,7 @@ class Sessions:
             SessionUnknownError: There is no open session with this id, or it has ended.
         """
         session = self.find(key)
+        # Only one of two requests at the same time gets past this line; the other one gets an error.
         session.close(end, reward)
         with self._lock:
             self._open.pop(key, None)

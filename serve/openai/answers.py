@@ -42,6 +42,7 @@ def add_error_handlers(app: FastAPI) -> None:
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     """Await something, and cancel it when the client closes the connection."""
     task = asyncio.ensure_future(work)
+    # The body has been read by now, so what is received next is the end of the connection.
     gone = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -49,6 +50,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
             raise ClientGoneError
         return await task
     finally:
+        # Both are awaited after they have been cancelled, so that the work has really stopped when this function ends.
         for one in (task, gone):
             one.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
@@ -62,6 +64,7 @@ class ClosingResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
+            # Its `finally` cancels the completions, which would otherwise be generated to their ends for no client.
             await self.body_iterator.aclose()  # type: ignore[attr-defined]
 
 
@@ -115,7 +118,9 @@ def _lost(error: WorkerLostError) -> str:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Return the response to a request that failed, with the message and the status of its error."""
+    # An error of a worker is wrapped; what the client can change is in its cause.
     cause = error.__cause__ if isinstance(error, WorkerError) else error
+    # Further lines hold the traceback of the worker.
     message = str(cause or error).splitlines()[0]
     if isinstance(error, QueueFullError):
         body = error_body("too many requests are waiting; try again later", "rate_limit_error", "queue_full")

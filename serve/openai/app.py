@@ -44,6 +44,7 @@ def create_app(settings: ServeSettings, model: ServedModel, replicas: Replicas) 
     app.get("/health")(service.health)
     app.get("/metrics")(service.numbers)
     app.get("/v1/models")(service.models)
+    # A path, because names of models contain slashes.
     app.get("/v1/models/{name:path}")(service.model)
     app.post("/load_model")(service.announce)
     app.post("/v1/completions")(service.complete)
@@ -58,7 +59,9 @@ def create_app(settings: ServeSettings, model: ServedModel, replicas: Replicas) 
     app.add_middleware(
         KeyGuard,
         keys=settings.api_keys,
+        # A key of its own: clients who may use the model must not be able to replace it.
         keys_by_path={"/weights": settings.weights_key} if settings.weights_dir else {},
+        # Load balancers ask for it without a key.
         open_paths=["/health"],
     )
     app.add_middleware(HostGuard, hosts=settings.hosts())
@@ -84,6 +87,7 @@ class Service:
     async def count(self, request: Request, pass_on: Callable[[Request], Awaitable[Response]]) -> Response:
         """Count a request."""
         start = time.perf_counter()
+        # Paths below this one contain names of models, each of which would be a label of its own.
         route = request.url.path if not request.url.path.startswith("/v1/models") else "/v1/models"
         response = await pass_on(request)
         # Unknown paths share one label, so that the number of labels is bounded.
@@ -139,6 +143,7 @@ class Service:
         messages, images = self._model.parse_messages(body.messages, self._settings.max_images)
         self._check_count(1, body.n)
         self._model.check_length(sum(len(str(message["content"])) for message in messages))
+        # In a thread: tokenizing a long text would block the event loop, and with it all streams.
         ids = await asyncio.to_thread(self._model.texts.encode_chat, messages)
         requests = self._requests(body, [ids], body.max_completion_tokens or body.max_tokens, images)
         return await self._generate(body, [ids], requests, request, chat=True, log_probs=body.wants_log_probs)
@@ -149,6 +154,7 @@ class Service:
         requests = []
         for row, prompt in enumerate(prompts):
             options = self._model.options(body, len(prompt), max_tokens)
+            # The row and the sample seed a completion, so that those of a seeded request differ from each other.
             requests += [
                 GenerationRequest(prompt=prompt, options=options, row=row, sample=sample, images=images)
                 for sample in range(body.n)
@@ -188,6 +194,7 @@ class Service:
         first = await unless_gone(request, anext(pieces))
 
         async def events() -> AsyncIterator[bytes]:
+            # Kept for the token counts at the end.
             by_index = {first.response.index: first.response}
             try:
                 if (chunk := form.chunk(first)) is not None:

@@ -51,6 +51,7 @@ class CompletionFormat:
         content: dict[str, Any] = {"text": piece.text}
         if self._chat:
             delta = {"content": piece.text} if piece.text or not piece.ended else {}
+            # Clients take the role from the first chunk of a completion.
             if response.index not in self._begun:
                 delta = {"role": "assistant", "content": "", **delta}
                 self._begun.add(response.index)
@@ -71,6 +72,7 @@ class CompletionFormat:
         if self._token_ids:
             choice["token_ids"] = [token.token for token in tokens]
             choice["weight_versions"] = [token.version for token in tokens]
+            # Once, with the last chunk: a prompt may be much longer than a chunk.
             if reason is not None:
                 choice["prompt_token_ids"] = response.prompt
         return choice
@@ -83,6 +85,7 @@ class CompletionFormat:
         return {"content": entries, "refusal": None}
 
     def _log_probs_of(self, response: Response, tokens: Sequence[Token]) -> dict[str, Any]:
+        # Offsets count the characters of all chunks of a completion.
         offset = self._offsets.get(response.index, 0)
         texts, offsets = [self._texts.token(token.token) for token in tokens], []
         for text in texts:
@@ -95,6 +98,7 @@ class CompletionFormat:
 
 def usage_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response]) -> dict[str, int]:
     """Return the token counts of a request: each prompt counts once, including its images."""
+    # Only a chat has images, and it has one prompt. The worker counts the tokens of images, so the difference is added.
     images = max(
         (response.prompt_tokens - len(response.prompt) for response in responses if response.prompt_tokens), default=0
     )

@@ -37,6 +37,7 @@ class HostGuard:
         """Forward a request, or reject it."""
         if scope["type"] == "http":
             host = Headers(scope=scope).get("host", "")
+            # An IPv6 address is in brackets, since it contains colons; the port follows them.
             name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
             if name.lower() not in self._hosts:
                 message = f"the host name {name[:100]!r} is not allowed; allow it with --allowed-host"
@@ -92,6 +93,8 @@ class SizeGuard:
             await self._app(scope, receive, send)
             return
         length = Headers(scope=scope).get("content-length", "")
+        # Refused before anything is read. Other requests are counted while they arrive, because a chunked body has no
+        # length in its headers.
         if length.isdigit() and int(length) > self._limit:
             await self._refuse(send)
             return
@@ -99,6 +102,7 @@ class SizeGuard:
         size = 0
         while True:
             message = await receive()
+            # The client has disconnected before the end of the body.
             if message["type"] != "http.request":
                 return
             body.append(message.get("body", b""))
@@ -111,6 +115,7 @@ class SizeGuard:
         whole: list[Message] = [{"type": "http.request", "body": b"".join(body), "more_body": False}]
 
         async def replay() -> Message:
+            # First the body, then what the server reports later, such as a disconnect.
             return whole.pop() if whole else await receive()
 
         await self._app(scope, replay, send)

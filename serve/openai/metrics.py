@@ -11,6 +11,7 @@ class Metrics:
     """The metrics of one service."""
 
     def __init__(self) -> None:
+        # Not the global registry, in which a second service in this process would register the same names.
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "drivetrain_requests", "Requests by path and status.", ["path", "status"], registry=self._registry
@@ -33,6 +34,7 @@ class Metrics:
 
     def text(self, replicas: Replicas) -> bytes:
         """Return all metrics as text."""
+        # Gauges are read when they are asked for, and not kept up to date in between.
         self._active.set(replicas.active)
         self._workers.set(sum(worker.control.is_started() for worker in replicas.workers))
         self._restarts.set(sum(worker.control.restarts for worker in replicas.workers))

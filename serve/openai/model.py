@@ -39,6 +39,7 @@ class ServedModel:
         self.texts = Texts(folder, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         context = context_of(config.get_text_config())
+        # 0 and None mean that there is no limit from that side.
         self._room = min(room or sys.maxsize, context or sys.maxsize)
         self._embedding = None if generates else read_folder(folder)
 
@@ -56,6 +57,7 @@ class ServedModel:
         Raises:
             ConfigError: It has more characters than any text of that many tokens.
         """
+        # A cheap bound, so that no thread spends minutes on tokenizing a text that is refused afterwards.
         if characters > self._room * _MAX_CHARACTERS:
             raise ConfigError(f"the text has {characters} characters, which cannot fit into {self._room} tokens; shorten it")
 
@@ -78,6 +80,7 @@ class ServedModel:
         settings = _client_settings(body)
         temperature = body.temperature if body.temperature is not None else settings.get("temperature", 1.0)
         return SamplingOptions(
+            # A limit that is too large is shortened to what fits, instead of refused.
             max_tokens=min(max_tokens or settings.get("max_new_tokens") or room, room),
             temperature=float(temperature),
             top_p=float(body.top_p if body.top_p is not None else settings.get("top_p", 1.0)),
@@ -92,6 +95,7 @@ class ServedModel:
         assert self._embedding is not None
         ids = self.texts.encode(self._embedding.prompt + text)
         limit = self._embedding.max_tokens
+        # Truncated by the tokenizer, which keeps special tokens at the end, such as the one that is pooled.
         return ids if limit is None or len(ids) <= limit else self._truncated(self._embedding.prompt + text, limit)
 
     def _truncated(self, text: str, limit: int) -> list[int]:
@@ -112,6 +116,7 @@ class ServedModel:
                 raise ConfigError(f"messages.{i} needs a role and a content, which is a text or a list of parts")
             if isinstance(content, list):
                 content = [_part(i, part, images) for part in content]
+                # As a plain text, because templates of text models take no lists of parts.
                 if all(part["type"] == "text" for part in content):
                     content = "".join(part["text"] for part in content)
             parsed.append({"role": message["role"], "content": content})
@@ -127,6 +132,7 @@ def _part(number: int, part: Any, images: list[str]) -> dict[str, Any]:
     if kind == "image_url":
         image = part.get("image_url")
         uri = image.get("url") if isinstance(image, dict) else image
+        # URLs are refused, because fetching them would let clients reach other machines through this one.
         if not isinstance(uri, str) or not uri.startswith("data:image/"):
             raise ConfigError(f"messages.{number}: images are accepted only as data URIs (data:image/png;base64,...)")
         images.append(uri)
@@ -153,10 +159,12 @@ def _client_settings(body: Sampling) -> dict[str, Any]:
         if kind is None:
             if value != defaults.get(name):
                 raise ConfigError(f"generation_config.{name}={value!r:.50}: this service does not support it; remove it")
+        # In Python, True is an int, but not a number of tokens.
         elif isinstance(value, bool) != (kind is bool) or not isinstance(value, int | float if kind is float else kind):
             raise ConfigError(f"generation_config.{name}={value!r:.50}; it must be a {kind.__name__}")
         else:
             client_settings[name] = value
+    # Greedy decoding is temperature 0 here.
     if client_settings.pop("do_sample", None) is False:
         client_settings["temperature"] = 0.0
     return client_settings

@@ -32,6 +32,7 @@ def gpus_of_replicas(replicas: int, devices: int, *, cache_is_given: bool) -> li
         ConfigError: Replicas without a size for their caches would have to share a GPU.
     """
     count = torch.cuda.device_count()
+    # A single replica sees all GPUs of this process.
     if not count or replicas == 1:
         return []
     if replicas * devices <= count:
@@ -80,6 +81,7 @@ class Replicas:
             WorkerError: A worker cannot load the model.
             WorkerLostError: A worker died.
         """
+        # With `return_exceptions`, so that all workers have either started or failed before any of them is closed.
         results = await asyncio.gather(*(worker.__aenter__() for worker in self.workers), return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
@@ -103,6 +105,7 @@ class Replicas:
         started = [i for i, worker in enumerate(self.workers) if worker.control.is_started()]
         if not started:
             raise NoWorkerError("all workers have ended" if self.is_over() else "the workers are restarting; try again")
+        # Of equals the first one.
         return min(started, key=lambda i: self._active[i])
 
     def is_over(self) -> bool:
@@ -120,10 +123,12 @@ class Replicas:
         self._active[number] += len(requests)
         streams: list[ResponseStream] = []
         try:
+            # All completions of a request go to one worker, which processes their common prompt once.
             for request in requests:
                 streams.append(self.workers[number].stream(request))
             yield streams
         finally:
+            # In `finally`, since a client that disconnects ends the block with an exception.
             self._active[number] -= len(requests)
             for stream in streams:
                 stream.cancel()
@@ -150,5 +155,6 @@ class Replicas:
 
     async def on_all(self, run: Callable[[SupervisedWorker], Awaitable[Any]]) -> list[Any]:
         """Run a call on all workers, one such call at a time; return the results, with errors among them."""
+        # One at a time, so that all workers get calls such as new weights in the same order.
         async with self._lock:
             return list(await asyncio.gather(*(run(worker) for worker in self.workers), return_exceptions=True))

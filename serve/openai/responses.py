@@ -72,6 +72,7 @@ class RequestCompletions:
             WorkerError: A request failed; its cause is the original error, a QueueFullError if too many requests are pending.
             WorkerLostError: The worker died.
         """
+        # One queue for all completions, so that the pieces are sent in the order in which they arrive.
         queue: asyncio.Queue[CompletionPiece | Exception] = asyncio.Queue()
         responses = [Response(i, request.prompt, self._texts.stream(stops)) for i, request in enumerate(requests)]
         with self._replicas.streams(requests) as streams:
@@ -88,6 +89,8 @@ class RequestCompletions:
                     open_count -= piece.ended
                     yield piece
             finally:
+                # Also when the iterator is closed early. Leaving the block above then cancels the streams at the
+                # worker.
                 for reader in readers:
                     reader.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -101,6 +104,7 @@ class RequestCompletions:
                 response.tokens.append(token)
                 self._metrics.tokens.inc()
                 text = response.writer.add(token.token)
+                # The worker knows stop tokens only; strings are found here, so the request is ended from here.
                 if response.writer.stopped:
                     stream.cancel()
                     response.finish_reason = "stop"

@@ -73,6 +73,8 @@ class CompletionRequest(Sampling):
 
     prompt: str | TokenIds | list[str] | list[TokenIds]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    # The API's number of alternatives: 0 is the log-probability of the token itself, and alternatives are not
+    # supported.
     logprobs: Annotated[int, Field(ge=0, le=0)] | StrictBool | None = None
     echo: Literal[False] = False
     suffix: None = None
@@ -86,6 +88,7 @@ class CompletionRequest(Sampling):
         """Return the prompts."""
         if isinstance(self.prompt, str):
             return [self.prompt]
+        # A flat list of numbers is a single prompt of token ids, not several prompts.
         if all(isinstance(one, int) for one in self.prompt):
             return [[one for one in self.prompt if isinstance(one, int)]]
         return [one for one in self.prompt if not isinstance(one, int)]

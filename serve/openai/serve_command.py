@@ -145,6 +145,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _settings(args: argparse.Namespace) -> ServeSettings:
     keys = [*args.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)])]
+    # A variable keeps the key out of the list of processes, which other users can read.
     weights_key = args.weights_key or os.environ.get(WEIGHTS_KEY_VARIABLE, "")
     if args.weights_dir is not None and not weights_key:
         raise ConfigError(f"--weights-dir needs --weights-key KEY, or the environment variable {WEIGHTS_KEY_VARIABLE}")
@@ -183,6 +184,7 @@ def check_common_arguments(args: argparse.Namespace) -> None:
         )
     if args.replicas < 1:
         raise ConfigError(f"--replicas {args.replicas}; it must be at least 1")
+    # Fails now if the engine is not installed, and not in a worker.
     generator_class(ENGINES[args.engine])
 
 
@@ -200,7 +202,9 @@ class _Stop:
 
     def __call__(self, number: int) -> None:
         """Handle a signal."""
+        # Before the service has started, its workers may be loading a model: the task is cancelled and closes them.
         if self.server is None:
+            # The exit code that shells use for a process that was ended by a signal.
             self.code = 128 + number
             if self._task is not None:
                 self._task.cancel()
@@ -238,6 +242,7 @@ async def serve(
     stop = _Stop(asyncio.current_task())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
+        # Before the workers start, so that a signal during their long start also closes them.
         loop.add_signal_handler(number, stop, number)
     try:
         return await _serve_until(stop, args, settings, folder, make_app, embeds=embeds, path=path)
@@ -269,12 +274,14 @@ async def _serve_until(
         server = HTTPServer(config)
         stop.server = server
         serving = asyncio.create_task(server.serve(sockets=[listener]))
+        # uvicorn offers nothing to await for its start.
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         if server.started:
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
             print(f"{settings.name} is served at http://{host}:{listener.getsockname()[1]}{path}", flush=True)
         while not serving.done():
+            # When all workers have ended for good, the service could only return errors, so it stops.
             await asyncio.wait({serving}, timeout=0.5)
             if replicas.is_over() and not server.should_exit:
                 print("error: all workers have died; stopping the service", file=sys.stderr)
@@ -310,6 +317,7 @@ async def _start(args: argparse.Namespace, folder: Path, *, embeds: bool) -> Rep
     try:
         await _started(replicas)
     except WorkerError as e:
+        # Recognized by its message: other errors of a worker that cannot load a model have the same class.
         if _UNFIT not in str(e):
             raise
         logging.getLogger(__name__).warning("%s", str(e).splitlines()[0])

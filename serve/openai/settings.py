@@ -52,6 +52,7 @@ class ServeSettings:
             for key in (*self.api_keys, *([self.weights_key] if self.weights_dir else []))
         ):
             raise ConfigError("a key is empty or has characters that are invalid in an HTTP header; use letters and digits")
+        # `KeyGuard` takes one key for this path, so an equal one would make every client able to load weights.
         if self.weights_dir is not None and self.weights_key in self.api_keys:
             raise ConfigError(
                 "--weights-key is one of the keys of --api-key, but clients must not be able to load weights; use another key"
@@ -90,6 +91,7 @@ def check_address(host: str, port: int, allowed_hosts: Sequence[str], keys: Sequ
 
 def host_names(host: str, allowed_hosts: Sequence[str]) -> list[str]:
     """Return the host names that requests to a service may use, without ports."""
+    # These addresses stand for all interfaces, and are not names that a client uses.
     bound_hosts = [] if host in ("0.0.0.0", "::") else [host]
     names = {"localhost", "127.0.0.1", "::1", *bound_hosts, *allowed_hosts}
     return sorted(name.strip("[]") for name in names)

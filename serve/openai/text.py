@@ -44,6 +44,7 @@ class Texts:
         Raises:
             UnicodeError: It has an unpaired surrogate, which the tokenizer would report as a wrong type.
         """
+        # Only for the error that it may raise.
         text.encode()
         ids: list[int] = self.tokenizer(text)["input_ids"]
         return ids
@@ -112,11 +113,14 @@ class TextStream:
         if self.stopped:
             return ""
         self._tokens.append(token)
+        # None while a character is incomplete: one character may be spread over several tokens.
         self._held += self._decoder.step(self._backend, token) or ""
         positions = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if positions:
+            # The first stop string in the text, not the first one in the list.
             at, self.stop = min(positions)
             return self._give(at)
+        # What may be the beginning of a stop string is held back, until the next tokens show whether it is.
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         return self._give(len(self._held) - keep)
 
@@ -124,6 +128,7 @@ class TextStream:
         """Return the held-back text at the end of the completion: a partial character, or the beginning of a stop string."""
         if self.stopped:
             return ""
+        # The decoder never returns an incomplete character at the end; decoding everything at once does.
         whole = str(self._backend.decode(self._tokens, skip_special_tokens=True))
         if whole.startswith(self.text + self._held):
             self._held = whole[len(self.text) :]
@@ -137,4 +142,5 @@ class TextStream:
 
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest suffix of a text that is a prefix of a stop string."""
+    # At most all but one character: a whole stop string would have been found.
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

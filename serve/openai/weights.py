@@ -34,6 +34,7 @@ class WeightLoader:
             ConfigError: It does not exist, or is not below the root.
         """
         try:
+            # Links and `..` are resolved first, so that the check below sees where the path really leads.
             path = (self._root / name).resolve()
             path.is_dir()
         except (OSError, ValueError):
@@ -53,13 +54,16 @@ class WeightLoader:
         folder = self.folder(name)
         # Check before any worker starts to load.
         tensors, digest = await asyncio.to_thread(self._checked, folder)
+        # Counted up before the load, so that a failed attempt does not share its version with the next one.
         self._version += 1
         version = self._version
 
         async def load(worker: SupervisedWorker) -> Any:
+            # Before the call: a worker that dies in it must load these weights when it is restarted.
             worker.remember("load_folder", str(folder), version=version)
             return await worker.acall("load_folder", str(folder), version=version)
 
+        # Errors are raised only after all workers have answered, so that no load is still running then.
         results = await self._replicas.on_all(load)
         for result in results:
             if isinstance(result, WorkerError):
@@ -75,6 +79,7 @@ class WeightLoader:
             shapes = stored.shapes()
         except (DrivetrainError, OSError, ValueError, KeyError) as e:
             raise ConfigError(f"{folder.name} has no readable weights: {e}") from e
+        # Compared by the headers alone: a wrong folder is refused while all workers still have the old weights.
         different = sorted(name for name in {*shapes, *self._shapes} if shapes.get(name) != self._shapes.get(name))
         if different:
             raise ConfigError(
@@ -86,6 +91,7 @@ class WeightLoader:
 
 def _digest(stored: WeightFolder) -> str:
     digest = xxhash.xxh3_128()
+    # In a fixed order, so that equal folders have equal digests.
     for file in sorted({file for file, _ in stored.places}):
         digest.update(file.encode())
         with open(stored.folder / file, "rb") as handle:

@@ -32,6 +32,8 @@ async def play(task: dict[str, Any], url: str, action: str = "message", observat
     prompt = task["prompt"]
     messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     reward, steps = 0.0, 0
+    # Without a timeout, because a completion may wait for a whole batch; and without retries, which would be further
+    # turns.
     async with GenericEnvClient(base_url=url) as environment, openai.AsyncOpenAI(max_retries=0, timeout=None) as client:
         result = await environment.reset(seed=task["seed"], **(task["columns"].get("reset") or {}))
         while not result.done:

@@ -43,6 +43,7 @@ async def play(task: dict[str, Any], taskset: str, settings: dict[str, Any]) -> 
         model=task["model"], client=vf.EvalClientConfig(base_url=task["base_url"], api_key_var="OPENAI_API_KEY")
     )
     async with environment.serving():
+        # The prompt of the row is not used: the task has its own.
         (chosen,) = environment.taskset.include(idx=[int(task["columns"]["index"])])
         episode = await environment.run_episode(chosen, context)
     if not episode.ok:

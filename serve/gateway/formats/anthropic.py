@@ -116,11 +116,13 @@ def read_anthropic(messages: Sequence[Mapping[str, Any]], system: Any = None) ->
             elif kind == "tool_result" and role == "user":
                 turns.append(_result(place, block, names))
                 has_results = True
+            # This service sends no such blocks, so they come from another model, and are left out.
             elif kind not in ("thinking", "redacted_thinking"):
                 raise ConfigError(
                     f"{place} has a block of the type {kind!r:.60}, which is not supported in a message of the role {role}"
                 )
         names |= {call_id: call.name for call_id, call in calls}
+        # A user message with only tool results has become messages of the role tool, and leaves no message of its own.
         if texts or not has_results:
             turns.append(ChatTurn(role=role, content=read_text(place, texts, _TEXTS), calls=tuple(calls)))
     check_last(turns)
@@ -176,8 +178,10 @@ class MessagesFormat(AnswerFormat):
         """Return the events at the end of a completion."""
         for index, block in enumerate(_blocks(answer)):
             if block["type"] == "text":
+                # What has not been sent yet; this also begins the block if nothing was.
                 yield from self.text(0, block["text"][len(sent) :])
             else:
+                # A stream announces a call with an empty input; the arguments follow as text of JSON.
                 yield _event("content_block_start", index=index, content_block={**block, "input": {}})
                 delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
                 yield _event("content_block_delta", index=index, delta=delta)

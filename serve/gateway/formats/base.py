@@ -51,6 +51,7 @@ class AnswerRequest:
                 f"temperature={asked.temperature:g}, but all completions are sampled at {temperature:g}, at which log-probabilities are recorded; "
                 "remove it, or set that of the gateway (--temperature; in a run rollout.temperature)"
             )
+        # Values that change nothing are accepted.
         for field_name, plain in (("top_p", 1.0), ("top_k", 0)):
             if (value := getattr(asked, field_name)) not in (None, plain):
                 raise ConfigError(
@@ -103,6 +104,7 @@ def answer_of(
 
 def new_call_id() -> str:
     """Return an id for a tool call. Some templates require nine letters and digits."""
+    # Five random bytes are ten hexadecimal digits, of which nine are kept.
     return secrets.token_hex(5)[:9]
 
 

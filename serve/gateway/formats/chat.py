@@ -19,6 +19,7 @@ from .base import AnswerFormat, AnswerRequest
 class GatewayChatRequest(ChatRequest):
     """A request for the next message of a session's conversation."""
 
+    # Tools are supported here. Log-probabilities are recorded, but not sent to the agent.
     refused: ClassVar[tuple[str, ...]] = (*(name for name in ChatRequest.refused if name != "tools"), "logprobs")
 
     tool_choice: Any = None
@@ -86,6 +87,7 @@ class ChatFormat(AnswerFormat):
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
         turn = answer.turn
+        # As in the API: null beside calls without a text, but a string otherwise.
         message: dict[str, Any] = {"role": "assistant", "content": turn.content or (None if turn.calls else "")}
         if turn.calls:
             message["tool_calls"] = _calls_of(turn)
@@ -98,6 +100,7 @@ class ChatFormat(AnswerFormat):
     def ended(self, answer: Answer, sent: str) -> Iterator[bytes]:
         """Return the events at the end of a completion."""
         turn = answer.turn
+        # Clients take the role from the first chunk of a completion.
         if not sent:
             yield self._chunk(answer.index, {"role": "assistant", "content": ""})
         if rest := turn.content[len(sent) :]:

@@ -67,6 +67,7 @@ class TextFormat(AnswerFormat):
 
     def ended(self, answer: Answer, sent: str) -> Iterable[bytes]:
         """Return the events at the end of a completion."""
+        # The rest of the text, which may be empty, with the finish reason.
         return [sse_event({**self._base, "choices": [self._choice(answer, answer.text[len(sent) :])]})]
 
     def end(self) -> Iterator[bytes]:

@@ -73,6 +73,8 @@ class ResponsesRequest(BaseModel):
         before = () if self.previous_response_id is None else stored.of(self.previous_response_id)
         messages = [*before, *read_items(self.input, before)]
         if self.instructions:
+            # In front of the earlier messages, too: instructions are not stored with a response, and apply to one
+            # request.
             messages.insert(0, ChatTurn(role="system", content=self.instructions))
         check_last(messages)
         return AnswerRequest(
@@ -110,6 +112,7 @@ def read_items(items: str | Sequence[Mapping[str, Any]], before: Sequence[ChatTu
         if kind == "function_call":
             call = read_call(place, item.get("call_id"), item.get("name"), item.get("arguments"))
             names[call[0]] = call[1].name
+            # The API has calls as items of their own; chat templates have them as parts of the assistant's message.
             if is_open:
                 messages[-1] = replace(messages[-1], calls=(*messages[-1].calls, call))
             else:
@@ -232,6 +235,7 @@ class ResponsesFormat(AnswerFormat):
         """Return the events of a piece of a completion's text."""
         if not self._is_begun:
             self._is_begun = True
+            # The item and its part are announced before the first text.
             item = self._message("in_progress", [])
             yield self._event("response.output_item.added", output_index=0, item=item)
             yield self._event("response.content_part.added", **self._place, part=_part(""))
