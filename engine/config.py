@@ -181,6 +181,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return True
     if kind in (Union, UnionType):
         return any(_fits(value, part) for part in get_args(hint))
+    # The type is compared too, because True == 1 and 1 == 1.0 in Python.
     if kind is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
     if kind is tuple:

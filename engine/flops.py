@@ -46,6 +46,7 @@ class EncoderShape:
         """
         features = self.padded or features
         total = features * self.patches
+        # Each patch attends to the patches of its part, or to a window in it.
         inside = total / parts
         attention = 2 * total * sum(w * min(inside, inside if n is None else n) for w, n in self.attention)
         forward = 2 * (self.weights * total + self.connector * features)
@@ -146,6 +147,7 @@ class ModelShape:
 def pairs(length: int, window: int | None) -> int:
     """Return the number of query-key pairs in causal attention over one document."""
     seen = length if window is None else min(length, window)
+    # The first `seen` queries have 1, 2, ..., `seen` keys; all later ones have a full window.
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 

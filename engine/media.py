@@ -237,6 +237,7 @@ def comparable_ids(batch: PackedBatch, family: MediaFamily, kinds: Sequence[Kind
                 part = value[rows[item] : rows[item + 1]] if name == values else value[item : item + 1]
                 digest.update(host_bytes(part))
             # Negative, so that a hash never equals a token id.
+            # 63 bits of the hash, so that the number fits into an int64.
             ids[items.tokens[features[item] : features[item + 1]]] = -1 - (digest.intdigest() >> 1)
     return ids
 
@@ -250,14 +251,19 @@ def share_items(items: Items, rank: int, ranks: int, tokens: int) -> Share:
         ranks: The number of ranks.
         tokens: The number of tokens in the slice of each rank.
     """
+    # Largest items first, each to the rank with the least features so far. Every rank computes the same division,
+    # from lengths alone.
     loads = [0] * ranks
     owners = [0] * len(items.features)
     for item in sorted(range(len(owners)), key=lambda i: -items.features[i]):
         owners[item] = loads.index(min(loads))
         loads[owners[item]] += items.features[item]
+    # For each feature the rank that encodes it, and for each placeholder token of the sequence its feature and that
+    # feature's rank.
     encoder = torch.repeat_interleave(torch.tensor(owners, dtype=torch.long), torch.tensor(items.features, dtype=torch.long))
     feature = torch.arange(len(encoder)) if items.index is None else items.index
     owner = encoder[feature]
+    # The rank whose slice has the token.
     target = items.tokens // tokens
     here = items.tokens[target == rank]
     # Features arrive rank by rank; those of a rank are in token order.
@@ -313,6 +319,7 @@ def positions_of(batch: PackedBatch, family: MediaFamily, base: Any, kinds: Sequ
         }
         inside = {kind: f for kind, f in inside.items() if all(len(value) for value in f.values())}
         if not inside:
+            # A document of text has the same position on every axis.
             parts.append(batch.position_ids[start:end].cpu().expand(family.axes, -1))
             continue
         try:

@@ -105,10 +105,12 @@ def from_padded(
     for row, length in enumerate(lengths):
         if length == 0:
             raise BatchError(f"row {row} of attention_mask has no tokens; remove the row")
+        # The real tokens are contiguous exactly if the first and the last are `length - 1` apart.
         real = mask[row].nonzero()
         if int(real[-1] - real[0]) + 1 != length:
             raise BatchError(f"row {row} of attention_mask has a gap; padding is only allowed before and after the tokens")
     bounds = [0, *accumulate(lengths)]
+    # A boolean mask selects in row-major order, which is the order of a packed batch.
     ids = input_ids[mask]
     return PackedBatch(
         input_ids=ids,
@@ -175,6 +177,8 @@ def to_tensordict(batch: PackedBatch) -> "TensorDict":
         **{f"sequence/{k}": v for k, v in batch.sequence_fields.items()},
     }
     for name, media in batch.media.items():
+        # Two entries: the counts have one row per sequence as all entries, and the rows are nested by the same
+        # counts.
         data[f"media/{name}"] = media.counts
         data[f"media_rows/{name}"] = _jagged(media.values, torch.tensor([0, *accumulate(media.counts.tolist())]))
     for name in ("group_ids", "call_ids"):
@@ -222,6 +226,7 @@ def from_tensordict(data: "TensorDict") -> PackedBatch:
                 raise BatchError(
                     f"jagged field {key!r} has different boundaries than input_ids: {value.offsets().tolist()[:8]}..."
                 )
+            # These three become the batch's labels and positions, not token fields.
             target = special if key in ("labels", "position_ids", "loss_mask") else tokens
             target[str(key).removeprefix("token/")] = value.values()
         else:

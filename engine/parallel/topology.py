@@ -139,6 +139,8 @@ class Topology:
         grid = torch.tensor(members).view(sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp)
         flat = torch.arange(len(members)).view_as(grid)
         stage, replica, shard, cp_rank, tp_rank = (int(x) for x in (flat == rank).nonzero()[0])
+        # All ranks create their groups in the same order, so that the members of each group meet while none of them
+        # waits in another.
         groups = EngineGroups(timeout)
 
         def group(members: Tensor, backend: str | None = None) -> ProcessGroup:
@@ -204,6 +206,7 @@ class Topology:
     def from_last_stage(self, value: Tensor) -> Tensor:
         """Return the last pipeline stage's tensor on all stages. Collective over the stages; shapes and dtypes must match."""
         if self.pp is not None:
+            # NCCL only sends memory of the device; the outputs may be on the host.
             buffer = value.to(self.device)
             dist.broadcast(buffer, group=self.pp, group_src=self.parallel.pp - 1)
             return buffer.to(value.device)
