@@ -103,6 +103,7 @@ def field_costs(lm: Any, encoders: Mapping[str, EncoderShape], weights: float) -
         smallest = family.blank(kind)
         (features,) = family.features_of(kind, smallest)
         flops = encoders[kind].flops(features, 1, training=False)
+        # The FLOPs of the smallest item, in units of one token's products, divided by the number of its elements.
         costs[modality.values] = flops / (2 * weights) / smallest[modality.values].numel()
     return costs
 

@@ -182,6 +182,8 @@ class WeightFolder:
         total, rows = sum(count for _, _, count in parts), piece.shape[0]
         letter = _CONVOLUTION.search(piece.name)
         assert letter is not None
+        # The first row of the piece in the concatenation of all parts. Each part then contributes the rows that both
+        # have.
         first = {"q": 0, "k": rows, "v": total - rows}[letter[1]] + piece.offset[0]
         end, at = first + len(piece.data), 0
         for file, key, count in parts:
@@ -218,6 +220,8 @@ class WeightFolder:
 
     def _mean_row(self, file: str, key: str, shape: tuple[int, ...]) -> Tensor:
         """Return the mean of a tensor's rows, the initial value of new tokens (Hewitt 2021, "Initializing new word embeddings")."""
+        # In float64, because a float32 sum over a whole vocabulary loses digits; in blocks, so that only a part of
+        # the matrix is held in it.
         total = torch.zeros(shape[1:], dtype=torch.float64)
         for start in range(0, shape[0], MEAN_ROWS):
             rows = min(MEAN_ROWS, shape[0] - start)
@@ -378,6 +382,7 @@ def init_random(meta_model: HFModel, seed: int, is_needed: Callable[[str], bool]
             for n, t in meta.items():
                 real = initial.get(names[n], torch.zeros(t.shape, dtype=t.dtype))
                 replace_tensor(module, n, nn.Parameter(real, requires_grad=False) if isinstance(t, nn.Parameter) else real)
+            # A seed for each module, so that a rank that needs only some modules draws the same numbers for them.
             digest = hashlib.sha256(hf_name(f"{module_name}.").name.encode()).digest()
             seed_torch(seed, digest)
             if ".lora_" in names[chosen[0]]:
@@ -387,6 +392,7 @@ def init_random(meta_model: HFModel, seed: int, is_needed: Callable[[str], bool]
                 meta_model.lm._init_weights(module)
         for n in chosen:
             yield names[n], getattr(module, n).detach()
+        # Back to the meta device, so that at most one module has memory at a time.
         for n, t in meta.items():
             replace_tensor(module, n, t)
 

@@ -175,6 +175,8 @@ class PackedContext:
             tokens = phase.tokens
             rows = inputs if tokens is None else [None if x is None else x.index_select(0, tokens) for x in inputs]
             before = None if phase.parents is None or state is None else state.index_select(0, phase.parents)
+            # The first phase ends with the states of all its segments, among them the parents, from which the
+            # children of the second phase begin.
             out, state = scan(rows, phase.segments, before)
             outputs.append(out)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs).index_select(0, self.places)
@@ -213,6 +215,7 @@ def block_numbers(in_block: Tensor, cu_seqlens: Tensor) -> Tensor:
     begins = in_block.clone()
     begins[1:] &= ~in_block[:-1]
     first = cu_seqlens[:-1].long()
+    # A block also begins with a document, so that two images on both sides of a boundary are not one block.
     begins[first] = in_block[first]
     return torch.where(in_block, begins.long().cumsum(0) - 1, -1)
 
