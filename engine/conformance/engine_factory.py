@@ -184,6 +184,7 @@ def engine_factory(
     """
     with tempfile.TemporaryDirectory() as temporary:
         shared = [temporary]
+        # Each rank has created a folder; all of them use that of the first rank.
         dist.broadcast_object_list(shared)
         folder = Path(shared[0]) / "model"
         if dist.get_rank() == 0:

@@ -72,6 +72,7 @@ def tensor_shards(
 
 def hash_of(name: str) -> int:
     """Return a number that spreads names evenly and is the same in every process."""
+    # Not Python's `hash`, which differs between processes.
     return sum(name.encode())
 
 

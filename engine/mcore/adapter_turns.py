@@ -182,6 +182,7 @@ def _parameter(place: _FactorPlace, rank: int, whole: Tensor, grad: Tensor | Non
 
 
 def _add_gradient(place: _FactorPlace, rank: int, whole: Tensor, parameter: Tensor) -> None:
+    # Taken from the parameter, because the next micro-batch would otherwise be added to it and counted twice.
     grad, parameter.grad = parameter.grad, None
     if grad is None or not place.counts:
         return

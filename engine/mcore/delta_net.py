@@ -64,6 +64,7 @@ class GatedDeltaNet(MegatronModule):
         """Map the hidden states of this rank's tokens to hidden states; return no bias."""
         projected, _ = self.in_proj(hidden_states)
         keys, values = self.key_heads * self.net.key_dim, self.value_heads * self.net.value_dim
+        # Queries, keys, values, gates, rates and decays; megatron's hidden states have a batch axis of size 1.
         sizes = [keys, keys, values, values, self.value_heads, self.value_heads]
         q, k, v, gate, rate, decay = projected[:, 0].split(sizes, -1)
         heads = (self.value_heads, self.net.value_dim)

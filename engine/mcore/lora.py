@@ -279,6 +279,7 @@ def embedding_addition(
     local_s = ids_s - first
     here_s = (local_s >= 0) & (local_s < rows)
     padding = None if padding_id is None or not 0 <= padding_id - first < rows else padding_id - first
+    # Tokens of other ranks look up row 0 and are multiplied by zero; the sum over ranks then has each token once.
     low_sr = F.embedding(local_s.where(here_s, 0), adapter.lora_embedding_A, padding_idx=padding) * here_s[:, None]
     up = adapter.lora_embedding_B
     if sequence_parallel:

@@ -87,6 +87,7 @@ if _missing:
         "version that Drivetrain's pyproject.toml allows: pip install 'drivetrain[mcore]'"
     )
 
+# As they are before any engine: a global that an engine does not set must not keep the value of another engine.
 _INITIAL: State = {
     **{
         (parallel_state, name): value

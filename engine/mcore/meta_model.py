@@ -103,6 +103,7 @@ class MetaModel:
         recompute(base, recomputation)
         setattr(base, next(name for name, module in base.named_children() if module is base.get_decoder()), None)
         for parameter in base.parameters():
+            # Not `base.to(dtype)`, which would also round the buffers, such as rotary frequencies.
             parameter.data = parameter.data.to(dtype)
         allocate(base, device)
         return base

@@ -87,6 +87,7 @@ class PackedGPTModel(GPTModel):
         super().__init__(
             config,
             TransformerBlockSubmodules(layer_specs=list(layers), layer_norm=Norm),
+            # Padded, because megatron gives every rank the same number of rows.
             -(-decoder.vocabulary // tp) * tp,
             decoder.positions,
             pre_process=first,
@@ -132,6 +133,7 @@ class PackedGPTModel(GPTModel):
             # none to its adapters.
             inputs = (inputs[0].detach().requires_grad_(), *inputs[1:])
         if self.pre_process and self.decoder_sizes.embedding_scale != 1.0:
+            # As in transformers, the scale is rounded to the dtype of the embeddings first.
             embedded = inputs[0]
             inputs = (embedded * torch.tensor(self.decoder_sizes.embedding_scale, dtype=embedded.dtype), *inputs[1:])
         if self.encoders is not None:
@@ -323,6 +325,8 @@ def build_chunks(
             encoders=Encoders(encoders(), media, config, groups) if first and media is not None else None,
         )
         with torch.no_grad():
+            # Megatron leaves the memory uninitialized (`perform_initialization`), and the rows that pad the
+            # vocabulary are never loaded.
             for parameter in chunk.parameters():
                 parameter.zero_()
         chunks.append(chunk)

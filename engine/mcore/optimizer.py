@@ -77,6 +77,7 @@ class ShardedOptimizer:
             bf16=compute == torch.bfloat16,
             params_dtype=compute,
         )
+        # One optimizer for dense parameters and one for experts, because their state is sharded over different ranks.
         self._parts = [
             optimizer for experts in (False, True) if (optimizer := self._make(config, optim, experts=experts)) is not None
         ]
