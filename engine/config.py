@@ -131,6 +131,7 @@ class Settings:
         Raises:
             ConfigError: A value has the wrong type, or a path cannot be expanded; the message names the setting.
         """
+        # Instances are frozen, so converted values are set through `object.__setattr__`.
         hints = _hints(type(self))  # type: ignore[arg-type]
         for f in fields(self):  # type: ignore[arg-type]
             value, hint = getattr(self, f.name), hints[f.name]

@@ -48,8 +48,10 @@ class Items:
             origin: `[T]` int64, the computed token of each token; see `SharedLayout`.
             modality: The kind of the items.
         """
+        # The computed placeholder tokens, and for each of them one of the tokens that it represents.
         places, first = np.unique(origin[self.tokens].numpy(), return_index=True)
         item_of = np.repeat(np.arange(len(self.features)), self.features)
+        # The first feature of each item.
         begins = np.cumsum([0, *self.features])[:-1]
         # Items with the same first computed token are one item, even if each document computes the last token of a prefix itself.
         _, earliest, copies = np.unique(origin[self.tokens[begins]].numpy(), return_index=True, return_inverse=True)
@@ -135,6 +137,7 @@ def check_media(batch: PackedBatch, family: MediaFamily | None, model: str) -> M
     stray: dict[Kind, str] = {}
     for kind in family.modalities:
         token = family.tokens[kind]
+        # The number of placeholder tokens up to each boundary; differences are the numbers in the documents.
         present = (batch.input_ids == token).long().cumsum(0)
         tokens = torch.cat([present.new_zeros(1), present])[list(batch.bounds)].diff().tolist()
         counts = expected = [0] * batch.num_sequences

@@ -50,6 +50,7 @@ def free_bytes(device: torch.device, processes: int) -> float:
         # Unused memory that torch's allocator holds is free as well.
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + cached)
+    # The physical memory of the machine, unless the control group of a container allows less.
     limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
     with suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
         limits.append(float(int(Path("/sys/fs/cgroup/memory.max").read_text())))

@@ -138,6 +138,7 @@ class RankSlice:
             # Documents with several targets per token do not share prefixes.
             assert layout is None
             labels = request.targets
+        # From the tokens of documents to the computed tokens of shared prefixes.
         if layout is not None:
             ids, positions = ids[layout.index], positions[..., layout.index]
             # A computed token that several documents share is selected, and has a target, if any of its tokens has. Their targets
@@ -159,6 +160,7 @@ class RankSlice:
             padded_tokens, padded_mask = padded_rows(tokens, row_multiple), torch.ones_like(mask)
             expected = None if expected is None else {k: v.masked_fill(_along(~mask, v), 0.0) for k, v in expected.items()}
         padding = (padded_size(tokens, topology) if padded_tokens is None else padded_tokens) - tokens
+        # Padding at the end, as unsupervised documents of zeros.
         if padding:
             ids, labels = _extend(ids, padding), _extend(labels, padding)
             padded_mask = torch.cat([padded_mask, padded_mask.new_full((padding,), row_multiple is not None)])

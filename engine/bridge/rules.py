@@ -364,6 +364,7 @@ def _qkv_slices(
         part: The part that the rank holds.
         decoder: The sizes of the model.
     """
+    # A group is a key/value head with the query heads that share it.
     size, inner_shape = decoder.head_dim, shape[1:]
     per_group = decoder.heads // decoder.kv_heads
     # A rank has whole groups, because the query heads of a group need its key and value head.

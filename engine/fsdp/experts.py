@@ -114,6 +114,7 @@ def cut_experts(root: nn.Module, config: PreTrainedConfig, topology: Topology) -
     names = set()
     local = count // p.ep
     for prefix, module in expert_modules(root):
+        # The factors of experts' adapters are cut like the matrices.
         adapters = [(f"{prefix}.adapters.{name}", one) for name, one in getattr(module, "adapters", nn.ModuleDict()).items()]
         for owner_name, owner in [(prefix, module), *adapters]:
             for name, parameter in list(owner.named_parameters(recurse=False)):

@@ -116,6 +116,7 @@ def stream_weights(
     for name, tensor in [*root.named_parameters(), *named_persistent_buffers(root)]:
         if not _is_exported(name, tensor, only_adapters=only_adapters):
             continue
+        # Gathered on all ranks in the same order: first the weight, then its factors.
         value = whole_tensor(name, tensor)
         if name in adapted:
             a, b = (whole_tensor(names[id(factor)], factor) for factor in factors(adapted[name]))

@@ -180,6 +180,7 @@ def _scales(config: PreTrainedConfig) -> list[Scale]:
     if not dims and count > 1 and hidden % count == 0:
         dims.append(hidden // count)
     most, smallest = max(heads, default=1), min(dims, default=1)
+    # Divided as far as at least 4 heads remain, with at least 16 elements each.
     by_heads = max(n for n in _divisors(math.gcd(*heads) or 1) if most // n >= 4 or n == 1)
     by_dim = [n for n in _divisors(math.gcd(*dims) or 1) if smallest // n >= 16 or n == 1]
     # Without heads, the width does not depend on another size, so the smallest width is the best.
@@ -215,6 +216,7 @@ def _scaled(fields: dict[str, Any], layers: int, depth: int, scale: Scale) -> di
         return value // scale.by_width
 
     scaled: dict[str, Any] = {}
+    # The first rule that fits the name and the value of a setting decides.
     for name, value in fields.items():
         whole = isinstance(value, int) and not isinstance(value, bool)
         if isinstance(value, dict) and all(isinstance(k, str) for k in value):

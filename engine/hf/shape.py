@@ -26,6 +26,7 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
     routed = experts_per_token(config) if experts > 1 else 1
     weights = trained = 0.0
     of_experts = 0
+    # What multiplies every token: neither vectors nor embeddings, and not a head that the decoder shares.
     for parameter in decoder_of(lm).parameters():
         if parameter.dim() < 2 or id(parameter) in embeddings or any(parameter is other for other in of_head):
             continue

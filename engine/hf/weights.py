@@ -65,6 +65,7 @@ class WeightFolder:
                 "safetensors, or set model.init=random"
             )
         for file in sorted(set(stored.values())):
+            # An index may come from elsewhere, and must not lead outside the folder.
             if Path(file).name != file or not (folder / file).is_file():
                 raise ModelError(f"{index} names {file!r}, which is not in the folder; the model is incomplete")
         self._where = {canonical(key): (file, key) for key, file in stored.items()}
@@ -132,6 +133,8 @@ class WeightFolder:
             # The order in which transformers saves the tensor; it reads both orders.
             piece = piece.as_in_memory()
         tensor_slice = TensorSlice(piece.offset, tuple(piece.data.shape))
+        # A different shape is accepted in two cases: the vocabulary has grown, so that only the first `rows` rows are
+        # in the file, or a convolution is stored in parts of equal size.
         rows = total = len(piece.data) if piece.data.dim() else 1
         if grown and shape[1:] == piece.shape[1:] and shape[0] < piece.shape[0]:
             rows = min(rows, max(0, shape[0] - piece.offset[0]))

@@ -43,6 +43,7 @@ class GatedDeltaNet(MegatronModule):
             tp_group=self.tp,
         )
         channels = (2 * net.key_size + net.value_size) // ranks
+        # Only holds the weight; `gated_delta_net` convolves.
         self.conv1d = nn.Conv1d(channels, channels, net.taps, groups=channels, bias=False, dtype=dtype)
         self.A_log = nn.Parameter(torch.empty(self.value_heads, dtype=dtype))
         self.dt_bias = nn.Parameter(torch.empty(self.value_heads, dtype=dtype))

@@ -170,6 +170,7 @@ class MetaModel:
         Raises:
             ModelError, RemoteError: The folder is incomplete or damaged, on this rank or another one.
         """
+        # None draws all tensors; otherwise only adapters and the new heads that the folder lacks are drawn.
         random_names: set[str] | None = None
         if self._model.init == "weights":
             with topology.collective_errors():

@@ -216,6 +216,7 @@ def layer_spec(
     kind = None if kind_name is None else decoder.rotary_kinds.index(kind_name)
     frequencies, rotary_factor = (torch.empty(0), 1.0) if kind_name is None else rotary_frequencies(hf_config, kind_name)
     scale = decoder.head_dim**-0.5 if decoder.scale is None else decoder.scale
+    # First what mixes tokens: a layer with state, latent attention, or regular attention.
     if decoder.delta is not None and decoder.delta.layers[number]:
         attention = ModuleSpec(module=GatedDeltaNet, params={"net": decoder.delta})
     elif decoder.latent is not None:
@@ -229,6 +230,8 @@ def layer_spec(
             },
         )
     else:
+        # A frequency rotates two elements of a head. If some elements are not rotated, the factor may not scale all
+        # logits, so the attention multiplies the rotated part itself.
         rotated = 2 * len(frequencies)
         is_partial = 0 < rotated < decoder.head_dim
         attention = ModuleSpec(
@@ -252,6 +255,7 @@ def layer_spec(
                 k_layernorm=Norm if decoder.qk_norm == "head" else IdentityOp,
             ),
         )
+    # Then the feed-forward part: one network, or a mixture of experts.
     linears = MLPSubmodules(linear_fc1=AdaptedColumnParallelLinear, linear_fc2=row_parallel(decoder, bias=False))
     sparse = decoder.experts is not None and decoder.experts.layers[number]
     # Megatron-core 0.16 passes the groups only to its own classes, not to subclasses; 0.19 passes them to all, as `pg_collection`.

@@ -90,6 +90,7 @@ class ShardedOptimizer:
         decayed: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for chunk in self._chunks:
             for name, parameter in chunk.module.named_parameters():
+                # Parameters of experts have the mark `allreduce = False`; see `param_shards_of`.
                 if parameter.requires_grad and experts != getattr(parameter, "allreduce", True):
                     decayed[is_decayed(name, parameter.dim())].append(parameter)
         if not any(decayed.values()):

@@ -179,7 +179,9 @@ class ModelState:
             and param_shard.unique
             and self._data_group(param_shard).rank() == 0
         ]
+        # Every rank needs the same plan, because all of them take part in every broadcast.
         items = [item for rank_items in self._topology.all_gather_object(local_items) for item in rank_items]
+        # The first position of each name; reversed, so that an earlier one replaces a later one.
         first_index = {item.name: i for i, item in reversed(list(enumerate(items)))}
         # The parts of one parameter are adjacent, and parameters are in the order of the layers.
         return sorted(items, key=lambda item: (_order(item.name), first_index[item.name]))

@@ -177,6 +177,7 @@ def check_routes(batch: PackedBatch, routers: RouterShape | None) -> None:
             f"{ROUTED_EXPERTS} holds {low if low < FREE else high}; experts are numbered from 0 to {routers.experts - 1}, and {FREE} "
             "leaves a token to the router"
         )
+    # Sorted, so that an expert that occurs twice is next to itself.
     ordered = routes.long().sort(-1).values
     is_free = ordered == FREE
     wrong = (is_free.any(-1) & ~is_free.all(-1)) | ((ordered.diff(dim=-1) == 0) & ~is_free[..., 1:]).any(-1)

@@ -150,6 +150,7 @@ class PackedContext:
         device = self.cu_seqlens.device
         if self.parents is None or max(self.parents) < 0:
             return (CarriedSegments(tokens=None, segments=Segments(self.bounds, device), parents=None),)
+        # A parent has no parent itself, so two phases are enough.
         first = [n for n, parent in enumerate(self.parents) if parent < 0]
         then = [n for n, parent in enumerate(self.parents) if parent >= 0]
         row = {segment: row for row, segment in enumerate(first)}

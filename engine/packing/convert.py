@@ -210,6 +210,8 @@ def from_tensordict(data: "TensorDict") -> PackedBatch:
     media: dict[str, MediaField] = {}
     special: dict[str, Tensor] = {}
     names: tuple[str, ...] | None = None
+    # Entries of `to_tensordict` are recognized by their prefix; those of other frameworks are token fields if they
+    # are jagged, else sequence fields.
     for key in data.keys():  # iterating a TensorDict yields its rows
         value = data[key]
         if key in ("input_ids",) or str(key).startswith("media_rows/"):

@@ -193,10 +193,13 @@ def _scores_by_channel(q: Tensor, k: Tensor, total: Tensor, delta: bool) -> tupl
     future = torch.ones(step, step, dtype=torch.bool, device=q.device).triu(1)
     for start in range(0, size, step):
         sub = slice(start, start + step)
+        # Among the tokens of a block, the decay of each pair: `[M, H, step, step, K]`.
         pairs = (total[:, :, sub].unsqueeze(-2) - total[:, :, sub].unsqueeze(-3)).to(q.dtype)
         pairs = pairs.masked_fill(future.unsqueeze(-1), -torch.inf).exp()
         columns = [torch.einsum("rmhik,mhjk,mhijk->rmhij", rows[..., sub, :], k[:, :, sub], pairs)]
         if start:
+            # For the tokens of earlier blocks, the decay splits at the border of the block into two factors of at
+            # most 1.
             border = total[:, :, start - 1 : start]
             recent = rows[..., sub, :] * (total[:, :, sub] - border).exp().to(q.dtype)
             older = k[:, :, :start] * (border - total[:, :, :start]).exp().to(q.dtype)

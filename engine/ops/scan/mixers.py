@@ -124,6 +124,7 @@ def state_space_duality(
     dtype = torch.promote_types(x_thv.dtype, torch.float32)
     dt_th = F.softplus(dt_th + dt_bias_h.to(dt_th.dtype)).clamp(*dt_limits).to(dtype)
     wide = x_thv.to(dtype)
+    # Mamba 2 as linear attention: c reads like a query, b is the key, and an input times its step size is the value.
     out_thv = packed_linear_attention(
         c_tgk, b_tgk, (wide * dt_th.unsqueeze(-1)).to(x_thv.dtype), -a_log_h.to(dtype).exp() * dt_th, None, context
     )
