@@ -254,15 +254,13 @@ def share_items(items: Items, rank: int, ranks: int, tokens: int) -> Share:
         ranks: The number of ranks.
         tokens: The number of tokens in the slice of each rank.
     """
-    # Largest items first, each to the rank with the least features so far. Every rank computes the same division,
-    # from lengths alone.
+    # Largest items first, each to the rank with the fewest features so far. All ranks compute the same division.
     loads = [0] * ranks
     owners = [0] * len(items.features)
     for item in sorted(range(len(owners)), key=lambda i: -items.features[i]):
         owners[item] = loads.index(min(loads))
         loads[owners[item]] += items.features[item]
-    # For each feature the rank that encodes it, and for each placeholder token of the sequence its feature and that
-    # feature's rank.
+    # For each feature, the rank that encodes it; for each placeholder token, its feature and the rank of that.
     encoder = torch.repeat_interleave(torch.tensor(owners, dtype=torch.long), torch.tensor(items.features, dtype=torch.long))
     feature = torch.arange(len(encoder)) if items.index is None else items.index
     owner = encoder[feature]

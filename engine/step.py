@@ -138,9 +138,9 @@ class LossAccumulator:
                 # The other ranks are in this step's collectives, so this rank continues with a zero gradient. `finish` then
                 # raises the error on all ranks.
                 self._error = e
-        # The mean over all micro-batches with documents, of all data-parallel ranks, because gradients are summed
-        # over ranks. A dummy micro-batch keeps the routers in the graph with a factor of zero: their backward pass
-        # has collectives too.
+        # The mean over the micro-batches with documents of all data-parallel ranks, because gradients are summed over
+        # ranks. A dummy micro-batch keeps the routers in the graph with a factor of zero: their backward pass may
+        # have collectives.
         if aux is not None:
             scaled = aux / self._plan.real_micro_batches
             total = total + (0.0 if micro_batch.is_dummy else self._aux_coef) * scaled

@@ -76,8 +76,8 @@ class AdapterSlot:
     def __init__(self, config: AdapterConfig, layers: Sequence[AdaptedLayer], device: torch.device) -> None:
         self.config, self.device, self.step_count = config, device, 0
         self._places: dict[str, _Place] = {}
-        # One flat tensor for all factors: the gradients of an adapter are then summed by one all-reduce, and its step
-        # is one kernel.
+        # One flat tensor for all factors, so that one all-reduce sums all gradients and one kernel updates all
+        # factors.
         end = 0
         for layer in layers:
             if layer.target in config.targets:

@@ -122,8 +122,7 @@ class GroupedHeadRows:
             per_head = [count // net.key_heads for count in counts[kinds]]
             name = names[self.modules.index(module)]
             for head in range(heads):
-                # On disk a key head's rows of all kinds are together; in the parameter each kind's rows of all heads
-                # are.
+                # On disk, rows are ordered by key head and then by kind; in the parameter, by kind and then by head.
                 row = (part.rank * heads + head) * sum(per_head)
                 for kind, count in enumerate(per_head):
                     local = at + heads * sum(per_head[:kind]) + head * count
@@ -170,8 +169,7 @@ class GatedQKVParallel:
         for local in range(groups):
             group, at = part.rank * groups + local, local * (2 * per_group + 2) * size
             for head in range(per_group):
-                # On disk a head's query and gate are adjacent; in the parameter a group's queries come before its
-                # gates.
+                # On disk, a query head is next to its gate; in the parameter, a group's queries precede its gates.
                 first = 2 * (group * per_group + head) * size
                 yield _slice(query, 2 * decoder.heads * size, shape, at + head * size, size, first)
                 yield _slice(query, 2 * decoder.heads * size, shape, at + (per_group + head) * size, size, first + size)

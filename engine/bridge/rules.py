@@ -98,8 +98,8 @@ class ColumnParallel:
 
     def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return one stored slice for each stacked tensor."""
-        # A rank has its rows of the first tensor, then its rows of the second: each tensor is split over the ranks on
-        # its own.
+        # Each tensor is split over the ranks separately: a rank has its rows of the first, then its rows of the
+        # second.
         rows, inner_shape = shape[0] // len(names), shape[1:]
         zeros = (0,) * len(inner_shape)
         return [
@@ -230,8 +230,7 @@ class StackedExperts(_SingleModule):
         """Return one stored slice for each of the rank's experts, whose matrices `[in, out]` are stacked by rows."""
         assert decoder.experts is not None
         rows, columns = shape[0] // part.experts, shape[1]
-        # The matrix of one expert on disk. The expert's number is an index on the leading axis there, which the
-        # parameter lacks.
+        # The matrix of one expert on disk, where the leading axis, which the parameter lacks, is the expert's number.
         whole_matrix = (rows * part.size, columns) if self.split == 0 else (rows, columns * part.size)
         offset = (part.rank * rows, 0) if self.split == 0 else (0, part.rank * columns)
         return [

@@ -31,8 +31,7 @@ def load_full_weights(
     for shard in local_shards:
         if shard.kind == "value":
             shards.setdefault(shard.name, []).append(shard)
-    # All tensors are checked and consumed on every rank, also those of which this rank has no shard: streaming them
-    # is collective.
+    # Every rank consumes all tensors, also those of which it has no shard, because streaming them is collective.
     for name, tensor in weights:
         if name not in left:
             raise ModelError(

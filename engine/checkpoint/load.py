@@ -74,8 +74,7 @@ def load_state(
             )
         _check_shards(manifest, shards)
         _check_state(manifest, shards, topology, optimizer)
-    # A rank has only the tensors of its stage and its experts, so what is unknown shows only in the names of all
-    # ranks.
+    # A rank has only the tensors of its stage and its experts, so unknown ones show only in all ranks' names.
     model_names = set().union(*topology.all_gather_object({p.name for p in shards}))
     unknown = sorted(set(manifest.names) - model_names)
     if unknown:
@@ -165,7 +164,7 @@ def fill(manifest: CheckpointManifest, local_shards: Iterable[LocalShard], files
                 f"{manifest.store} covers only {filled} of the {shard.box.volume} elements of {shard.kind} of {shard.name}"
             )
 
-    # Parsed here, once per tensor: several shards belong to one tensor, and the threads below only read the result.
+    # The entries of the manifest are parsed here, once per tensor, and the threads below only read the result.
     shards = list(local_shards)
     for shard in shards:
         if shard.name not in kinds:

@@ -153,8 +153,7 @@ def rotate(
     good = [name for name in names if name not in damaged and root.child(name).size(MANIFEST) is not None]
     if len(good) <= max(1, keep_last):
         return
-    # Everything older than this is deleted, except what is kept permanently. At least one good checkpoint always
-    # stays.
+    # All older ones are deleted, except those that are kept permanently. At least one good checkpoint stays.
     oldest = numbers[good[-max(1, keep_last)]]
     for name in names:
         number = numbers[name]

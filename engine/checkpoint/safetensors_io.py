@@ -282,8 +282,7 @@ class TensorFiles:
         if whole_rows and out.flags.c_contiguous:
             checked.read_into(array.start + first * row_bytes, _flat(out))
             return
-        # Otherwise whole rows are read, block by block, and the part inside them is copied out, instead of one small
-        # read per row.
+        # Otherwise whole rows are read in blocks, and the part inside is copied out, instead of a small read per row.
         step = max(1, BLOCK_BYTES // row_bytes)
         block = np.empty((min(step, rows), *array.shape[1:]), out.dtype)
         inside = tuple(slice(o, o + n) for o, n in zip(part.offset[1:], part.length[1:], strict=True))

@@ -145,8 +145,7 @@ def write_snapshot(
     file = f"rank-{topology.rank:05d}.safetensors"
     files: dict[str, Any] = {}
     try:
-        # Each rank writes one file with the slices that it owns. If one fails, all raise here, before there is a
-        # manifest.
+        # Each rank writes a file with the slices that it owns. If one fails, all raise before there is a manifest.
         with collective_errors(group), _disk_errors(root):
             index, entry = _write_rank(folder, file, snapshot.local_shards)
             if main:

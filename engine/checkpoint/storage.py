@@ -194,8 +194,7 @@ class LocalStore(Store):
         """See `Store`."""
         path = self.path / name
         if not name.startswith((TEMPORARY, DELETED)):
-            # Renamed first: deleting takes many steps, and what is left after an interruption must not look like a
-            # checkpoint.
+            # Renamed first: what an interrupted deletion leaves behind must not look like a checkpoint.
             path = path.rename(self.path / _deleted(name))
         shutil.rmtree(path)
 

@@ -104,8 +104,7 @@ class PlainReference:
         fields = [{} for _ in documents] if media is None else media
         for document, mask, items in zip(documents, supervised, fields, strict=True):
             if mask.any():
-                # Divided by the number of supervised tokens of all documents, so the sum over documents is the mean
-                # over tokens.
+                # Divided by the count of all documents, so the sum over documents is the mean over tokens.
                 nll = -self.log_probs(document, media=items)[mask.to(self.model.device)].sum() / total
                 nll.backward()
                 loss += nll.item()

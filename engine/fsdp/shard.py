@@ -95,8 +95,7 @@ def shard(root: Any, mesh: DeviceMesh, experts: ExpertShards | None, config: Eng
         )
     # The root's input contains ids and the expected gradient of the head, which must not be rounded.
     root_policy = replace(policy, cast_forward_inputs=False)
-    # The embeddings and the head belong to the root. They are used at both ends of a pass, so they stay gathered in
-    # between.
+    # The root has the embeddings and the head, the two ends of a pass, so it stays gathered in between.
     fully_shard(root, mesh=mesh, mp_policy=root_policy, offload_policy=offload, reshard_after_forward=False)
     for module in root.modules():
         # A single rank has no mean to avoid, and FSDP would allocate extra memory to divide its gradients by 1.

@@ -299,8 +299,7 @@ def compare_packed(config: PreTrainedConfig, seed: int = 0) -> TrialComparison:
             _draw(parameter)
         alone = _alone(model, documents)
         embedding: Any = model.get_input_embeddings().weight
-        # About the relative rounding of float32. How far this moves the logits is how far rounding alone may move
-        # them.
+        # About the relative rounding of float32: what this changes in the logits, rounding alone may change too.
         embedding.mul_(1 + 1e-7 * torch.randn_like(embedding))
         nearby = _alone(model, documents)
         ours.load_state_dict(model.state_dict())

@@ -145,8 +145,7 @@ def grouped_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Ten
 
     Hidden states are `[T, H]`, the chosen experts and their weights `[T, K]`, and the result `[T, H]`.
     """
-    # Stable, so that the pairs of an expert stay in the order of their tokens, as `RunningPass.expert_spans`
-    # requires.
+    # Stable: the pairs of an expert stay in the order of their tokens, which `RunningPass.expert_spans` requires.
     chosen_s, order_s = torch.sort(top_k_index.reshape(-1), stable=True)
     # The inverse permutation without a second sort.
     inverse_s = torch.empty_like(order_s).scatter_(0, order_s, torch.arange(len(order_s), device=order_s.device))

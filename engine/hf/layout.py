@@ -103,8 +103,8 @@ class DiskLayout:
         sources = [_literal(pattern) for pattern in converter.source_patterns]
         if operations == [(Concatenate, 0)] and all("_conv1d." in source for source in sources):
             return self._joined(name, shape, sources, target)
-        # The rest are experts: on disk one tensor for each (`MergeModulelist`), in memory possibly with gate and up
-        # joined (`Concatenate`).
+        # The rest are experts: separate on disk (`MergeModulelist`), and in memory possibly gate and up in one
+        # (`Concatenate`).
         supported = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
         if len(converter.target_patterns) != 1 or operations not in supported or (len(operations) == 1 and len(sources) != 1):
             steps = ", ".join(op.__name__ for op, _ in operations)

@@ -185,8 +185,7 @@ class WeightFolder:
         total, rows = sum(count for _, _, count in parts), piece.shape[0]
         letter = _CONVOLUTION.search(piece.name)
         assert letter is not None
-        # The first row of the piece in the concatenation of all parts. Each part then contributes the rows that both
-        # have.
+        # The first row of the piece in the concatenation of all parts, each of which then contributes its rows.
         first = {"q": 0, "k": rows, "v": total - rows}[letter[1]] + piece.offset[0]
         end, at = first + len(piece.data), 0
         for file, key, count in parts:

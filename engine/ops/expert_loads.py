@@ -49,8 +49,7 @@ class ExpertLoads:
         counts_le = torch.zeros(routers.layers, routers.experts, dtype=torch.int64, device=device)
         if self._counts_le is not None:
             counts_le += self._counts_le
-        # All ranks get the same counts and compute the same steps, so copies of a bias stay equal without a
-        # broadcast.
+        # All ranks compute the same steps from the same counts, so copies of a bias stay equal.
         dist.all_reduce(counts_le, group=group)
         loads_le = counts_le.double()
         means_l1 = loads_le.mean(-1, keepdim=True)

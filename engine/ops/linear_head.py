@@ -459,7 +459,7 @@ class _LinearHead(torch.autograd.Function):
         pairs = _pairs(h_th, w_vh, low_tr, up_vr)
         s: _Settings = ctx.settings
         g_lp, g_ent = grads[0], grads[1] if s.entropy else None
-        # Freed, and used once: the second of two backward passes computes its gradient again.
+        # Released here, so a second backward pass computes its gradient again.
         early, ctx.early = ctx.early, None
         if early is not None and _grads_match(ctx.expected_grads, (g_lp, g_ent)):
             return *early, None, None, None

@@ -49,8 +49,7 @@ def balancing_loss(logits: Sequence[Tensor], router: RouterSettings, real_tokens
     sums_e = probabilities.sum(0)
     tokens = all_te.new_full((), len(all_te))
     if group is not None:
-        # Means over the whole sequence: the product of two means is not the mean of products, so each rank needs the
-        # sums of all.
+        # The product of two means is not the mean of products, so each rank needs the sums over the whole sequence.
         dist.all_reduce(counts_e, group=group)
         dist.all_reduce(tokens, group=group)
         # The probabilities of other ranks enter as constants: each rank's backward pass computes its own part of the full gradient.

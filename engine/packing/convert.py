@@ -177,8 +177,7 @@ def to_tensordict(batch: PackedBatch) -> "TensorDict":
         **{f"sequence/{k}": v for k, v in batch.sequence_fields.items()},
     }
     for name, media in batch.media.items():
-        # Two entries: the counts have one row per sequence as all entries, and the rows are nested by the same
-        # counts.
+        # Two entries, because every entry has one row per sequence: the counts, and the rows nested by them.
         data[f"media/{name}"] = media.counts
         data[f"media_rows/{name}"] = _jagged(media.values, torch.tensor([0, *accumulate(media.counts.tolist())]))
     for name in ("group_ids", "call_ids"):

@@ -75,8 +75,7 @@ class ForkServer:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with theirs:
-                # The child inherits the mask of blocked signals, and its own session keeps it out of the terminal's
-                # signals.
+                # The child inherits the mask of blocked signals. Its own session keeps the terminal's signals away.
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", words],
                     stdin=subprocess.DEVNULL,

@@ -139,8 +139,7 @@ class Topology:
         grid = torch.tensor(members).view(sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp)
         flat = torch.arange(len(members)).view_as(grid)
         stage, replica, shard, cp_rank, tp_rank = (int(x) for x in (flat == rank).nonzero()[0])
-        # All ranks create their groups in the same order, so that the members of each group meet while none of them
-        # waits in another.
+        # All ranks create their groups in the same order. Otherwise members of a group could wait in different ones.
         groups = EngineGroups(timeout)
 
         def group(members: Tensor, backend: str | None = None) -> ProcessGroup:

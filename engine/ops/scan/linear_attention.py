@@ -198,8 +198,7 @@ def _scores_by_channel(q: Tensor, k: Tensor, total: Tensor, delta: bool) -> tupl
         pairs = pairs.masked_fill(future.unsqueeze(-1), -torch.inf).exp()
         columns = [torch.einsum("rmhik,mhjk,mhijk->rmhij", rows[..., sub, :], k[:, :, sub], pairs)]
         if start:
-            # For the tokens of earlier blocks, the decay splits at the border of the block into two factors of at
-            # most 1.
+            # For tokens of earlier blocks, the decay splits at the border of the block into two factors of at most 1.
             border = total[:, :, start - 1 : start]
             recent = rows[..., sub, :] * (total[:, :, sub] - border).exp().to(q.dtype)
             older = k[:, :, :start] * (border - total[:, :, :start]).exp().to(q.dtype)
@@ -234,8 +233,7 @@ def _carry(parts: _Parts, state: Tensor, chunks: Chunks, values: Tensor | None =
     befores, decays = before.split(chunks.steps), parts.through.split(chunks.steps)
     steps = [x.split(chunks.steps) for x in (values, parts.u, parts.k_end)]
     reads = () if parts.read is None else parts.read.split(chunks.steps)
-    # Of the `count` chunks of a step, the first `following` belong to segments that have another chunk; the others
-    # end here.
+    # Of the `count` chunks of a step, the first `following` belong to segments with another chunk; the others end.
     befores[0].copy_(state)
     for step, (count, following) in enumerate(zip(chunks.steps, (*chunks.steps[1:], 0), strict=True)):
         now = befores[step]
