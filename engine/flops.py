@@ -134,6 +134,7 @@ class ModelShape:
     def _decoder_flops(self, lengths: Iterable[int], outputs: int, *, training: bool) -> float:
         all_lengths = list(lengths)
         tokens = sum(all_lengths)
+        # Two operations per weight and token: a multiplication and an addition.
         forward = 2 * (self.weights * tokens + self.head * outputs)
         attention = 2 * sum(width * sum(pairs(n, window) for n in all_lengths) for width, window in self.attention)
         if not training:

@@ -250,6 +250,7 @@ def _routes(
 
     def of_rank(x: Tensor, fill: int) -> Tensor:
         padding = x.new_full((tokens - len(x), *x.shape[1:]), fill)
+        # The slice of this rank and, with sequence parallelism, its part of the slice.
         part = slice_tokens(torch.cat([x, padding]), topology.cp, 0)
         return part.chunk(topology.parallel.tp)[topology.tp_rank] if topology.parallel.tp_sequence else part
 

@@ -183,7 +183,9 @@ GATED_ATTENTION: dict[str, Rule] = {
 }
 
 DELTA_NET: dict[str, Rule] = {
+    # Only queries, keys and values are convolved.
     "self_attention.conv1d": HeadRows((*["linear_attn.conv1d"] * 3, None, None, None)),
+    # One number per value head.
     "self_attention.A_log": ColumnParallel("linear_attn.A_log"),
     "self_attention.dt_bias": ColumnParallel("linear_attn.dt_bias"),
     "self_attention.norm": Replicated("linear_attn.norm"),

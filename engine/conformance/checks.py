@@ -162,6 +162,7 @@ def check_model_types(engine_factory: EngineFactory) -> None:
             head_type = head_of(engine.model_config)
             assert head_type is not None
             documents = tiny_documents(7, seed=11)
+            # The head is initialized at random, so the reference takes its weights from the engine.
             stored = {n: value for n, value in weights_of(engine).items() if n.startswith(HEAD_PREFIX)}
             result = engine.train_batch(engine_factory.share(engine, documents), MeanSquares(head_type))
             reference = PlainReference(engine_factory.folder, OPTIM)
@@ -211,6 +212,7 @@ def _check_steps(
 def _gradient(
     engine_factory: EngineFactory, documents: Sequence[Sequence[int]], assign: Callable[[int, int], list[int]], max_tokens: int
 ) -> tuple[float, float]:
+    # A new engine for each case, so that all begin with the same weights.
     with engine_factory.engine(max_tokens=max_tokens) as engine:
         indices = assign(engine.topology.dp_rank, engine.topology.dp_size)
         result = engine.train_batch(engine_factory.pack(documents, indices), MeanNLL())
@@ -306,6 +308,7 @@ def check_infer(engine_factory: EngineFactory) -> None:
     """Check that outputs are in the caller's order and equal to those of each document computed separately."""
     with engine_factory.engine(max_tokens=32, optim=None) as engine:
         documents = tiny_documents(7, seed=6)
+        # Reversed, so that outputs have to be put back into the caller's order.
         _check_outputs(engine_factory, engine, documents, engine_factory.indices(engine, documents)[::-1])
 
 
@@ -457,6 +460,7 @@ def check_checkpoint(engine_factory: EngineFactory) -> None:
             # An evaluation in between must not leave anything behind that breaks saving.
             engine.forward_backward(second, MeanNLL(), forward_only=True)
             folder = engine.save_checkpoint(root[0], 1, {"cursor": 6})
+            # Two steps, because the first loss does not depend on the state of the optimizer.
             expected = [engine.train_batch(second, MeanNLL()) for _ in range(2)]
             final = weights_of(engine)
         with engine_factory.engine() as engine:

@@ -173,6 +173,7 @@ class Mamba2Layer(StateLayer):
             projected = layer.in_proj(x * layer.ssm_in_multiplier) * layer.mup_vector[0].to(x.dtype)
         else:
             projected = layer.in_proj(x)
+        # The rows of the projection: gates, values, b, c and step sizes.
         gate, values, b, c, dt = projected.split([inner, inner, states, states, layer.num_heads], -1)
         groups = (layer.n_groups, layer.ssm_state_size)
         out = state_space_duality(

@@ -193,6 +193,7 @@ def transformer_config(decoder: Decoder, engine: EngineConfig, options: MCoreOpt
         "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
+        # Needs a CUDA extension of apex or TransformerEngine.
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": False,
         "params_dtype": dtype,

@@ -282,6 +282,7 @@ class MCoreEngine(BaseEngine):
             self._earlier_gradients.append([buffer.grad_data.clone() for buffer in self._buffers()])
             for chunk in self._chunks:
                 chunk.zero_grad_buffer()
+        # The micro-batches of a call are of one adapter, whose turn it is.
         names = {row.adapter for micro_batch in micro_batches for row in micro_batch.adapters}
         assert len(names) <= 1
         turn = nullcontext() if self._turns is None else self._turns.turn(next(iter(names), None), train=backward)

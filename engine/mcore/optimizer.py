@@ -72,6 +72,7 @@ class ShardedOptimizer:
             adam_beta1=optim.betas[0],
             adam_beta2=optim.betas[1],
             adam_eps=optim.eps,
+            # `reduce_and_clip` clips.
             clip_grad=0.0,
             use_distributed_optimizer=True,
             bf16=compute == torch.bfloat16,
