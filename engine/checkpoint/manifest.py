@@ -119,6 +119,7 @@ class CheckpointManifest:
             self.kinds(name)
 
     def _check_file(self, name: str, entry: Mapping[str, Any]) -> None:
+        # A manifest may come from elsewhere: names must not lead outside the folder.
         parts = name.removeprefix(MODEL).split("/")
         is_template = name.startswith(f"{MODEL}{TEMPLATES}/") and len(parts) == 2
         if (len(parts) > 1 and not is_template) or any(p in ("", ".", "..") or "\\" in p or "\0" in p for p in parts):

@@ -85,6 +85,7 @@ class EngineFactory:
         folder = self.folder.parent / family
         if dist.get_rank() == 0:
             save_tiny_model(folder, family)
+        # No rank may read the folder before it is complete.
         dist.barrier()
         yield replace(self, family=family, folder=folder)
         dist.barrier()

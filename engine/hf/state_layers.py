@@ -94,6 +94,7 @@ class GatedDeltaLayer(StateLayer):
             largest_rate=2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0,
             context=context,
         )
+        # The norm and its gate are of single heads: `[t * heads, V]`.
         norm, project = (layer.o_norm, layer.o_proj) if hasattr(layer, "o_norm") else (layer.norm, layer.out_proj)
         return project(norm(out.flatten(0, 1), gate.reshape(-1, layer.head_v_dim)).view(len(x), -1))
 

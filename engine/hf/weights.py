@@ -333,6 +333,7 @@ def load_weights(
             fresh.add(shard.name)
         else:
             missing.append(shard.name)
+    # A head of another type has other names: its tensors would count as new, and be drawn at random.
     heads = sorted(name for name in weights.names if name.startswith(HEAD_PREFIX))
     if heads and (new := sorted(name for name in fresh if name.startswith(HEAD_PREFIX))):
         raise ModelError(

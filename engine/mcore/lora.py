@@ -79,6 +79,7 @@ class Adapted:
         Returns:
             The layer's output, and the bias that the caller has to add.
         """
+        # The parallel layer, which comes next in the method resolution order.
         layer: Any = super()
         out, bias = layer.forward(input_, *args, **kwargs)
         if len(self.adapters) and self.enabled:
@@ -361,6 +362,7 @@ def adapters_disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
     for layer in layers:
         set_adapters_enabled(layer, False)
     try:
+        # The adapters of encoders are peft's own layers.
         with ExitStack() as of_encoders:
             for chunk in chunks:
                 of_encoders.enter_context(peft_disabled(chunk))

@@ -128,6 +128,7 @@ class MetaModel:
         local_tensors = {
             (s.name, s.shape)
             for param_shard in param_shards
+            # Not the buffers, such as routers' biases, which the bridge has too.
             if isinstance(param_shard.parameter, nn.Parameter)
             for s in param_shard.stored_slices
         }

@@ -266,6 +266,7 @@ class Rotary(nn.Module):
         """Return the frequencies `[kinds, T, F]`: for each token, the frequencies of its document."""
         context, tokens = part.context, len(part.input_ids)
         lengths = [end - start for start, end in pairwise(context.bounds)]
+        # Once for each length, since transformers computes frequencies for one length at a time.
         by_length = {length: self._frequencies(length) for length in set(lengths)}
         inv_freq_knf = torch.stack([by_length[length] for length in lengths], 1).to(self.inv_freq_kf.device)
         # The place of this rank's tokens in the whole sequence, whose boundaries the context has.

@@ -208,6 +208,7 @@ class PackedBatch:
         bounds = (0, *(start + edge for start, b in zip(starts, batches, strict=False) for edge in b.bounds[1:]))
         return first._derive(
             input_ids=torch.cat([b.input_ids for b in batches]),
+            # The last axis, because positions may be `[A, T]`.
             position_ids=torch.cat([b.position_ids for b in batches], dim=-1),
             cu_seqlens=torch.tensor(bounds, dtype=torch.int32).to(first.device, non_blocking=True),
             labels=torch.cat([b.labels for b in batches]),

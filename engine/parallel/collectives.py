@@ -117,6 +117,8 @@ def collective_errors(group: ProcessGroup | None = None) -> Iterator[None]:
             raise
         try:
             all_gather_object(None, group, error=error)
+        # The exchange raises this rank's error itself. Another failure of it, such as a lost connection, must not
+        # hide that error.
         except Exception as failure:
             if failure is not error:
                 raise error from failure

@@ -137,6 +137,7 @@ class Topology:
         assert sizes.dp_shard is not None
         rank = members.index(dist.get_rank())
         grid = torch.tensor(members).view(sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp)
+        # `grid` has global ranks, `flat` their indices in this engine.
         flat = torch.arange(len(members)).view_as(grid)
         stage, replica, shard, cp_rank, tp_rank = (int(x) for x in (flat == rank).nonzero()[0])
         # All ranks create their groups in the same order. Otherwise members of a group could wait in different ones.

@@ -55,6 +55,7 @@ def gated_delta_net(
     kernels = [
         _of_heads(kernel, x.shape[1], group) for kernel, x in zip(kernel_cw.split(sizes), (q_tgk, k_tgk, v_thv), strict=True)
     ]
+    # One exchange for everything; afterward this rank has all tokens of its heads.
     if group is not None:
         q_tgk, k_tgk, v_thv, decay_the, rate = gather_seq_scatter_heads(
             [q_tgk, k_tgk, v_thv, decay_the, rate_th.unsqueeze(-1)], group
