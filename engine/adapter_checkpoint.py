@@ -46,6 +46,7 @@ def save_adapter(engine: "BaseEngine", slot: AdapterSlot, root: Path | str, extr
     Raises:
         CheckpointError: The checkpoint cannot be written; earlier checkpoints are unchanged.
     """
+    # Every rank holds the whole adapter, so one of them writes it.
     shards = list(_shards(slot, engine.topology.is_main))
     # As in a run's checkpoint, the model settings describe the adapter.
     model = asdict(engine.model_config)

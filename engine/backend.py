@@ -175,6 +175,7 @@ class Backend(ABC):
         """Estimate a rank's memory from `model_shape`, before the model is built. Resolves `engine.recompute=auto`."""
         p, shape = self.topology.parallel, self.model_shape
         item = ITEMSIZE[self.config.precision.params]
+        # Parameters, gradients and two moments.
         copies = 4 if self.optim_config is not None else 1
         return MemoryNeeds(
             state=shape.parameters * copies * item / self.topology.size,

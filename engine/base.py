@@ -178,6 +178,8 @@ class BaseEngine(Backend):
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 self._was_deterministic = torch.are_deterministic_algorithms_enabled()
                 torch.use_deterministic_algorithms(True)
+            # Each phase ends with an exchange of errors, so that no rank enters the collectives of the next phase
+            # after another rank has failed.
             with self.topology.collective_errors():
                 self.check_model(self.topology.parallel)
             with self.topology.collective_errors():
@@ -335,6 +337,7 @@ class BaseEngine(Backend):
             self.run_micro_batches(micro_batches, accumulator, backward=not forward_only)
             result = accumulator.finish(self.topology)
         if not forward_only:
+            # Over all calls of a step: one loss that is not finite is enough to reject the step.
             self._finite = self._finite and math.isfinite(result.loss)
         return result
 
@@ -643,6 +646,7 @@ class BaseEngine(Backend):
                 "this engine trains adapters, so full weights cannot be loaded into it; load a checkpoint instead"
             )
         with self._offloader.on_device(PARTS), torch.no_grad():
+            # Set before the first tensor is written: an error in between leaves a mixture of old and new weights.
             self._incomplete = "a previous load of weights did not finish"
             shapes = {name: shape for name, (_, shape) in self.weight_shapes().items()}
             load_full_weights(weights, self.local_shards(), shapes, eta)

@@ -115,6 +115,7 @@ class Capabilities:
                 "engine.precision.params=float32 and engine.precision.compute=bfloat16, or train adapters (model.lora.rank), "
                 "which are stored in float32"
             )
+        # float32 is allowed for any 16-bit format, because sums over many ranks lose digits in 16 bits.
         reduce = engine.precision.reduce
         if reduce not in {*pair, "float32"} or (reduce == "float32" and "float64" in pair):
             raise CapabilityError(

@@ -131,6 +131,7 @@ class Settings:
         Raises:
             ConfigError: A value has the wrong type, or a path cannot be expanded; the message names the setting.
         """
+        # Instances are frozen, so converted values are set through `object.__setattr__`.
         hints = _hints(type(self))  # type: ignore[arg-type]
         for f in fields(self):  # type: ignore[arg-type]
             value, hint = getattr(self, f.name), hints[f.name]
@@ -181,6 +182,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return True
     if kind in (Union, UnionType):
         return any(_fits(value, part) for part in get_args(hint))
+    # The type is compared too, because True == 1 and 1 == 1.0 in Python.
     if kind is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
     if kind is tuple:

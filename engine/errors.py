@@ -121,6 +121,8 @@ class RemoteError(DrivetrainError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out, on the device or on the host."""
+    # Classes of torch are recognized by name, because this module does not import it. Its CPU allocator raises a
+    # plain RuntimeError.
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"

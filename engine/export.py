@@ -78,6 +78,7 @@ def _write(
     *,
     only: bool,
 ) -> None:
+    # The stream yields each tensor once, so its place in the files was planned before, from shapes.
     remaining = {key for part in plan.files.values() for key in part}
     with whole_folder(final) as folder:
         writer = FolderWriter(folder, plan)

@@ -46,6 +46,7 @@ class EncoderShape:
         """
         features = self.padded or features
         total = features * self.patches
+        # Each patch attends to the patches of its part, or to a window in it.
         inside = total / parts
         attention = 2 * total * sum(w * min(inside, inside if n is None else n) for w, n in self.attention)
         forward = 2 * (self.weights * total + self.connector * features)
@@ -133,6 +134,7 @@ class ModelShape:
     def _decoder_flops(self, lengths: Iterable[int], outputs: int, *, training: bool) -> float:
         all_lengths = list(lengths)
         tokens = sum(all_lengths)
+        # Two operations per weight and token: a multiplication and an addition.
         forward = 2 * (self.weights * tokens + self.head * outputs)
         attention = 2 * sum(width * sum(pairs(n, window) for n in all_lengths) for width, window in self.attention)
         if not training:
@@ -146,6 +148,7 @@ class ModelShape:
 def pairs(length: int, window: int | None) -> int:
     """Return the number of query-key pairs in causal attention over one document."""
     seen = length if window is None else min(length, window)
+    # The first `seen` queries have 1, 2, ..., `seen` keys; all later ones have a full window.
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 

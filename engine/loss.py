@@ -232,6 +232,7 @@ def expected_gradient(loss: Loss, batch: PackedBatch, mask: Tensor, weights: Map
     zeros = {name: torch.zeros(output_shape(name, batch), device=batch.device, requires_grad=True) for name in names}
     with torch.enable_grad():
         total = combine(loss(TokenOutputs.of(mask, zeros), batch), weights)
+    # `autograd.grad` raises an error if the total depends on no output.
     if not total.requires_grad:
         return None
     gradients = torch.autograd.grad(total, list(zeros.values()), allow_unused=True)

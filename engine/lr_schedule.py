@@ -48,6 +48,7 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int | None) -> flo
     if optim.schedule == "constant":
         return optim.lr
     if optim.schedule == "inverse_sqrt":
+        # Equal to 1 at the last warmup step, so that the schedule has no jump. Without warmup it starts at the peak.
         return optim.lr * max(low, math.sqrt(max(warmup, 1) / (step + 1)))
     if total_steps is None:
         raise ConfigError(f"optim.schedule={optim.schedule} needs a known number of steps; use constant or inverse_sqrt")

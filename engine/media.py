@@ -48,8 +48,10 @@ class Items:
             origin: `[T]` int64, the computed token of each token; see `SharedLayout`.
             modality: The kind of the items.
         """
+        # The computed placeholder tokens, and for each of them one of the tokens that it represents.
         places, first = np.unique(origin[self.tokens].numpy(), return_index=True)
         item_of = np.repeat(np.arange(len(self.features)), self.features)
+        # The first feature of each item.
         begins = np.cumsum([0, *self.features])[:-1]
         # Items with the same first computed token are one item, even if each document computes the last token of a prefix itself.
         _, earliest, copies = np.unique(origin[self.tokens[begins]].numpy(), return_index=True, return_inverse=True)
@@ -135,6 +137,7 @@ def check_media(batch: PackedBatch, family: MediaFamily | None, model: str) -> M
     stray: dict[Kind, str] = {}
     for kind in family.modalities:
         token = family.tokens[kind]
+        # The number of placeholder tokens up to each boundary; differences are the numbers in the documents.
         present = (batch.input_ids == token).long().cumsum(0)
         tokens = torch.cat([present.new_zeros(1), present])[list(batch.bounds)].diff().tolist()
         counts = expected = [0] * batch.num_sequences
@@ -237,6 +240,7 @@ def comparable_ids(batch: PackedBatch, family: MediaFamily, kinds: Sequence[Kind
                 part = value[rows[item] : rows[item + 1]] if name == values else value[item : item + 1]
                 digest.update(host_bytes(part))
             # Negative, so that a hash never equals a token id.
+            # 63 bits of the hash, so that the number fits into an int64.
             ids[items.tokens[features[item] : features[item + 1]]] = -1 - (digest.intdigest() >> 1)
     return ids
 
@@ -250,14 +254,17 @@ def share_items(items: Items, rank: int, ranks: int, tokens: int) -> Share:
         ranks: The number of ranks.
         tokens: The number of tokens in the slice of each rank.
     """
+    # Largest items first, each to the rank with the fewest features so far. All ranks compute the same division.
     loads = [0] * ranks
     owners = [0] * len(items.features)
     for item in sorted(range(len(owners)), key=lambda i: -items.features[i]):
         owners[item] = loads.index(min(loads))
         loads[owners[item]] += items.features[item]
+    # For each feature, the rank that encodes it; for each placeholder token, its feature and the rank of that.
     encoder = torch.repeat_interleave(torch.tensor(owners, dtype=torch.long), torch.tensor(items.features, dtype=torch.long))
     feature = torch.arange(len(encoder)) if items.index is None else items.index
     owner = encoder[feature]
+    # The rank whose slice has the token.
     target = items.tokens // tokens
     here = items.tokens[target == rank]
     # Features arrive rank by rank; those of a rank are in token order.
@@ -313,6 +320,7 @@ def positions_of(batch: PackedBatch, family: MediaFamily, base: Any, kinds: Sequ
         }
         inside = {kind: f for kind, f in inside.items() if all(len(value) for value in f.values())}
         if not inside:
+            # A document of text has the same position on every axis.
             parts.append(batch.position_ids[start:end].cpu().expand(family.axes, -1))
             continue
         try:

@@ -50,6 +50,7 @@ def free_bytes(device: torch.device, processes: int) -> float:
         # Unused memory that torch's allocator holds is free as well.
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + cached)
+    # The physical memory of the machine, unless the control group of a container allows less.
     limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
     with suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
         limits.append(float(int(Path("/sys/fs/cgroup/memory.max").read_text())))
@@ -136,6 +137,7 @@ class Offloader:
             raise ConfigError(f"to({location!r}): state can be moved to {', '.join(map(repr, LOCATIONS))}")
         for part in parts if target == "device" else reversed(parts):
             if self._location[part] != target:
+                # A part moves between host and disk through the device: its storages are restored there first.
                 self._reload(part)
                 if target != "device":
                     self._offload(part, target)
@@ -195,6 +197,7 @@ class Offloader:
                     "enough space, or use 'host'"
                 ) from e
             self._offloaded[part].append(_Offloaded(storage=storage, size=storage.nbytes(), copy=copy))
+            # Without `non_blocking`, `copy_` has waited for the device, so the copy is complete here.
             storage.resize_(0)
 
     @staticmethod
@@ -211,6 +214,7 @@ class Offloader:
 
     def _reload(self, part: StatePart) -> None:
         while self._offloaded[part]:
+            # The entry is removed only after its data are restored, so that an error in between loses nothing.
             offloaded = self._offloaded[part][-1]
             offloaded.storage.resize_(offloaded.size)
             data = _bytes(offloaded.storage)
@@ -219,6 +223,7 @@ class Offloader:
             elif isinstance(offloaded.copy, Tensor):
                 data.copy_(offloaded.copy)
             else:
+                # A file is read into host memory only; the storage of a CPU engine is such memory itself.
                 host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=data.dtype)
                 offloaded.copy.seek(0)
                 offloaded.copy.readinto(host_bytes(host))  # type: ignore[attr-defined]

@@ -38,6 +38,7 @@ def place(sizes: Sequence[int], block: int) -> tuple[list[tuple[int, int]], list
             used.append(0)
         places[number] = (at, used[at])
         used[at] += size
+    # A block that is only partly filled shrinks to the next power of two.
     return places, [_power_of_two(size) for size in used]
 
 

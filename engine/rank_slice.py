@@ -138,12 +138,15 @@ class RankSlice:
             # Documents with several targets per token do not share prefixes.
             assert layout is None
             labels = request.targets
+        # From the tokens of documents to the computed tokens of shared prefixes.
         if layout is not None:
             ids, positions = ids[layout.index], positions[..., layout.index]
             # A computed token that several documents share is selected, and has a target, if any of its tokens has. Their targets
             # are equal.
             padded_mask = mask.new_zeros(layout.tokens, dtype=torch.long).index_add(0, layout.origin, mask.long()) > 0
+            # The maximum, because IGNORE is below every token id.
             labels = labels.new_full((layout.tokens,), IGNORE).scatter_reduce(0, layout.origin, labels, "amax")
+            # The gradients of all documents that share a token add up, as they would in the backward pass.
             if expected is not None:
                 expected = {
                     k: v.new_zeros(layout.tokens).index_add(0, layout.origin, v.masked_fill(~mask, 0.0))
@@ -157,12 +160,14 @@ class RankSlice:
             padded_tokens, padded_mask = padded_rows(tokens, row_multiple), torch.ones_like(mask)
             expected = None if expected is None else {k: v.masked_fill(_along(~mask, v), 0.0) for k, v in expected.items()}
         padding = (padded_size(tokens, topology) if padded_tokens is None else padded_tokens) - tokens
+        # Padding at the end, as unsupervised documents of zeros.
         if padding:
             ids, labels = _extend(ids, padding), _extend(labels, padding)
             padded_mask = torch.cat([padded_mask, padded_mask.new_full((padding,), row_multiple is not None)])
             added = torch.arange(padding, device=ids.device) % PADDING_DOCUMENT
             positions = torch.cat([positions, added.expand(*positions.shape[:-1], -1)], -1)
             expected = None if expected is None else {k: _extend(v, padding) for k, v in expected.items()}
+            # Padding is cut into short documents; only the last may be shorter than the others.
             ends = (*range(tokens + PADDING_DOCUMENT, tokens + padding, PADDING_DOCUMENT), tokens + padding)
             bounds = (*bounds, *ends)
             cu_seqlens = torch.cat([cu_seqlens, torch.tensor(ends, dtype=torch.int32).to(ids.device, non_blocking=True)])
@@ -194,6 +199,8 @@ class RankSlice:
                 by_position=row_multiple is not None,
             ),
             selected=selected,
+            # A selected token may have no label, if no log-probability of it is used. IGNORE would be out of range as
+            # an index into the vocabulary.
             targets=slice_tokens(labels, group, 0)[selected].clamp_min(0),
             outputs=request.outputs,
             expected=None if expected is None else {k: slice_tokens(v, group, 0)[selected] for k, v in expected.items()},
@@ -223,6 +230,7 @@ class RankSlice:
         return full[: len(self.mask)] if self.origin is None else full[self.origin]
 
     def _of_documents(self, value: Tensor) -> Tensor:
+        # Back to one row per token of the slice, so that slices of all ranks have the same size and can be gathered.
         slots = value.new_zeros(len(self.input_ids), *value.shape[1:])
         full = gather_tokens(slots.index_put((self.selected,), value), self.context.cp_group)
         of_batch = full[: len(self.mask)] if self.origin is None else full[self.origin]
@@ -242,6 +250,7 @@ def _routes(
 
     def of_rank(x: Tensor, fill: int) -> Tensor:
         padding = x.new_full((tokens - len(x), *x.shape[1:]), fill)
+        # The slice of this rank and, with sequence parallelism, its part of the slice.
         part = slice_tokens(torch.cat([x, padding]), topology.cp, 0)
         return part.chunk(topology.parallel.tp)[topology.tp_rank] if topology.parallel.tp_sequence else part
 
@@ -270,6 +279,7 @@ def _encoder_inputs(micro_batch: MicroBatch, family: MediaFamily, topology: Topo
         selected = select_items(items, family.modalities[kind], chosen) if chosen else family.blank(kind)
         media = family.trimmed(kind, selected)
         on_device = {name: value.to(device, non_blocking=True) for name, value in media.items()}
+        # With an exchange, `share.order` already puts the features into the order of the tokens.
         index = None if share is not None or items.index is None else items.index.to(device, non_blocking=True)
         inputs[kind] = EncoderInput(fields=on_device, is_blank=not chosen, share=share, index=index)
     return inputs

@@ -34,6 +34,7 @@ def resolve_device(config: EngineConfig, *, cuda: bool, can_compile: bool) -> En
         can_compile: Whether the backend and the installation can compile layers.
     """
     precision = replace(config.precision, compute=compute_dtype(config.precision, cuda=cuda))
+    # A sum in float32 would lose what is computed in float64. Explicit settings of this kind are rejected instead.
     if config.precision.compute == "auto" and precision.reduce == "float32" and precision.compute == "float64":
         precision = replace(precision, reduce="float64")
     # The exchange of tokens between experts is data-dependent, so a layer with one would be recompiled repeatedly, in pieces.
@@ -115,6 +116,7 @@ def activation_bytes(shape: ModelShape, config: EngineConfig, p: ParallelConfig,
     layers, hidden = len(shape.attention), shape.hidden
     item = ITEMSIZE[config.precision.compute]
     wide = shape.weights / hidden / p.tp
+    # Tensor-parallel ranks always split products, but norms and the residual stream only with sequence parallelism.
     narrow = hidden / (p.tp if p.tp_sequence else 1)
     # A pipeline stage has only a part of the layers, but keeps the activations of as many micro-batches as there are stages.
     mine = tokens / p.cp

@@ -138,6 +138,9 @@ class LossAccumulator:
                 # The other ranks are in this step's collectives, so this rank continues with a zero gradient. `finish` then
                 # raises the error on all ranks.
                 self._error = e
+        # The mean over the micro-batches with documents of all data-parallel ranks, because gradients are summed over
+        # ranks. A dummy micro-batch keeps the routers in the graph with a factor of zero: their backward pass may
+        # have collectives.
         if aux is not None:
             scaled = aux / self._plan.real_micro_batches
             total = total + (0.0 if micro_batch.is_dummy else self._aux_coef) * scaled
@@ -170,6 +173,7 @@ class LossAccumulator:
             sums += [[s for s, _ in pairs], [c for _, c in pairs]]
         sums += [self._aux, [s for s, _ in self._differing], [c for _, c in self._differing]]
         *totals, aux, differing, replayed = _totals(sums)
+        # `totals` has one number per term first, and then the sum and the count of each metric in turn.
         terms = dict(zip(self._terms, totals, strict=False))
         remaining = totals[len(terms) :]
         return {
@@ -193,6 +197,8 @@ class LossAccumulator:
                 local = self._sums(topology)
             except Exception as e:  # a metric that is not a number
                 self._error = e
+        # All ranks take part, also those that computed no loss: the memory peak and replayed routes count on every
+        # rank. Of the ranks that share a micro-batch, only one is an output rank, whose sums are counted once.
         gathered = topology.all_gather_object((topology.is_output_rank, local), error=self._error)
         counted = [part for counts, part in gathered if counts]
         terms = {
@@ -229,6 +235,7 @@ class LossAccumulator:
 def _totals(sums: Sequence[Sequence[Tensor | float]]) -> list[float]:
     """Return the sum of each list of scalars, with one transfer from the device for all of them."""
     tensors = [value for values in sums for value in values if isinstance(value, Tensor) and value.device.type != "cpu"]
+    # In float64: float32 rounds integers above 2^24, which counts of tokens can exceed.
     numbers = iter(torch.stack([t.detach().double().reshape(()) for t in tensors]).tolist() if tensors else ())
     # A loss may return counts on the host and sums on the device.
     return [
@@ -249,6 +256,7 @@ class _Unused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *values: Tensor) -> Tensor:
         """Return the zero."""
+        # Only the shapes are kept, so the graph does not keep the outputs alive until the backward pass.
         ctx.like = [(value.shape, value.dtype, value.device) for value in values]
         return values[0].new_zeros(())
 
@@ -291,6 +299,7 @@ class OutputCollector:
     def request(self, micro_batch: MicroBatch) -> HeadRequest:
         """Return the outputs that the head has to compute for a micro-batch."""
         part = self._parts[micro_batch.index]
+        # A dummy micro-batch has one token; see `StepPlan.micro_batches`.
         mask = torch.zeros(1, dtype=torch.bool) if micro_batch.is_dummy else self._mask[self._batch.token_index(part)]
         return HeadRequest(outputs=self._request, mask=mask.to(micro_batch.batch.device, non_blocking=True))
 
@@ -310,12 +319,14 @@ class OutputCollector:
     def take_routes(self, micro_batch: MicroBatch, routes: ExpertRoutes, gather: Callable[[], Tensor]) -> None:
         """Keep the experts that the tokens of a micro-batch were routed to, if they are requested."""
         if self._routers is not None:
+            # Collective, so dummy micro-batches take part and drop the result.
             gathered = gather()
             if not micro_batch.is_dummy:
                 self._routes.append((micro_batch.index, gathered))
 
     def result(self, topology: Topology) -> dict[str, Tensor]:
         """Return output name -> `[T]` on every rank, on the device of the caller's batch. Collective over pipeline stages."""
+        # Every stage enters one broadcast per output, in the same order, with a buffer of the same shape.
         result = {name: topology.from_last_stage(value) for name, value in self._filled().items()}
         if self._routers is not None:
             result[ROUTED_EXPERTS] = self._all_routes(self._routers, topology)
@@ -328,6 +339,7 @@ class OutputCollector:
             rows = self._batch.token_index(self._parts[index]).to(topology.device, non_blocking=True)
             # Entries for layers of other stages, and of other chunks of this stage, hold `FREE`.
             routes[rows] = torch.maximum(routes[rows], part)
+        # Each stage has the routes of its layers, and FREE (-1) for all others, so the maximum puts them together.
         if topology.pp is not None:
             dist.all_reduce(routes, op=dist.ReduceOp.MAX, group=topology.pp)
         return routes.to(self._batch.device)

@@ -136,6 +136,7 @@ class StepPlan:
                 media=self._items(unsupervised(1, "cpu")),
                 is_dummy=True,
             )
+        # Selected on the host, so that only one micro-batch's documents are copied to the device.
         micro_batch = batch.select(part)
         layout = None if self.prefixes is None else shared_layout(micro_batch.lengths, self.prefixes.select(part))
         media = self._items(micro_batch)
@@ -354,20 +355,26 @@ def plan_step(
         local = _summarize_shard(topology, batch, loss, split, shape, training, prefixes, own_media)
     except Exception as e:  # raised on all ranks by the exchange below, which every step needs anyway
         error = e
+    # The only exchange of a plan. Everything below is computed from the same summaries on every rank, so all ranks
+    # agree on the number of micro-batches, and fail together.
     summaries: list[_ShardSummary] = topology.all_gather_object(local, error=error)
     local = summaries[topology.rank]
     _check_terms(topology, local, summaries)
     kinds = tuple(dict.fromkeys(kind for summary in summaries for kind in summary.media.kinds))
     if stray := [what for summary in summaries for kind, what in summary.media.stray.items() if kind in kinds]:
         raise BatchError(stray[0])
+    # All ranks run as many micro-batches as the rank that needs most, because each one has collectives.
     count = max(summary.micro_batches for summary in summaries)
     count += -count % topology.micro_batch_multiple
+    # One rank for each data-parallel shard: the others have the same documents, which would count several times.
     counted = [summary for summary in summaries if summary.counts]
     totals = total_weights
     if totals is None:
         totals = {term: sum(summary.weights[term] for summary in counted) for term in local.weights}
     sequences = sum(summary.sequences for summary in counted)
     _check_weights(totals, batch, sequences)
+    # A rank that needs fewer micro-batches splits its documents into more of them. Only if it has too few documents
+    # are the rest dummies.
     parts = split(batch, count, prefixes)
     parts += [[] for _ in range(count - len(parts))]
     return StepPlan(
@@ -416,6 +423,7 @@ def _summarize_shard(
     check_ids(batch, shape.vocabulary)
     count = len(split(batch, 1, prefixes))
     units, spared = count_units(batch.lengths, split.budget, _groups(batch), prefixes)
+    # An invariant split depends only on each call, so it is not refined to match the number of another rank.
     if split.invariant_size is not None:
         units = count
     if loss is not None:
@@ -424,6 +432,7 @@ def _summarize_shard(
                 check_read(fields, read, batch.extra_fields | {ROUTED_EXPERTS})
         weights = {k: float(v) for k, v in loss.weights(batch).items()}
         flops = shape.flops(batch.lengths, int(loss.tokens(batch).sum()), training=training, media=media.sizes)
+        # A shared prefix is computed once; `spared` has the lengths of the further copies.
         flops -= shape.flops(spared, 0, training=training)
     return _ShardSummary(
         counts=topology.is_output_rank,

@@ -141,6 +141,7 @@ def replace_tensor(module: nn.Module, name: str, value: Tensor) -> None:
 
 def storage_key(tensor: Tensor) -> int:
     """Return a key that is equal for tensors that share their memory, even after that memory has been freed."""
+    # Not `data_ptr`, which is 0 for every storage that was resized to zero.
     return tensor.untyped_storage()._cdata
 
 

@@ -76,6 +76,8 @@ class RunningPass:
         """
         if not self.rows:
             return []
+        # The rows of a pass as regions between edges; pairs of an expert and a region are contiguous, because tokens
+        # ascend within an expert.
         edges = sorted({edge for one in self.rows for edge in (one.start, one.end)})
         of_region = {edges.index(one.start) + 1: one for one in self.rows}
         # Region n begins with edge n - 1.
@@ -167,6 +169,7 @@ class AdapterBank:
         Raises:
             ConfigError: There is no adapter with this name.
         """
+        # Raises the error that lists the names.
         self[name]
         del self._slots[name]
 
@@ -178,6 +181,7 @@ class AdapterBank:
             first: The first row of this rank's slice.
             count: The number of rows of the slice.
         """
+        # In the coordinates of this rank's slice; calls outside of it become empty and are left out.
         clipped = [
             AdapterRows(
                 start=max(one.start - first, 0),

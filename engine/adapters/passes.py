@@ -70,6 +70,7 @@ def plan_passes(lengths: Sequence[Sequence[int]], adapters: Sequence[str | None]
     for call, (of_call, adapter) in enumerate(zip(lengths, adapters, strict=True)):
         for segment in _segments(call, of_call, limits):
             begin = first.get(adapter, 0)
+            # The first pass with room, but not before that of the adapter's last segment: its calls stay in order.
             number = next((n for n in range(begin, len(passes)) if used[n] + segment.rows <= size), len(passes))
             if number == len(passes):
                 passes.append([])

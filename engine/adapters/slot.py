@@ -76,6 +76,8 @@ class AdapterSlot:
     def __init__(self, config: AdapterConfig, layers: Sequence[AdaptedLayer], device: torch.device) -> None:
         self.config, self.device, self.step_count = config, device, 0
         self._places: dict[str, _Place] = {}
+        # One flat tensor for all factors, so that one all-reduce sums all gradients and one kernel updates all
+        # factors.
         end = 0
         for layer in layers:
             if layer.target in config.targets:
@@ -146,6 +148,7 @@ class AdapterSlot:
             return None
         values = self.values
         if dtype != values.dtype:
+            # Cast once per optimizer step instead of in each layer of each pass; a step or a load drops the copy.
             if self._cast is None or self._cast.dtype != dtype:
                 self._cast = values.to(dtype)
             values = self._cast
@@ -174,9 +177,11 @@ class AdapterSlot:
             NonFiniteError: The gradient is not finite; the factors and moments are unchanged.
         """
         self.require_gradients()
+        # Taken out first, so that they are dropped on every way out.
         grads, self.grads = self.grads, None
         assert grads is not None
         dist.all_reduce(grads, group=group)
+        # Of the sum, so it is equal on all ranks, and all of them raise the error below or none does.
         norm = float(torch.linalg.vector_norm(grads))
         if not math.isfinite(norm):
             raise NonFiniteError(
@@ -260,6 +265,7 @@ class AdapterSlot:
             moments: Whether moments have been loaded; otherwise they become zero.
         """
         self.grads, self._cast, self.step_count = None, None, step
+        # A new optimizer starts with zeros.
         if not moments:
             self._optimizer = None
         (state,) = self._require_optimizer().state.values()

@@ -217,6 +217,7 @@ def read_decoder(config: Any, *, supported: Collection[str] = (), **different: A
     if act not in ACTIVATIONS:
         raise ModelError(f"hidden_act={act} in the config: the bridge supports {', '.join(ACTIVATIONS)}")
     layers = config.num_hidden_layers
+    # Without `layer_types`, as in Mistral, a window applies to every layer; without a window, to none.
     kinds = getattr(config, "layer_types", None) or ("sliding_attention",) * layers
     window = getattr(config, "sliding_window", None)
     rope = rope_by_kind(config)
@@ -240,6 +241,7 @@ def read_decoder(config: Any, *, supported: Collection[str] = (), **different: A
         "qkv_bias": bool(getattr(config, "attention_bias", False)),
         "proj_bias": bool(getattr(config, "attention_bias", False)),
         "windows": tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        # With several kinds of rotary embeddings, their names are those of the kinds of layers.
         "rotary": ("",) * layers if "" in rope else tuple(kinds),
         # The config of a decoder within a larger model may leave this to the config of the whole model.
         "tied": bool(getattr(config, "tie_word_embeddings", False)),

@@ -30,6 +30,7 @@ SHARED: dict[str, Rule] = {
 
 
 def _decoder(config: Any) -> Decoder:
+    # Megatron-core scores a group by its best `topk / chosen groups` experts, transformers by its best two.
     if not config.norm_topk_prob or config.q_lora_rank is None or config.num_experts_per_tok != 2 * config.topk_group:
         raise ModelError(
             f"norm_topk_prob={config.norm_topk_prob}, q_lora_rank={config.q_lora_rank}, num_experts_per_tok="
@@ -46,6 +47,7 @@ def _decoder(config: Any) -> Decoder:
         rotated=config.qk_rope_head_dim,
         value=config.v_head_dim,
         interleaved=config.rope_interleave,
+        # YaRN's factor for queries and for keys, hence squared in their product.
         scale=(0.1 * all_dim * math.log(rope["factor"]) + 1.0) ** 2 if all_dim and rope["factor"] > 1 else 1.0,
     )
     experts = ExpertSettings(

@@ -68,6 +68,7 @@ class HeadRows:
         """Return a stored slice for each kind of rows."""
         assert decoder.delta is not None
         counts = _row_counts(decoder.delta)
+        # For each tensor on disk, the rows of all its kinds, and below, how many of them belong to earlier kinds.
         totals = {
             module: sum(n for n, other in zip(counts, self.stored, strict=True) if other == module) for module in self.modules
         }
@@ -121,6 +122,7 @@ class GroupedHeadRows:
             per_head = [count // net.key_heads for count in counts[kinds]]
             name = names[self.modules.index(module)]
             for head in range(heads):
+                # On disk, rows are ordered by key head and then by kind; in the parameter, by kind and then by head.
                 row = (part.rank * heads + head) * sum(per_head)
                 for kind, count in enumerate(per_head):
                     local = at + heads * sum(per_head[:kind]) + head * count
@@ -167,6 +169,7 @@ class GatedQKVParallel:
         for local in range(groups):
             group, at = part.rank * groups + local, local * (2 * per_group + 2) * size
             for head in range(per_group):
+                # On disk, a query head is next to its gate; in the parameter, a group's queries precede its gates.
                 first = 2 * (group * per_group + head) * size
                 yield _slice(query, 2 * decoder.heads * size, shape, at + head * size, size, first)
                 yield _slice(query, 2 * decoder.heads * size, shape, at + (per_group + head) * size, size, first + size)
@@ -180,7 +183,9 @@ GATED_ATTENTION: dict[str, Rule] = {
 }
 
 DELTA_NET: dict[str, Rule] = {
+    # Only queries, keys and values are convolved.
     "self_attention.conv1d": HeadRows((*["linear_attn.conv1d"] * 3, None, None, None)),
+    # One number per value head.
     "self_attention.A_log": ColumnParallel("linear_attn.A_log"),
     "self_attention.dt_bias": ColumnParallel("linear_attn.dt_bias"),
     "self_attention.norm": Replicated("linear_attn.norm"),

@@ -112,5 +112,6 @@ def find_family(model_type: str) -> Family:
             f"model family {model_type!r} has no bridge to Megatron-core; the supported families are "
             f"{', '.join(FAMILIES)}: use engine.backend=fsdp, or add a bridge (docs/add-a-model.md)"
         )
+    # Imported on demand: a model needs only its own family.
     family: Family = import_module(f".{PARTS.get(model_type, model_type)}", __package__).FAMILY
     return family

@@ -7,6 +7,7 @@ from .rules import ColumnParallel, ExpertBiases, Replicated, Rule, StackedExpert
 
 LAYER: dict[str, Rule] = {
     **ATTENTION,
+    # One logit per query head, split like the heads.
     "self_attention.core_attention.sinks": ColumnParallel("self_attn.sinks"),
     "mlp.router": Replicated("mlp.router"),
     "mlp.experts.linear_fc1.weight": StackedExperts("mlp.experts.gate_up_proj", split=1),

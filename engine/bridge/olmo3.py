@@ -9,6 +9,7 @@ FAMILY = Family(
     decoder=lambda config: read_decoder(config, qk_norm="all", pre_norm=False, post_norm=True),
     layer={
         "self_attention.linear_qkv": QKVParallel("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        # The norms are over all heads together, so their weights are split like the heads.
         "self_attention.q_layernorm": ColumnParallel("self_attn.q_norm"),
         "self_attention.k_layernorm": ColumnParallel("self_attn.k_norm"),
         "self_attention.linear_proj": RowParallel("self_attn.o_proj"),

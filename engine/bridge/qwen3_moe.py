@@ -17,6 +17,7 @@ MIXTURE: dict[str, Rule] = {
 
 def read_experts(config: Any, **different: Any) -> ExpertSettings:
     """Read the settings of a mixture from a config with Qwen's setting names; `different` are the fields that differ."""
+    # The rule of transformers: every `decoder_sparse_step`-th layer is a mixture, except those listed as dense.
     sparse = tuple(
         i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0 for i in range(config.num_hidden_layers)
     )

@@ -14,4 +14,5 @@ def in_sections(sections: Sequence[int]) -> tuple[int, ...]:
 def interleaved(sections: Sequence[int]) -> tuple[int, ...]:
     """Return the axis of each frequency if axes alternate until the sections of height and width are used up (Qwen 3 VL)."""
     axes, count = len(sections), sum(sections)
+    # What is left when the sections of height and width are used up belongs to time.
     return tuple(i % axes if i < axes * sections[i % axes] else 0 for i in range(count))

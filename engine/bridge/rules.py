@@ -98,6 +98,8 @@ class ColumnParallel:
 
     def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return one stored slice for each stacked tensor."""
+        # Each tensor is split over the ranks separately: a rank has its rows of the first, then its rows of the
+        # second.
         rows, inner_shape = shape[0] // len(names), shape[1:]
         zeros = (0,) * len(inner_shape)
         return [
@@ -128,6 +130,7 @@ class VocabParallel(_SingleModule):
     def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return one stored slice, or none for a rank that has only padding."""
         first = part.rank * shape[0]
+        # The rows of padding at the end have no counterpart on disk.
         rows = min(shape[0], decoder.vocabulary - first)
         if rows <= 0:
             return []
@@ -173,6 +176,7 @@ class ExpertRows:
 
     def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return two stored slices for each of the rank's experts."""
+        # Half of an expert's rows are of gate and half of up.
         rows, columns = shape[0] // part.experts // 2, shape[1]
         return [
             StoredSlice(
@@ -226,6 +230,7 @@ class StackedExperts(_SingleModule):
         """Return one stored slice for each of the rank's experts, whose matrices `[in, out]` are stacked by rows."""
         assert decoder.experts is not None
         rows, columns = shape[0] // part.experts, shape[1]
+        # The matrix of one expert on disk, where the leading axis, which the parameter lacks, is the expert's number.
         whole_matrix = (rows * part.size, columns) if self.split == 0 else (rows, columns * part.size)
         offset = (part.rank * rows, 0) if self.split == 0 else (0, part.rank * columns)
         return [
@@ -268,6 +273,7 @@ class TransposedExperts(_SingleModule):
         slices = []
         for local in range(part.experts):
             for i in range(self.joined):
+                # On disk all rows of gate come first, then all rows of up; each half is split over the ranks.
                 first_row = (i * part.size + part.rank) * rows if splits_rows else 0
                 offset = (first_row, 0 if splits_rows else part.rank * columns)
                 slices.append(
@@ -324,6 +330,7 @@ class ExpertFactor(_SingleModule):
     def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return one stored slice for each of the joined parts."""
         assert decoder.experts is not None
+        # The tensor on disk has all experts, and the whole of the axis that ranks share.
         stored, size = [decoder.experts.count, *shape[1:]], list(shape)
         if self.split is not None:
             stored[self.split] *= part.size
@@ -356,12 +363,15 @@ def _qkv_slices(
         part: The part that the rank holds.
         decoder: The sizes of the model.
     """
+    # A group is a key/value head with the query heads that share it.
     size, inner_shape = decoder.head_dim, shape[1:]
     per_group = decoder.heads // decoder.kv_heads
+    # A rank has whole groups, because the query heads of a group need its key and value head.
     groups = decoder.kv_heads // part.size
     zeros = (0,) * len(inner_shape)
     slices = []
     for local in range(groups):
+        # `at` is the row in the local parameter, `group` the number of the group in the whole model.
         group, at = part.rank * groups + local, local * (per_group + 2) * size
         for name, heads, total, first in zip(names, (per_group, 1, 1), totals, offsets, strict=True):
             slices.append(

@@ -31,6 +31,7 @@ def load_full_weights(
     for shard in local_shards:
         if shard.kind == "value":
             shards.setdefault(shard.name, []).append(shard)
+    # Every rank consumes all tensors, also those of which it has no shard, because streaming them is collective.
     for name, tensor in weights:
         if name not in left:
             raise ModelError(
@@ -40,6 +41,7 @@ def load_full_weights(
             raise ModelError(
                 f"{name} is {list(tensor.shape)}, but {list(left[name])} in the model; the weights belong to another model"
             )
+        # A name that comes a second time is then unknown.
         del left[name]
         for shard in shards.get(name, ()):
             _mix(shard, tensor, eta)

@@ -184,6 +184,7 @@ def check_target(final: Path | str) -> None:
 def whole_folder(final: Path) -> Iterator[Path]:
     """Yield a folder to fill, which takes its final name and replaces an older folder once everything is written."""
     check_target(final)
+    # The temporary folder must be on the file system of the target itself, not of a link to it, for the rename.
     final = final.resolve()
     final.parent.mkdir(parents=True, exist_ok=True)
     for leftover in [*final.parent.glob(f".tmp-{final.name}-????????"), *final.parent.glob(f".del-{final.name}-????????")]:
@@ -193,6 +194,8 @@ def whole_folder(final: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        # First everything is on disk, then an older folder loses its name, then the new one takes it, and only then
+        # is the older one deleted.
         fsync_folder(temporary)
         if final.is_dir() and any(final.iterdir()):
             old = final.parent / f".del-{final.name}-{uuid.uuid4().hex[:8]}"

@@ -74,6 +74,7 @@ def load_state(
             )
         _check_shards(manifest, shards)
         _check_state(manifest, shards, topology, optimizer)
+    # A rank has only the tensors of its stage and its experts, so unknown ones show only in all ranks' names.
     model_names = set().union(*topology.all_gather_object({p.name for p in shards}))
     unknown = sorted(set(manifest.names) - model_names)
     if unknown:
@@ -94,6 +95,8 @@ def restore_random_state(manifest: CheckpointManifest, topology: Topology, *part
         if topology.is_main:
             warn_of_another_machine(manifest.store, manifest.data["ranks"][0].get("machine"))
     else:
+        # The saved states belong to ranks with other parts of the model and of the data, so a new one is derived from
+        # the seed and the step.
         seed_all(*parts, topology.seed_rank)
     return same
 
@@ -155,11 +158,13 @@ def fill(manifest: CheckpointManifest, local_shards: Iterable[LocalShard], files
                 target = shard.data[shared.within(shard.offset)] if shard.offset else shard.data
                 read_part(files, stored.file, stored.key, shared.seen_from(stored.box.offset), target)
                 filled += shared.volume
+        # Gaps would otherwise leave the values that were in memory before.
         if filled != shard.box.volume:
             raise CheckpointError(
                 f"{manifest.store} covers only {filled} of the {shard.box.volume} elements of {shard.kind} of {shard.name}"
             )
 
+    # The entries of the manifest are parsed here, once per tensor, and the threads below only read the result.
     shards = list(local_shards)
     for shard in shards:
         if shard.name not in kinds:

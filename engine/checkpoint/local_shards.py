@@ -29,6 +29,7 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
+# NumPy has no bfloat16 and no 8-bit floats, so tensors are exchanged as integers of the same size.
 _SIGNED: dict[int, Any] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 """The NumPy types that torch accepts, by item size."""
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -85,6 +86,8 @@ def cut_local_shards(
             continue
         shared, offset = match
         view = data[shared.within(box.offset)] if box.offset else data
+        # Give the view the axes of the tensor on disk: without those that only the parameter has, in the order on
+        # disk, and with axes of length 1 for those that only the tensor on disk has.
         for _ in range(stored.dropped):
             view = view.select(0, 0)
         view = view.transpose(-1, -2) if stored.transposed else view
@@ -116,16 +119,19 @@ def as_tensor(array: Any, dtype: str) -> Tensor:
 def host_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor, without a copy if it is contiguous and on the CPU."""
     flat = raw(tensor.detach().cpu().contiguous().reshape(-1))
+    # `cast` raises an error for an array without elements.
     return memoryview(flat).cast("B") if flat.size else memoryview(b"")
 
 
 def read_part(files: TensorFiles, file: str, key: str, part: TensorSlice, target: Tensor) -> None:
     """Copy a slice of a stored tensor into a tensor of the same shape, of any dtype and on any device."""
     stored_dtype = TORCH_DTYPES[files.array(file, key).dtype]
+    # The target may be a parameter, which autograd does not allow to be changed in place.
     with torch.no_grad():
         if target.device.type == "cpu" and target.dtype == stored_dtype:
             files.read(file, key, part, raw(target))
         else:
+            # Through host memory: the target is on a device, or of another dtype than the file.
             staging = torch.empty(part.length, dtype=stored_dtype)
             files.read(file, key, part, raw(staging))
             target.copy_(staging)

@@ -101,6 +101,7 @@ class CheckpointManager:
         Touching memory pages for the first time takes longer than copying into them.
         """
         if self._copies is not None and self._thread is None:
+            # Only for the sizes of the shards; the step does not matter.
             with self._engine.live_snapshot(0) as snapshot:
                 shards = list(snapshot.local_shards)
             self._start("checkpoint-buffers", partial(self._copies.reserve, shards))
@@ -127,6 +128,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: This save failed, or the previous one, which was still being written.
         """
+        # The earlier save still reads the host buffers that this one would write to.
         self.wait()
         topology = self._engine.topology
         if self._copies is None or last:
@@ -142,6 +144,7 @@ class CheckpointManager:
     def _write(self, snapshot: Snapshot, group: "ProcessGroup", keep: Collection[int]) -> None:
         def rotate_checkpoints() -> None:
             try:
+                # A damaged checkpoint of this very step has just been replaced by the new one.
                 damaged = {name for name in self._damaged if (step_of(name) or (-1, 0))[0] != snapshot.step}
                 rotate(
                     self.root,
@@ -219,6 +222,7 @@ class CheckpointManager:
             CheckpointError: The checkpoint is of another model or an unknown format, or all checkpoints are damaged.
         """
         topology = self._engine.topology
+        # Only rank 0 reads the folder, and keeps its place between attempts.
         candidates = newest_first(self.root) if topology.is_main else iter(())
         reasons: list[str] = []
         while True:
@@ -238,6 +242,8 @@ class CheckpointManager:
             try:
                 return folder, self._engine.load_checkpoint(folder, verify=self._verify)
             except DrivetrainError as e:
+                # The rank that found the damage has a `DamagedError`, the others a `RemoteError`. They exchange which
+                # it was, so that all try the next checkpoint or none does.
                 damages = [d for d in topology.all_gather_object(str(e) if isinstance(e, DamagedError) else None) if d]
                 if not damages:
                     raise

@@ -17,6 +17,7 @@ from .tensor_slices import TensorSlice, covers
 
 FORMAT = 1
 CHECKSUM = "manifest.xxh3"
+# A manifest is read into memory as a whole, so one from elsewhere needs a bound.
 MANIFEST_LIMIT = 2**31
 MODEL = f"{MODEL_FOLDER}/"
 TEMPLATES = "additional_chat_templates"
@@ -82,6 +83,7 @@ class CheckpointManifest:
             raise DamagedError(f"{where} does not match {CHECKSUM}: the checkpoint is damaged")
         try:
             data = json.loads(text)
+        # `json.loads` raises a RecursionError for deeply nested input.
         except (ValueError, RecursionError) as e:
             raise CheckpointError(f"{where} cannot be read: {e}") from e
         if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -108,6 +110,7 @@ class CheckpointManifest:
         if not isinstance(data["engine"]["precision"]["params"], str):
             raise ValueError("engine.precision.params is not the name of a dtype")
         for name, number in ((data["optimizer"] or {}).get("step") or {}).items():
+            # Optimizers keep counts as floats; up to 2^53 a float64 represents every integer.
             if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 2**53:
                 raise ValueError(f"{name} has an invalid update count: {number!r}")
         for name, entry in data["files"].items():
@@ -116,6 +119,7 @@ class CheckpointManifest:
             self.kinds(name)
 
     def _check_file(self, name: str, entry: Mapping[str, Any]) -> None:
+        # A manifest may come from elsewhere: names must not lead outside the folder.
         parts = name.removeprefix(MODEL).split("/")
         is_template = name.startswith(f"{MODEL}{TEMPLATES}/") and len(parts) == 2
         if (len(parts) > 1 and not is_template) or any(p in ("", ".", "..") or "\\" in p or "\0" in p for p in parts):
@@ -221,6 +225,7 @@ class CheckpointManifest:
 def write_manifest(store: Store, data: Mapping[str, Any]) -> None:
     """Write the checksum of a manifest, then the manifest."""
     text = json.dumps(data).encode()
+    # The checksum comes first, because a folder with a manifest counts as complete.
     store.write(CHECKSUM, _checksum(text))
     store.write(MANIFEST, text)
 

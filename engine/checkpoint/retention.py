@@ -38,6 +38,8 @@ def recover(root: Store) -> None:
     """
     if not isinstance(root, LocalStore):
         return
+    # The newer folder, which still has its temporary name, comes first. If it is complete it takes the name, and
+    # `sweep` deletes the older one.
     for prefix in (TEMPORARY, DELETED):
         for name in root.folders():
             final = name.removeprefix(prefix).rpartition("-")[0]
@@ -151,6 +153,7 @@ def rotate(
     good = [name for name in names if name not in damaged and root.child(name).size(MANIFEST) is not None]
     if len(good) <= max(1, keep_last):
         return
+    # All older ones are deleted, except those that are kept permanently. At least one good checkpoint stays.
     oldest = numbers[good[-max(1, keep_last)]]
     for name in names:
         number = numbers[name]

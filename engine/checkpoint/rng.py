@@ -26,6 +26,7 @@ def check_rng(state: Any) -> None:
     Raises:
         ValueError: It is not a valid random state.
     """
+    # The generators themselves are the only complete check of a state, so it is set and taken back.
     before = rng_state()
     try:
         restore_rng(state)
@@ -48,6 +49,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 def seed_all(*parts: int) -> None:
     """Seed all generators from several numbers; each combination gives different seeds."""
+    # `SeedSequence` mixes the numbers, so neighboring seeds and ranks get unrelated states.
     entropy = np.random.SeedSequence(list(parts)).generate_state(3, dtype=np.uint32)
     torch.manual_seed(int(entropy[0]))
     np.random.seed(int(entropy[1]))

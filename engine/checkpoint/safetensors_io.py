@@ -16,8 +16,11 @@ from ..errors import CheckpointError
 from .storage import Store
 from .tensor_slices import TensorSlice
 
+# Reading a part of a file verifies whole chunks. Larger chunks mean more bytes that are read only for that; smaller
+# ones mean more digests in the manifest.
 CHUNK_BYTES = 2**22
 BLOCK_BYTES = 2**24
+# The limit of the safetensors library itself.
 HEADER_LIMIT = 100_000_000
 ITEMSIZE = {
     "F64": 8,
@@ -70,6 +73,7 @@ def layout(
         header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
         starts[key], at = at, end
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The format pads the header with spaces, so that the data start at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     first = len(text).to_bytes(8, "little") + text
     return first, {key: len(first) + start for key, start in starts.items()}, len(first) + at
@@ -116,6 +120,7 @@ class TensorWriter:
     def __init__(self, file: BinaryIO, entries: Mapping[str, tuple[str, Sequence[int]]]) -> None:
         first, _, self.size = layout(entries)
         self._file, self._digests = file, Digests()
+        # Tensors without elements have no bytes to wait for.
         self._remaining = {key: size for key, entry in entries.items() if (size := tensor_bytes(*entry))}
         self._put(memoryview(first))
 
@@ -183,12 +188,15 @@ class CheckedFile:
             self.store.read_into(self.name, start, out)
             return
         end = start + len(out)
+        # The chunks that lie completely in the range. The last one of the file may be short, and is complete if the
+        # range reaches the end.
         first, last = -(-start // CHUNK_BYTES), end // CHUNK_BYTES if end < self.size else -(-end // CHUNK_BYTES)
         if first >= last:
             self._edge(start, out)
             return
         middle, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, self.size)
         self._edge(start, out[: middle - start])
+        # These are read directly into `out` and verified there, without a copy.
         for at in range(middle, stop, 4 * BLOCK_BYTES):
             block = out[at - start : min(at + 4 * BLOCK_BYTES, stop) - start]
             self.store.read_into(self.name, at, block)
@@ -274,6 +282,7 @@ class TensorFiles:
         if whole_rows and out.flags.c_contiguous:
             checked.read_into(array.start + first * row_bytes, _flat(out))
             return
+        # Otherwise whole rows are read in blocks, and the part inside is copied out, instead of a small read per row.
         step = max(1, BLOCK_BYTES // row_bytes)
         block = np.empty((min(step, rows), *array.shape[1:]), out.dtype)
         inside = tuple(slice(o, o + n) for o, n in zip(part.offset[1:], part.length[1:], strict=True))
@@ -283,6 +292,7 @@ class TensorFiles:
             out[done : done + len(piece)] = piece[(slice(None), *inside)]
 
     def _open(self, file: str) -> tuple[CheckedFile, dict[str, StoredArray]]:
+        # Two threads may open a file at the same time; both read the same header, and one result is kept.
         entry = self._files.get(file)
         if entry is None:
             size = self.store.size(file)

@@ -61,6 +61,7 @@ class HostCopies:
             for key, tensor in data.items()
             if (buffer := self._buffers.get(key)) is not None and (buffer.dtype, buffer.shape) == (tensor.dtype, tensor.shape)
         }
+        # Pinned memory only for tensors of a GPU, which copies to it without waiting.
         for pinned in (False, True):
             missing = [key for key, tensor in data.items() if key not in buffers and tensor.is_cuda == pinned]
             new = empty_together([data[key] for key in missing], pinned=pinned)
@@ -75,6 +76,7 @@ class HostCopies:
         for key, shard in shards.items():
             buffer = self._buffers[key].copy_(shard.data.detach(), non_blocking=True)
             copies.append(LocalShard(kind=shard.kind, name=shard.name, shape=shard.shape, offset=shard.offset, data=buffer))
+        # One wait for all copies instead of one for each.
         if any(shard.data.is_cuda for shard in shards.values()):
             torch.cuda.synchronize()
         return tuple(copies)
@@ -138,10 +140,12 @@ def write_snapshot(
         with _disk_errors(root):
             return root.begin(name).name
 
+    # The name has a random part or the number of an attempt, so one rank chooses it for all.
     folder = root.child(call_on_first(begin, group))
     file = f"rank-{topology.rank:05d}.safetensors"
     files: dict[str, Any] = {}
     try:
+        # Each rank writes a file with the slices that it owns. If one fails, all raise before there is a manifest.
         with collective_errors(group), _disk_errors(root):
             index, entry = _write_rank(folder, file, snapshot.local_shards)
             if main:
@@ -162,12 +166,15 @@ def write_snapshot(
                     "ranks": [state for _, _, state in parts],
                     "tensors": merge_index([index for index, _, _ in parts]),
                 }
+                # The manifest comes last: a folder with one counts as complete, so all files must be written by now.
                 write_manifest(folder, manifest)
                 final = str(root.commit(folder, name))
                 if after is not None:
                     after()
+        # Also a barrier: no rank returns before the checkpoint has its final name.
         return str(all_gather_object(final, group)[0])
     except Exception:
+        # A local folder has a temporary name until it is complete.
         if main and folder.name != name:
             with suppress(OSError):
                 root.remove(folder.name)

@@ -136,11 +136,13 @@ class LocalStore(Store):
         """See `Store`."""
         path = self.path / name
         try:
+            # A link that has replaced the file since its size was checked is not followed.
             handle = os.open(path, os.O_RDONLY | (0 if self._links else os.O_NOFOLLOW))
         except OSError as e:
             raise CheckpointError(f"{path} cannot be read: {e.strerror or e}") from e
         try:
             while len(out):
+                # May return less than asked: Linux transfers at most 2 GiB in one call.
                 count = os.preadv(handle, [out], start)
                 if not count:
                     raise CheckpointError(f"{path} ends {len(out)} bytes too early: it is damaged")
@@ -159,8 +161,11 @@ class LocalStore(Store):
         """See `Store`."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Unbuffered, so that tensors are written from their own memory without another copy.
         with open(path, "wb", buffering=0) as file:
             yield _CompleteWriter(file)  # type: ignore[misc]  # writers use only the `write` method of a binary file
+            # Before `commit` renames the folder. Otherwise a power failure could leave a folder with its final name
+            # whose files are empty.
             os.fsync(file.fileno())
 
     def begin(self, name: str) -> "LocalStore":
@@ -172,6 +177,7 @@ class LocalStore(Store):
     def commit(self, made: Store, name: str) -> "LocalStore":
         """See `Store`."""
         assert isinstance(made, LocalStore)
+        # The names of the files, synced while the folder still has its temporary name.
         for folder in (*(p for p in made.path.iterdir() if p.is_dir()), made.path):
             fsync_folder(folder)
         final = self.path / name
@@ -180,6 +186,7 @@ class LocalStore(Store):
             final.rename(self.path / _deleted(name))
         made.path.rename(final)
         fsync_folder(self.path)
+        # The older folder is deleted only now that the new one has its name.
         self.sweep(deleted_only=True)
         return LocalStore(final)
 
@@ -187,6 +194,7 @@ class LocalStore(Store):
         """See `Store`."""
         path = self.path / name
         if not name.startswith((TEMPORARY, DELETED)):
+            # Renamed first: what an interrupted deletion leaves behind must not look like a checkpoint.
             path = path.rename(self.path / _deleted(name))
         shutil.rmtree(path)
 
@@ -207,6 +215,7 @@ class _CompleteWriter:
         view = memoryview(data)
         done = len(view)
         while len(view):
+            # A raw file may write less than asked: Linux transfers at most 2 GiB in one call.
             view = view[self._file.write(view) :]
         return done
 
@@ -269,6 +278,7 @@ class RemoteStore(Store):
 
     def folders(self) -> list[str]:
         """See `Store`."""
+        # fsspec caches listings, which would hide what other processes have written since.
         self.system.invalidate_cache(self.path)
         try:
             entries = self.system.ls(self.path, detail=True)
@@ -294,6 +304,7 @@ class RemoteStore(Store):
 
     def commit(self, made: Store, name: str) -> "RemoteStore":
         """See `Store`."""
+        # The new attempt has its manifest already, so one complete checkpoint exists at every moment.
         for older in self._attempts(name):
             if older != made.name:
                 self.remove(older)

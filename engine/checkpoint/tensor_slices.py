@@ -70,6 +70,7 @@ class StoredSlice:
         shared = intersect(box, self.box)
         if shared is None:
             return None
+        # Relative to the start of the stored slice, with the axes of the tensor on disk.
         inside = self._exchanged(tuple(a - b for a, b in zip(shared.offset, self.box.offset, strict=True))[self.dropped :])
         start = self.offset or (0,) * len(inside)
         return shared, (*self.index, *(a + b for a, b in zip(inside, start, strict=True)))

@@ -13,6 +13,7 @@ def in_parallel(workers: int, calls: Iterable[Callable[[], T]]) -> list[T]:
     Raises:
         Exception: The first error, in the order of the calls.
     """
+    # Not as a context manager, whose exit would also wait for the calls that have not started.
     pool = ThreadPoolExecutor(workers)
     try:
         jobs = [pool.submit(call) for call in calls]

@@ -73,6 +73,7 @@ def main() -> int:
                 CHECKS[name](factory)
             except Exception as e:  # a backend may fail in any way, and the next check must still run
                 error = str(e) if isinstance(e, ConformanceError) else f"{type(e).__name__}: {e}"
+            # Ranks that passed also learn of the failure, so that all begin the next check together.
             errors: list[str | None] = [None] * dist.get_world_size()
             dist.all_gather_object(errors, error)
             first = next((f"rank {r}: {text}" for r, text in enumerate(errors) if text), None)

@@ -103,6 +103,7 @@ def check_media(engine_factory: EngineFactory) -> None:
     family = MEDIA_EXPERTS if engine_factory.parallel.ep > 1 else MEDIA_FAMILY
     with engine_factory.with_model(family) as factory, factory.engine() as engine:
         reference = PlainReference(factory.folder, OPTIM)
+        # For each step, the sizes of the images in each document.
         steps: list[list[list[int]]] = [[[1], [], [2, 1], []], [[], [], [1], []], [[], [], [], []]]
         for step, sizes in enumerate(steps):
             drawn = [tiny_media_document(family, 10 * step + i, *size) for i, size in enumerate(sizes)]
@@ -161,6 +162,7 @@ def check_model_types(engine_factory: EngineFactory) -> None:
             head_type = head_of(engine.model_config)
             assert head_type is not None
             documents = tiny_documents(7, seed=11)
+            # The head is initialized at random, so the reference takes its weights from the engine.
             stored = {n: value for n, value in weights_of(engine).items() if n.startswith(HEAD_PREFIX)}
             result = engine.train_batch(engine_factory.share(engine, documents), MeanSquares(head_type))
             reference = PlainReference(engine_factory.folder, OPTIM)
@@ -186,6 +188,7 @@ def _check_steps(
     reference, results = PlainReference(engine_factory.folder, OPTIM), []
     for step in range(5):
         documents = documents_of(step)
+        # Most tokens are supervised, but not all, so that a mask off by one token shows.
         masks = [[i % 5 > 0 for i in range(len(d))] for d in documents]
         indices = engine_factory.indices(engine, documents)
         batch = engine_factory.pack(documents, indices, supervised=[masks[i] for i in indices])
@@ -209,6 +212,7 @@ def _check_steps(
 def _gradient(
     engine_factory: EngineFactory, documents: Sequence[Sequence[int]], assign: Callable[[int, int], list[int]], max_tokens: int
 ) -> tuple[float, float]:
+    # A new engine for each case, so that all begin with the same weights.
     with engine_factory.engine(max_tokens=max_tokens) as engine:
         indices = assign(engine.topology.dp_rank, engine.topology.dp_size)
         result = engine.train_batch(engine_factory.pack(documents, indices), MeanNLL())
@@ -223,6 +227,7 @@ def check_partition(engine_factory: EngineFactory) -> None:
         return list(range(rank, len(documents), size))
 
     loss, norm = _gradient(engine_factory, documents, assign, 1024)
+    # 64 tokens make many micro-batches, 1024 a single one on each rank.
     for budget, order in ((64, "as given"), (1024, "reversed")):
         ordered = assign if order == "as given" else (lambda rank, size: assign(rank, size)[::-1])
         other_loss, other_norm = _gradient(engine_factory, documents, ordered, budget)
@@ -303,6 +308,7 @@ def check_infer(engine_factory: EngineFactory) -> None:
     """Check that outputs are in the caller's order and equal to those of each document computed separately."""
     with engine_factory.engine(max_tokens=32, optim=None) as engine:
         documents = tiny_documents(7, seed=6)
+        # Reversed, so that outputs have to be put back into the caller's order.
         _check_outputs(engine_factory, engine, documents, engine_factory.indices(engine, documents)[::-1])
 
 
@@ -417,6 +423,7 @@ class FailsOnce:
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
         """Return the sums of the micro-batch; raise an error in the second call."""
         self.calls += 1
+        # In the second one, the gradient of the first is already accumulated.
         if self.calls == 2:
             raise KeyError("a field that this micro-batch lacks")
         return self.inner(outputs, batch)
@@ -432,6 +439,7 @@ def check_aborted(engine_factory: EngineFactory) -> None:
         # Only the last pipeline stage has outputs, so only it evaluates the loss.
         error_type = KeyError if fails and engine.topology.is_last_stage else RemoteError
         assert_raises(error_type, lambda: engine.train_batch(batch, FailsOnce() if fails else MeanNLL()), "a loss that raises")
+        # A NaN that no optimizer step has used must not reach the next step either.
         engine.forward_backward(batch, MeanNLL(factor=math.nan))
         try:
             result = engine.train_batch(batch, MeanNLL())
@@ -452,6 +460,7 @@ def check_checkpoint(engine_factory: EngineFactory) -> None:
             # An evaluation in between must not leave anything behind that breaks saving.
             engine.forward_backward(second, MeanNLL(), forward_only=True)
             folder = engine.save_checkpoint(root[0], 1, {"cursor": 6})
+            # Two steps, because the first loss does not depend on the state of the optimizer.
             expected = [engine.train_batch(second, MeanNLL()) for _ in range(2)]
             final = weights_of(engine)
         with engine_factory.engine() as engine:

@@ -85,6 +85,7 @@ class EngineFactory:
         folder = self.folder.parent / family
         if dist.get_rank() == 0:
             save_tiny_model(folder, family)
+        # No rank may read the folder before it is complete.
         dist.barrier()
         yield replace(self, family=family, folder=folder)
         dist.barrier()
@@ -184,6 +185,7 @@ def engine_factory(
     """
     with tempfile.TemporaryDirectory() as temporary:
         shared = [temporary]
+        # Each rank has created a folder; all of them use that of the first rank.
         dist.broadcast_object_list(shared)
         folder = Path(shared[0]) / "model"
         if dist.get_rank() == 0:

@@ -91,6 +91,7 @@ class PlainReference:
             masks: Whether each token of each document is a target; all tokens are if None.
             media: The fields of each document's images, videos and audios.
         """
+        # A mask is over targets, and the first token of a document is never one.
         supervised = (
             [torch.tensor(m[1:], dtype=torch.bool) for m in masks]
             if masks
@@ -103,6 +104,7 @@ class PlainReference:
         fields = [{} for _ in documents] if media is None else media
         for document, mask, items in zip(documents, supervised, fields, strict=True):
             if mask.any():
+                # Divided by the count of all documents, so the sum over documents is the mean over tokens.
                 nll = -self.log_probs(document, media=items)[mask.to(self.model.device)].sum() / total
                 nll.backward()
                 loss += nll.item()

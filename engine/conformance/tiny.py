@@ -33,6 +33,7 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = tor
                 if name.endswith(STEP_SIZES):
                     # With transformers' initial values most states are forgotten within a token or two, which would hide a leak.
                     steps = torch.empty_like(parameter).uniform_(math.log(1e-3), math.log(0.01)).exp()
+                    # The inverse of softplus.
                     parameter.copy_(steps + torch.log(-torch.expm1(-steps)))
                 else:
                     parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -204,12 +204,14 @@ def build(
     The steps are: experts, recomputation, compilation, sharding, memory, weights.
     """
     meta_model = described.meta_model
+    # The meta model stays whole: weights are drawn from its modules, and this rank keeps only its part.
     root = copy.deepcopy(meta_model)
     experts = cut_experts(root, config, topology)
     root.compute = getattr(torch, engine.precision.compute)
     recompute(root.lm, engine.recompute)
     if engine.compile is True:
         compile_model(root)
+    # Still on the meta device, so that memory is only ever allocated for this rank's shards.
     shard(root, build_mesh(topology), experts, engine, options)
     materialize(root, topology.device, on_host=engine.offload.params == "host")
     fill(root, meta_model, described.layout, experts, model, engine, topology)
@@ -270,6 +272,7 @@ def fill(
     local_shards: list[LocalShard] = [
         local_shard
         for local_shard in parameter_shards(root, layout, experts, topology)
+        # Factors of adapters are not in the model's folder; they are drawn below.
         if not local_shard.name.startswith("base_model.model.")
     ]
     with topology.collective_errors():

@@ -305,6 +305,7 @@ class FSDPEngine(BaseEngine):
         assert self._optimizer is not None
         if self._holds_all:
             take_unsharded_gradients(self._root)
+        # Without FSDP, replicas have not summed their gradients yet.
         if self.topology.replicate is not None and not isinstance(self._root, FSDPModule):
             sum_gradients(self._root.parameters(), self.topology.replicate)
         grads = self._optimizer.gradients()

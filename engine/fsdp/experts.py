@@ -99,6 +99,7 @@ def cut_experts(root: nn.Module, config: PreTrainedConfig, topology: Topology) -
         return None
     count = experts_of(config)
     assert count is not None
+    # The ranks as `[replica, expert dp, ep]`: an expert-parallel group consists of neighbors.
     grid = topology.grid[0].reshape(p.dp_replicate, -1, p.ep)
     replica, edp, index = (grid == topology.ranks[topology.rank]).nonzero()[0].tolist()
     group = topology.group(grid[replica, edp])
@@ -113,6 +114,7 @@ def cut_experts(root: nn.Module, config: PreTrainedConfig, topology: Topology) -
     names = set()
     local = count // p.ep
     for prefix, module in expert_modules(root):
+        # The factors of experts' adapters are cut like the matrices.
         adapters = [(f"{prefix}.adapters.{name}", one) for name, one in getattr(module, "adapters", nn.ModuleDict()).items()]
         for owner_name, owner in [(prefix, module), *adapters]:
             for name, parameter in list(owner.named_parameters(recurse=False)):
@@ -154,9 +156,11 @@ def expert_parallel_forward(module: Any, hidden_states: Tensor, top_k_index: Ten
     """
     group, local = module.expert_group, module.num_experts
     chosen_s = top_k_index.reshape(-1)
+    # Pairs of a token and an expert in the order of the experts, and thereby of the ranks that hold them.
     order_s = torch.argsort(chosen_s, stable=True)
     counts_e = count_tokens(chosen_s, local * group.size())
     arriving_e = torch.empty_like(counts_e)
+    # First the counts: each rank has to allocate what it receives, and needs the number of rows of each expert.
     dist.all_to_all_single(arriving_e, counts_e, group=group)
     # The only transfer from the device: the host needs the sizes of the exchange.
     sent, received = torch.stack([counts_e, arriving_e]).view(2, group.size(), local).sum(2).tolist()
@@ -170,9 +174,11 @@ def expert_parallel_forward(module: Any, hidden_states: Tensor, top_k_index: Ten
         # collectives must match those of the other ranks.
         rows_rh = torch.cat([rows_rh, hidden_states.new_zeros(1, hidden_states.shape[1])])
         experts_r = chosen_s.new_zeros(1)
+    # Weights of 1: the sender multiplies by the router's weights once the rows are back, so these need no exchange.
     ones = torch.ones_like(experts_r, dtype=top_k_weights.dtype)[:, None]
     output_rh = grouped_experts_forward(module, rows_rh, experts_r[:, None], ones)
     returned_sh = _Exchange.apply(output_rh[:0] if empty else output_rh, received, sent, group)
+    # Rows return in the order in which they were sent.
     unsorted_sh = torch.empty_like(returned_sh).index_copy(0, order_s, returned_sh)
     weighted = unsorted_sh.view(*top_k_index.shape, -1) * top_k_weights[..., None]
     return weighted.sum(1).to(hidden_states.dtype)

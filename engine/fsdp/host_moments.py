@@ -47,6 +47,7 @@ def parts_of(lengths: Sequence[int], limit: int) -> list[list[MomentSlice]]:
     for index, length in enumerate(lengths):
         start = 0
         while True:
+            # A full part is closed only if there are more elements, so an empty tensor joins the part before it.
             if not parts or (room == 0 and length > start):
                 parts.append([])
                 room = limit
@@ -124,6 +125,7 @@ class HostMoments:
 
     def _fetch(self, number: int, slots: list[Tensor]) -> tuple[list[dict[str, Tensor]], Any]:
         """Start copying a part to its slot; return its moments there, and the event of their arrival."""
+        # Two slots in turn.
         slot, at = slots[number % len(slots)], 0
         moments: list[dict[str, Tensor]] = []
         with self._on(self._to_device):

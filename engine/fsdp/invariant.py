@@ -39,6 +39,7 @@ def pass_sizes(root: PackedModel, topology: Topology | None = None) -> PassSizes
         root: The model.
         topology: The ranks that must agree, which may have different processors; None for only this process.
     """
+    # Experts that transformers does not dispatch cannot be run on a fixed number of rows.
     foreign_experts = experts_of(root.lm.config) is not None and not expert_modules(root)
     if root.media is not None or has_state(root.lm) or expert_adapters(root) or foreign_experts:
         return ALONE
@@ -127,6 +128,7 @@ def _adapter_factors(root: PackedModel) -> list[Tensor]:
 
 def _states(tokens: Tensor, factor: Tensor) -> Tensor:
     """Return inputs of a factor that are determined by the tokens."""
+    # An arbitrary function that gives every token a row of its own.
     columns = torch.arange(factor.shape[1])
     return torch.sin(tokens[:, None] * 0.37 + columns * 1.7).to(factor.dtype)
 

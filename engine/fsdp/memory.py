@@ -35,6 +35,7 @@ def memory_needs(
     shards = (p.dp_shard or 1) * p.cp
     training = optim is not None
     moments = 2 * params if optim is not None and optim.name == "adamw" else 0
+    # Offloaded parameters and gradients are on the host, and only what is gathered for computation is on the device.
     kept = 0 if config.offload.params == "host" else params
     on_host, moments = moments * (config.offload.optimizer == "host"), moments * (config.offload.optimizer != "host")
     state = (shape.parameters * kept + shape.parameters_trained * (kept * training + moments)) / shards

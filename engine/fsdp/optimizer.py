@@ -43,6 +43,7 @@ class ShardOptimizer:
         """For each part of the moments, the names and the updated tensors: shards, or flat slices of them."""
         if self._host is not None:
             self._parts = [[(names[p.index], self._piece(names[p.index], p)) for p in part] for part in self._host.parts]
+        # An optimizer for each part, because a part is updated while only its moments are on the device.
         self._optimizers = [_optimizer(part, decayed, optim) for part in self._parts]
         for part, optimizer in zip(self._parts, self._optimizers, strict=True):
             for _, target in part if self._moments else ():

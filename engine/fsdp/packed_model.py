@@ -98,6 +98,8 @@ class PackedModel(HFModel):
         """
         hidden_th = self._decode(part).last_hidden_state[0]
         head = self.lm.get_output_embeddings()
+        # Chosen from logits first; then the head runs with this token as the target, so that its log-probability is
+        # computed as in training.
         token = choose(final_logits(hidden_th, head.weight, getattr(head, "bias", None), self.transform)[last])
         targets = part.targets.clone()
         targets[last] = token
@@ -143,6 +145,7 @@ class PackedModel(HFModel):
         assert self.media is not None
         embeddings: Tensor = self.lm.get_input_embeddings()(ids)
         for kind, one in features.items():
+            # Features are in the order of their tokens, which is the order in which `masked_scatter` takes them.
             mask = (part.input_ids == self.media.tokens[kind]).unsqueeze(-1)
             embeddings = embeddings.masked_scatter(mask, one.to(embeddings.dtype))
         return embeddings

@@ -84,6 +84,7 @@ def shard(root: Any, mesh: DeviceMesh, experts: ExpertShards | None, config: Eng
     encoders = {id(layer) for layer in decoder_layers(root)} - {id(layer) for layer in decoder_layers(decoder_of(root.lm))}
     # The rotation angles of an encoder are inputs of its layers, in float32 regardless of the layers' compute dtype.
     encoder_policy = replace(policy, cast_forward_inputs=False)
+    # From the inside out: FSDP gives a module the parameters that no module inside it has taken.
     for module, module_mesh in [*inner, *((layer, mesh) for layer in decoder_layers(root))]:
         fully_shard(
             module,
@@ -94,6 +95,7 @@ def shard(root: Any, mesh: DeviceMesh, experts: ExpertShards | None, config: Eng
         )
     # The root's input contains ids and the expected gradient of the head, which must not be rounded.
     root_policy = replace(policy, cast_forward_inputs=False)
+    # The root has the embeddings and the head, the two ends of a pass, so it stays gathered in between.
     fully_shard(root, mesh=mesh, mp_policy=root_policy, offload_policy=offload, reshard_after_forward=False)
     for module in root.modules():
         # A single rank has no mean to avoid, and FSDP would allocate extra memory to divide its gradients by 1.

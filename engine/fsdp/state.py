@@ -72,6 +72,7 @@ def tensor_shards(
 
 def hash_of(name: str) -> int:
     """Return a number that spreads names evenly and is the same in every process."""
+    # Not Python's `hash`, which differs between processes.
     return sum(name.encode())
 
 
@@ -115,6 +116,7 @@ def stream_weights(
     for name, tensor in [*root.named_parameters(), *named_persistent_buffers(root)]:
         if not _is_exported(name, tensor, only_adapters=only_adapters):
             continue
+        # Gathered on all ranks in the same order: first the weight, then its factors.
         value = whole_tensor(name, tensor)
         if name in adapted:
             a, b = (whole_tensor(names[id(factor)], factor) for factor in factors(adapted[name]))

@@ -51,6 +51,7 @@ def unsharded_gradients(root: nn.Module) -> Iterator[Tensor]:
     """Yield the unsharded gradients that FSDP2 keeps for the last micro-batch of a step."""
     for parameter in _fsdp_parameters(root):
         unsharded = getattr(parameter, "_unsharded_param", None)
+        # Since torch 2.15 gradients accumulate in `.grad`; before, in a separate tensor.
         for gradient in (
             parameter.unsharded_accumulated_grad if _HAS_SUM else None,
             None if unsharded is None else unsharded.grad,

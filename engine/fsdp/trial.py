@@ -29,9 +29,9 @@ from .attention import IMPLEMENTATION
 VOCABULARY = 128
 WINDOW = 8
 MAX_PARAMETERS = 50_000_000
+INDEXER = "an indexer chooses the keys of each token (DeepSeek Sparse Attention) by scores over a mask of the whole sequence, which a packed one does not have"
 # More than 256 tokens in one document, because states that are kept per chunk, and keys that are compressed in blocks, take effect from
 # there on.
-INDEXER = "an indexer chooses the keys of each token (DeepSeek Sparse Attention) by scores over a mask of the whole sequence, which a packed one does not have"
 LENGTHS = (5, 37, 1, 290, 13)
 
 _DEPTH = re.compile(r"^(num_|n_)?(hidden_)?(decoder_)?layers?$|^num_blocks$")
@@ -142,6 +142,7 @@ def trial_config(config: PreTrainedConfig) -> PreTrainedConfig:
     longest = max(lists, key=len)
     needed = _inventory(lists)
     problem = ""
+    # As few layers as have all kinds; all layers if the family's config does not allow fewer.
     for depth in dict.fromkeys((_shortest_prefix(longest), len(longest))):
         for scale in _scales(config):
             try:
@@ -152,6 +153,7 @@ def trial_config(config: PreTrainedConfig) -> PreTrainedConfig:
                 problem = problem or f"{type(e).__name__}: {e}"
                 continue
             present = _inventory(layer_kinds(model))
+            # No kind may be missing, and none may be new.
             missing = (needed[0] ^ present[0]) or {kind for pair in needed[1] ^ present[1] for kind in pair}
             size = sum(p.numel() for p in model.parameters())
             if not missing and size <= MAX_PARAMETERS:
@@ -178,6 +180,7 @@ def _scales(config: PreTrainedConfig) -> list[Scale]:
     if not dims and count > 1 and hidden % count == 0:
         dims.append(hidden // count)
     most, smallest = max(heads, default=1), min(dims, default=1)
+    # Divided as far as at least 4 heads remain, with at least 16 elements each.
     by_heads = max(n for n in _divisors(math.gcd(*heads) or 1) if most // n >= 4 or n == 1)
     by_dim = [n for n in _divisors(math.gcd(*dims) or 1) if smallest // n >= 16 or n == 1]
     # Without heads, the width does not depend on another size, so the smallest width is the best.
@@ -213,6 +216,7 @@ def _scaled(fields: dict[str, Any], layers: int, depth: int, scale: Scale) -> di
         return value // scale.by_width
 
     scaled: dict[str, Any] = {}
+    # The first rule that fits the name and the value of a setting decides.
     for name, value in fields.items():
         whole = isinstance(value, int) and not isinstance(value, bool)
         if isinstance(value, dict) and all(isinstance(k, str) for k in value):
@@ -295,9 +299,11 @@ def compare_packed(config: PreTrainedConfig, seed: int = 0) -> TrialComparison:
             _draw(parameter)
         alone = _alone(model, documents)
         embedding: Any = model.get_input_embeddings().weight
+        # About the relative rounding of float32: what this changes in the logits, rounding alone may change too.
         embedding.mul_(1 + 1e-7 * torch.randn_like(embedding))
         nearby = _alone(model, documents)
         ours.load_state_dict(model.state_dict())
+        # Every other document stays, between two that are replaced: its logits must not change.
         kept = [n for n in range(len(documents)) if n % 2]
         packed = _packed(ours, documents)
         beside = _packed(ours, [documents[n] if n in kept else others[n] for n in range(len(documents))])

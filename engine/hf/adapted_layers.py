@@ -67,6 +67,7 @@ def adapted_layers(lm: PreTrainedModel) -> tuple[AdaptedLayer, ...]:
         name = names[id(module)]
         target = _target(name)
         if target is not None and name.rpartition(".")[2] not in without_effect:
+            # The weight of transformers' Conv1D (GPT-2) is [in, out]; that of a linear layer is [out, in].
             inputs, outputs = module.weight.shape if isinstance(module, Conv1D) else reversed(module.weight.shape)
             layers.append(AdaptedLayer(name=name, target=target, inputs=inputs, outputs=outputs))
     if isinstance(head, nn.Linear):

@@ -52,5 +52,6 @@ def peft_settings(slot: AdapterSlot, base: str, *, transposed: bool) -> bytes:
     ).to_dict()
     settings["target_modules"] = sorted(layer.name for layer in slot.layers if layer.experts is None) or None
     settings["target_parameters"] = sorted(layer.name for layer in slot.layers if layer.experts is not None) or None
+    # As peft's own `save_pretrained` writes it.
     settings["inference_mode"] = True
     return (json.dumps(settings, indent=2, sort_keys=True, default=str) + "\n").encode()

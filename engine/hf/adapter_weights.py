@@ -73,6 +73,7 @@ class AdapterWeights:
             if plain.adapter:
                 continue
             slices = self._layout.stored_slices(plain.name, tuple(parameter.shape))
+            # Weights with an adapter are sums; modules trained in full were received; all others are in the folder.
             if name in self._adapted:
                 value = self._sum(name, parameter, folder, received)
             elif parameter.requires_grad:

@@ -119,6 +119,7 @@ def logit_transform(config: PreTrainedConfig) -> LogitTransform:
     """Return the transform that the family applies to its logits, read from its config."""
     scale = 1.0
     if getattr(config, "logits_scaling", None):
+        # Granite divides the logits by its setting; Cohere and Falcon-H1 multiply them.
         scale = 1.0 / config.logits_scaling
     elif getattr(config, "logit_scale", None):
         scale = config.logit_scale

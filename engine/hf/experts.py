@@ -117,6 +117,7 @@ class _ToExperts(torch.autograd.Function):
     def forward(ctx: Any, rows_th: Tensor, order_s: Tensor, inverse_s: Tensor, per_token: int) -> Tensor:
         ctx.save_for_backward(order_s, inverse_s)
         ctx.per_token = per_token
+        # Pair s belongs to token s // K.
         return rows_th.index_select(0, order_s // per_token)
 
     @staticmethod
@@ -131,6 +132,7 @@ class _FromExperts(torch.autograd.Function):
     def forward(ctx: Any, rows_sh: Tensor, order_s: Tensor, inverse_s: Tensor, per_token: int) -> Tensor:
         ctx.save_for_backward(order_s, inverse_s)
         ctx.per_token = per_token
+        # Back to the order of tokens, where the K rows of a token are adjacent, so their sum needs no scatter.
         return rows_sh.index_select(0, inverse_s).unflatten(0, (len(rows_sh) // per_token, per_token)).sum(1)
 
     @staticmethod
@@ -143,8 +145,11 @@ def grouped_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Ten
 
     Hidden states are `[T, H]`, the chosen experts and their weights `[T, K]`, and the result `[T, H]`.
     """
+    # Stable: the pairs of an expert stay in the order of their tokens, which `RunningPass.expert_spans` requires.
     chosen_s, order_s = torch.sort(top_k_index.reshape(-1), stable=True)
+    # The inverse permutation without a second sort.
     inverse_s = torch.empty_like(order_s).scatter_(0, order_s, torch.arange(len(order_s), device=order_s.device))
+    # The end of each expert's rows. Grouped products take int32.
     ends_e = count_tokens(chosen_s, module.num_experts).cumsum(0, dtype=torch.int32)
     adapters = getattr(module, "adapters", {})
 
@@ -217,8 +222,10 @@ def invariant_experts_forward(module: Any, hidden_states: Tensor, top_k_index: T
             rows = module.post_expert_norm(rows)
         if out_sh is None:
             out_sh = rows.new_zeros(len(experts_s), rows.shape[1])
+        # Without the padding rows.
         out_sh[pairs] = rows[: len(pairs)]
     assert out_sh is not None
+    # Each token's K rows are summed in the order of its choice, whatever other tokens there are.
     weighted_sh = out_sh * top_k_weights.reshape(-1, 1)
     return weighted_sh.unflatten(0, top_k_index.shape).sum(1).to(hidden_states.dtype)
 

@@ -46,6 +46,7 @@ def end_tokens(model: ModelConfig) -> frozenset[int]:
         ModelError: The model's config or its generation settings cannot be read.
     """
     ends = (read_generation_settings(model) or {}).get("eos_token_id")
+    # As in transformers, the generation settings take precedence over the config.
     return token_ids(read_config(model).eos_token_id if ends is None else ends)
 
 

@@ -36,10 +36,12 @@ class DiskLayout:
         # Changes of prefixes cannot be derived from a bare model; files that transformers saves do not have them either.
         transforms = [t for t in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(t, PrefixChange)]
         self._converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        # In reverse order, as for the inverse of a composition.
         self._back = [t.reverse_transform() for t in reversed(transforms) if isinstance(t, WeightRenaming)]
         self._forward: list[WeightTransform] = [
             t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)
         ]
+        # The sizes of the projections, by which a convolution over several of them is cut into its parts.
         self._rows = {name: len(parameter) for name, parameter in model.named_parameters() if name.endswith("_proj.weight")}
 
     def stored_slices(self, name: str, shape: Sequence[int]) -> list[StoredSlice]:
@@ -101,6 +103,8 @@ class DiskLayout:
         sources = [_literal(pattern) for pattern in converter.source_patterns]
         if operations == [(Concatenate, 0)] and all("_conv1d." in source for source in sources):
             return self._joined(name, shape, sources, target)
+        # The rest are experts: separate on disk (`MergeModulelist`), and in memory possibly gate and up in one
+        # (`Concatenate`).
         supported = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
         if len(converter.target_patterns) != 1 or operations not in supported or (len(operations) == 1 and len(sources) != 1):
             steps = ", ".join(op.__name__ for op, _ in operations)

@@ -211,6 +211,7 @@ def init_adapter(name: str, value: Tensor) -> None:
     """
     if ".lora_A" in name:
         # The matrices of experts, [experts, rank, in], are initialized like those of separate layers.
+        # With a = sqrt(5) the bound is 1 / sqrt(in), as in torch's linear layers and in peft.
         nn.init.kaiming_uniform_(value.flatten(0, -2), a=math.sqrt(5))
     elif ".lora_embedding_B" in name:
         nn.init.normal_(value)

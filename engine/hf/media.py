@@ -42,6 +42,7 @@ def media_config(model: ModelConfig, text: PreTrainedConfig) -> PreTrainedConfig
     config = whole_config(model)
     if config.model_type not in FAMILIES:
         return None
+    # A copy, because transformers writes the attention implementation into a config.
     setattr(config, decoder_key(config), copy.deepcopy(text))
     return config
 

@@ -99,6 +99,7 @@ class QwenVL(MediaFamily):
     def positions(self, base: PreTrainedModel, ids: Tensor, media: Mapping[Kind, Mapping[str, Tensor]]) -> Tensor:
         kinds = torch.zeros_like(ids, dtype=torch.int32)
         grids: dict[str, Tensor] = {}
+        # transformers' numbers of kinds in `mm_token_type_ids`; 0 is text.
         numbers: dict[Kind, int] = {"image": 1, "video": 2}
         for kind, number in numbers.items():
             if kind in media:
@@ -107,6 +108,7 @@ class QwenVL(MediaFamily):
                 grids |= {name: media[kind][name] for name in (*modality.items, *modality.optional) if name in media[kind]}
         any_base: Any = base
         positions: Tensor = any_base.get_rope_index(ids[None], mm_token_type_ids=kinds[None], **grids)[0]
+        # The document is the only row.
         return positions[:, 0]
 
 
@@ -237,6 +239,7 @@ class QwenAudio(MediaFamily):
         inputs = media["input_features"]
         convolved, counts = _audio_features(media[self._mask], self.steps)
         steps = torch.arange((inputs.shape[-1] - 2) // 2 + 1, device=inputs.device)
+        # Steps of real frames must not attend to those of padding.
         mask = create_bidirectional_mask(
             config=model.audio_tower.config,
             inputs_embeds=inputs.new_zeros(len(inputs), len(steps), 1, dtype=model.dtype),
@@ -244,6 +247,7 @@ class QwenAudio(MediaFamily):
         )
         hidden = model.audio_tower(inputs, attention_mask=mask).last_hidden_state
         features: Tensor = model.multi_modal_projector(hidden)
+        # Features of padding at the end of each audio are left out.
         return features[torch.arange(features.shape[1], device=features.device) < counts[:, None]]
 
 
@@ -261,6 +265,7 @@ class GlmAsr(QwenAudio):
 
 def _audio_features(mask: Tensor, joined: int) -> tuple[Tensor, Tensor]:
     """Return two counts for each audio: its steps after the convolutions, and its features, of `joined` steps each."""
+    # The second convolution has a stride of 2 and pads both sides by one; then `joined` steps become a feature.
     steps = (mask.sum(-1) - 1) // 2 + 1
     return steps, (steps - joined) // joined + 1
 
@@ -432,6 +437,8 @@ class Gemma4(MediaFamily):
             return None, f"{positions_name} is {positions.dtype}; it must have a signed integer dtype"
         if not patches or patches % side**2:
             return None, f"{name} has {patches} patches for each image; they must be a multiple of {side**2}"
+        # The sides of each image's grid follow from its largest positions. Its patches must then be numbered row by
+        # row, with -1 for padding at the end.
         counts = _patches(positions)
         wide, high = ((positions[..., axis].max(-1).values.long() + 1).clamp_min(1) for axis in (0, 1))
         number = torch.arange(patches, device=positions.device)

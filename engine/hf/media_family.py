@@ -113,6 +113,7 @@ class MediaFamily(ABC):
             `[F, (1 + L) H]`: the features, each followed by those for L further layers.
         """
         output = getattr(base, self.modalities[kind].method)(**self.arguments(kind, media), return_dict=True)
+        # Features for further layers are further columns, so that one exchange between ranks moves all of them.
         layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         return torch.cat([_flat(layer) for layer in layers], -1)
 

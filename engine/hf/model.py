@@ -54,6 +54,7 @@ class HFModel(nn.Module):
         self.head = head
         self.score: nn.Module | None = None
         if head is not None:
+            # Without the language-model head, whose weights would be loaded and sharded for nothing.
             lm.set_output_embeddings(nn.Identity())
             # Its buffers are real, like those of the decoder. Its initial values are drawn later.
             with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):

@@ -12,6 +12,7 @@ from ..errors import ModelError
 
 log = logging.getLogger(__name__)
 
+# Samples, because reading all weights of a large model takes minutes.
 SAMPLES, SAMPLE_BYTES = 16, 4096
 HUB_SECONDS = 10.0
 """The timeout in seconds after which the Hub counts as unreachable."""
@@ -125,6 +126,7 @@ def fingerprint(path: str) -> str:
         digest.update(f"{file.name} {size}".encode())
         with open(file, "rb") as handle:
             for i in range(SAMPLES):
+                # Evenly spaced, from the first bytes of the file to the last.
                 handle.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
                 digest.update(handle.read(SAMPLE_BYTES))
     return digest.hexdigest()
@@ -138,4 +140,5 @@ def resolve_folder(path: str) -> Path:
         log.warning("there is no folder %s; looking for a model of this name on the Hugging Face Hub", path)
     from huggingface_hub import snapshot_download
 
+    # Without weights in other formats, such as `.bin`, which engines do not read.
     return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))

@@ -67,6 +67,7 @@ def tied_copies(names: Collection[str], settings: Mapping[str, Any]) -> dict[str
     if not settings.get("ensure_weight_tying"):
         return {}
     copies = {}
+    # In `modules_to_save`, tied embeddings are followed by their head; see `lora._saved_names`.
     for module, following in pairwise(saved):
         weight, head = next((n for n in names if n.endswith(f".{module}.weight")), None), f"{PEFT_PREFIX}{following}.weight"
         if weight is not None and head not in names:

@@ -16,6 +16,7 @@ def recompute(model: PreTrainedModel, mode: str) -> None:
     """
     if mode == "none":
         return
+    # Only the non-reentrant form takes a policy (`context_fn`), and it does not require inputs with gradients.
     settings: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         settings["context_fn"] = _selective

@@ -26,6 +26,7 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
     routed = experts_per_token(config) if experts > 1 else 1
     weights = trained = 0.0
     of_experts = 0
+    # What multiplies every token: neither vectors nor embeddings, and not a head that the decoder shares.
     for parameter in decoder_of(lm).parameters():
         if parameter.dim() < 2 or id(parameter) in embeddings or any(parameter is other for other in of_head):
             continue
@@ -103,6 +104,7 @@ def field_costs(lm: Any, encoders: Mapping[str, EncoderShape], weights: float) -
         smallest = family.blank(kind)
         (features,) = family.features_of(kind, smallest)
         flops = encoders[kind].flops(features, 1, training=False)
+        # The FLOPs of the smallest item, in units of one token's products, divided by the number of its elements.
         costs[modality.values] = flops / (2 * weights) / smallest[modality.values].numel()
     return costs
 

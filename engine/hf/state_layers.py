@@ -94,6 +94,7 @@ class GatedDeltaLayer(StateLayer):
             largest_rate=2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0,
             context=context,
         )
+        # The norm and its gate are of single heads: `[t * heads, V]`.
         norm, project = (layer.o_norm, layer.o_proj) if hasattr(layer, "o_norm") else (layer.norm, layer.out_proj)
         return project(norm(out.flatten(0, 1), gate.reshape(-1, layer.head_v_dim)).view(len(x), -1))
 
@@ -173,6 +174,7 @@ class Mamba2Layer(StateLayer):
             projected = layer.in_proj(x * layer.ssm_in_multiplier) * layer.mup_vector[0].to(x.dtype)
         else:
             projected = layer.in_proj(x)
+        # The rows of the projection: gates, values, b, c and step sizes.
         gate, values, b, c, dt = projected.split([inner, inner, states, states, layer.num_heads], -1)
         groups = (layer.n_groups, layer.ssm_state_size)
         out = state_space_duality(

@@ -65,6 +65,7 @@ class WeightFolder:
                 "safetensors, or set model.init=random"
             )
         for file in sorted(set(stored.values())):
+            # An index may come from elsewhere, and must not lead outside the folder.
             if Path(file).name != file or not (folder / file).is_file():
                 raise ModelError(f"{index} names {file!r}, which is not in the folder; the model is incomplete")
         self._where = {canonical(key): (file, key) for key, file in stored.items()}
@@ -132,6 +133,8 @@ class WeightFolder:
             # The order in which transformers saves the tensor; it reads both orders.
             piece = piece.as_in_memory()
         tensor_slice = TensorSlice(piece.offset, tuple(piece.data.shape))
+        # A different shape is accepted in two cases: the vocabulary has grown, so that only the first `rows` rows are
+        # in the file, or a convolution is stored in parts of equal size.
         rows = total = len(piece.data) if piece.data.dim() else 1
         if grown and shape[1:] == piece.shape[1:] and shape[0] < piece.shape[0]:
             rows = min(rows, max(0, shape[0] - piece.offset[0]))
@@ -182,6 +185,7 @@ class WeightFolder:
         total, rows = sum(count for _, _, count in parts), piece.shape[0]
         letter = _CONVOLUTION.search(piece.name)
         assert letter is not None
+        # The first row of the piece in the concatenation of all parts, each of which then contributes its rows.
         first = {"q": 0, "k": rows, "v": total - rows}[letter[1]] + piece.offset[0]
         end, at = first + len(piece.data), 0
         for file, key, count in parts:
@@ -218,6 +222,8 @@ class WeightFolder:
 
     def _mean_row(self, file: str, key: str, shape: tuple[int, ...]) -> Tensor:
         """Return the mean of a tensor's rows, the initial value of new tokens (Hewitt 2021, "Initializing new word embeddings")."""
+        # In float64, because a float32 sum over a whole vocabulary loses digits; in blocks, so that only a part of
+        # the matrix is held in it.
         total = torch.zeros(shape[1:], dtype=torch.float64)
         for start in range(0, shape[0], MEAN_ROWS):
             rows = min(MEAN_ROWS, shape[0] - start)
@@ -327,6 +333,7 @@ def load_weights(
             fresh.add(shard.name)
         else:
             missing.append(shard.name)
+    # A head of another type has other names: its tensors would count as new, and be drawn at random.
     heads = sorted(name for name in weights.names if name.startswith(HEAD_PREFIX))
     if heads and (new := sorted(name for name in fresh if name.startswith(HEAD_PREFIX))):
         raise ModelError(
@@ -378,6 +385,7 @@ def init_random(meta_model: HFModel, seed: int, is_needed: Callable[[str], bool]
             for n, t in meta.items():
                 real = initial.get(names[n], torch.zeros(t.shape, dtype=t.dtype))
                 replace_tensor(module, n, nn.Parameter(real, requires_grad=False) if isinstance(t, nn.Parameter) else real)
+            # A seed for each module, so that a rank that needs only some modules draws the same numbers for them.
             digest = hashlib.sha256(hf_name(f"{module_name}.").name.encode()).digest()
             seed_torch(seed, digest)
             if ".lora_" in names[chosen[0]]:
@@ -387,6 +395,7 @@ def init_random(meta_model: HFModel, seed: int, is_needed: Callable[[str], bool]
                 meta_model.lm._init_weights(module)
         for n in chosen:
             yield names[n], getattr(module, n).detach()
+        # Back to the meta device, so that at most one module has memory at a time.
         for n, t in meta.items():
             replace_tensor(module, n, t)
 

@@ -76,6 +76,7 @@ class _FactorPlace:
         """Yield the position of each slice in the factor of this rank, and in the whole one."""
         for one in self.slices:
             here, there = list(one.box.within((0,) * len(self.empty.shape))), list(one.on_disk.within((0,) * len(one.shape)))
+            # The places were made for adapters of rank 1. Along the axis of an adapter's rank, every part is whole.
             here[self.axis] = there[self.axis] = slice(0, rank)
             yield tuple(here), tuple(there)
 
@@ -182,6 +183,7 @@ def _parameter(place: _FactorPlace, rank: int, whole: Tensor, grad: Tensor | Non
 
 
 def _add_gradient(place: _FactorPlace, rank: int, whole: Tensor, parameter: Tensor) -> None:
+    # Taken from the parameter, because the next micro-batch would otherwise be added to it and counted twice.
     grad, parameter.grad = parameter.grad, None
     if grad is None or not place.counts:
         return

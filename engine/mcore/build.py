@@ -191,11 +191,14 @@ def wrap_chunks(
         use_distributed_optimizer=True,
     )
     chunks = [
+        # As in Megatron's own training, only the first chunk has buckets: the reduction of the others overlaps with
+        # computation anyway.
         DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0, pg_collection=built.state.groups)
         for i, chunk in enumerate(built.chunks)
     ]
     config.finalize_model_grads_func = finish_gradients
     if options.overlap_grad_reduce:
+        # A full bucket is reduced at once, so the schedule holds reductions back until the last micro-batch.
         no_syncs = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
     return chunks

@@ -193,6 +193,7 @@ def transformer_config(decoder: Decoder, engine: EngineConfig, options: MCoreOpt
         "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
+        # Needs a CUDA extension of apex or TransformerEngine.
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": False,
         "params_dtype": dtype,
@@ -212,6 +213,7 @@ def transformer_config(decoder: Decoder, engine: EngineConfig, options: MCoreOpt
         # exchange the size first, and wait for the device each time.
         "variable_seq_lengths": False,
         "moe_token_dispatcher_type": "alltoall",
+        # Also runs over gloo, where interleaved schedules need overlapped sends that are not batched.
         "batch_p2p_comm": False,
         "overlap_p2p_comm": p.vpp > 1,
         # Gradients are summed over ranks, because the loss is already divided by the weight of the global batch.

@@ -43,6 +43,7 @@ class GatedDeltaNet(MegatronModule):
             tp_group=self.tp,
         )
         channels = (2 * net.key_size + net.value_size) // ranks
+        # Only holds the weight; `gated_delta_net` convolves.
         self.conv1d = nn.Conv1d(channels, channels, net.taps, groups=channels, bias=False, dtype=dtype)
         self.A_log = nn.Parameter(torch.empty(self.value_heads, dtype=dtype))
         self.dt_bias = nn.Parameter(torch.empty(self.value_heads, dtype=dtype))
@@ -64,6 +65,7 @@ class GatedDeltaNet(MegatronModule):
         """Map the hidden states of this rank's tokens to hidden states; return no bias."""
         projected, _ = self.in_proj(hidden_states)
         keys, values = self.key_heads * self.net.key_dim, self.value_heads * self.net.value_dim
+        # Queries, keys, values, gates, rates and decays; megatron's hidden states have a batch axis of size 1.
         sizes = [keys, keys, values, values, self.value_heads, self.value_heads]
         q, k, v, gate, rate, decay = projected[:, 0].split(sizes, -1)
         heads = (self.value_heads, self.net.value_dim)

@@ -55,6 +55,7 @@ class Encoders(nn.Module):
         if not features:
             return embeddings
         hidden = embeddings.shape[-1]
+        # The first H columns replace the embeddings; the others are added to the outputs of the first layers.
         first = {kind: of_kind[:, :hidden] for kind, of_kind in features.items()}
         mask = self._is_media(part, features)
         placed = torch.where(mask, self._place(first, part, embeddings.dtype), embeddings)

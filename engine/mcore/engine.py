@@ -282,6 +282,7 @@ class MCoreEngine(BaseEngine):
             self._earlier_gradients.append([buffer.grad_data.clone() for buffer in self._buffers()])
             for chunk in self._chunks:
                 chunk.zero_grad_buffer()
+        # The micro-batches of a call are of one adapter, whose turn it is.
         names = {row.adapter for micro_batch in micro_batches for row in micro_batch.adapters}
         assert len(names) <= 1
         turn = nullcontext() if self._turns is None else self._turns.turn(next(iter(names), None), train=backward)
@@ -310,6 +311,7 @@ class MCoreEngine(BaseEngine):
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._chunks,
             num_microbatches=len(micro_batches),
+            # Unused without a pipeline.
             seq_length=self._padded_tokens or 1,
             micro_batch_size=1,
             forward_only=not backward,
@@ -321,6 +323,7 @@ class MCoreEngine(BaseEngine):
         """Run one chunk of the model on one micro-batch; see `Backend.forward_step`."""
         chunk = self._chunks[0] if chunk is None else chunk
         bare: Any = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+        # Only the chunk with the head computes outputs; the others get an empty request.
         if bare.post_process:
             request = consumer.request(micro_batch)
         else:

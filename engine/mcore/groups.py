@@ -32,7 +32,9 @@ def make_groups(topology: Topology) -> ProcessGroupCollection:
     experts = expert_grid(topology)
     _, edp, ep, etp = (experts == topology.ranks[topology.rank]).nonzero()[0].tolist()
     world = topology.group(grid)
+    # The first and the last stage, which both have the matrix of tied embeddings.
     end_ranks = grid[:, dp, cp, tp][[0, -1] if len(grid) > 1 else [0]]
+    # All ranks create their groups in this order, so that the members of each group meet.
     groups: dict[str, ProcessGroup | None] = {
         "tp": topology.group(grid[stage, dp, cp, :]),
         "pp": topology.group(grid[:, dp, cp, tp]),
@@ -83,6 +85,7 @@ class MegatronState:
                 yield
         finally:
             self._inside = False
+            # Megatron has changed some of them, such as its random states, and the engine continues with these.
             self._values = read_state(self._values)
             write_state(previous)
 

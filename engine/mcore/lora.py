@@ -79,6 +79,7 @@ class Adapted:
         Returns:
             The layer's output, and the bias that the caller has to add.
         """
+        # The parallel layer, which comes next in the method resolution order.
         layer: Any = super()
         out, bias = layer.forward(input_, *args, **kwargs)
         if len(self.adapters) and self.enabled:
@@ -279,6 +280,7 @@ def embedding_addition(
     local_s = ids_s - first
     here_s = (local_s >= 0) & (local_s < rows)
     padding = None if padding_id is None or not 0 <= padding_id - first < rows else padding_id - first
+    # Tokens of other ranks look up row 0 and are multiplied by zero; the sum over ranks then has each token once.
     low_sr = F.embedding(local_s.where(here_s, 0), adapter.lora_embedding_A, padding_idx=padding) * here_s[:, None]
     up = adapter.lora_embedding_B
     if sequence_parallel:
@@ -360,6 +362,7 @@ def adapters_disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
     for layer in layers:
         set_adapters_enabled(layer, False)
     try:
+        # The adapters of encoders are peft's own layers.
         with ExitStack() as of_encoders:
             for chunk in chunks:
                 of_encoders.enter_context(peft_disabled(chunk))

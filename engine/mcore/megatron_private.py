@@ -68,6 +68,7 @@ _OTHERS = (
     "_GLOBAL_MEMORY_BUFFER",
 )
 _RANDOM = ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")
+# Renamed in 0.19.
 _GRADS_FOR_NORM = "get_grads_for_grad_norm" if _IS_LATER else "get_main_grads_for_grad_norm"
 _OPTIMIZER = ("_copy_main_params_to_model_params", "_get_model_param_range_map", _GRADS_FOR_NORM)
 
@@ -87,6 +88,7 @@ if _missing:
         "version that Drivetrain's pyproject.toml allows: pip install 'drivetrain[mcore]'"
     )
 
+# As they are before any engine: a global that an engine does not set must not keep the value of another engine.
 _INITIAL: State = {
     **{
         (parallel_state, name): value

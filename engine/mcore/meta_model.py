@@ -103,6 +103,7 @@ class MetaModel:
         recompute(base, recomputation)
         setattr(base, next(name for name, module in base.named_children() if module is base.get_decoder()), None)
         for parameter in base.parameters():
+            # Not `base.to(dtype)`, which would also round the buffers, such as rotary frequencies.
             parameter.data = parameter.data.to(dtype)
         allocate(base, device)
         return base
@@ -127,6 +128,7 @@ class MetaModel:
         local_tensors = {
             (s.name, s.shape)
             for param_shard in param_shards
+            # Not the buffers, such as routers' biases, which the bridge has too.
             if isinstance(param_shard.parameter, nn.Parameter)
             for s in param_shard.stored_slices
         }
@@ -169,6 +171,7 @@ class MetaModel:
         Raises:
             ModelError, RemoteError: The folder is incomplete or damaged, on this rank or another one.
         """
+        # None draws all tensors; otherwise only adapters and the new heads that the folder lacks are drawn.
         random_names: set[str] | None = None
         if self._model.init == "weights":
             with topology.collective_errors():

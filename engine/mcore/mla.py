@@ -116,6 +116,7 @@ class MLASelfAttention(MegatronModule):
         key_n, value = kv.unflatten(-1, (self.heads, -1)).split([sizes.plain, sizes.value], -1)
         angles = rotary_pos_emb[self.settings.rotary_kind]
         query = torch.cat([q_n, self._rotate(q_r, angles)], -1)
+        # All heads share one rotated part of the key.
         key = torch.cat([key_n, self._rotate(key_r.unsqueeze(-2), angles).expand(-1, -1, self.heads, -1)], -1)
 
         out = self.core_attention(query, key, value, None, packed_seq_params=packed_seq_params)

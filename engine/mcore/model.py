@@ -87,6 +87,7 @@ class PackedGPTModel(GPTModel):
         super().__init__(
             config,
             TransformerBlockSubmodules(layer_specs=list(layers), layer_norm=Norm),
+            # Padded, because megatron gives every rank the same number of rows.
             -(-decoder.vocabulary // tp) * tp,
             decoder.positions,
             pre_process=first,
@@ -132,6 +133,7 @@ class PackedGPTModel(GPTModel):
             # none to its adapters.
             inputs = (inputs[0].detach().requires_grad_(), *inputs[1:])
         if self.pre_process and self.decoder_sizes.embedding_scale != 1.0:
+            # As in transformers, the scale is rounded to the dtype of the embeddings first.
             embedded = inputs[0]
             inputs = (embedded * torch.tensor(self.decoder_sizes.embedding_scale, dtype=embedded.dtype), *inputs[1:])
         if self.encoders is not None:
@@ -214,6 +216,7 @@ def layer_spec(
     kind = None if kind_name is None else decoder.rotary_kinds.index(kind_name)
     frequencies, rotary_factor = (torch.empty(0), 1.0) if kind_name is None else rotary_frequencies(hf_config, kind_name)
     scale = decoder.head_dim**-0.5 if decoder.scale is None else decoder.scale
+    # First what mixes tokens: a layer with state, latent attention, or regular attention.
     if decoder.delta is not None and decoder.delta.layers[number]:
         attention = ModuleSpec(module=GatedDeltaNet, params={"net": decoder.delta})
     elif decoder.latent is not None:
@@ -227,6 +230,8 @@ def layer_spec(
             },
         )
     else:
+        # A frequency rotates two elements of a head. If some elements are not rotated, the factor may not scale all
+        # logits, so the attention multiplies the rotated part itself.
         rotated = 2 * len(frequencies)
         is_partial = 0 < rotated < decoder.head_dim
         attention = ModuleSpec(
@@ -250,6 +255,7 @@ def layer_spec(
                 k_layernorm=Norm if decoder.qk_norm == "head" else IdentityOp,
             ),
         )
+    # Then the feed-forward part: one network, or a mixture of experts.
     linears = MLPSubmodules(linear_fc1=AdaptedColumnParallelLinear, linear_fc2=row_parallel(decoder, bias=False))
     sparse = decoder.experts is not None and decoder.experts.layers[number]
     # Megatron-core 0.16 passes the groups only to its own classes, not to subclasses; 0.19 passes them to all, as `pg_collection`.
@@ -323,6 +329,8 @@ def build_chunks(
             encoders=Encoders(encoders(), media, config, groups) if first and media is not None else None,
         )
         with torch.no_grad():
+            # Megatron leaves the memory uninitialized (`perform_initialization`), and the rows that pad the
+            # vocabulary are never loaded.
             for parameter in chunk.parameters():
                 parameter.zero_()
         chunks.append(chunk)

@@ -256,16 +256,20 @@ class Rotary(nn.Module):
             positions_tf = positions.view(-1, len(part.input_ids))[0, :, None]
         else:
             self.axes_f = self.axes_f.to(positions.device)
+            # For each frequency the position on its axis.
             positions_tf = positions.index_select(0, self.axes_f).T
         angles_ktf = positions_tf * inv_freq_ktf
+        # Both halves of a head rotate by the same angles.
         return torch.cat((angles_ktf, angles_ktf), -1)[:, :, None, None, :]
 
     def _of_documents(self, part: RankSlice) -> Tensor:
         """Return the frequencies `[kinds, T, F]`: for each token, the frequencies of its document."""
         context, tokens = part.context, len(part.input_ids)
         lengths = [end - start for start, end in pairwise(context.bounds)]
+        # Once for each length, since transformers computes frequencies for one length at a time.
         by_length = {length: self._frequencies(length) for length in set(lengths)}
         inv_freq_knf = torch.stack([by_length[length] for length in lengths], 1).to(self.inv_freq_kf.device)
+        # The place of this rank's tokens in the whole sequence, whose boundaries the context has.
         first = 0 if context.cp_group is None else context.cp_group.rank() * tokens
         positions = torch.arange(first, first + tokens, device=context.cu_seqlens.device)
         return inv_freq_knf[:, torch.searchsorted(context.cu_seqlens, positions, right=True) - 1]

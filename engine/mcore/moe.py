@@ -37,6 +37,7 @@ class ExpertChoice:
         default_compute_topk: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
         """Return the scores of the chosen experts and their indices, `[t, K]`, with megatron's signature."""
+        # Always computed: a token without a replayed choice keeps the router's own, and both are compared.
         values, choice = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.routes is None:
             return values, choice
@@ -63,6 +64,7 @@ class Router(TopKRouter):
         dtype = _DTYPES.get(self.config.moe_router_dtype, input.dtype)
         scores = F.linear(input.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
         if self.keep:
+            # With its graph, because the balancing loss is differentiated through the scores.
             self.kept = scores
         return scores
 
@@ -123,6 +125,8 @@ class RoutedLayer(TransformerLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """Run the layer with megatron's signature."""
+        # Set in every forward pass: a recomputed layer must follow the routes of its own micro-batch, not those of
+        # the last one.
         if isinstance(self.mlp, PackedMoELayer):
             self.mlp.router.router_replay.routes = slice_of(kwargs["packed_seq_params"]).context.routes
         output: tuple[Tensor, Any] = super().forward(*args, **kwargs)

@@ -72,11 +72,13 @@ class ShardedOptimizer:
             adam_beta1=optim.betas[0],
             adam_beta2=optim.betas[1],
             adam_eps=optim.eps,
+            # `reduce_and_clip` clips.
             clip_grad=0.0,
             use_distributed_optimizer=True,
             bf16=compute == torch.bfloat16,
             params_dtype=compute,
         )
+        # One optimizer for dense parameters and one for experts, because their state is sharded over different ranks.
         self._parts = [
             optimizer for experts in (False, True) if (optimizer := self._make(config, optim, experts=experts)) is not None
         ]
@@ -89,6 +91,7 @@ class ShardedOptimizer:
         decayed: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for chunk in self._chunks:
             for name, parameter in chunk.module.named_parameters():
+                # Parameters of experts have the mark `allreduce = False`; see `param_shards_of`.
                 if parameter.requires_grad and experts != getattr(parameter, "allreduce", True):
                     decayed[is_decayed(name, parameter.dim())].append(parameter)
         if not any(decayed.values()):

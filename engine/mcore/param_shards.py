@@ -219,6 +219,7 @@ def add_adapters(
         chunk.lora = lora
         for local_name, module in list(chunk.named_modules()):
             name, layer = _global_name(chunk, local_name), cast("Any", module)
+            # Both matrices of a layer's experts belong to one target.
             if isinstance(module, AdaptedExperts):
                 match = _EXPERTS.match(name)
                 assert match is not None
@@ -234,6 +235,8 @@ def add_adapters(
                 continue
             if not isinstance(module, Adapted) or _EXPERT in local_name:
                 continue
+            # A weight may consist of several modules of transformers, such as query, key and value, each of them a
+            # target of its own.
             rule, names = family.rule(f"{name}.weight")
             stored_slices = rule.stored_slices(names, tuple(layer.weight.shape), part, decoder)
             target_names = [name for name in names if name.removesuffix(".weight") in targets]

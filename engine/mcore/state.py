@@ -76,6 +76,7 @@ class ModelState:
 
     def _spread(self, param_shard: ParamShard, stored: torch.dtype) -> OptimizerShard:
         group, size = self._data_group(param_shard), param_shard.parameter.numel()
+        # The last ranks may have fewer elements, or none.
         per_rank = -(-size // group.size())
         start, end = (min(size, rank * per_rank) for rank in (group.rank(), group.rank() + 1))
         return OptimizerShard(torch.zeros(end - start, dtype=stored, device=param_shard.parameter.device), start, end, {})
@@ -178,7 +179,9 @@ class ModelState:
             and param_shard.unique
             and self._data_group(param_shard).rank() == 0
         ]
+        # Every rank needs the same plan, because all of them take part in every broadcast.
         items = [item for rank_items in self._topology.all_gather_object(local_items) for item in rank_items]
+        # The first position of each name; reversed, so that an earlier one replaces a later one.
         first_index = {item.name: i for i, item in reversed(list(enumerate(items)))}
         # The parts of one parameter are adjacent, and parameters are in the order of the layers.
         return sorted(items, key=lambda item: (_order(item.name), first_index[item.name]))
@@ -211,6 +214,7 @@ class ModelState:
                     buffer = torch.empty(item.shape, dtype=item.dtype, device=self._topology.device)
                 dist.broadcast(buffer, src=item.owner, group=self._topology.world)
                 for stored_slice in item.stored_slices:
+                    # A tensor on disk may consist of parts of several ranks, and a parameter of several tensors.
                     if stored_slice.name not in full:
                         full[stored_slice.name] = torch.empty(stored_slice.shape, dtype=item.dtype, device=buffer.device)
                     target = full[stored_slice.name][stored_slice.on_disk.within((0,) * len(stored_slice.shape))]
@@ -276,6 +280,7 @@ def _flat_local_shards(kind: str, param_shard: ParamShard, flat: Tensor, start: 
     strides = torch.empty(param_shard.parameter.shape, device="meta").stride()
     for box in boxes(start, end, tuple(param_shard.parameter.shape)):
         first = sum(o * stride for o, stride in zip(box.offset, strides, strict=True))
+        # A box of the whole parameter, addressed in the flat range that begins with element `start`.
         view = flat.as_strided(box.length, strides, flat.storage_offset() + first - start)
         yield from cut_local_shards(kind, param_shard.stored_slices, box, view, owned=param_shard.unique)
 
@@ -297,6 +302,7 @@ def boxes(start: int, end: int, shape: tuple[int, ...]) -> list[TensorSlice]:
         parts = boxes(row_start, row_end, inner_shape)
         return [TensorSlice((row, *part.offset), (1, *part.length)) for part in parts]
 
+    # The range lies in one row.
     if first == last:
         return within(first, skipped, rest)
     split = within(first, skipped, inner) if skipped else []

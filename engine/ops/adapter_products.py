@@ -64,6 +64,7 @@ class _AdapterOutputs(torch.autograd.Function):
         lows: list[Tensor] = []
         for start, end, factors in spans:
             low_tr = x_ti[start:end] @ factors.down_ri.T
+            # Written directly into the rows of the span.
             torch.mm(low_tr, factors.up_or.T, out=out_to[start:end])
             out_to[start:end] *= factors.scale
             lows.append(low_tr)
@@ -86,6 +87,7 @@ class _AdapterOutputs(torch.autograd.Function):
                 add_product(factors.down_grad, dlow_tr.T, x_ti[start:end])
             if dx_ti is not None:
                 torch.mm(dlow_tr, factors.down_ri, out=dx_ti[start:end])
+        # The anchor only makes autograd call this function; it needs no gradient.
         return dx_ti, None, None, None
 
 
@@ -107,6 +109,7 @@ class _HeadFactors(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_th: Tensor, anchor: Tensor, spans: tuple[FactorSpan, ...]) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden_th)
+        # A span whose outputs the loss does not use has no gradient, and then none is added.
         ctx.set_materialize_grads(False)
         ctx.spans = spans
         parts: list[Tensor] = []

@@ -104,6 +104,7 @@ def _forward(
         # The compiled graph does not know of blocks and expects the shape that the backward pass of `varlen` needs.
         out = attend(q, k, v, context, scale, window, softcap, sinks)
         lse = q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+    # With the strides that the fake kernel declares; a compiled graph relies on them.
     return out.contiguous(), lse
 
 
@@ -151,6 +152,7 @@ def _backward(
     no_sinks = q.new_empty(0)
     if kernel_of(q, v, window, softcap, sinks) == "varlen" and context.blocks(window) is None:
         return *(t.contiguous() for t in varlen_backward(grad, q, k, v, out, lse, context, scale, window)), no_sinks  # type: ignore[return-value]
+    # Run the forward pass again, now under autograd, and differentiate it.
     leaves = [t.detach().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
     with torch.enable_grad():
         again = attend(*leaves[:3], context, scale, window, softcap, None if sinks is None else leaves[3])  # type: ignore[call-arg,arg-type]

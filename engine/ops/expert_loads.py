@@ -49,12 +49,14 @@ class ExpertLoads:
         counts_le = torch.zeros(routers.layers, routers.experts, dtype=torch.int64, device=device)
         if self._counts_le is not None:
             counts_le += self._counts_le
+        # All ranks compute the same steps from the same counts, so copies of a bias stay equal.
         dist.all_reduce(counts_le, group=group)
         loads_le = counts_le.double()
         means_l1 = loads_le.mean(-1, keepdim=True)
         steps_le = rate * (means_l1 - loads_le).sign()
         for layer, bias_e in biases.items():
             bias_e.add_(steps_le[layer].to(bias_e.dtype))
+        # The lower bound keeps a layer without any counted token from dividing by zero.
         return float((loads_le.amax(-1, keepdim=True) / means_l1.clamp_min(1e-9) - 1).mean())
 
 

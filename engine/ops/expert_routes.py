@@ -82,12 +82,14 @@ class ExpertRoutes:
         """
         chosen, differing, replayed, counts_e = own_tk, None, None, None
         if self._counted_t is not None:
+            # The router's own choice is counted, not the replayed one, because the biases balance the router.
             rows_r = self._counted_t.repeat_interleave(own_tk.shape[1])
             counts_e = rows_r.new_zeros(self._experts).scatter_add_(0, own_tk.flatten(), rows_r)
         if self._replayed_tlk is not None:
             replayed_tk = self._replayed_tlk[:, layer].long()
             is_free = replayed_tk < 0
             chosen = torch.where(is_free, own_tk, replayed_tk)
+            # Compared as sets: the order of a token's experts does not matter.
             is_own = (replayed_tk.unsqueeze(-1) == own_tk.unsqueeze(-2)).any(-1)
             differing, replayed = (~(is_own | is_free)).sum(), (~is_free).sum()
         kept_tk = chosen.detach() if self._records else None
@@ -175,6 +177,7 @@ def check_routes(batch: PackedBatch, routers: RouterShape | None) -> None:
             f"{ROUTED_EXPERTS} holds {low if low < FREE else high}; experts are numbered from 0 to {routers.experts - 1}, and {FREE} "
             "leaves a token to the router"
         )
+    # Sorted, so that an expert that occurs twice is next to itself.
     ordered = routes.long().sort(-1).values
     is_free = ordered == FREE
     wrong = (is_free.any(-1) & ~is_free.all(-1)) | ((ordered.diff(dim=-1) == 0) & ~is_free[..., 1:]).any(-1)

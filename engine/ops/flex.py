@@ -96,6 +96,8 @@ def block_mask(context: PackedContext, window: int | None) -> BlockMask:
     tokens, bounds = context.bounds[-1], context.cu_seqlens
     device, lengths = bounds.device, bounds.diff()
     document = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=tokens)
+    # For each block of 128 tokens, its first and last token. `some` marks pairs of blocks with any visible pair of
+    # tokens, `full` those where all are, which the kernel computes without a mask.
     first = torch.arange(0, tokens, BLOCK, device=device)
     last = (first + BLOCK).clamp(max=tokens) - 1
     start = bounds[document[first]]

@@ -63,6 +63,7 @@ def _largest(
 ) -> int:
     generator = torch.Generator().manual_seed(0)
     probes = torch.randint(vocabulary, (PROBES,), generator=generator)
+    # The numbers of each probe in a pass of the smallest size, which all other passes must reproduce.
     expected = torch.cat([run(part) for part in probes.split(multiple)])
 
     def agrees(size: int) -> bool:

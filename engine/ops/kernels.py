@@ -236,10 +236,12 @@ def _by_position(
 ) -> Tensor:
     """Compute attention for `QUERIES` queries of a document at a time, over the keys up to their last token."""
     length = q.shape[2]
+    # Padding at the end comes after every real query, so causality hides it.
     q, k, v = (F.pad(x, (0, 0, 0, -length % QUERIES)) for x in (q, k, v))
     outs: list[Tensor] = []
     for start in range(0, length, QUERIES):
         end = start + QUERIES
+        # Rounded down, so that the number of keys depends only on the position of the block.
         first = 0 if window is None else max(0, start - window + 1) // QUERIES * QUERIES
         own_q, own_k, own_v = q[:, :, start:end], k[:, :, first:end], v[:, :, first:end]
         if softcap is None and sinks is None:
@@ -288,10 +290,12 @@ def _explicit(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~_visible(q.shape[2], k.shape[2], window, q.device, blocks), float("-inf"))
+    # As in transformers' eager attention, the softmax is computed in at least float32.
     accurate = torch.promote_types(scores.dtype, torch.float32)
     if sinks is None:
         weights = scores.softmax(-1, dtype=accurate)
     else:
         column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, q.shape[2], 1)
+        # The sink takes part in the softmax as one more key, whose weight is then dropped because it has no value.
         weights = torch.cat([scores, column], -1).softmax(-1, dtype=accurate)[..., :-1]
     return weights.to(v.dtype) @ v

@@ -228,6 +228,7 @@ def _chunk_outputs(z_cv: Tensor, targets_ck: Tensor, s: _Settings) -> ChunkOutpu
     rows = z_cv.shape[1]
     # A rank may have no rows at all if there are about as many ranks as tokens in the vocabulary.
     local_max_c1 = z_cv.amax(1, keepdim=True) if rows else z_cv.new_full((len(z_cv), 1), float("-inf"))
+    # The maximum over all ranks first, so that no exponential overflows.
     max_c1 = local_max_c1.clone()
     dist.all_reduce(max_c1, op=dist.ReduceOp.MAX, group=group)
     e_cv = (z_cv - max_c1).exp_()
@@ -235,6 +236,8 @@ def _chunk_outputs(z_cv: Tensor, targets_ck: Tensor, s: _Settings) -> ChunkOutpu
     assert here_ck is not None
     target_ck = z_cv.gather(1, local_ck).where(here_ck, 0.0) if rows else z_cv.new_zeros(targets_ck.shape)
     count = target_ck.shape[1]
+    # One all-reduce for everything that is a sum: the denominators, the targets' logits (zero on ranks without the
+    # target), and the moments for entropy and squares.
     sums = [e_cv.sum(1), *target_ck.unbind(1), *([torch.linalg.vecdot(e_cv, z_cv)] if s.entropy else [])]
     sums += [torch.linalg.vecdot(e_cv, e_cv)] if s.squares else []
     totals = torch.stack(sums)
@@ -244,6 +247,7 @@ def _chunk_outputs(z_cv: Tensor, targets_ck: Tensor, s: _Settings) -> ChunkOutpu
     if s.greedy:
         no_token = torch.iinfo(torch.int64).max
         best_c = z_cv.argmax(1) + s.shard.first if rows else torch.full_like(targets_ck[:, 0], no_token)
+        # Of equal logits the lowest token wins, on every rank. A rank without the maximum proposes no token.
         greedy_c = torch.where((local_max_c1 == max_c1)[:, 0], best_c, no_token)
         dist.all_reduce(greedy_c, op=dist.ReduceOp.MIN, group=group)
     entropy_c = lse_c1[:, 0] - totals[1 + count] / totals[0] if s.entropy else None
@@ -364,6 +368,7 @@ def _logit_gradient(
     """
     g_lp, g_ent = gradients
     total_c1 = None if g_lp is None else g_lp.sum(1, keepdim=True)
+    # From here on log-probabilities, in the memory of the logits.
     z_cv -= lse_c1
     if g_ent is None:
         d_cv = z_cv.exp_()
@@ -379,7 +384,9 @@ def _logit_gradient(
         d_cv *= p_cv
     if g_lp is not None and d_cv.shape[1]:
         local_ck, here_ck = _local_rows(targets_ck, d_cv.shape[1], s)
+        # `scatter_add_`, because several targets of a token may be equal.
         d_cv.scatter_add_(1, local_ck, g_lp if here_ck is None else g_lp * here_ck)
+    # The chain rule through the transforms of `_logits`, in reverse order.
     if s.temperature != 1.0:
         d_cv /= s.temperature
     if slope_cv is not None:
@@ -441,6 +448,7 @@ class _LinearHead(torch.autograd.Function):
         ctx.settings, ctx.expected_grads = s, expected_grads
         ctx.early, ctx.kept = None if early is None else early.results(), kept
         ctx.save_for_backward(h_th, w_vh, bias_v, low_tr, up_vr, targets_tk, lse, entropies)
+        # Outputs that the loss does not use have a gradient of None instead of zeros, and their part is skipped.
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(likeliest, squares, top_tokens, top_log_probs)
         return log_probs, entropies, likeliest, squares, top_tokens, top_log_probs
@@ -451,6 +459,7 @@ class _LinearHead(torch.autograd.Function):
         pairs = _pairs(h_th, w_vh, low_tr, up_vr)
         s: _Settings = ctx.settings
         g_lp, g_ent = grads[0], grads[1] if s.entropy else None
+        # Released here, so a second backward pass computes its gradient again.
         early, ctx.early = ctx.early, None
         if early is not None and _grads_match(ctx.expected_grads, (g_lp, g_ent)):
             return *early, None, None, None

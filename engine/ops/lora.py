@@ -36,6 +36,7 @@ def expert_adapter_output(
         scale: The scale, `LoraConfig.scale`.
         product: A function of tokens `[T, in]` and matrices `[E, in, out]` that multiplies each token by its expert's matrix.
     """
+    # Factors are padded with zeros in the rank, which add nothing to the product.
     if padding := -down_eri.shape[1] % ALIGNED:
         down_eri, up_eor = F.pad(down_eri, (0, 0, 0, padding)), F.pad(up_eor, (0, padding))
     return product(product(x_ti, down_eri.transpose(1, 2)), up_eor.transpose(1, 2)) * scale

@@ -150,6 +150,7 @@ class PackedContext:
         device = self.cu_seqlens.device
         if self.parents is None or max(self.parents) < 0:
             return (CarriedSegments(tokens=None, segments=Segments(self.bounds, device), parents=None),)
+        # A parent has no parent itself, so two phases are enough.
         first = [n for n, parent in enumerate(self.parents) if parent < 0]
         then = [n for n, parent in enumerate(self.parents) if parent >= 0]
         row = {segment: row for row, segment in enumerate(first)}
@@ -175,6 +176,8 @@ class PackedContext:
             tokens = phase.tokens
             rows = inputs if tokens is None else [None if x is None else x.index_select(0, tokens) for x in inputs]
             before = None if phase.parents is None or state is None else state.index_select(0, phase.parents)
+            # The first phase ends with the states of all its segments, among them the parents, from which the
+            # children of the second phase begin.
             out, state = scan(rows, phase.segments, before)
             outputs.append(out)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs).index_select(0, self.places)
@@ -213,6 +216,7 @@ def block_numbers(in_block: Tensor, cu_seqlens: Tensor) -> Tensor:
     begins = in_block.clone()
     begins[1:] &= ~in_block[:-1]
     first = cu_seqlens[:-1].long()
+    # A block also begins with a document, so that two images on both sides of a boundary are not one block.
     begins[first] = in_block[first]
     return torch.where(in_block, begins.long().cumsum(0) - 1, -1)
 

@@ -26,6 +26,7 @@ def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
     try:
         torch.addmm(torch.zeros(16, 16, device=device), tiny, tiny, out_dtype=torch.float32)
     except RuntimeError as e:
+        # Other errors, such as running out of memory, do not answer the question.
         if "dtype" not in str(e):
             raise
         return False

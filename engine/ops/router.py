@@ -49,11 +49,13 @@ def balancing_loss(logits: Sequence[Tensor], router: RouterSettings, real_tokens
     sums_e = probabilities.sum(0)
     tokens = all_te.new_full((), len(all_te))
     if group is not None:
+        # The product of two means is not the mean of products, so each rank needs the sums over the whole sequence.
         dist.all_reduce(counts_e, group=group)
         dist.all_reduce(tokens, group=group)
         # The probabilities of other ranks enter as constants: each rank's backward pass computes its own part of the full gradient.
         total_e = sums_e.detach().clone()
         dist.all_reduce(total_e, group=group)
         sums_e = sums_e + (total_e - sums_e.detach())
+    # A dummy micro-batch has no real tokens.
     tokens = tokens.clamp_min(1.0)
     return router.experts * (counts_e / tokens * (sums_e / tokens)).sum()

@@ -24,6 +24,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # The exchange is its own transpose.
         return _AllToAll.apply(grads[0], ctx.group), None
 
 
@@ -133,6 +134,7 @@ class _GatherTokens(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
+        # Into slices of one buffer, so that nothing is concatenated.
         dist.all_gather(list(gathered.chunk(group.size())), x.contiguous(), group=group)
         return gathered
 

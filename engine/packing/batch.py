@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import BatchError
 
+# The default `ignore_index` of torch's cross-entropy, and the label that transformers masks tokens with.
 IGNORE = -100
 """The label of a token that has no next token in its document, or whose next token is not supervised."""
 
@@ -160,6 +161,7 @@ class PackedBatch:
         selected = [lengths[i] for i in sequences]
         bounds = (0, *accumulate(selected))
         device = self.device
+        # Neighbors are a slice of each tensor, which is a view; other selections need an index, and copy.
         if list(sequences) == list(range(sequences[0], sequences[0] + len(sequences)) if sequences else ()):
             first = self.bounds[sequences[0]] if sequences else 0
             tokens: Any = slice(first, first + bounds[-1])
@@ -206,6 +208,7 @@ class PackedBatch:
         bounds = (0, *(start + edge for start, b in zip(starts, batches, strict=False) for edge in b.bounds[1:]))
         return first._derive(
             input_ids=torch.cat([b.input_ids for b in batches]),
+            # The last axis, because positions may be `[A, T]`.
             position_ids=torch.cat([b.position_ids for b in batches], dim=-1),
             cu_seqlens=torch.tensor(bounds, dtype=torch.int32).to(first.device, non_blocking=True),
             labels=torch.cat([b.labels for b in batches]),
@@ -235,6 +238,7 @@ class PackedBatch:
             labels=fn(self.labels),
             token_fields={k: fn(v) for k, v in self.token_fields.items()},
             sequence_fields={k: fn(v) for k, v in self.sequence_fields.items()},
+            # Counts stay where they are, because only the host reads them.
             media={k: MediaField(values=fn(v.values), counts=v.counts) for k, v in self.media.items()},
             group_ids=None if self.group_ids is None else fn(self.group_ids),
             call_ids=None if self.call_ids is None else fn(self.call_ids),
@@ -260,6 +264,8 @@ def shift_labels(input_ids: Tensor, bounds: Sequence[int], supervised: Tensor | 
         supervised: `[T]` bool, the tokens that are trained on (as targets, that is, before the shift); all tokens if None.
     """
     targets = input_ids if supervised is None else input_ids.masked_fill(~supervised, IGNORE)
+    # The roll also moves the first token of each document to the end of the previous one, and the very first to the
+    # end of the batch. These are the last tokens of documents, whose labels are replaced below.
     labels = torch.roll(targets, -1)
     # An empty document has no last token; without the filter, an index of -1 would wrap around.
     labels[[end - 1 for start, end in pairwise(bounds) if end > start]] = IGNORE
@@ -451,6 +457,7 @@ def joined_rows(parts: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
 
 def _joined(name: str, parts: Sequence[Tensor], frames: Sequence[int]) -> Tensor:
     if len(frames) == len(parts) and len(set(frames)) > 1:
+        # Rows of one part have a common length, so the time axis is the one whose size is the mask's in every part.
         axis = next((axis for axis in range(1, parts[0].dim()) if [_size(part, axis) for part in parts] == frames), None)
         if axis is not None:
             parts = [_lengthened(part, axis, max(frames)) for part in parts]
@@ -471,6 +478,7 @@ def _lengthened(part: Tensor, axis: int, length: int) -> Tensor:
 
 
 def _select_media(media: MediaField, sequences: Sequence[int]) -> MediaField:
+    # The rows of sequence i are `edges[i]` to `edges[i + 1]`.
     edges = [0, *accumulate(media.counts.tolist())]
     rows = [r for i in sequences for r in range(edges[i], edges[i + 1])]
     return MediaField(values=media.values[rows], counts=media.counts[list(sequences)])

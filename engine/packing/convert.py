@@ -105,10 +105,12 @@ def from_padded(
     for row, length in enumerate(lengths):
         if length == 0:
             raise BatchError(f"row {row} of attention_mask has no tokens; remove the row")
+        # The real tokens are contiguous exactly if the first and the last are `length - 1` apart.
         real = mask[row].nonzero()
         if int(real[-1] - real[0]) + 1 != length:
             raise BatchError(f"row {row} of attention_mask has a gap; padding is only allowed before and after the tokens")
     bounds = [0, *accumulate(lengths)]
+    # A boolean mask selects in row-major order, which is the order of a packed batch.
     ids = input_ids[mask]
     return PackedBatch(
         input_ids=ids,
@@ -175,6 +177,7 @@ def to_tensordict(batch: PackedBatch) -> "TensorDict":
         **{f"sequence/{k}": v for k, v in batch.sequence_fields.items()},
     }
     for name, media in batch.media.items():
+        # Two entries, because every entry has one row per sequence: the counts, and the rows nested by them.
         data[f"media/{name}"] = media.counts
         data[f"media_rows/{name}"] = _jagged(media.values, torch.tensor([0, *accumulate(media.counts.tolist())]))
     for name in ("group_ids", "call_ids"):
@@ -206,6 +209,8 @@ def from_tensordict(data: "TensorDict") -> PackedBatch:
     media: dict[str, MediaField] = {}
     special: dict[str, Tensor] = {}
     names: tuple[str, ...] | None = None
+    # Entries of `to_tensordict` are recognized by their prefix; those of other frameworks are token fields if they
+    # are jagged, else sequence fields.
     for key in data.keys():  # iterating a TensorDict yields its rows
         value = data[key]
         if key in ("input_ids",) or str(key).startswith("media_rows/"):
@@ -222,6 +227,7 @@ def from_tensordict(data: "TensorDict") -> PackedBatch:
                 raise BatchError(
                     f"jagged field {key!r} has different boundaries than input_ids: {value.offsets().tolist()[:8]}..."
                 )
+            # These three become the batch's labels and positions, not token fields.
             target = special if key in ("labels", "position_ids", "loss_mask") else tokens
             target[str(key).removeprefix("token/")] = value.values()
         else:

@@ -15,6 +15,8 @@ from itertools import pairwise
 from ..errors import BudgetError
 from .prefixes import Prefixes
 
+# For callers that balance without a model. The ratio only weighs long documents against many short ones, so an
+# approximate size is sufficient.
 DEFAULT_HIDDEN_SIZE = 2048
 WORTH_CUTTING = 0.01
 """The fraction by which cutting a family between ranks must lower the maximum cost of a rank."""
@@ -88,6 +90,7 @@ def _unit(members: tuple[int, ...], lengths: Sequence[int], ratio: float, prefix
         family = -1 if prefixes is None else prefixes.families[i]
         if family >= 0:
             counts[family] = counts.get(family, 0) + 1
+    # The parent counts once for all documents of a family. A single document of a family is computed as a whole.
     seen: set[int] = set()
     for i in members:
         family = -1 if prefixes is None else prefixes.families[i]
@@ -124,6 +127,7 @@ def _cut(members: tuple[int, ...], lengths: Sequence[int], prefixes: Prefixes, b
         # A single document is too long; the caller reports it.
         return [(i,) for i in members]
     limit = room
+    # The fewest parts: members are taken in order, as many as fit.
     parts = _in_order(members, new_lengths, limit)
     # The smallest limit with the same number of parts makes the parts even.
     low, high = max(new_lengths), room
@@ -177,6 +181,8 @@ def balance(
     best: list[list[_Unit]] = []
     lowest, pieces = math.inf, 1
     whole = _units(lengths, groups, ratio, prefixes, media=media)
+    # Whole families first, then cut into 2, 4, 8, ... pieces, up to single documents. Every cut computes a parent
+    # once more, so finer pieces replace coarser ones only if they lower the maximum noticeably.
     largest = max((len(unit.members) for unit in whole), default=1) if groups is None and parts > 1 else 1
     while pieces == 1 or pieces < 2 * largest:
         units = whole if pieces == 1 else _units(lengths, groups, ratio, prefixes, partial(_pieces, count=pieces), media)
@@ -239,6 +245,8 @@ def _exchange(heavy: list[_Unit], light: list[_Unit], budget: int | None) -> boo
         for other in candidates[max(nearest - 1, 0) : nearest + 1]:
             delta = unit.cost - (other.cost if other else 0.0)
             gained = unit.tokens - (other.tokens if other else 0)
+            # What leaves one bin enters the other, so the gap changes by twice the difference. The margin of 1e-9
+            # keeps rounding errors from counting as an improvement.
             new_gap = abs(gap - 2 * delta)
             if gained <= free[0] and -gained <= free[1] and new_gap < gap * (1 - 1e-9) and (best is None or new_gap < best[0]):
                 best = (new_gap, unit, other)
@@ -331,9 +339,11 @@ def invariant_partition(
     Raises:
         BudgetError: A single sequence or group exceeds the budget.
     """
+    # In the order of the documents, not of their costs: how a call is split must not depend on other calls.
     units = sorted(_units(lengths, groups, 0.0), key=lambda unit: unit.members)
     _check_units(units, max_tokens, names, setting)
     parts: list[list[int]] = []
+    # The last micro-batch of each call, and its number of tokens.
     last: dict[int, tuple[list[int], int]] = {}
     for unit in units:
         call = 0 if calls is None else calls[unit.members[0]]
@@ -391,6 +401,8 @@ def _fill(units: Sequence[_Unit], count: int, budget: int) -> list[list[_Unit]] 
 
 def _fewest(units: Sequence[_Unit], budget: int) -> list[list[_Unit]]:
     packed = _first_fit(units, budget)
+    # From the least number that can hold the tokens to the number of first-fit decreasing, whose bins are used if
+    # filling the cheapest bin first never fits.
     for count in range(max(1, -(-sum(u.tokens for u in units) // budget)), len(packed) + 1):
         bins = _fill(units, count, budget)
         if bins is not None:
@@ -416,6 +428,7 @@ def _first_fit(units: Sequence[_Unit], budget: int) -> list[list[_Unit]]:
 
 def _split_most_expensive(bins: list[list[_Unit]]) -> None:
     largest = max((b for b in bins if len(b) > 1), key=lambda b: sum(u.cost for u in b))
+    # Every other unit in descending order of cost, so that both halves cost about the same.
     largest.sort(key=lambda u: (-u.cost, u.members))
     bins.append(largest[1::2])
     largest[:] = largest[::2]

@@ -67,10 +67,14 @@ def best_runs(shared: Sequence[int]) -> list[tuple[int, int, int]]:
     Returns:
         The first document, the end, and the number of tokens in the parent, for each run that saves tokens.
     """
+    # Dynamic programming over the sorted list: `best[n]` is the most tokens that runs among the first n documents
+    # save, and `cut[n]` is the first document of the last of these runs.
     best, cut = [0] * (len(shared) + 2), [0] * (len(shared) + 2)
     for end in range(1, len(shared) + 2):
         # Only the last document, or a run of several that ends with it.
         best[end], cut[end] = best[end - 1], end - 1
+        # Above any length: a minimum over the run follows. The parent has one token less than the documents share,
+        # because the last shared token belongs to the children.
         parent = 1 << 62
         for first in range(end - 2, max(-1, end - 1 - LONGEST_RUN), -1):
             parent = min(parent, shared[first] - 1)
@@ -81,6 +85,7 @@ def best_runs(shared: Sequence[int]) -> list[tuple[int, int, int]]:
                 best[end], cut[end] = saved, first
     runs = []
     end = len(shared) + 1
+    # Follow the cuts back from the end. A run of one document saves nothing and is left out.
     while end > 0:
         first = cut[end]
         if end - first > 1:

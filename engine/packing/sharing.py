@@ -127,6 +127,7 @@ def shared_layout(lengths: Sequence[int], prefixes: Prefixes) -> SharedLayout | 
         if family not in members:
             add(starts[i], lengths[i], -1)
         elif members[family][0] == i:
+            # The parent, computed from the tokens of the first document. All members take their prefix from it.
             size, segment, first = prefixes.parents[family], len(sizes), used
             add(starts[i], size, -1)
             for child in members[family]:

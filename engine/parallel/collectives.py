@@ -38,6 +38,7 @@ def all_gather_object(value: Any, group: ProcessGroup | None = None, *, error: E
     text = None if error is None else f"{type(error).__name__}: {error}"
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (text, value), group=group)
+    # This rank's own error takes precedence over those of other ranks, because it has a traceback.
     if error is None:
         failures = zip(dist.get_process_group_ranks(group), gathered, strict=True)
         failed = next(((rank, text) for rank, (text, _) in failures if text is not None), None)
@@ -116,6 +117,8 @@ def collective_errors(group: ProcessGroup | None = None) -> Iterator[None]:
             raise
         try:
             all_gather_object(None, group, error=error)
+        # The exchange raises this rank's error itself. Another failure of it, such as a lost connection, must not
+        # hide that error.
         except Exception as failure:
             if failure is not error:
                 raise error from failure

@@ -142,6 +142,7 @@ class ForkPool:
         with self._lock:
             if self._closed:
                 raise PoolClosedError("the pool was closed")
+            # All threads share one server, so the lock keeps two of them from replacing it.
             self._server = self._server.replaced_if_lost()
             return self._server.fork()
 
@@ -158,9 +159,11 @@ class ForkPool:
     def close(self) -> None:
         """End all processes. Running calls are killed, and pending calls are never made."""
         with self._lock:
+            # One end mark for each thread, and only at the first call.
             for _ in () if self._closed else self._threads:
                 self._calls.put(None)
             self._closed = True
+        # Outside the lock, which a thread that is about to start a process needs to see that the pool is closed.
         self._server.close()
         for thread in self._threads:
             if thread is not threading.current_thread():

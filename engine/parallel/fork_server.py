@@ -75,6 +75,7 @@ class ForkServer:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with theirs:
+                # The child inherits the mask of blocked signals. Its own session keeps the terminal's signals away.
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", words],
                     stdin=subprocess.DEVNULL,
@@ -123,6 +124,7 @@ class ForkServer:
             os.close(status)
             raise ProcessEndedError(None) from e
         finally:
+            # The server has copies of its own. With ours open, the end of the process would not close the connection.
             theirs.close()
             os.close(report)
         return ForkedProcess(self, Messages(ours), status)
@@ -232,6 +234,7 @@ class ForkedProcess:
 
     def _status_of(self, timeout_s: float | None, *more: int) -> str:
         """Wait for a message or a report of the server; return `message`, `ended`, or `nothing`."""
+        # Messages count first: a process may send its result and end before it is read.
         ready = _readable(timeout_s, self._status, *more)
         if any(number in ready for number in more):
             return "message"
@@ -308,6 +311,7 @@ class Messages:
         while len(data) < size:
             self._socket.settimeout(None if deadline is None else max(0.01, deadline - time.monotonic()))
             try:
+                # In bounded pieces: `recv` allocates as many bytes as it is asked for.
                 chunk = self._socket.recv(min(size - len(data), 2**20))
             except ConnectionResetError:
                 chunk = b""
@@ -409,12 +413,15 @@ class _Server:
     def _become(self, server: int, connection: int, report: int) -> None:
         code = 1
         try:
+            # The handlers of the server are not for this process.
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setpgid(0, 0)
             die_with_parent()
             if os.getppid() != server:
                 return  # the server ended before this process could ask the kernel to be killed with it
+            # With copies of the reports' pipes here, they would stay open after the server's end, and the program
+            # would not notice it.
             for number in (report, *self._reports.values()):
                 os.close(number)
             for end in (self._control, self._woken, self._wake):

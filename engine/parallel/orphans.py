@@ -30,6 +30,7 @@ def adopting_orphans() -> Iterator[None]:
     """Adopt orphans inside the block, which several threads may enter at once. The caller reaps the orphans that it expects."""
     global _count
     with _lock:
+        # The setting belongs to the process, not to a thread, so it stays until the last thread leaves.
         _count += 1
         adopt_orphans()
     try:

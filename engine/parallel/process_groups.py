@@ -158,11 +158,14 @@ class _ProcessGroupPool:
         """
         if len(key.ranks) == 1:
             return
+        # Numbered, because the keys of an earlier meeting of the same ranks are still in the store.
         meeting = self._meetings[key.ranks] = self._meetings.get(key.ranks, 0) + 1
         store = torch_private.default_store()
         prefix = f"drivetrain/{'-'.join(map(str, key.ranks))}/{meeting}"
         store.set(f"{prefix}/{dist.get_rank()}", str(torch_private.group_count()))
+        # `get` waits until the key is set, so no member continues before all have published their counters.
         largest = max(int(store.get(f"{prefix}/{rank}")) for rank in key.ranks)
+        # A group of this rank only moves the counter, and needs no other process.
         while torch_private.group_count() < largest:
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 

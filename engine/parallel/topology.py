@@ -137,8 +137,10 @@ class Topology:
         assert sizes.dp_shard is not None
         rank = members.index(dist.get_rank())
         grid = torch.tensor(members).view(sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp)
+        # `grid` has global ranks, `flat` their indices in this engine.
         flat = torch.arange(len(members)).view_as(grid)
         stage, replica, shard, cp_rank, tp_rank = (int(x) for x in (flat == rank).nonzero()[0])
+        # All ranks create their groups in the same order. Otherwise members of a group could wait in different ones.
         groups = EngineGroups(timeout)
 
         def group(members: Tensor, backend: str | None = None) -> ProcessGroup:
@@ -204,6 +206,7 @@ class Topology:
     def from_last_stage(self, value: Tensor) -> Tensor:
         """Return the last pipeline stage's tensor on all stages. Collective over the stages; shapes and dtypes must match."""
         if self.pp is not None:
+            # NCCL only sends memory of the device; the outputs may be on the host.
             buffer = value.to(self.device)
             dist.broadcast(buffer, group=self.pp, group_src=self.parallel.pp - 1)
             return buffer.to(value.device)

@@ -32,6 +32,7 @@ def causal_conv(
     taps = weight_cw.shape[1]
     if before_nwc is None:
         before_nwc = x_tc.new_zeros(len(segments.lengths), taps - 1, x_tc.shape[1])
+    # First as one sequence, which is wrong only for the first `W - 1` tokens of each segment.
     out = convolution(x_tc, weight_cw, bias_c)
     boundary = segments.boundary(taps - 1)
     # Recompute the rows near a boundary: subtracting the neighbors' part would leave rounding errors, NaN or infinity behind.

@@ -159,4 +159,5 @@ def convolution(x_tc: Tensor, weight_cw: Tensor, bias_c: Tensor | None) -> Tenso
         out: Tensor = causal_conv1d_fn(x_tc.t().unsqueeze(0), weight_cw, bias_c)
     else:
         out = F.conv1d(x_tc.t().unsqueeze(0), weight_cw.unsqueeze(1), bias_c, padding=taps - 1, groups=channels)
+    # `F.conv1d` pads both sides, so its last `W - 1` outputs belong to no token.
     return out[0, :, : len(x_tc)].t()

@@ -104,6 +104,8 @@ class _Chunked(torch.autograd.Function):
         assert k is not None
         assert v is not None
         assert log_decay is not None
+        # What does not depend on the states is computed again under autograd. The sequential part has its own
+        # backward pass: it writes into preallocated tensors, which autograd does not differentiate.
         with torch.enable_grad():
             parts = _prepare(q, k, v, log_decay, beta, chunks)
         with torch.no_grad():
@@ -191,10 +193,12 @@ def _scores_by_channel(q: Tensor, k: Tensor, total: Tensor, delta: bool) -> tupl
     future = torch.ones(step, step, dtype=torch.bool, device=q.device).triu(1)
     for start in range(0, size, step):
         sub = slice(start, start + step)
+        # Among the tokens of a block, the decay of each pair: `[M, H, step, step, K]`.
         pairs = (total[:, :, sub].unsqueeze(-2) - total[:, :, sub].unsqueeze(-3)).to(q.dtype)
         pairs = pairs.masked_fill(future.unsqueeze(-1), -torch.inf).exp()
         columns = [torch.einsum("rmhik,mhjk,mhijk->rmhij", rows[..., sub, :], k[:, :, sub], pairs)]
         if start:
+            # For tokens of earlier blocks, the decay splits at the border of the block into two factors of at most 1.
             border = total[:, :, start - 1 : start]
             recent = rows[..., sub, :] * (total[:, :, sub] - border).exp().to(q.dtype)
             older = k[:, :, :start] * (border - total[:, :, :start]).exp().to(q.dtype)
@@ -229,6 +233,7 @@ def _carry(parts: _Parts, state: Tensor, chunks: Chunks, values: Tensor | None =
     befores, decays = before.split(chunks.steps), parts.through.split(chunks.steps)
     steps = [x.split(chunks.steps) for x in (values, parts.u, parts.k_end)]
     reads = () if parts.read is None else parts.read.split(chunks.steps)
+    # Of the `count` chunks of a step, the first `following` belong to segments with another chunk; the others end.
     befores[0].copy_(state)
     for step, (count, following) in enumerate(zip(chunks.steps, (*chunks.steps[1:], 0), strict=True)):
         now = befores[step]
@@ -240,6 +245,7 @@ def _carry(parts: _Parts, state: Tensor, chunks: Chunks, values: Tensor | None =
         else:
             new = written[step]
         if following:
+            # The state before the next chunk: what is left of this one, and what this chunk has written.
             torch.addcmul(new[:following], now[:following], decays[step][:following], out=befores[step + 1])
         if following < count:
             ended = slice(following, count)
@@ -272,10 +278,13 @@ def _carry_back(
         after[following:] = grad_final[following : len(after)]
         if following:
             after[:following] = splits[1][step + 1]
+        # The gradient of the state after a chunk reaches the chunk's values and, with the decay, the state before it.
+        # With the delta rule, the values have read that state too.
         _rows(of_u).baddbmm_(k_end.flatten(0, 1), after.flatten(0, 1))
         of_before.addcmul_(after, decay)
         if reads is not None:
             _rows(of_before).baddbmm_(reads[step].transpose(-1, -2).flatten(0, 1), of_u.flatten(0, 1), alpha=-1)
+    # The remaining gradients are products over all chunks at once.
     transposed = before.transpose(-1, -2)
     return (
         _Parts(

@@ -55,6 +55,7 @@ def gated_delta_net(
     kernels = [
         _of_heads(kernel, x.shape[1], group) for kernel, x in zip(kernel_cw.split(sizes), (q_tgk, k_tgk, v_thv), strict=True)
     ]
+    # One exchange for everything; afterward this rank has all tokens of its heads.
     if group is not None:
         q_tgk, k_tgk, v_thv, decay_the, rate = gather_seq_scatter_heads(
             [q_tgk, k_tgk, v_thv, decay_the, rate_th.unsqueeze(-1)], group
@@ -124,6 +125,7 @@ def state_space_duality(
     dtype = torch.promote_types(x_thv.dtype, torch.float32)
     dt_th = F.softplus(dt_th + dt_bias_h.to(dt_th.dtype)).clamp(*dt_limits).to(dtype)
     wide = x_thv.to(dtype)
+    # Mamba 2 as linear attention: c reads like a query, b is the key, and an input times its step size is the value.
     out_thv = packed_linear_attention(
         c_tgk, b_tgk, (wide * dt_th.unsqueeze(-1)).to(x_thv.dtype), -a_log_h.to(dtype).exp() * dt_th, None, context
     )

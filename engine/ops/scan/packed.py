@@ -77,6 +77,7 @@ def _register(name: str, arguments: str, shaped_like: int, run: Callable[..., Te
     """Register an operator and its backward operator. The result has the shape and dtype of the argument `shaped_like`."""
     signature = ", ".join(f"Tensor{'?' if a.endswith('?') else ''} {a.rstrip('?')}" for a in arguments.split())
     forward, backward = f"drivetrain::{name}", f"drivetrain::{name}_backward"
+    # Not as a `custom_op`, inside of which autograd is disabled; the backward operator needs it.
     torch.library.define(forward, f"({signature}, Tensor handle) -> Tensor")
     torch.library.define(backward, f"(Tensor grad, {signature}, Tensor handle) -> Tensor[]")
 

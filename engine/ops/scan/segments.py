@@ -142,12 +142,14 @@ def cut(lengths: Sequence[int], size: int, device: torch.device) -> Chunks:
     place = {segment: row for row, segment in enumerate(order)}
     steps = [sum(1 for count in counts if count > step) for step in range(max(counts))]
     first = [0, *accumulate(steps)]
+    # Chunk n of a segment lies among the chunks of step n, at the place of the segment.
     slots: list[Tensor] = []
     for segment, length in enumerate(lengths):
         index = torch.arange(length)
         starts = (torch.tensor(first)[index // size] + place[segment]) * size
         slots.append(starts + index % size)
     every = torch.cat(slots)
+    # Without padding, and with chunks in the order of tokens, splitting is only a view.
     whole = len(every) == first[-1] * size and bool((every == torch.arange(len(every))).all())
 
     def on_device(x: Any) -> Tensor:

@@ -81,6 +81,7 @@ class _SelectiveScan(torch.autograd.Function):
         grad_out, grad_final = grads
         grad_out = torch.zeros_like(x) if grad_out is None else chunks.split(grad_out.to(x.dtype))
         grad_final = torch.zeros_like(initial) if grad_final is None else grad_final.to(x.dtype)
+        # The states of all tokens, computed again from the start of each chunk; the forward pass does not keep them.
         states = [_before(x, delta, a, b, initial.index_select(0, chunks.order), chunks)]
         for t in range(chunks.size):
             states.append(_step(x, delta, a, b, states[-1], t))
@@ -90,6 +91,7 @@ class _SelectiveScan(torch.autograd.Function):
         for t in reversed(range(chunks.size)):
             dy, step, u = grad_out[:, t], delta[:, t], x[:, t]
             grad_c[:, t] = torch.einsum("md,mdn->mn", dy, states[t + 1])
+            # `grad` is the gradient of the state after token t and then, with the decay, of the state before it.
             grad = grad + dy.unsqueeze(-1) * c[:, t].unsqueeze(-2)
             read = (grad @ b[:, t].unsqueeze(-1)).squeeze(-1)
             grad_b[:, t] = torch.einsum("mdn,md->mn", grad, step * u)
@@ -122,6 +124,8 @@ def _before(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, initial: Tensor, chu
     """Return the states before all chunks, `[M, D, N]`."""
     if len(chunks.steps) == 1:
         return initial
+    # First all chunks at once, each from a state of zeros. The states before the chunks then need one step per chunk
+    # instead of one per token.
     local = x.new_zeros(len(x), *a.shape)
     for t in range(chunks.size):
         local = _step(x, delta, a, b, local, t)
