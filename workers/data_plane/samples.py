@@ -30,6 +30,7 @@ def columns_of(batch: PackedBatch) -> Columns:
     Raises:
         BatchError: Two fields have the same name, or a field has a data type that cannot be stored.
     """
+    # [A, T] becomes [T, A]: a column has one row for each token.
     positions = batch.position_ids if batch.position_ids.dim() == 1 else batch.position_ids.T
     fields: list[tuple[str, Literal["token", "sequence", "media"], Tensor]] = [
         ("input_ids", "token", batch.input_ids),
@@ -44,6 +45,7 @@ def columns_of(batch: PackedBatch) -> Columns:
     for name, per, values in fields:
         if name in names:
             raise BatchError(f"the batch has two fields called {name!r}; rename one of them")
+        # The keys of the stores separate a name from its version by an @; see `key_of`.
         if "@" in name:
             raise BatchError(f"the batch has the field {name!r}; a name with an @ cannot be stored")
         names.add(name)

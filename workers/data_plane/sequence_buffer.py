@@ -118,6 +118,7 @@ class SequenceBuffer:
             BatchError: A sample has another length already.
         """
         shared_holders = self._shared(frozenset(holders))
+        # Without the numbers of rows, so that all samples share one object.
         plain = [Column(c.key, c.dtype, c.per, c.tail) for c in columns]
         for i, (sample, length) in enumerate(zip(ids, lengths, strict=True)):
             record = self._samples.get(sample)
@@ -132,6 +133,8 @@ class SequenceBuffer:
     def mark_moved(self, loads: Iterable[Load]) -> None:
         """Note that the targets of loads hold these as well."""
         for load in loads:
+            # Samples of a load mostly have the same holders, so the union is computed once for each set, not for each
+            # sample.
             grown: dict[frozenset[str], frozenset[str]] = {}
             for sample in load.ids:
                 record = self._samples.get(sample)
@@ -161,6 +164,7 @@ class SequenceBuffer:
                 for key in keys:
                     self._samples[sample].columns.pop(key, None)
         if not self._samples:
+            # Sets are only ever added otherwise.
             self._sets.clear()
 
     def forget_workers(self, workers: Collection[str]) -> None:
@@ -203,6 +207,7 @@ class SequenceBuffer:
                 ready_ids.append(sample)
                 if len(ready_ids) == count:
                     break
+        # All or none: samples are marked as taken only if there are enough of them.
         if count is not None and len(ready_ids) < count:
             return []
         for sample in ready_ids:

@@ -29,6 +29,7 @@ class PinnedStaging:
             target: The memory of the host, uint8.
             source: The memory of the GPU, uint8.
         """
+        # Kernels that compute the source may still be queued.
         self._stream.wait_stream(torch.cuda.current_stream(source.device))
         copy_in_pieces(target, source, self._pieces, self._fill, lambda number: self._filled[number].synchronize())
 
@@ -56,6 +57,8 @@ def copy_in_pieces(
     """
     size = pieces[0].numel()
     sources, targets = source.split(size), target.split(size)
+    # One round more than there are parts: each round fills one piece and then empties the one of the round before. A
+    # piece is therefore empty when it is filled again, and all parts have been waited for at the end.
     for number in range(len(sources) + 1):
         if number < len(sources):
             part = sources[number]

@@ -76,6 +76,7 @@ class DataStore:
     def bytes_held(self) -> int:
         """The memory of all blocks, in bytes."""
         with self._lock:
+            # The columns of a small load are views of one piece of memory, which is counted once.
             storages = {b.values.untyped_storage().data_ptr(): b.values.untyped_storage() for b in self._blocks}
         return sum(storage.nbytes() for storage in storages.values())
 
@@ -95,6 +96,7 @@ class DataStore:
             _check(column, values, counts, len(ids))
         with self._lock:
             for sample, length in zip(ids, lengths, strict=True):
+                # All samples are checked before anything changes, so that an error leaves the store as it was.
                 if self._lengths.get(sample, length) != length:
                     raise BatchError(
                         f"sample {sample!r} has {self._lengths[sample]} tokens, so columns of {length} do not fit it"
@@ -130,6 +132,8 @@ class DataStore:
         """
         with self._lock:
             self.check(ids, [key])
+            # The rows are read without the lock, because the values of a block never change; compaction makes a new
+            # block.
             entries = [self._samples[sample][key] for sample in ids]
         if not entries:
             raise BatchError(f"there are no samples, so {key!r} has no type")
@@ -144,6 +148,7 @@ class DataStore:
                 )
         rows = tuple(e.end - e.begin for e in entries) if first.per == "media" else ()
         values = _joined(entries)
+        # Rows of several blocks have been copied by `torch.cat` already.
         shared = copy and values.untyped_storage().data_ptr() == _storage_of(entries)
         return Column(key, *kind, rows), values.clone() if shared else values
 
@@ -197,8 +202,11 @@ class DataStore:
                 raise BatchError(f"{column.key!r} is {lengths} in the store, but the plan says {column}")
             parts.append(_bytes(values))
         spans, size = load.layout()
+        # Both sides derive the number of pieces from the plan, so it is not sent.
         if size >= SEPARATE_BYTES:
             return [part for part in parts if part.numel()]
+        # Zeros, because the gaps between aligned columns are sent as well, and should not contain earlier contents of
+        # the memory.
         packed = torch.zeros(size, dtype=torch.uint8)
         for part, (begin, end) in zip(parts, spans, strict=True):
             packed[begin:end] = part
@@ -273,12 +281,14 @@ class DataStore:
         block.samples.discard(sample)
         if not block.samples:
             self._blocks.discard(block)
+        # At half, fewer rows are copied than were dropped, so that copying never costs more than storing did.
         if 0 < block.alive < len(block.values) // 2:
             self._compact(block)
 
     def _compact(self, block: _Block) -> None:
         """Copy what is left of a block, so that the memory of the rest is freed."""
         key = block.column.key
+        # In the order of the old rows, so that samples that followed each other can still be read without a copy.
         left = sorted(((s, self._samples[s][key]) for s in block.samples), key=lambda pair: pair[1].begin)
         values = torch.cat([block.values[entry.begin : entry.end] for _, entry in left])
         smaller = _Block(block.column, values, block.alive, set(block.samples))
