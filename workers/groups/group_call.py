@@ -151,6 +151,7 @@ class GroupCall:
             post_hooks=[hook.message_for(worker) for hook in self.after if worker in hook.workers],
             mesh_size=len(self.workers),
             digest=self.digest,
+            # Only hooks after the call depend on whether it has failed on another rank.
             sync_failures=bool(self.after),
         )
 
@@ -345,6 +346,8 @@ class SampleCall(GroupCall):
             [i for _, i, _ in completions],
             [n for *_, n in completions],
         )
+        # Created in the order of their prompts, which is the order in which `ready` takes them. Workers report them in
+        # any order.
         buffer.create(ids, lengths, groups)
         for worker, _ in self.samples.shards.outputs():
             reply = replies[worker]
@@ -378,6 +381,7 @@ def transfer(needs: Sequence[Need], buffer: SequenceBuffer, title: str, moved: l
     loads = [load for steps in rounds for step in steps for load in step.loads]
     if not loads:
         return None
+    # Recorded when it is planned, so that later calls of the same flush do not move the same samples again.
     buffer.mark_moved(loads)
     moved += loads
     workers = sorted({worker for load in loads for worker in (load.source, *load.targets)})

@@ -115,6 +115,8 @@ class LocalWorkerGroup(WorkerGroup):
             outcome = own_outcomes.get(i)
             error = outcome if isinstance(outcome, Exception) else None
             try:
+                # All ranks take part in the exchange for each call, in the same order, also in that for a call which
+                # they do not run.
                 replies = all_gather_object(None if error is not None else outcome, error=error)
             except Exception as e:  # stored; the call's result raises it
                 call.fail(e)

@@ -196,6 +196,7 @@ class RemoteWorkerGroup(WorkerGroup):
         requests = {name: role.request(name) for name, role in self.roles.items()}
         for name, request in requests.items():
             try:
+                # Tried before processes start, which takes long.
                 dump(request, self._names)
             except ConfigError as e:
                 raise ConfigError(f"role {name!r}: {e}") from None
@@ -215,6 +216,7 @@ class RemoteWorkerGroup(WorkerGroup):
         new = self._members(pools)
         hello = {pool: messages.Hello(protocol=messages.PROTOCOL, world_size=self._sizes[pool], pool=pool) for pool in pools}
         self._exchange("starting", {name: [hello[pool_of(name)]] for name in new}, limit_s=self._limits.start_s)
+        # `init` is not limited here: each worker reports after the same time which ranks are missing.
         meet = {pool: messages.Init(comm_id=self._comm_id(pool)) for pool in pools}
         self._exchange("starting", {name: [meet[pool_of(name)]] for name in new})
         if len(self._sizes) > 1:
@@ -255,6 +257,7 @@ class RemoteWorkerGroup(WorkerGroup):
                 for name in present
             ]
             for call in calls:
+                # All are sent before the first result is awaited, so that the pools build at the same time.
                 self._run(FlushManifest.of([call]))
             for name, call in zip(present, calls, strict=True):
                 call.result()
@@ -287,6 +290,7 @@ class RemoteWorkerGroup(WorkerGroup):
     def close(self) -> None:
         """End all processes and release their resources."""
         try:
+            # A process that is still executing a request would not answer `shutdown`.
             self._end_processes(politely=self._broken is None and not self._unread)
         finally:
             self._channels, self._infos, self._addresses, self._unread = {}, {}, {}, 0
@@ -382,6 +386,7 @@ class RemoteWorkerGroup(WorkerGroup):
         pending = self._post(
             {name: [*manifest.requests_for(name), manifest.flush(pools[pool_of(name)])] for name in sorted(manifest.workers)}
         )
+        # As of this flush: after a rebuild its replies must not be looked for in the channels of the new processes.
         channels, generation = dict(self._channels), self._generation
         self._in_flight.append(manifest)
         lock = threading.Lock()
@@ -429,6 +434,7 @@ class RemoteWorkerGroup(WorkerGroup):
         """Read the replies to a flush and to its calls, in the order in which these run."""
         error: WorkerError | None = None
         try:
+            # The flush is sent last, after its calls, and answered first.
             self._collect(manifest.title, {name: replies[-1] for name, replies in pending.items()}, channels)
         except WorkerError as e:
             error = e
@@ -460,6 +466,7 @@ class RemoteWorkerGroup(WorkerGroup):
         results: dict[str, list[Any]] = {name: [] for name in requests}
         error: WorkerError | None = None
         for i in range(max((len(worker_requests) for worker_requests in requests.values()), default=0)):
+            # The replies of all processes to the same request are read together, so that one error reports all of them.
             reply_by_worker = {name: replies[i] for name, replies in pending.items() if i < len(replies)}
             try:
                 for name, reply in self._collect(what, reply_by_worker, channels, limit_s).items():

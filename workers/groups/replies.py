@@ -11,6 +11,7 @@ from ..protocol.codec import FramePart
 from ..protocol.errors import LAST_OUTPUT, cause_of, describe
 from ..protocol.messages import Error, Reply, Request
 
+# Waiting is interrupted at this interval to check the heartbeats.
 _POLL_S = 1.0
 
 
@@ -222,6 +223,7 @@ def read_replies(
                 lost[name] = str(e)
                 failed_at = min(failed_at, time.monotonic())
             else:
+                # An echo only reports the failure of another rank.
                 if isinstance(reply, Error) and not reply.echo:
                     failed_at = min(failed_at, time.monotonic())
     left = sorted(names[future] for future in waiting)
