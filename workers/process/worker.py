@@ -42,6 +42,7 @@ _FOLDER = Path(__file__).parent
 
 MAX_SECONDS = 1e8
 """Longer times overflow the clocks of torch."""
+# `init` reports missing ranks itself after `init_s`. The watchdog comes after that, with a message that says less.
 INIT_MARGIN_S = 30.0
 
 
@@ -213,6 +214,7 @@ class ModelWorker:
     def data(self) -> "DataManager":
         """The data store of this worker, with the transfer of samples between stores."""
         with self._lock:
+            # Locked, because the I/O thread, which holds samples, and the executor may be first at the same time.
             if self._data is None:
                 from ..data_plane.manager import DataManager
                 from ..data_plane.store import DataStore
@@ -336,6 +338,7 @@ class ModelWorker:
         try:
             yield
         finally:
+            # Replaces an error of the block as well: the request has been answered.
             if not self.abandon(running):
                 raise AbandonedError
 
