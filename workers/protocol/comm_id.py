@@ -94,6 +94,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise CommIdError(f"{host}:{port} is not an address: {e.strerror or e}") from e
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
+        # Connections of a run that has just ended may keep its port in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(128)

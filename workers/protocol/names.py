@@ -183,6 +183,7 @@ class Names:
             ConfigError: The name is not on the list, or there is no such thing.
         """
         name = current_name(name)
+        # Before anything is imported: importing a module runs its code.
         self._check(name)
         module_name, _, attribute = name.partition(":")
         try:
@@ -300,10 +301,12 @@ def _execute_file(program: Program) -> None:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{program.file} is not a Python program, so its functions cannot be found by a worker")
     module = module_from_spec(spec)
+    # As in an import, before the file runs: `dataclasses`, for one, looks up the module of a class there.
     sys.modules[program.alias] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
+        # Otherwise the next attempt would use the partly initialized module.
         del sys.modules[program.alias]
         raise
 

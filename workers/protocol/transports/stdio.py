@@ -84,6 +84,7 @@ class StdioTransport:
             return []
         size = os.readv(self._read, [self._chunk])
         if not size:
+            # The last line may lack its line feed. The next call finds the end of the input again.
             remaining = bytes(self._buffer)
             self._buffer.clear()
             if remaining.strip() and not self._skipping:
