@@ -126,10 +126,12 @@ class AdapterWorker(Worker):
         """
         topology = self.engine.topology
         ratio = self.engine.model_shape.attention_ratio
+        # All ranks have all requests and compute the same assignment, so no rows have to be sent.
         assigned = [balance(request.batch.lengths, topology.dp_size, ratio=ratio) for request in requests]
         calls = [
             AdapterCall(
                 adapter=request.adapter,
+                # A rank without documents still takes part in the call, which is collective.
                 batch=request.batch.select(rows) if (rows := of_request[topology.dp_rank]) else None,
                 loss=request.loss,
                 forward_only=request.forward_only,
@@ -139,6 +141,8 @@ class AdapterWorker(Worker):
         ]
         results = self.trainer.forward_backward(calls)
         local = [_outputs(result) for result in results] if topology.is_output_rank else None
+        # The ranks of a shard compute the same outputs, so only its output rank contributes. All ranks gather them,
+        # because all return the replies.
         by_shard = [part for part in topology.all_gather_object(local) if part is not None]
         return [
             _reply(request, result, of_request, [part[number] for part in by_shard])
@@ -178,6 +182,7 @@ class AdapterWorker(Worker):
         """
         bank, created = self.trainer.bank, False
         if name not in bank:
+            # Every rank reads the folder; if that fails on one rank, no rank creates the adapter.
             with self.engine.topology.collective_errors():
                 settings = adapter_config_of(folder)
             self.trainer.create(name, settings)

@@ -209,6 +209,7 @@ class AdvantageWorker:
             batch = adapt_batch(data, every=True).batch
             mask = loss_mask(batch)
             summary = {
+                # float64, because sums over all tokens of a batch lose digits in float32.
                 name: token_field(batch, name, mask).double()[mask]
                 for name in ("entropy", "old_log_probs", "rollout_log_probs", "reference_log_probs", "importance_weights")
                 if name in batch.token_fields
@@ -232,6 +233,7 @@ class AdvantageWorker:
         if "response_mask" in batch.token_fields:
             sums["accepted"] = response_tokens(batch).sum().double()
         rows = tokens.new_tensor(float(batch.num_sequences))
+        # One reduction for all sums. The ranks have the same fields, so the order of the sums is the same everywhere.
         total = self._sum(torch.stack([tokens, rows, *sums.values()]))
         numbers = {name: float(value / total[0].clamp(min=1)) for name, value in zip(sums, total[2:], strict=True)}
         if "log_prob_gap" in sums:

@@ -114,6 +114,7 @@ class Worker:
             return {"parameters": parameters}
         shape = self.engine.model_shape
         trained = int(parameters * shape.parameters_trained / max(1, shape.parameters))
+        # AdamW keeps two moments per trained parameter.
         return {"parameters": parameters, "gradients": trained, "optimizer": 2 * trained}
 
     @register("all")
