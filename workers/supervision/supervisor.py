@@ -231,6 +231,7 @@ class SupervisedWorker:
         if process is None or channel is None or process.exit_code is not None:
             return
         busy = channel.pending > 0
+        # Before `fail`, after which this channel sends nothing.
         shutdown = None if by_force or busy else channel.ask(messages.Shutdown())
         channel.fail(WorkerLostError(f"{self._settings.name} was closed"))
         if shutdown is None or not process.wait(self._settings.terminate_s):
@@ -258,6 +259,8 @@ class SupervisedWorker:
     def _start_process(self) -> None:
         settings, controller = self._settings, self._controller
         assert controller is not None
+        # A new name for each start, so that late messages of a worker that has died are not taken for those of its
+        # successor.
         identity = f"{settings.name}-{self.control.restarts}"
         deadline = time.monotonic() + settings.start_s
         channel = controller.channel(identity)
@@ -268,6 +271,7 @@ class SupervisedWorker:
             ProcessArguments(
                 arguments=(
                     *("--beat", str(settings.beat_s)),
+                    # Loading is limited by `start_s` instead.
                     *("--watchdog", str(settings.watchdog_s), "--watchdog", "initialize=0"),
                     *("--queue-size", str(settings.queue_size), "--max-wait-ms", str(settings.max_wait_ms)),
                 ),
@@ -319,6 +323,7 @@ class SupervisedWorker:
     def mark_ended(self, channel: Channel) -> None:
         """Record that a worker no longer accepts requests."""
         with self._changed:
+            # A worker that has already been replaced does not stop its successor.
             if channel is self._channel:
                 self.control.set_started(False)
 
@@ -364,6 +369,7 @@ class SupervisedWorker:
         if time.monotonic() - self._started_at >= settings.stable_s:
             self._deaths = 0
         while self._deaths < settings.restarts:
+            # The exponent is bounded, because the product is a float, and a larger power of two overflows.
             pause = min(settings.pause_s * 2 ** min(self._deaths, 32), settings.max_pause_s)
             self._deaths += 1
             self.control.restarts += 1
