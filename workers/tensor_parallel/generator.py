@@ -74,6 +74,7 @@ class TensorParallelGenerator(BaseGenerator):
             self._stepped()
         except BaseException as e:
             self.close()
+            # An invalid setting or model is the caller's error, not one of a worker.
             if isinstance(e, WorkerError) and isinstance(e.__cause__, ConfigError | ModelError):
                 raise e.__cause__ from e
             raise
@@ -182,6 +183,7 @@ class TensorParallelGenerator(BaseGenerator):
     def stop_request(self, stream: TokenStream) -> None:
         """Forget the request; its keys and values stay until another prompt replaces them."""
         self._current = None
+        # The cache is compared with a prompt by token ids, which are equal for different images.
         if stream.images:
             self._cached = []
 
@@ -202,6 +204,7 @@ class TensorParallelGenerator(BaseGenerator):
                 # Such as that of the image processor.
                 shutil.copy(file, spool / file.name)
             self._unload()
+            # The old model has been freed, because there may not be enough memory for both.
             old_files, self._files = self._files, files
             try:
                 if self.placement.parameters == "device":
@@ -260,6 +263,7 @@ def _config_text(folder: Path, dtype: str) -> str:
         values: dict[str, Any] = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as e:
         raise ModelError(f"{folder / 'config.json'} cannot be read: {e}") from e
+    # The name of `dtype` in configurations of older versions of transformers; parts of a model may have their own.
     values.pop("torch_dtype", None)
     for part in values.values():
         if isinstance(part, dict):

@@ -156,6 +156,7 @@ class _Agreed:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         size = self._worker.settings.world_size
         if size > 1 and (error is None or isinstance(error, Exception)):
+            # Every rank takes part, also one with an error, because the others already wait here.
             own_digest = torch.frombuffer(bytearray(self._digest), dtype=torch.uint8)
             # A digest of zeros stands for an error.
             all_digests = [torch.empty_like(own_digest) for _ in range(size)]

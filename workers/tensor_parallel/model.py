@@ -98,6 +98,8 @@ class ShardedLM:
         layout = DiskLayout(self.model)
         stored = WeightFolder.of_files(files, layout.canonical)
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters(remove_duplicate=False)}
+        # Splitting replaces parameters one by one, so whether two are the same has to be known before, and is restored
+        # afterward.
         tied = self._tied()
         slices = self._split()
         if tied:
@@ -142,6 +144,7 @@ class ShardedLM:
         missing: list[str] = []
         for path, module in self.model.named_modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
+                # It has been read already, for another module that shares it.
                 if parameter.device.type != "meta":
                     continue
                 full = f"{path}.{name}" if path else name
@@ -164,6 +167,7 @@ class ShardedLM:
                 f"the files lack {len(missing)} tensors that config.json requires, including {', '.join(missing[:3])}; the files and "
                 "the configuration do not belong together"
             )
+        # The parameters are there already; this moves the buffers.
         self.model.to(self.device)
 
     def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
@@ -227,6 +231,7 @@ class ShardedLM:
         with self.whole_or_nothing():
             if self.sees_images:
                 hidden = self.model.model.get_input_embeddings()(ids)
+                # Text has the same position along all three axes of these models.
                 return self.run(hidden, positions.expand(3, 1, -1), len(tokens))
             output = self.model(
                 input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True, logits_to_keep=1
@@ -310,6 +315,7 @@ class _ClearOnError:
 def _empty_model(config: PreTrainedConfig) -> Any:
     if getattr(config, "auto_map", None):
         raise CapabilityError("the model's code is in its folder (auto_map), which generation steps do not run")
+    # Buffers stay real: those that the model computes, such as rotary frequencies, are not in the files.
     with init_empty_weights(include_buffers=False):
         try:
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=config.dtype or torch.float32)

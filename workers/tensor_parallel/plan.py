@@ -34,6 +34,7 @@ def resolve_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
             f"transformers has no plan by which the layers of {family} could be split; use one process, or a model of another family"
         )
     paths = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    # Plans have a * in place of the numbers of layers and experts.
     paths_by_pattern = {re.sub(r"\.\d+(?=\.|$)", ".*", path): [] for path in paths}  # type: dict[str, list[str]]
     for path in paths:
         paths_by_pattern[re.sub(r"\.\d+(?=\.|$)", ".*", path)].append(path)

@@ -166,6 +166,7 @@ class Ranks:
         """
         if self.lost:
             raise WorkerLostError("a rank has died; the model must be loaded anew")
+        # The others first: requests are collective, and running rank 0's part in this thread waits for them.
         sent = [channel.ask(make()) for channel in self._channels]
         request = make()
         own_reply: m.Reply

@@ -159,6 +159,7 @@ class EmbeddingRowwise(_Style):
             return ((args[0] - low).clamp(0, high - low - 1), *args[1:])
 
         def collect(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            # The clamped ids have read rows of other tokens.
             return sum_over(output.masked_fill(outside.pop()[..., None], 0), group)
 
         module.register_forward_pre_hook(shift)
