@@ -153,6 +153,7 @@ def _same_mathematics(answer: str, reference: str) -> bool:
     return bool(gold) and bool(verify(list(gold), parse(_marked(answer), parsing_timeout=None), timeout_seconds=None))
 
 
+# All completions to a prompt are compared with the same reference.
 @lru_cache(maxsize=256)
 def _parsed(reference: str) -> tuple[Any, ...]:
     from math_verify import parse

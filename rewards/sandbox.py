@@ -30,6 +30,8 @@ RunKind = Literal["ended", "timeout", "memory", "output", "not_started"]
 MIB = 2**20
 _PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
 _POLL_S = 0.02
+# Above the ids that systems assign. Each program gets a random one, because its memory is that of all processes with
+# its id.
 _FIRST_UID = 2**30
 _PAGE = resource.getpagesize()
 _REAP_S = 10.0
@@ -129,6 +131,7 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Progra
     memory = int(limits.memory_mb * MIB)
     # Encoded before there is anything to clean up: a lone surrogate cannot be encoded.
     texts = program.encode(errors="replace"), stdin.encode(errors="replace")
+    # Three pipes: the source of the program, a sign that it has begun, and bwrap's report of the first process.
     source, write = os.pipe()
     start_read, begin = os.pipe()
     about, tell = os.pipe()
@@ -180,6 +183,7 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Progra
             finally:
                 _kill(process)
                 _reap(process.pid, _first_process(about))
+                # Only now, when all processes have ended and closed their ends, can this read not block.
                 started = os.read(start_read, 1) == b"1"
                 os.close(start_read)
     code = process.returncode
@@ -201,6 +205,7 @@ def _watch(
     deadline = time.monotonic() + limits.seconds
     outputs = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
     texts = tuple(outputs.values())
+    # A duplicate, because `_write` closes it; Popen must not close the same number again.
     inputs = {source: memoryview(program), os.dup(process.stdin.fileno()): memoryview(stdin)}
     process.stdin.close()
     kind: RunKind = "ended"
@@ -224,6 +229,8 @@ def _watch(
                     kind = "output"
                 elif time.monotonic() > deadline:
                     kind = "timeout"
+                # Without an id of its own, a program's processes cannot be identified; then only the address space of
+                # each is limited.
                 elif uid is not None and _memory_of(uid) > limits.memory_mb * MIB:
                     kind = "memory"
                 if kind != "ended" or (process.poll() is not None and not outputs):

@@ -203,6 +203,7 @@ class RewardScorer:
             seconds = self._seconds.get(name)
         if seconds is None:
             return 1
+        # At least two calls per process, so that a process that has finished early takes over some of the work.
         return max(1, min(int(_CALL_S / max(seconds, 1e-6)), -(-count // (2 * self._config.workers))))
 
     def _ask(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], pending: PendingScores) -> None:
@@ -246,6 +247,7 @@ class RewardScorer:
             self._submit_again(name, [row], samples, partial(collect, row))
 
     def _submit(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], done: Done) -> None:
+        # One call for all gets the time that its completions would have as single calls, divided among the processes.
         calls = -(-len(rows) // self._config.workers) if self._signatures[name].at_once else 1
         settings = self._config.settings.get(name, {})
         self._pool.submit(self._targets[name], [samples[row] for row in rows], settings, done, calls=calls)
@@ -290,6 +292,7 @@ class RewardScorer:
                         "rewards.on_failure=drop such completions are left out"
                     )
                 elif self._config.on_failure == "drop":
+                    # It stays NaN whatever other rewards add.
                     totals[row] = math.nan
         # A completion that no function applies to, or whose environment failed, has no reward, which differs from a reward of 0.
         rewards = [total if has_value else math.nan for total, has_value in zip(totals, judged, strict=True)]

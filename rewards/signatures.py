@@ -93,6 +93,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
         "each": _GIVEN,
     }[convention]
     column_parameters = {name: p for name, p in named.items() if name not in sample_parameters}
+    # An object with an asynchronous `__call__` is not a coroutine function itself.
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return Signature(
         convention=convention,
@@ -286,6 +287,7 @@ def _asked(signature: Signature, arguments: Mapping[str, Any]) -> dict[str, Any]
 
 def _verl(sample: RewardSample) -> dict[str, Any]:
     columns = sample.columns
+    # verl's data sets have the reference inside of this column.
     nested = columns.get("reward_model")
     if "ground_truth" in columns:
         truth = columns["ground_truth"]
