@@ -243,6 +243,7 @@ class _HostThread:
             self._closing = True
             if not self.is_over:
                 self._notify()
+        # A callback of an outcome, which runs in that thread, may close the pool.
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -290,6 +291,8 @@ class _HostThread:
                 process.send(call, _SEND_S)
                 if call.kind != "close":
                     with self._lock:
+                        # The time limit begins when the process has been sent the call, unless the episode has ended in
+                        # the meantime.
                         if call.key in self._outcomes:
                             self._deadlines[call.key] = time.monotonic() + timeout_s
             state = process.wait(self._until_deadline(), self._woken)
@@ -346,7 +349,9 @@ class _HostThread:
             self.is_over, self._reason = True, reason
             outcomes, self._outcomes = list(self._outcomes.values()), {}
             self._episodes.clear()
+            # Under the lock, because other threads write to the pipe while the process is not over.
             os.close(self._woken)
             os.close(self._wake)
         for outcome in outcomes:
+            # Outside of the lock, because callbacks of the outcome may call the pool again.
             outcome.set_exception(EnvironmentFailure(reason, "lost"))
