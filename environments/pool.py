@@ -143,6 +143,7 @@ class EnvironmentPool:
             if self._closed:
                 raise ConfigError("the environment pool was closed")
             host = self._host_of.get(call.key)
+            # A step of an episode that has ended must not begin another one.
             if host is None and call.kind != "step":
                 host = self._host_of[call.key] = self._choose()
         if host is None:
@@ -340,6 +341,7 @@ class _HostThread:
             for key in late:
                 del self._deadlines[key]
                 self._episodes.discard(key)
+            # The process should have reported the timeout itself, so something blocks it.
             self.retired |= bool(late)
         for outcome in outcomes:
             outcome.set_exception(EnvironmentFailure("the call took longer than environment.timeout_s", "timeout"))

@@ -127,7 +127,7 @@ class CorpusIndex:
                 try:
                     document = json.loads(line.decode())
                     title, text = document.get("title") or "", document["text"]
-                    # Fails on lone surrogates, which SQLite cannot store.
+                    # Fails on lone surrogates, which Python's sqlite3 refuses.
                     f"{title}{text}".encode()
                 except (ValueError, KeyError, AttributeError) as e:
                     raise ConfigError(

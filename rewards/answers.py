@@ -102,6 +102,7 @@ def _last_boxed(text: str) -> str | None:
     if start < 0:
         return None
     begin = start + len(_BOXED)
+    # Braces are counted, because they may be nested, as in \frac{1}{2}.
     depth = 1
     for i, character in enumerate(text[begin:], start=begin):
         depth += {"{": 1, "}": -1}.get(character, 0)

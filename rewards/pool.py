@@ -192,7 +192,8 @@ def _prepare(size: int, targets: bytes) -> None:
         for target in pickle.loads(targets):
             with suppress(Exception):
                 _resolve(target)
-                # The function itself imports the library only when it needs it, within the time limit of that call.
+                # The function imports this library when it first needs it, which would count toward the time of that
+                # call.
                 if str(target).endswith(":match_answer"):
                     import_module("math_verify")
 

@@ -116,6 +116,7 @@ def check_sandbox() -> str:
     if python is None:
         raise ConfigError(f"the sandbox needs a system Python ({' or '.join(_PYTHONS)}): apt-get install python3")
     secret = secrets.token_hex(8)
+    # The process id is this small only in a process namespace of its own.
     result = _run(python, f"import os; print(os.getpid() < 9, {secret!r})", "", SandboxLimits(seconds=60))
     if result.stdout != f"True {secret}\n":
         raise ConfigError(
@@ -141,6 +142,7 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Progra
         f"import os, runpy; os.write({begin}, b'1'); os.close({begin}); runpy.run_path('/main.py', run_name='__main__')"
     )
     words = [
+        # New namespaces: no network, and no further user namespaces. Everything ends with this process.
         *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv"),
         *("--seccomp", str(denied), "--info-fd", str(tell)),
         *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin"),
@@ -149,6 +151,7 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Progra
         *("--size", str(limits.disk_mb * MIB), "--tmpfs", "/tmp", "--chdir", "/tmp"),
         *("--ro-bind-data", str(source), "/main.py", "--remount-ro", "/"),
         *("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "PYTHONIOENCODING", "utf-8"),
+        # Limits that the kernel enforces; `_watch` adds those of the time, the output and the memory of all processes.
         *("--", "prlimit", f"--nproc={limits.processes}", f"--as={memory}", f"--fsize={limits.disk_mb * MIB}"),
         *(f"--cpu={int(limits.seconds) + 2}", "--nofile=64", "--core=0", "--"),
         *(python, "-I", "-B", "-c", bootstrap),

@@ -285,6 +285,7 @@ class WorkerGroup(ABC):
         """
         if call.done:
             return False
+        # Not under the lock, which the thread that waits for the call's result may hold.
         request = Cancel(request=call.id, early_end=True)
         replies: dict[WorkerId, list[Any]] = self.ask(
             f"cancelling {call.title}", {worker: [request] for worker in call.workers}

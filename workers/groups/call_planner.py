@@ -213,6 +213,7 @@ class CallPlanner:
             # Titles begin with a growing number, by which a worker recognizes messages of transfers that it has given
             # up.
             title=f"{group.next_id()}/{hook.source} to {hook.target}",
+            # Only if all processes of the target have the same one.
             dtype=next((dtype for dtype in get_args(WeightDType) if dtypes == {dtype}), ""),
             backend="" if hook.resend else group.sync_backend(hook.source, hook.target),
         )

@@ -170,6 +170,7 @@ class GroupCall:
             self.collect()
         if self.error is not None:
             raise self.error
+        # Only once: finishing records new columns, and drops samples that were put for this call.
         if not self._finished:
             self._result = self._finish()
             self._finished = True
@@ -244,6 +245,8 @@ class SampleCall(GroupCall):
 
     def add_transfers(self) -> None:
         """See `GroupCall.add_transfers`. Samples dropped since the submission are missing; those moved by other calls are present."""
+        # The samples of evaluations move before the call as well, because all transfers of a flush run before its
+        # calls.
         titles = {"batch": self.samples} | {f"evaluate {i}": hook.samples for i, hook in enumerate(self.after)}
         moves = []
         for title, samples in titles.items():

@@ -319,7 +319,7 @@ class GroupData:
         by_worker: dict[tuple[WorkerId, str], list[str]] = defaultdict(list)
         for key in dict.fromkeys(keys.values()):
             for sample in ref.ids:
-                # See `put_columns` for why the origin.
+                # From the origin, as in `put_columns`.
                 by_worker[self.buffer.origin(sample, key), key].append(sample)
         together: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
         for (name, key), ids in by_worker.items():

@@ -231,8 +231,8 @@ class RayWorkerGroup(RemoteWorkerGroup):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         size = self._sizes[pool]
-        # Ray reserves all of a group or nothing. Actors that are placed one by one could occupy a part each of two
-        # pools, and both would wait for the rest.
+        # Ray reserves all of a group or nothing. If actors were placed one by one, two jobs could each occupy a part of
+        # the cluster and wait for the rest.
         placement = self._placements[pool] = placement_group([dict(self._each) for _ in range(size)], strategy="PACK")
         if not placement.wait(PLACEMENT_TIMEOUT_S):
             free = self._ray.available_resources()

@@ -216,7 +216,7 @@ class RemoteWorkerGroup(WorkerGroup):
         new = self._members(pools)
         hello = {pool: messages.Hello(protocol=messages.PROTOCOL, world_size=self._sizes[pool], pool=pool) for pool in pools}
         self._exchange("starting", {name: [hello[pool_of(name)]] for name in new}, limit_s=self._limits.start_s)
-        # `init` is not limited here: each worker reports after the same time which ranks are missing.
+        # `init` has no limit here: after `start_s`, each worker itself reports which ranks are missing.
         meet = {pool: messages.Init(comm_id=self._comm_id(pool)) for pool in pools}
         self._exchange("starting", {name: [meet[pool_of(name)]] for name in new})
         if len(self._sizes) > 1:
@@ -441,6 +441,7 @@ class RemoteWorkerGroup(WorkerGroup):
         flush_error = error
         position = {call.id: i for i, call in enumerate(manifest.calls)}
         for call in manifest.in_order():
+            # Once the group is lost, no more replies arrive.
             if self._broken is None:
                 reply_by_worker = {name: replies[position[call.id]] for name, replies in pending.items()}
                 try:
@@ -472,6 +473,7 @@ class RemoteWorkerGroup(WorkerGroup):
                 for name, reply in self._collect(what, reply_by_worker, channels, limit_s).items():
                     results[name].append(reply)
             except WorkerError as e:
+                # Raised only when all replies have been read, so that the processes are idle again.
                 error = error or e
         self._note_read()
         if error is not None:

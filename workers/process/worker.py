@@ -42,7 +42,7 @@ _FOLDER = Path(__file__).parent
 
 MAX_SECONDS = 1e8
 """Longer times overflow the clocks of torch."""
-# `init` reports missing ranks itself after `init_s`. The watchdog comes after that, with a message that says less.
+# `init` itself reports missing ranks after `init_s`. The watchdog, whose message does not name them, comes after that.
 INIT_MARGIN_S = 30.0
 
 

@@ -61,6 +61,7 @@ def parse(text: str) -> CommId:
     if len(raw) != BYTES:  # fromhex skips white space
         raise CommIdError(f"comm_id is not hexadecimal: it has {DIGITS - 2 * len(raw)} blanks")
     magic, checksum, run, port, length = _HEAD.unpack_from(raw)
+    # The checksum finds a damaged id, which would otherwise name an address where nothing answers.
     if magic != _MAGIC or checksum != zlib.crc32(raw[len(_MAGIC) + 4 :]) or not 0 < length <= _MAX_HOST:
         raise CommIdError("comm_id was not made by Drivetrain; print one with: drivetrain worker comm-id")
     return CommId(host=raw[_HEAD.size : _HEAD.size + length].decode(errors="replace"), port=port, run=run)

@@ -171,6 +171,7 @@ class Names:
         """
         name = name_of(target)
         module, _, attribute = name.partition(":")
+        # The controller has the classes and functions of its program in `__main__`.
         if self._program is not None and module == self._program.alias:
             name = f"{MAIN}:{attribute}"
         self._check(name)

@@ -216,6 +216,7 @@ class AdvantageWorker:
             }
         tokens = mask.sum().double()
         sums: dict[str, Tensor] = {}
+        # 0 on a rank without tokens, which takes part in the maximum too.
         largest = tokens.new_zeros(())
         if "entropy" in summary:
             sums["entropy"] = summary["entropy"].sum()

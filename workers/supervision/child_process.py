@@ -25,6 +25,7 @@ LAST_LINES = 20
 # Longer output without a line end is passed on in pieces, so that it does not accumulate in memory.
 _MAX_LINE = 2**16
 _MODULE = f"{__name__.rpartition('.supervision.')[0]}.process"
+# The format in which a worker logs; see `process.program.run`.
 _RECORD = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)", re.DOTALL)
 
 

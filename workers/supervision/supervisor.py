@@ -212,6 +212,7 @@ class SupervisedWorker:
             if self._closing:
                 return
             self._closing = True
+            # A worker that is loading its model reads no `shutdown`, so it is ended by force.
             loading = not self.control.is_started()
             self._changed.notify_all()
         try:
@@ -286,6 +287,7 @@ class SupervisedWorker:
             closing = self._closing
             if not closing:
                 self._channel, self._process = channel, process
+        # `close` has run while the process was starting, and could not end a process that it did not see.
         if closing:
             process.terminate(0.0)
             raise WorkerLostError(f"{settings.name} was closed")
@@ -440,6 +442,7 @@ class SupervisedWorker:
 
     async def acall(self, method: str, *args: Any, **options: Any) -> Any:
         """Like `call`, without blocking the event loop."""
+        # `submit` would block the event loop while the worker restarts.
         while not self.is_settled():
             await asyncio.sleep(_POLL_S)
         return await asyncio.wrap_future(self.submit(method, *args, **options))

@@ -93,6 +93,8 @@ def generate_step_with_images(worker: ModelWorker, request: m.GenerateStepWithIm
                 request.offset,
                 request.image_token_id,
                 request.chunk_size,
+                # Of the pixels, not of the URIs, so that ranks that have prepared an image differently are found as
+                # well.
                 hashlib.sha256(pixels.values.contiguous().numpy().tobytes()).hexdigest(),
             ]
         )

@@ -112,6 +112,7 @@ class ShardedLM:
         """The names of parameters that share the tensor of another one."""
         self._fill(layout, stored, shapes, slices, quantize)
         self.model.eval().requires_grad_(False)
+        # Without the model's configuration: a cache of sliding windows cannot be rolled back beyond its window.
         self._cache: Any = DynamicCache()
         self._length = 0
         self._images: list[tuple[int, int, int]] = []
@@ -128,6 +129,7 @@ class ShardedLM:
         if self._group is None or size == 1:
             return slices
         plan = resolve_plan(self.model, size)
+        # A mesh over the existing group: torch would create other meshes with process groups of their own.
         mesh = DeviceMesh.from_group(self._group, self.device.type)
         parallelize_module(self.model, mesh, styles_of(self.model, plan, slices))
         return slices

@@ -78,6 +78,7 @@ def _keep_tied(model: PreTrainedModel, plan: dict[str, str]) -> None:
         return
     names = {id(module): name for name, module in model.named_modules()}
     of_embedding, of_head = (names[id(module)] for module in (embedding, head))
+    # With these styles, a rank holds the same rows of the vocabulary in both.
     if not (plan.get(of_embedding) == "embedding_rowwise" and plan.get(of_head) in ("colwise_gather_output", "colwise_rep")):
         plan.pop(of_embedding, None)
         plan.pop(of_head, None)

@@ -158,6 +158,7 @@ def step_with_images(
         features = torch.cat(list(vision.pooler_output)).to(hidden.device, hidden.dtype)
         hidden = hidden.masked_scatter(visual[..., None].expand_as(hidden), features)
         positions, delta = backbone.get_rope_index(ids, mm_token_type_ids=visual.int(), image_grid_thw=grids)
+        # Positions count from the beginning of this prompt; those before it are added.
         positions = positions + offset + lm.positions_delta
         # Features for the first layers beside those of the input, one list for each layer.
         deep = [torch.cat(list(layer)).to(hidden.dtype) for layer in getattr(vision, "deepstack_features", None) or ()]
