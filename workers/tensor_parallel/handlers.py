@@ -1,4 +1,4 @@
-"""The functions that serve generation steps: models of which every rank holds a part, driven by a controller token by token."""
+"""The functions that serve generation steps of models that are split over the ranks; a controller drives them token by token."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ class SteppedModel:
 
     @property
     def reader(self) -> ImageReader:
-        """What prepares images for the model."""
+        """The reader that prepares images for the model."""
         if self._reader is None:
             self._reader = ImageReader(self._folder)
         return self._reader
@@ -47,7 +47,7 @@ class SteppedModel:
 def load_dense_shard(worker: ModelWorker, request: m.LoadDenseShard) -> m.LoadDenseShardOk:
     """Load this rank's slices of a model."""
     _check_ranks(worker)
-    # If one rank cannot, none has the model.
+    # If one rank fails, no rank keeps the model.
     with _errors_of_all(worker):
         if request.model_id in worker.models:
             raise OpError(
@@ -137,7 +137,7 @@ def _errors_of_all(worker: ModelWorker) -> AbstractContextManager[None]:
 class _Agreed:
     """A block after which all ranks continue with the same step, or none does.
 
-    Ranks that process different tokens would generate nonsense, and one that fails alone would leave the others in a collective.
+    Ranks that process different tokens would generate nonsense, and a single rank that fails would leave the others waiting in a collective.
 
     Args:
         worker: The worker.
@@ -149,7 +149,7 @@ class _Agreed:
         self._digest = bytes(_DIGEST_BYTES)
 
     def digest(self, values: list[Any]) -> None:
-        """Set what must be the same on all ranks."""
+        """Set the values that must be the same on all ranks."""
         self._digest = hashlib.sha256(json.dumps(values).encode()).digest()
 
     def __enter__(self) -> "_Agreed":
