@@ -1,4 +1,4 @@
-"""Frames that a thread of the same process passes on, one at a time: the transport inside a Ray actor. Does not import torch."""
+"""The transport inside a Ray actor, where another thread of the same process passes on the frames. Does not import torch."""
 
 import queue
 import threading
@@ -9,7 +9,7 @@ import msgspec
 from .base import Frame, FrameTooLargeError
 
 DELIVERY_S = 2.0
-"""For how long the last reply may take to leave the process."""
+"""The time that the last reply gets to leave the process, in seconds."""
 
 
 class _MemoryEnvelope(msgspec.Struct):

@@ -26,7 +26,7 @@ LINGER_MS = 5_000
 
 @dataclass(frozen=True, kw_only=True)
 class CurveKeys:
-    """The keys with which a worker and its controller recognize each other, in Z85.
+    """The keys by which a worker and its controller authenticate each other, in Z85.
 
     Args:
         server: The controller's public key.
@@ -61,7 +61,7 @@ class CurveKeys:
 
 
 def endpoint_of(address: str) -> tuple[str, bool]:
-    """Return ZeroMQ's name of an address, and whether it is on this machine.
+    """Return the ZeroMQ endpoint of an address, and whether it is on this machine.
 
     Raises:
         ConfigError: The address is not of the form zmq:///path or zmq://host:port.
@@ -88,7 +88,7 @@ class ZmqTransport:
         address: The controller's address.
         identity: The name by which the controller knows this worker.
         keys: The keys; None for a socket in a folder.
-        patience_s: For how many seconds to wait for the controller's first message.
+        patience_s: How long to wait for the controller's first message, in seconds.
 
     Raises:
         ConfigError: The address is malformed, or needs keys.
@@ -105,7 +105,7 @@ class ZmqTransport:
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
-        # The queue of requests has its limit in the loop.
+        # The request loop limits the number of pending requests.
         self._socket.set_hwm(0)
         if keys is not None:
             self._socket.curve_serverkey = keys.server.encode()
@@ -152,7 +152,7 @@ class ZmqTransport:
         return frames
 
     def send(self, frame: Frame) -> None:
-        """Send a message: at once in the I/O thread, which owns the socket, otherwise by that thread."""
+        """Send a message: immediately in the I/O thread, which owns the socket; other threads leave it to that thread."""
         self._outgoing.append(frame)
         if threading.get_ident() == self._thread:
             self._flush()
@@ -164,7 +164,7 @@ class ZmqTransport:
             try:
                 self._socket.send_multipart(self._outgoing[0], zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                # The controller has refused the connection; waiting here, this thread would not see why.
+                # The controller has refused the connection. While this thread waited here, it could not read the reason.
                 return
             self._outgoing.popleft()
 
@@ -173,11 +173,11 @@ class ZmqTransport:
         self._wakeup.set()
 
     def close(self) -> None:
-        """Send what is still waiting, and close the socket."""
+        """Send the remaining messages, and close the socket."""
         self._flush()
         self._socket.disable_monitor()
         self._events.close()
         self._socket.close()
-        # Waits for the messages to leave, no longer than LINGER.
+        # Waits until all messages have been sent, at most for LINGER.
         self._context.term()
         self._wakeup.close()
