@@ -81,7 +81,7 @@ def batch_of(
 
     Args:
         store: The store.
-        ids: The samples, in order; none for a rank without any, when there are fewer samples than ranks.
+        ids: The samples, in order; empty on a rank without samples, if there are fewer samples than ranks.
         fields: The fields of the batch, with their columns in the store.
         group_ids: The group of each sample.
         names: The name of each sample, for messages.

@@ -1,7 +1,7 @@
 """The data store of a worker: (sample, key) -> tensor, in host memory.
 
 Columns arrive for many samples at once, as one tensor whose rows belong to the samples one after the other. The store keeps such
-a block whole, so that reading the same samples again costs nothing, and copies what is left of it when most of it was dropped.
+a block whole, so that reading the same samples again costs nothing, and copies the remaining rows when most of them have been dropped.
 """
 
 import hashlib
@@ -124,7 +124,7 @@ class DataStore:
         Args:
             ids: The samples.
             key: The column.
-            copy: Whether the rows have memory of their own in any case; otherwise they must not be changed.
+            copy: Whether the rows are always a copy; otherwise they must not be changed.
 
         Raises:
             DataMissingError: A sample does not have it.
@@ -189,11 +189,11 @@ class DataStore:
         return hasher.hexdigest()
 
     def pieces(self, load: Load) -> list[Tensor]:
-        """Return the bytes of a load in the pieces in which they travel: see `empty_pieces`. They must not be changed.
+        """Return the bytes of a load in the pieces in which they are sent; see `empty_pieces`. They must not be changed.
 
         Raises:
             DataMissingError: A sample lacks a column.
-            BatchError: A column has another type than the plan says.
+            BatchError: A column does not have the type in the plan.
         """
         parts = []
         for column in load.columns:
@@ -235,7 +235,7 @@ class DataStore:
                 self._needed[sample] = self._needed.get(sample, 0) + 1
 
     def release(self, ids: Iterable[str]) -> None:
-        """End the effect of `hold`, and drop what was to be dropped meanwhile."""
+        """Undo `hold`, and drop what should have been dropped in the meantime."""
         with self._lock:
             for sample in ids:
                 self._needed[sample] -= 1
@@ -248,7 +248,7 @@ class DataStore:
         """Drop samples, or some of their columns. Samples that are not here are ignored.
 
         Returns:
-            The number of samples that were dropped, and of those that will be when the requests that need them have run.
+            The number of samples that were dropped, and the number that will be dropped after the requests that need them.
         """
         dropped = deferred = 0
         with self._lock:
@@ -286,7 +286,7 @@ class DataStore:
             self._compact(block)
 
     def _compact(self, block: _Block) -> None:
-        """Copy what is left of a block, so that the memory of the rest is freed."""
+        """Copy the remaining rows of a block, so that the memory of the others is freed."""
         key = block.column.key
         # In the order of the old rows, so that samples that followed each other can still be read without a copy.
         left = sorted(((s, self._samples[s][key]) for s in block.samples), key=lambda pair: pair[1].begin)
@@ -300,9 +300,9 @@ class DataStore:
 
 
 def empty_pieces(load: Load) -> list[Tensor]:
-    """Return memory for the bytes of a load, in the pieces in which they travel.
+    """Return memory for the bytes of a load, in the pieces in which they are sent.
 
-    The columns of a large load travel, and are dropped, separately; a small one is a single piece.
+    The columns of a large load are sent, and dropped, separately; a small load is a single piece.
     """
     spans, size = load.layout()
     sizes = [end - begin for begin, end in spans if end > begin] if size >= SEPARATE_BYTES else [size] if size else []
