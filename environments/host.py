@@ -114,6 +114,7 @@ def serve_one(messages: Messages) -> None:
         except BaseException as e:  # importing the program can raise anything, including SystemExit
             messages.send(f"{type(e).__name__}: {e}")
             return
+        # An empty text tells the pool that the process is ready.
         messages.send("")
         asyncio.run(_Host(messages, location, settings).serve())
 
@@ -155,7 +156,7 @@ class _Host:
     async def _answer(self, call: HostCall) -> None:
         try:
             value = await self._call(call)
-            # Raised for `close`.
+            # A `close` that returns True reports that something keeps running.
             reply = HostReply(key=call.key, kind="value", value=value, goes_on=call.kind == "close" and value is True)
             # Inside the block, so that a result that cannot be pickled is an error of this call.
             data = pickle.dumps(reply)

@@ -83,6 +83,7 @@ def final_answer(completion: str, extract: str = "auto") -> str | None:
         for kind in ("tag:answer", "boxed"):
             inner = final_answer(completion, kind)
             if inner is not None:
+                # Inside of a tag, a box marks the answer more precisely.
                 boxed = _last_boxed(inner)
                 return inner if boxed is None else boxed
         return completion.strip()

@@ -29,6 +29,7 @@ from .seccomp import seccomp_filter
 RunKind = Literal["ended", "timeout", "memory", "output", "not_started"]
 MIB = 2**20
 _PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
+# The interval at which limits are checked while a program neither reads nor prints.
 _POLL_S = 0.02
 # Above the ids that systems assign. Each program gets a random one, because its memory is that of all processes with
 # its id.
@@ -145,6 +146,8 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Progra
         # New namespaces: no network, and no further user namespaces. Everything ends with this process.
         *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv"),
         *("--seccomp", str(denied), "--info-fd", str(tell)),
+        # Of the file system only /usr and the source are visible, and everything that can be written to is limited in
+        # size.
         *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin"),
         *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64"),
         *("--proc", "/proc", "--dev", "/dev", "--size", str(MIB), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
@@ -212,6 +215,7 @@ def _watch(
     inputs = {source: memoryview(program), os.dup(process.stdin.fileno()): memoryview(stdin)}
     process.stdin.close()
     kind: RunKind = "ended"
+    # One loop that never blocks serves all pipes: a program need not read its input, and may print without end.
     with selectors.DefaultSelector() as selector:
         for number in inputs:
             os.set_blocking(number, False)
@@ -243,6 +247,7 @@ def _watch(
                 os.close(number)
     if kind == "ended":
         try:
+            # A program may close its output long before it ends.
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             kind = "timeout"

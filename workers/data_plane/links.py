@@ -193,7 +193,7 @@ class Links:
                 # It belongs to a later transfer, whose receiver finds it here.
                 self._inbox[source].appendleft(header)
                 raise ManifestError(f"{self._name} waits for {title!r} of {source}, which sends {header.title!r}")
-            # Of a transfer that was given up here.
+            # It belongs to a transfer that was given up here.
             self._discard(header)
             left = header.size
             while left:

@@ -98,6 +98,7 @@ class LocalWorkerGroup(WorkerGroup):
         everyone = [worker_id(self._worker.pool, rank) for rank in range(dist.get_world_size())]
         own_outcomes: dict[int, Any] = {}
         name = self._worker.id
+        # First run this rank's requests. All ranks run theirs in the same order.
         if name in manifest.workers:
             requests = manifest.requests_for(name)
             for request in requests:
@@ -111,6 +112,7 @@ class LocalWorkerGroup(WorkerGroup):
             own_outcomes = {i: outcomes[id(request)] for i, request in enumerate(requests)}
             for i, request in enumerate(requests):
                 self._raise_alone(request, own_outcomes[i])
+        # Then exchange the replies: every process is a controller, and needs those of all.
         for i, call in enumerate(manifest.calls):
             outcome = own_outcomes.get(i)
             error = outcome if isinstance(outcome, Exception) else None

@@ -179,6 +179,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
             return
         try:
             if politely:
+                # All get the request before the first wait, so that they end at the same time.
                 deadline = time.monotonic() + SHUTDOWN_S
                 for channels in self._channels.values():
                     for channel in channels:
@@ -186,6 +187,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
                 for process in chain.from_iterable(self._processes.values()):
                     process.wait(max(deadline - time.monotonic(), 0.0))
         finally:
+            # Kills the processes that have not ended by themselves.
             self._finalizer()
             self._processes = {}
 

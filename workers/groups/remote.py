@@ -38,6 +38,7 @@ def process_environment(environment: Mapping[str, str] | None, gpus: float) -> d
     Raises:
         ConfigError: A value is not a string, or the caller chooses the GPUs.
     """
+    # By default, torch starts a thread per core in every process, so several processes would compete for the cores.
     variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
     if wrong := [name for name, value in variables.items() if not isinstance(value, str)]:
         raise ConfigError(f"environment={{{wrong[0]!r}: {variables[wrong[0]]!r}}}; the value must be a str")

@@ -141,7 +141,7 @@ def initialize(worker: ModelWorker, request: c.Initialize) -> c.RankInfo:
     info = worker.host.build(
         request.role, request.worker, request.config, request.generator, request.dataset, sorted(request.ranks)
     )
-    # The reply gets the number of the request, which the role's own does not need.
+    # A copy, because the loop sets the id of the reply, and the host keeps the original.
     return msgspec.structs.replace(info)
 
 

@@ -144,6 +144,7 @@ def is_reference(value: Any) -> bool:
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType):
         return True
     module, attribute = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    # Objects of many kinds have these attributes, so the name must lead back to the object.
     named = callable(value) and isinstance(module, str) and isinstance(attribute, str)
     return named and _attribute(sys.modules.get(str(module)), str(attribute)) is value
 

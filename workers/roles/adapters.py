@@ -206,6 +206,7 @@ def _reply(
     if result.error is not None:
         return AdapterReply(loss=result.loss, error=str(result.error))
     outputs: dict[str, Tensor] = {}
+    # Each shard has the tokens of its documents; together, they fill the batch.
     for rows, part in zip(assigned, parts, strict=True):
         for name, value in part.items():
             whole = outputs.setdefault(name, value.new_zeros(request.batch.num_tokens, *value.shape[1:]))

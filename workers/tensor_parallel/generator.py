@@ -71,6 +71,7 @@ class TensorParallelGenerator(BaseGenerator):
         self._names: frozenset[str] = frozenset()
         self._tied: frozenset[str] = frozenset()
         try:
+            # Loads the model now, so that an error is raised here, and not by the first request.
             self._stepped()
         except BaseException as e:
             self.close()
@@ -84,6 +85,8 @@ class TensorParallelGenerator(BaseGenerator):
         text = model_config.get_text_config()
         ends = text.eos_token_id if text.eos_token_id is not None else model_config.eos_token_id
         if (folder / "generation_config.json").is_file():
+            # As in transformers' `generate`, the end tokens in this file take precedence over those of the model's
+            # configuration.
             ends = GenerationConfig.from_pretrained(folder).eos_token_id or ends
         context = context_of(text)
         return CompletionLimits(
@@ -292,6 +295,7 @@ def _checked(
         if name in names and name not in seen:
             seen.add(name)
             yield name, tensor
+        # A parameter that shares the tensor of another one may be sent or left out.
         elif name not in tied:
             unknown.append(name)
     missing = sorted(names - seen - tied)

@@ -151,6 +151,7 @@ class ShardedLM:
                     continue
                 full = f"{path}.{name}" if path else name
                 value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.device)
+                # A parameter that is not split is a single slice.
                 everything = [(whole(shapes[full]), (slice(None),) * parameter.dim())]
                 for box, place in slices.boxes.get(full, everything):
                     pieces = cut_local_shards("value", layout.stored_slices(full, shapes[full]), box, value[place])
@@ -158,6 +159,7 @@ class ShardedLM:
                 self._replace(parameter, nn.Parameter(value, requires_grad=False))
             if quantize is not None and isinstance(module, nn.Linear) and module is not self.model.get_output_embeddings():
                 quantize(self.model, module)
+        # Then the buffers that the files contain.
         for name, buffer in list(named_persistent_buffers(self.model)):
             value = torch.empty(buffer.shape, dtype=buffer.dtype)
             pieces = cut_local_shards("value", layout.stored_slices(name, buffer.shape), whole(buffer.shape), value)
@@ -231,6 +233,8 @@ class ShardedLM:
         ids = torch.tensor([list(tokens)], device=self.device)
         positions = torch.arange(offset, offset + len(tokens), device=self.device)[None] + self.positions_delta
         with self.whole_or_nothing():
+            # Not through the model's own `forward`, which remembers the offset of positions after images beyond the end
+            # of a sequence.
             if self.sees_images:
                 hidden = self.model.model.get_input_embeddings()(ids)
                 # Text has the same position along all three axes of these models.

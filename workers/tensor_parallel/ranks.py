@@ -206,6 +206,7 @@ class Ranks:
         """End all ranks."""
         with self._lock:
             self._ending = True
+        # When one rank is lost, the others may be in a collective with it, and would not read the request.
         polite = [] if self.lost else [channel.ask(m.Shutdown()) for channel in self._channels]
         for process in self._processes:
             if not (polite and process.wait(_GRACE_S)):
