@@ -190,6 +190,7 @@ class ToolEnvironment(Environment):
         """Answer the calls of a turn, or end the episode if it has none."""
         try:
             calls = self.calls_in(turn.text)
+        # The policy reads the error as the result of the call, and may correct it.
         except CallFormatError as e:
             return Observation(messages=[_message(0, "", f"error: {e}")])
         if not calls:

@@ -138,6 +138,7 @@ class RewardScorer:
                 )
         self._pool = RewardPool(config.workers, config.timeout_s, config.memory_mb, tuple(self._targets.values()))
         try:
+            # Every function is imported in a process now, so that one that cannot be used ends the run at its start.
             self._signatures: dict[str, Signature] = {
                 name: self._pool.describe(target) for name, target in self._targets.items()
             }

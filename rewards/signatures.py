@@ -78,6 +78,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     title = getattr(function, "__qualname__", type(function).__name__)
     if any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters.values()):
         raise ConfigError(f"the reward {title} has positional-only parameters, but is called with keyword arguments")
+    # The first parameter that only one of the conventions has decides.
     convention: Convention = next((_MARKS[name] for name in parameters if name in _MARKS), "each")
     named = {name: p for name, p in parameters.items() if p.kind != p.VAR_KEYWORD}
     if convention == "each" and not _GIVEN & set(named):

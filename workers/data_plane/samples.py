@@ -96,6 +96,7 @@ def batch_of(
             f"the samples have no {missing[0]}, so they are not a batch; join the reference that has them, with |"
         )
     lengths = store.lengths(ids)
+    # A rank without samples takes the types from the request, because its store has none.
     pairs = {
         name: store.get(ids, column.key, copy=True) if ids else (column, _no_rows(column)) for name, column in fields.items()
     }

@@ -164,7 +164,7 @@ class SequenceBuffer:
                 for key in keys:
                     self._samples[sample].columns.pop(key, None)
         if not self._samples:
-            # Sets are only ever added otherwise.
+            # Otherwise, sets are only added.
             self._sets.clear()
 
     def forget_workers(self, workers: Collection[str]) -> None:

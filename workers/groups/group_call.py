@@ -439,6 +439,7 @@ class FlushManifest:
             raise ConfigError(
                 f"{len(self.calls)} calls were submitted, and a flush has at most {MAX_REQUESTS}; flush() more often"
             )
+        # First, every process that a collective waits for must receive it.
         for call, members in zip(self.calls, self.members, strict=True):
             for what, workers in (
                 (call.title, call.workers),
@@ -451,6 +452,7 @@ class FlushManifest:
                         f"request {call.id} ({what}) is collective over {', '.join(sorted(workers))}, but {missing[0]} is sent "
                         f"neither it nor an empty; it is sent {', '.join(others) or 'nothing'}"
                     )
+        # Then, no other flush may be in flight on the same processes.
         for other in in_flight:
             shared = sorted(self.workers & other.workers)
             if shared:

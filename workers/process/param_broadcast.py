@@ -254,6 +254,7 @@ def _received(worker: ModelWorker, links: Links, hook: SyncParams, sums: BucketS
     """
     root = hook.sources[0]
     try:
+        # First agree on a communicator with the source and the other targets, then receive the buckets in it.
         present = worker.communicators.get(_members(hook))
         links.send(root, hook.title, [], about="" if present is None else present.id)
         _, meeting = _next_header(links, hook).about

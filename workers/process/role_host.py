@@ -334,6 +334,7 @@ class RoleHost:
         if not hasattr(worker, "load_weights"):
             raise ConfigError(f"{type(worker).__name__}, the worker of {role!r}, has no method load_weights")
         self._stale.add(role)
+        # Not every worker counts versions or averages weights.
         taken = signature(worker.load_weights).parameters
         if eta == 1:
             worker.load_weights(weights, **({"version": version} if "version" in taken else {}))

@@ -54,6 +54,8 @@ class CurveKeys:
 
     def pass_on(self) -> int:
         """Return a file descriptor from which a child can read the keys."""
+        # Not in an argument, which every user of the machine could see. The keys fit into the buffer of a pipe, so
+        # writing them does not wait for the child.
         read, write = os.pipe()
         with open(write, "w") as file:
             json.dump(asdict(self), file)
@@ -70,6 +72,7 @@ def endpoint_of(address: str) -> tuple[str, bool]:
     if location == address or not location:
         raise ConfigError(f"the address {address!r} is not of the form zmq:///path or zmq://host:port")
     if location.startswith("/"):
+        # The kernel's limit is 108 bytes with the zero at the end.
         if len(os.fsencode(location)) > 107:
             raise ConfigError(
                 f"{location} is too long for a socket ({len(os.fsencode(location))} of 107 bytes); set TMPDIR to a short path"
@@ -111,8 +114,10 @@ class ZmqTransport:
             self._socket.curve_serverkey = keys.server.encode()
             self._socket.curve_publickey = keys.public.encode()
             self._socket.curve_secretkey = keys.secret.encode()
+            # A machine that has failed does not close its connections.
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        # ZeroMQ tries to connect again without reporting it, so a monitor reports when the controller is gone.
         lost = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
         self._events: Any = self._socket.get_monitor_socket(int(lost))
         self._outgoing: deque[Frame] = deque()
@@ -145,6 +150,7 @@ class ZmqTransport:
         self._heard = self._heard or bool(frames)
         if not self._heard and time.monotonic() - self._since > self._patience_s:
             raise ControllerLostError(f"no controller answers at {self._address} (--init-timeout {self._patience_s:g})")
+        # Messages that arrived before the connection ended are processed first.
         if not frames and self._events in ready:
             event = zmq.Event(recv_monitor_message(self._events)["event"])
             why = "closed the connection" if event == zmq.Event.DISCONNECTED else "does not accept this worker's keys"
