@@ -55,7 +55,7 @@ def calculate(expression: str) -> str:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except SyntaxError:
         raise ValueError(f"{expression!r:.60} is not an arithmetic expression") from None
-    # Python's parser raises RecursionError or MemoryError if parentheses are nested too deeply.
+    # Python's parser raises RecursionError or MemoryError if an expression is nested too deeply.
     except (ZeroDivisionError, OverflowError, TypeError, RecursionError, MemoryError) as e:
         raise ValueError(f"{expression!r:.60} has no value: {type(e).__name__}: {e}") from None
     if isinstance(value, float):

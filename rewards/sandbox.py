@@ -189,7 +189,7 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Progra
             finally:
                 _kill(process)
                 _reap(process.pid, _first_process(about))
-                # Only now, when all processes have ended and closed their ends, can this read not block.
+                # All processes have ended and closed their ends of the pipe, so this read does not block.
                 started = os.read(start_read, 1) == b"1"
                 os.close(start_read)
     code = process.returncode

@@ -302,7 +302,7 @@ class ModelWorker:
         """
         op = self.registry.of(request)
         try:
-            # These do not run on the executor, which is the thread that the watchdog monitors.
+            # The watchdog monitors one operation at a time, and these may run in other threads beside it.
             if op.execution in ("immediate", "background"):
                 reply = self.execute(self.loaded(request, load))
             else:

@@ -303,7 +303,7 @@ def _execute_file(program: Program) -> None:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{program.file} is not a Python program, so its functions cannot be found by a worker")
     module = module_from_spec(spec)
-    # As in an import, before the file runs: `dataclasses`, for one, looks up the module of a class there.
+    # As in an import, before the file runs: `dataclasses`, for example, looks up the module of a class there.
     sys.modules[program.alias] = module
     try:
         spec.loader.exec_module(module)

@@ -174,7 +174,7 @@ OPS: tuple[Op, ...] = (
         collective=True,
         errors=frozenset({"nccl_not_initialised"}),
     ),
-    # Immediate, so that the data stores are served while the executor computes.
+    # Not queued, so that the data stores are served while the executor computes.
     _data_op(d.ModelConfigRequest, d.ModelConfigOk, "model_config", execution="immediate", errors=_NO_ROLE),
     _data_op(d.Spec, d.SpecOk, "spec", execution="immediate", errors=_NO_ROLE),
     _data_op(d.Fetch, d.FetchOk, "fetch", execution="background", failure="load_failed", errors=_NO_ROLE),

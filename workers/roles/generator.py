@@ -198,7 +198,7 @@ class RolloutWorker:
                 "sync_weights first"
             )
         chosen = self._held.pop(version)
-        # Freed before loading. Versions only increase, so older ones are not requested again.
+        # Earlier versions are freed before this one is loaded.
         self._held = {number: held for number, held in self._held.items() if number > version}
         chosen.load(iter(chosen.tensors), version=version)
 

@@ -371,7 +371,7 @@ class SupervisedWorker:
         if time.monotonic() - self._started_at >= settings.stable_s:
             self._deaths = 0
         while self._deaths < settings.restarts:
-            # The exponent is bounded, because the product is a float, and a larger power of two overflows.
+            # The exponent is bounded, because a float cannot be multiplied by an arbitrarily large integer.
             pause = min(settings.pause_s * 2 ** min(self._deaths, 32), settings.max_pause_s)
             self._deaths += 1
             self.control.restarts += 1
