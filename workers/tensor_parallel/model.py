@@ -98,8 +98,8 @@ class ShardedLM:
         layout = DiskLayout(self.model)
         stored = WeightFolder.of_files(files, layout.canonical)
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters(remove_duplicate=False)}
-        # Splitting replaces parameters one by one, so whether two are the same has to be known before, and is restored
-        # afterward.
+        # Splitting replaces every parameter separately, so a weight that the embedding and the head share is detected
+        # before, and shared again after.
         tied = self._tied()
         slices = self._split()
         if tied:
@@ -129,7 +129,7 @@ class ShardedLM:
         if self._group is None or size == 1:
             return slices
         plan = resolve_plan(self.model, size)
-        # A mesh over the existing group: torch would create other meshes with process groups of their own.
+        # A mesh over the existing group: other constructors create process groups of their own.
         mesh = DeviceMesh.from_group(self._group, self.device.type)
         parallelize_module(self.model, mesh, styles_of(self.model, plan, slices))
         return slices

@@ -148,7 +148,8 @@ class Ranks:
     def _on_exit(self, channel: Channel, process: ChildProcess) -> None:
         self.lost = True
         channel.fail(WorkerLostError(f"{process.name} {process.describe_end()}"))
-        # This runs in a thread of the rank that has ended. Only the first one aborts, and none while the group is being closed.
+        # This runs in a thread of the rank that has ended. Only the first one aborts, and none while the group is
+        # being closed.
         with self._lock:
             if not self._ending:
                 self._ending = True

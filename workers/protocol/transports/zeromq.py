@@ -170,7 +170,7 @@ class ZmqTransport:
             try:
                 self._socket.send_multipart(self._outgoing[0], zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                # The controller has refused the connection. While this thread waited here, it could not read the reason.
+                # The controller has refused the connection. This thread must not wait here: it also reads the reason.
                 return
             self._outgoing.popleft()
 
