@@ -72,6 +72,7 @@ def _value(node: ast.expr) -> int | float:
         return _CONSTANTS[node.id]
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _bounded(_UNARY[type(node.op)](_value(node.operand)))
+    # Python reads 1,000 as a tuple.
     if isinstance(node, ast.Tuple):
         raise ValueError("a number is written without commas")
     if isinstance(node, ast.BinOp):

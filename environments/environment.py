@@ -244,6 +244,7 @@ def _check_observation(observation: Observation, method: str) -> None:
         raise EnvironmentResultError(
             f"{method} returned an Observation with tools={observation.tools!r:.60}; they must be JSON schemas: {e}"
         ) from e
+    # A string is a sequence of strings too: its characters.
     if isinstance(observation.stop, str) or not all(isinstance(one, str) and one for one in observation.stop):
         raise EnvironmentResultError(
             f"{method} returned an Observation with stop={observation.stop!r:.40}; it must be a list of non-empty strings"

@@ -191,6 +191,7 @@ class RewardScorer:
         routes = self._routes(renamed)
         asked = {name: rows for name, rows in routes.items() if name not in self._models}
         self._check_columns(renamed, asked)
+        # All rows have been checked; only now is a function called.
         pending = PendingScores(self, samples, asked, {name: routes[name] for name in self._models})
         for name, rows in asked.items():
             size = len(rows) if self._signatures[name].at_once else self._answers_per_call(name, len(rows))

@@ -248,6 +248,7 @@ def _arguments(signature: Signature, sample: RewardSample, settings: Mapping[str
         "turns": [dict(turn) for turn in sample.turns],
         "environment_reward": sample.environment_reward,
     }
+    # The sample's own values take precedence over columns of the same names.
     return {**_wanted(signature, columns), **_asked(signature, arguments)}
 
 

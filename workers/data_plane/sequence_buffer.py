@@ -128,6 +128,7 @@ class SequenceBuffer:
                 raise BatchError(f"sample {sample!r} has {record.length} tokens, so columns of {length} do not fit it")
             for full, column in zip(columns, plain, strict=True):
                 rows = full.rows[i] if full.per == "media" else length if full.per == "token" else 1
+                # All of these holders have it. The smallest name is the origin, so that every run chooses the same one.
                 record.columns[column.key] = StoredColumn(column, rows, min(shared_holders), shared_holders)
 
     def mark_moved(self, loads: Iterable[Load]) -> None:

@@ -100,6 +100,7 @@ class AdvantageWorker:
             responses = compared = PenalizedCompletions(adapter.batch, config)
             advantages, returns = config.estimator.estimate(responses)
             places: list[int] | None = None
+            # `[B]`, one advantage per completion; other estimators return `[B, R]`.
             if advantages.dim() == 1:
                 last, of_documents = episodes_of(adapter.batch)
                 if len(last) < len(of_documents):
@@ -259,6 +260,7 @@ class AdvantageWorker:
         """Return the tensors of all ranks, concatenated."""
         if self._group is None:
             return values
+        # The tensors have equal lengths on all ranks; see `losses.covariance.Gather`.
         parts = [torch.empty_like(values) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(parts, values, group=self._group)
         return torch.cat(parts)

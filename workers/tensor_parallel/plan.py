@@ -27,7 +27,9 @@ def resolve_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
         CapabilityError: The family has no plan, or its plan uses a style that is not supported.
     """
     family = model.config.model_type
+    # The model's own plan takes precedence.
     patterns = {**_plan_of_text(model), **dict(model.tp_plan or {})}
+    # A plan of the embedding and the head alone would leave the layers whole.
     layers = {pattern: style for pattern, style in patterns.items() if ".*." in pattern}
     if not layers:
         raise CapabilityError(

@@ -56,6 +56,7 @@ class LocalSlices:
         shape = [*whole.shape]
         shape[axis] = (high - low) * parts
         boxes = []
+        # The rank holds the same range of every part, and stores these ranges one after another.
         for part in range(parts):
             offset, length = [0] * whole.dim(), [*whole.shape]
             offset[axis], length[axis] = part * part_length + low, high - low
@@ -152,6 +153,7 @@ class EmbeddingRowwise(_Style):
         self.slices.cut(module, self.path, "weight", 0, rank, size)
         # It only affects gradients, and may lie outside of this rank's rows.
         module.padding_idx = None  # type: ignore[assignment]
+        # The hook before the module passes the mask to the hook after it.
         outside: list[Tensor] = []
 
         def shift(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

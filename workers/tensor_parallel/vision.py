@@ -78,6 +78,7 @@ class ImageReader:
         except ValueError as e:
             raise ConfigError(f"the images cannot be used: {e}") from e
         grids: Tensor = inputs["image_grid_thw"]
+        # The vision tower merges a square of patches into one token.
         merged = int(self._processor.merge_size) ** 2
         return Pixels(inputs["pixel_values"], grids, [int(n) // merged for n in grids.prod(-1)])
 
@@ -156,6 +157,7 @@ def step_with_images(
         vision = backbone.get_image_features(pixels.values.to(device), grids)
         hidden = backbone.get_input_embeddings()(ids)
         features = torch.cat(list(vision.pooler_output)).to(hidden.device, hidden.dtype)
+        # `[1, T, H]`: the features replace the embeddings of the image tokens, in order.
         hidden = hidden.masked_scatter(visual[..., None].expand_as(hidden), features)
         positions, delta = backbone.get_rope_index(ids, mm_token_type_ids=visual.int(), image_grid_thw=grids)
         # Positions count from the beginning of this prompt; those before it are added.
