@@ -333,6 +333,7 @@ class RoleHost:
         worker = self._workers[role]
         if not hasattr(worker, "load_weights"):
             raise ConfigError(f"{type(worker).__name__}, the worker of {role!r}, has no method load_weights")
+        # Beforehand, as in `call`: loading may fail after some tensors have changed.
         self._stale.add(role)
         # Not every worker counts versions or averages weights.
         taken = signature(worker.load_weights).parameters
