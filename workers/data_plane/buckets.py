@@ -205,8 +205,8 @@ class Packer:
                 max(end, BUCKET_BYTES), pinned=tensor.is_cuda, shared=self._shared, patience_s=self._patience_s
             )
             waited_s = time.monotonic() - started
-            # Patience is shared by successive waits that end with a new block: a target that has stopped reading delays
-            # the stream by PATIENCE_S in all, not once for each bucket. A block that was returned restores it.
+            # Successive waits that end with a new block share one limit: a target that has stopped reading delays the
+            # stream by PATIENCE_S in all, not once for each bucket. A block that was returned restores the limit.
             self._patience_s = self._patience_s - waited_s if self._block.is_new else PATIENCE_S
         copy = self._block.data[begin:end].view(tensor.dtype).view(tensor.shape)
         if tensor.is_cuda and not self._block.pinned:
