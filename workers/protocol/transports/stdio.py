@@ -138,8 +138,8 @@ class StdioTransport:
         with self._lock:
             try:
                 while self._outgoing and self._room.poll(0):
-                    # A ready descriptor takes this many bytes without blocking. O_NONBLOCK would also affect other processes
-                    # that share it.
+                    # A ready descriptor takes this many bytes without blocking. O_NONBLOCK would affect other processes
+                    # that share it as well.
                     count = os.write(self._write, self._outgoing[: select.PIPE_BUF])
                     del self._outgoing[:count]
             except OSError as e:
