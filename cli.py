@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(arguments)
         sys.stdout.flush()
         return code
+    # The reader of the output, such as `head`, has ended. Python would report the error again when it flushes at exit.
     except BrokenPipeError:
         from .engine.parallel.process import discard_output
 
@@ -90,6 +91,7 @@ def _call(name: str, command: Command, arguments: list[str]) -> int:
     try:
         module = import_module(f"{PACKAGE}.{command.module}")
     except ModuleNotFoundError as e:
+        # Any other missing module is an error of the installation, or of Drivetrain, and shows its traceback.
         if not command.extra or e.name not in OPTIONAL:
             raise
         print(f"error: drivetrain {name} needs {e.name}: pip install 'drivetrain[{command.extra}]'", file=sys.stderr)
@@ -134,10 +136,12 @@ def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     words = iter(arguments)
     for word in words:
         name, separator, value = word.partition("=")
+        # torchrun accepts both spellings.
         name = name.replace("_", "-") if name.startswith("--") else name
         if name not in ("--nproc", *LAUNCHER_OPTIONS):
             settings.append(word)
             continue
+        # An option may be written as one word with `=`, or as two.
         value = value if separator else next(words, "")
         if name == "--nproc" and not (value.isdigit() and 0 < int(value) <= MOST_PROCESSES):
             raise ValueError(

@@ -20,6 +20,8 @@ def main(words: list[str]) -> int:
     # torchrun sets this too, and prints a four-line notice about it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
+        # With --standalone, torchrun takes a free port. Its default port is fixed, so two runs on one machine would
+        # collide.
         alone = (
             []
             if any(word.split("=")[0] in ("--nnodes", "--rdzv-endpoint", "--master-addr") for word in words)

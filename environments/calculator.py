@@ -55,6 +55,7 @@ def calculate(expression: str) -> str:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except SyntaxError:
         raise ValueError(f"{expression!r:.60} is not an arithmetic expression") from None
+    # Python's parser raises RecursionError or MemoryError if an expression is nested too deeply.
     except (ZeroDivisionError, OverflowError, TypeError, RecursionError, MemoryError) as e:
         raise ValueError(f"{expression!r:.60} has no value: {type(e).__name__}: {e}") from None
     if isinstance(value, float):
@@ -71,6 +72,7 @@ def _value(node: ast.expr) -> int | float:
         return _CONSTANTS[node.id]
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _bounded(_UNARY[type(node.op)](_value(node.operand)))
+    # Python reads 1,000 as a tuple.
     if isinstance(node, ast.Tuple):
         raise ValueError("a number is written without commas")
     if isinstance(node, ast.BinOp):
@@ -88,6 +90,7 @@ def _value(node: ast.expr) -> int | float:
 
 def _power(base: int | float, exponent: int | float) -> int | float:
     if isinstance(base, int) and isinstance(exponent, int) and exponent > 0 and abs(base) > 1:
+        # Compared as logarithms, because computing a huge power could take hours.
         if exponent * math.log10(abs(base)) > math.log10(_LARGEST):
             raise ValueError("a number is too large")
         return int(base**exponent)

@@ -194,6 +194,7 @@ def check_next(result: Any) -> Observation | Done:
     if not isinstance(result, Observation | Done):
         raise EnvironmentResultError(f"step returned {_described(result)}; it must be an Observation, or Done")
     reward = result.reward
+    # Written so that NaN, for which every comparison is false, is refused too.
     if reward is not None and (not isinstance(reward, Real) or not abs(reward) <= LARGEST_REWARD):
         raise EnvironmentResultError(f"step returned reward={reward!r:.40}; it must be a finite number, or None")
     if isinstance(result, Observation):
@@ -237,11 +238,13 @@ def _check_observation(observation: Observation, method: str) -> None:
     _check_unread(observation.unread, method)
     try:
         schemas = [dict(schema) for schema in observation.tools]
+        # Encoding finds lone surrogates, which tokenizers reject.
         json.dumps(schemas, ensure_ascii=False).encode()
     except (TypeError, ValueError) as e:
         raise EnvironmentResultError(
             f"{method} returned an Observation with tools={observation.tools!r:.60}; they must be JSON schemas: {e}"
         ) from e
+    # A string is a sequence of strings too: its characters.
     if isinstance(observation.stop, str) or not all(isinstance(one, str) and one for one in observation.stop):
         raise EnvironmentResultError(
             f"{method} returned an Observation with stop={observation.stop!r:.40}; it must be a list of non-empty strings"

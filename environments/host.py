@@ -114,6 +114,7 @@ def serve_one(messages: Messages) -> None:
         except BaseException as e:  # importing the program can raise anything, including SystemExit
             messages.send(f"{type(e).__name__}: {e}")
             return
+        # An empty text tells the pool that the process is ready.
         messages.send("")
         asyncio.run(_Host(messages, location, settings).serve())
 
@@ -133,6 +134,7 @@ class _Host:
         self._threads = ThreadPoolExecutor(THREADS)
         # A separate sender: the pool may send more calls before it reads replies, and these have to be read in the meantime.
         self._writer = ThreadPoolExecutor(1)
+        # The event loop has only weak references to its tasks.
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -154,8 +156,9 @@ class _Host:
     async def _answer(self, call: HostCall) -> None:
         try:
             value = await self._call(call)
-            # Raised for `close`.
+            # A `close` that returns True reports that something keeps running.
             reply = HostReply(key=call.key, kind="value", value=value, goes_on=call.kind == "close" and value is True)
+            # Inside the block, so that a result that cannot be pickled is an error of this call.
             data = pickle.dumps(reply)
         except _TooLongError as e:
             message = "the call took longer than environment.timeout_s"
@@ -175,6 +178,7 @@ class _Host:
             await self._run(environment.close)
             return description
         if call.kind == "close":
+            # Removed first, so that it is closed only once, even if closing it fails.
             closed = self._environments.pop(call.key, None)
             return None if closed is None else await self._run(closed.close)
         if call.kind == "reset":

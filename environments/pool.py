@@ -143,6 +143,7 @@ class EnvironmentPool:
             if self._closed:
                 raise ConfigError("the environment pool was closed")
             host = self._host_of.get(call.key)
+            # A step of an episode that has ended must not begin another one.
             if host is None and call.kind != "step":
                 host = self._host_of[call.key] = self._choose()
         if host is None:
@@ -243,6 +244,7 @@ class _HostThread:
             self._closing = True
             if not self.is_over:
                 self._notify()
+        # A callback of an outcome, which runs in that thread, may close the pool.
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -290,6 +292,8 @@ class _HostThread:
                 process.send(call, _SEND_S)
                 if call.kind != "close":
                     with self._lock:
+                        # The time limit begins when the process has been sent the call, unless the episode has ended in
+                        # the meantime.
                         if call.key in self._outcomes:
                             self._deadlines[call.key] = time.monotonic() + timeout_s
             state = process.wait(self._until_deadline(), self._woken)
@@ -337,6 +341,7 @@ class _HostThread:
             for key in late:
                 del self._deadlines[key]
                 self._episodes.discard(key)
+            # The process should have reported the timeout itself, so something blocks it.
             self.retired |= bool(late)
         for outcome in outcomes:
             outcome.set_exception(EnvironmentFailure("the call took longer than environment.timeout_s", "timeout"))
@@ -346,7 +351,9 @@ class _HostThread:
             self.is_over, self._reason = True, reason
             outcomes, self._outcomes = list(self._outcomes.values()), {}
             self._episodes.clear()
+            # Under the lock, because other threads write to the pipe while the process is not over.
             os.close(self._woken)
             os.close(self._wake)
         for outcome in outcomes:
+            # Outside of the lock, because callbacks of the outcome may call the pool again.
             outcome.set_exception(EnvironmentFailure(reason, "lost"))

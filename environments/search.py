@@ -87,8 +87,10 @@ class CorpusIndex:
         if _identity(self._index) == identity:
             return
         try:
+            # A file of its own: a lock on the index would be lost when the index is replaced.
             with open(f"{self._index}.lock", "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
+                # Checked again, because another process may have built it while this one waited for the lock.
                 if _identity(self._index) != identity:
                     self._build(identity)
         except OSError as e:
@@ -114,6 +116,7 @@ class CorpusIndex:
             raise ConfigError(
                 f"the index of {self._corpus} cannot be built ({e}); SQLite needs full-text search (FTS5) and enough disk space"
             ) from e
+        # Readers see either the old index or the complete new one.
         os.replace(new, self._index)
 
     def _documents(self) -> Iterator[tuple[str, str]]:
@@ -124,6 +127,7 @@ class CorpusIndex:
                 try:
                     document = json.loads(line.decode())
                     title, text = document.get("title") or "", document["text"]
+                    # Fails on lone surrogates, which Python's sqlite3 refuses.
                     f"{title}{text}".encode()
                 except (ValueError, KeyError, AttributeError) as e:
                     raise ConfigError(
@@ -162,6 +166,7 @@ def _identity(index: Path) -> str | None:
     return _read_identity(str(index), about.st_mtime_ns, about.st_ino)
 
 
+# Every episode asks for it; another file of the same name has another time or inode.
 @lru_cache(maxsize=16)
 def _read_identity(index: str, modified: int, inode: int) -> str | None:
     try:

@@ -68,6 +68,7 @@ def parse_calls(text: str) -> list[ToolCall]:
     Raises:
         CallFormatError: The content between the tags is not in any of these formats.
     """
+    # Without a thought, this is the whole text.
     text = text.rpartition(_THOUGHT)[2]
     if tagged := _TAGGED.findall(text):
         return [_tagged_call(content.strip()) for content in tagged]
@@ -94,8 +95,10 @@ def _tagged_call(content: str) -> ToolCall:
     if "<arg_key>" in content:
         keys = [key for key, _ in _between(content, "<arg_key>", "</arg_key>")]
         values = [value for value, _ in _between(content, "<arg_value>", "</arg_value>")]
+        # A truncated call may lack its last value.
         arguments = dict(zip(map(str.strip, keys), values, strict=False))
         return ToolCall(name=content[: content.index("<arg_key>")].strip(), arguments=arguments, untyped=True)
+    # A call without arguments may be just the name.
     if _NAME.fullmatch(content) and not content.isdigit():
         return ToolCall(name=content)
     try:
@@ -187,6 +190,7 @@ class ToolEnvironment(Environment):
         """Answer the calls of a turn, or end the episode if it has none."""
         try:
             calls = self.calls_in(turn.text)
+        # The policy reads the error as the result of the call, and may correct it.
         except CallFormatError as e:
             return Observation(messages=[_message(0, "", f"error: {e}")])
         if not calls:

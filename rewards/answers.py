@@ -83,6 +83,7 @@ def final_answer(completion: str, extract: str = "auto") -> str | None:
         for kind in ("tag:answer", "boxed"):
             inner = final_answer(completion, kind)
             if inner is not None:
+                # Inside of a tag, a box marks the answer more precisely.
                 boxed = _last_boxed(inner)
                 return inner if boxed is None else boxed
         return completion.strip()
@@ -102,6 +103,7 @@ def _last_boxed(text: str) -> str | None:
     if start < 0:
         return None
     begin = start + len(_BOXED)
+    # Braces are counted, because they may be nested, as in \frac{1}{2}.
     depth = 1
     for i, character in enumerate(text[begin:], start=begin):
         depth += {"{": 1, "}": -1}.get(character, 0)
@@ -153,6 +155,7 @@ def _same_mathematics(answer: str, reference: str) -> bool:
     return bool(gold) and bool(verify(list(gold), parse(_marked(answer), parsing_timeout=None), timeout_seconds=None))
 
 
+# All completions to a prompt are compared with the same reference.
 @lru_cache(maxsize=256)
 def _parsed(reference: str) -> tuple[Any, ...]:
     from math_verify import parse

@@ -52,6 +52,7 @@ def check_json(completion: str, *, schema: Mapping[str, Any] | str = "{}") -> fl
 
 
 def _refuse(name: str) -> None:
+    # Called for NaN and the infinities, which Python's parser accepts by default.
     raise ValueError(f"{name} is not JSON")
 
 

@@ -127,6 +127,7 @@ class RewardPool:
 
         def finish_first(ended: Future[Any]) -> None:
             if not ended.cancelled() and isinstance(ended.exception(), ProcessEndedError):
+                # If the pool has been closed in the meantime, the first failure is the result.
                 with suppress(PoolClosedError):
                     call(finish)
                     return
@@ -191,6 +192,8 @@ def _prepare(size: int, targets: bytes) -> None:
         for target in pickle.loads(targets):
             with suppress(Exception):
                 _resolve(target)
+                # The function imports this library when it first needs it, which would count toward the time of that
+                # call.
                 if str(target).endswith(":match_answer"):
                     import_module("math_verify")
 

@@ -57,6 +57,7 @@ def find_program(completion: str) -> str:
         fence = _FENCE.fullmatch(line)
         if fence and language is None:
             language, lines = fence.group(1).lower(), []
+        # Inside a block, a fence with a language does not end it.
         elif fence and not fence.group(1):
             blocks["python" if str(language).startswith("py") else str(language)] = "\n".join(lines)
             language = None

@@ -122,6 +122,7 @@ def import_function(location: str) -> Callable[..., Any]:
         ConfigError: It cannot be imported, or is not callable.
     """
     function = REWARDS.load(location)
+    # A class is a reward if its instances can be called.
     if isinstance(function, type):
         function = function()
     if not callable(function):

@@ -54,6 +54,7 @@ def script_share(completion: str, *, script: str = "LATIN") -> float:
     if not letters:
         return 1.0
     upper_name = script.upper()
+    # A few names begin with two scripts, such as KATAKANA-HIRAGANA PROLONGED SOUND MARK; the first one counts.
     return sum(unicodedata.name(letter, "").split(" ")[0].split("-")[0] == upper_name for letter in letters) / len(letters)
 
 

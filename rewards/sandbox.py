@@ -29,7 +29,10 @@ from .seccomp import seccomp_filter
 RunKind = Literal["ended", "timeout", "memory", "output", "not_started"]
 MIB = 2**20
 _PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
+# The interval at which limits are checked while a program neither reads nor prints.
 _POLL_S = 0.02
+# Above the ids that systems assign. Each program gets a random one, because its memory is that of all processes with
+# its id.
 _FIRST_UID = 2**30
 _PAGE = resource.getpagesize()
 _REAP_S = 10.0
@@ -114,6 +117,7 @@ def check_sandbox() -> str:
     if python is None:
         raise ConfigError(f"the sandbox needs a system Python ({' or '.join(_PYTHONS)}): apt-get install python3")
     secret = secrets.token_hex(8)
+    # The process id is this small only in a process namespace of its own.
     result = _run(python, f"import os; print(os.getpid() < 9, {secret!r})", "", SandboxLimits(seconds=60))
     if result.stdout != f"True {secret}\n":
         raise ConfigError(
@@ -129,6 +133,7 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Progra
     memory = int(limits.memory_mb * MIB)
     # Encoded before there is anything to clean up: a lone surrogate cannot be encoded.
     texts = program.encode(errors="replace"), stdin.encode(errors="replace")
+    # Three pipes: the source of the program, a sign that it has begun, and bwrap's report of the first process.
     source, write = os.pipe()
     start_read, begin = os.pipe()
     about, tell = os.pipe()
@@ -138,14 +143,18 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Progra
         f"import os, runpy; os.write({begin}, b'1'); os.close({begin}); runpy.run_path('/main.py', run_name='__main__')"
     )
     words = [
+        # New namespaces: no network, and no further user namespaces. Everything ends with this process.
         *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv"),
         *("--seccomp", str(denied), "--info-fd", str(tell)),
+        # Of the file system only /usr and the source are visible, and everything that can be written to is limited in
+        # size.
         *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin"),
         *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64"),
         *("--proc", "/proc", "--dev", "/dev", "--size", str(MIB), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *("--size", str(limits.disk_mb * MIB), "--tmpfs", "/tmp", "--chdir", "/tmp"),
         *("--ro-bind-data", str(source), "/main.py", "--remount-ro", "/"),
         *("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "PYTHONIOENCODING", "utf-8"),
+        # Limits that the kernel enforces; `_watch` adds those of the time, the output and the memory of all processes.
         *("--", "prlimit", f"--nproc={limits.processes}", f"--as={memory}", f"--fsize={limits.disk_mb * MIB}"),
         *(f"--cpu={int(limits.seconds) + 2}", "--nofile=64", "--core=0", "--"),
         *(python, "-I", "-B", "-c", bootstrap),
@@ -180,6 +189,7 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Progra
             finally:
                 _kill(process)
                 _reap(process.pid, _first_process(about))
+                # All processes have ended and closed their ends of the pipe, so this read does not block.
                 started = os.read(start_read, 1) == b"1"
                 os.close(start_read)
     code = process.returncode
@@ -201,9 +211,11 @@ def _watch(
     deadline = time.monotonic() + limits.seconds
     outputs = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
     texts = tuple(outputs.values())
+    # A duplicate, because `_write` closes it; Popen must not close the same number again.
     inputs = {source: memoryview(program), os.dup(process.stdin.fileno()): memoryview(stdin)}
     process.stdin.close()
     kind: RunKind = "ended"
+    # One loop that never blocks serves all pipes: a program need not read its input, and may print without end.
     with selectors.DefaultSelector() as selector:
         for number in inputs:
             os.set_blocking(number, False)
@@ -224,6 +236,8 @@ def _watch(
                     kind = "output"
                 elif time.monotonic() > deadline:
                     kind = "timeout"
+                # Without an id of its own, a program's processes cannot be identified; then only the address space of
+                # each is limited.
                 elif uid is not None and _memory_of(uid) > limits.memory_mb * MIB:
                     kind = "memory"
                 if kind != "ended" or (process.poll() is not None and not outputs):
@@ -233,6 +247,7 @@ def _watch(
                 os.close(number)
     if kind == "ended":
         try:
+            # A program may close its output long before it ends.
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             kind = "timeout"

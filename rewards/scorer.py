@@ -138,6 +138,7 @@ class RewardScorer:
                 )
         self._pool = RewardPool(config.workers, config.timeout_s, config.memory_mb, tuple(self._targets.values()))
         try:
+            # Every function is imported in a process now, so that one that cannot be used ends the run at its start.
             self._signatures: dict[str, Signature] = {
                 name: self._pool.describe(target) for name, target in self._targets.items()
             }
@@ -190,6 +191,7 @@ class RewardScorer:
         routes = self._routes(renamed)
         asked = {name: rows for name, rows in routes.items() if name not in self._models}
         self._check_columns(renamed, asked)
+        # All rows have been checked; only now is a function called.
         pending = PendingScores(self, samples, asked, {name: routes[name] for name in self._models})
         for name, rows in asked.items():
             size = len(rows) if self._signatures[name].at_once else self._answers_per_call(name, len(rows))
@@ -203,6 +205,7 @@ class RewardScorer:
             seconds = self._seconds.get(name)
         if seconds is None:
             return 1
+        # At least two calls per process, so that a process that has finished early takes over some of the work.
         return max(1, min(int(_CALL_S / max(seconds, 1e-6)), -(-count // (2 * self._config.workers))))
 
     def _ask(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], pending: PendingScores) -> None:
@@ -246,6 +249,7 @@ class RewardScorer:
             self._submit_again(name, [row], samples, partial(collect, row))
 
     def _submit(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], done: Done) -> None:
+        # One call for all gets the time that its completions would have as single calls, divided among the processes.
         calls = -(-len(rows) // self._config.workers) if self._signatures[name].at_once else 1
         settings = self._config.settings.get(name, {})
         self._pool.submit(self._targets[name], [samples[row] for row in rows], settings, done, calls=calls)
@@ -290,6 +294,7 @@ class RewardScorer:
                         "rewards.on_failure=drop such completions are left out"
                     )
                 elif self._config.on_failure == "drop":
+                    # It stays NaN whatever other rewards add.
                     totals[row] = math.nan
         # A completion that no function applies to, or whose environment failed, has no reward, which differs from a reward of 0.
         rewards = [total if has_value else math.nan for total, has_value in zip(totals, judged, strict=True)]

@@ -27,6 +27,7 @@ def seccomp_filter() -> bytes | None:
     denied = _DENIED[machine]
     count = len(denied)
     program = [
+        # A process of another architecture, in whose numbering the list would deny other calls, is killed.
         (_LOAD, 0, 0, 4),
         (_EQUAL, 1, 0, _ARCHITECTURES[machine]),
         (_RETURN, 0, 0, _KILL),

@@ -78,6 +78,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     title = getattr(function, "__qualname__", type(function).__name__)
     if any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters.values()):
         raise ConfigError(f"the reward {title} has positional-only parameters, but is called with keyword arguments")
+    # The first parameter that only one of the conventions has decides.
     convention: Convention = next((_MARKS[name] for name in parameters if name in _MARKS), "each")
     named = {name: p for name, p in parameters.items() if p.kind != p.VAR_KEYWORD}
     if convention == "each" and not _GIVEN & set(named):
@@ -93,6 +94,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
         "each": _GIVEN,
     }[convention]
     column_parameters = {name: p for name, p in named.items() if name not in sample_parameters}
+    # An object with an asynchronous `__call__` is not a coroutine function itself.
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return Signature(
         convention=convention,
@@ -246,6 +248,7 @@ def _arguments(signature: Signature, sample: RewardSample, settings: Mapping[str
         "turns": [dict(turn) for turn in sample.turns],
         "environment_reward": sample.environment_reward,
     }
+    # The sample's own values take precedence over columns of the same names.
     return {**_wanted(signature, columns), **_asked(signature, arguments)}
 
 
@@ -286,6 +289,7 @@ def _asked(signature: Signature, arguments: Mapping[str, Any]) -> dict[str, Any]
 
 def _verl(sample: RewardSample) -> dict[str, Any]:
     columns = sample.columns
+    # verl's data sets have the reference inside of this column.
     nested = columns.get("reward_model")
     if "ground_truth" in columns:
         truth = columns["ground_truth"]

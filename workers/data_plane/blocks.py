@@ -23,6 +23,7 @@ CAN_SHARE = hasattr(os, "memfd_create")
 
 _COUNT, _NAME, _HEAD = 8, 32, 4096
 """A shared block begins with the number of its readings that have ended, and its name; its bytes begin on a page of their own."""
+# The counter of readings in shared memory cannot wake another process, so it is polled.
 _POLL_S = 0.0002
 
 
@@ -73,6 +74,8 @@ class SharedBlock(Block):
     shared = True
 
     def __init__(self, size: int) -> None:
+        # A memfd has no name in a file system: its memory is freed with the last process that uses it, also after a
+        # crash. The descriptor stays open as long as this object, because other processes open the block through it.
         file = os.memfd_create("drivetrain")
         weakref.finalize(self, os.close, file)
         os.ftruncate(file, _HEAD + size)
@@ -83,6 +86,8 @@ class SharedBlock(Block):
         self.pinned, self.in_flight, self.is_new, self.is_late = False, [], True, False
         self.address = (f"/proc/{os.getpid()}/fd/{file}", name, size)
         """The arguments for opening it in another process: the file, the name stored in it, and the size."""
+        # Readings are counted, not identified: a block is reused only when all of them have ended, so their order does
+        # not matter.
         self._ended, self._lent = np.frombuffer(memory, np.uint64, 1), 0
 
     def lend(self) -> InFlight:
@@ -127,6 +132,8 @@ class BlockPool:
             patience_s: How long to wait for the oldest block if the maximum number is in flight, in seconds; then a new one is added.
         """
         pinned = pinned and not shared
+        # Late blocks are not waited for again. Their reader may have ended, and every later block would cost the same
+        # wait.
         awaited = [block for block in self._blocks if not block.is_late and not block.is_free()]
         if patience_s > 0 and len(awaited) >= IN_FLIGHT:
             awaited[0].is_free(patience_s)
@@ -134,6 +141,7 @@ class BlockPool:
             if block.data.numel() >= size and (block.shared, block.pinned) == (shared, pinned) and block.is_free():
                 self._blocks.remove(block)
                 return block
+        # Blocks that do not fit are freed before a larger one is allocated.
         self.trim()
         return SharedBlock(size) if shared else Block(size, pinned=pinned)
 
@@ -171,12 +179,16 @@ class BlockReader:
         Raises:
             WorkerLostError: The block cannot be opened.
         """
+        # Removed and inserted again, so that the block that was used least recently is dropped first. A large block is
+        # not kept: its memory would stay allocated after its owner has freed it.
         memory = self._open.pop(name, None) or _opened(path, name, size)
         if size <= KEPT_BYTES:
             self._open[name] = memory
         while len(self._open) > IN_FLIGHT + 1:
+            # Not `close()`, which raises an error while arrays use the mapping; it ends with the last of them.
             self._open.popitem(last=False)
         array = np.frombuffer(memory, np.uint8, used, _HEAD)
+        # The tensor below and all its views keep the array alive, so its end is the end of the reading.
         weakref.finalize(array, _end_reading, np.frombuffer(memory, np.uint64, 1)).atexit = False
         return torch.from_numpy(array)
 
@@ -198,4 +210,6 @@ def _opened(path: str, name: str, size: int) -> mmap.mmap:
 
 
 def _end_reading(ended: "np.ndarray[tuple[int], np.dtype[np.uint64]]") -> None:
+    # This is not atomic between processes. It need not be: a source of weights sends to a single process of another
+    # pool.
     ended += np.uint64(1)

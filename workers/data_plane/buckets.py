@@ -91,10 +91,13 @@ class BroadcastChannel:
 
     def __init__(self, groups: EngineGroups, source: int, targets: Sequence[int]) -> None:
         self._source = source
+        # Buckets are in host memory, so gloo carries them in pools on GPUs too.
         self._group = groups.get([source, *targets], "gloo")
 
     def send(self, bucket: Bucket) -> None:
         """Send a bucket to all."""
+        # Two collectives: the receivers allocate memory of the size that the first one implies, and skip the second one
+        # if it is 0.
         dist.broadcast_object_list([bucket.contents, bucket.total, bucket.error], src=self._source, group=self._group)
         if bucket.data.numel():
             dist.broadcast(bucket.data, src=self._source, group=self._group)
@@ -151,9 +154,11 @@ class LinkChannel:
             raise RemoteError(header.error)
         contents, total = header.about
         if header.block is not None:
+            # Only the address has traveled; the tensors are views of the source's memory.
             data = self._reader.read(*header.block)
         elif 0 < header.size <= CHUNK_BYTES:
             data = torch.frombuffer(self._links.receive_chunk(header), dtype=torch.uint8)
+            # The memory is that of ZeroMQ's message, which begins anywhere.
             if data.data_ptr() % ADDRESS:
                 data = data.clone()
         else:
@@ -190,6 +195,7 @@ class Packer:
         """
         if tensor.dtype not in DTYPE_NAMES:
             raise ConfigError(f"{name} is {tensor.dtype}, which cannot be sent; it must be one of {', '.join(DTYPES)}")
+        # The span of a tensor of this size after the bytes that the block already contains.
         (_, (begin, end)), _ = aligned([self._size, tensor.numel() * tensor.itemsize])
         if self._block is None or end > self._block.data.numel():
             self.flush()
@@ -199,13 +205,17 @@ class Packer:
                 max(end, BUCKET_BYTES), pinned=tensor.is_cuda, shared=self._shared, patience_s=self._patience_s
             )
             waited_s = time.monotonic() - started
+            # Successive waits that end with a new block share one limit: a target that has stopped reading delays the
+            # stream by PATIENCE_S in all, not once for each bucket. A block that was returned restores the limit.
             self._patience_s = self._patience_s - waited_s if self._block.is_new else PATIENCE_S
         copy = self._block.data[begin:end].view(tensor.dtype).view(tensor.shape)
         if tensor.is_cuda and not self._block.pinned:
+            # Shared memory is not pinned, so the copy goes through pinned pieces.
             source = tensor.detach().contiguous().view(-1).view(torch.uint8)
             self._blocks.staging(tensor.device).copy(self._block.data[begin:end], source)
         else:
             copy.copy_(tensor.detach())
+        # The digest is that of the copy, which is what travels.
         self._contents.append((name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), stream_digest.add(name, copy)))
         self._size = end
 
@@ -216,5 +226,6 @@ class Packer:
         block, self._block = self._block, None
         bucket = Bucket(contents=self._contents, data=block.data[: self._size], block=block)
         block.in_flight = [sent for channel in self._channels if (sent := channel.send(bucket)) is not None]
+        # Returned immediately: the pool does not hand it out before everything in flight has been read.
         self._blocks.give(block)
         self._contents, self._size = [], 0

@@ -45,7 +45,9 @@ class SentTensors:
                 "weights"
             )
         if not digest:
+            # A complete transfer: the old tensors are freed before the new ones arrive.
             self._tensors = {}
+        # Set again by the caller when the transfer has succeeded: a partial state must not be the base of the next one.
         self.digest = ""
 
     def pieces(self, name: str, tensor: Tensor, results: StreamDigest, *, stays: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -61,6 +63,7 @@ class SentTensors:
         results.add(name, now)
         before = self._tensors.get(name)
         if before is None or before.shape != now.shape or before.dtype != now.dtype:
+            # A tensor in host memory is not copied by `to`, and the next update changes it in place.
             self._tensors[name] = now if stays else now.clone()
             yield name, now
             return
@@ -72,6 +75,7 @@ class SentTensors:
             self._tensors[name] = now
         if not count:
             yield name + SAME, _NOTHING
+        # Positions are int32, 4 bytes each.
         elif now.numel() < 2**31 and count * (4 + now.itemsize) * WORTH < now.numel() * now.itemsize:
             positions = np.flatnonzero(differs).astype(np.int32)
             if not stays:
@@ -101,6 +105,7 @@ class SentTensors:
                 name = name.removesuffix(POSITIONS)
                 tensor, positions = self._kept(name), piece.to(torch.int64)
                 values_name, values = next(pieces, ("", _NOTHING))
+                # Positions come from another process. torch would count a negative one from the end.
                 fits = values_name == name + VALUES and values.dtype == tensor.dtype and values.shape == positions.shape
                 if not fits or not bool(((positions >= 0) & (positions < tensor.numel())).all()):
                     raise ModelError(f"the changes of {name} do not fit it; sync all weights")

@@ -127,6 +127,7 @@ class DataRef:
                 f"the two sides hold different samples ({len(self)} and {len(other)}, {len(set(self.ids) & set(other.ids))} in "
                 "common); columns can be joined only for the same samples"
             )
+        # A field of both sides is an extra field only if the right side, whose column is used, says so.
         return replace(
             self, keys={**self.keys, **other.keys}, extra_fields=(self.extra_fields - other.keys.keys()) | other.extra_fields
         )

@@ -115,10 +115,13 @@ class ShardedDataset:
         """
         first = self.position if start is None else start
         end = first + count
+        # The first position from here on with this share's remainder.
         begin = first + (self._dp_rank - first) % self._dp_size
         positions = list(range(begin, end, self._dp_size)) if self._loads else []
         samples = [self._sample_at(position) for position in positions]
         batch = _batch([(f"sample {index}", self._read(index)) for _, index in samples]) if samples else None
+        # Every rank advances by the samples of all shares, also one that loads nothing: positions are equal on all
+        # ranks.
         self.position = end
         return Fetched(samples=samples, positions=positions, batch=batch, end=end)
 
@@ -129,6 +132,8 @@ class ShardedDataset:
             raise DataError(f"sample {index} cannot be loaded: {type(e).__name__}: {e}") from e
 
     def _sample_at(self, position: int) -> tuple[int, int]:
+        # The generator is seeded with the epoch instead of being advanced through it, so that loading can resume in any
+        # epoch. Positions ascend, so it is enough to keep the order of one epoch.
         epoch, index = divmod(position, len(self))
         if self._order[0] != epoch:
             shuffled = self._spec.shuffle
@@ -160,6 +165,7 @@ def _batch(samples: Sequence[tuple[str, Mapping[str, Any]]]) -> PackedBatch:
     for name in rows[0]:
         if name in _STRUCTURE:
             continue
+        # A list is a field with one entry per token, and a single number is one per sample.
         if all(hasattr(row[name], "__len__") for row in rows):
             if wrong := [i for i, row in enumerate(rows) if len(row[name]) != len(row["input_ids"])]:
                 raise DataError(

@@ -40,6 +40,7 @@ class StreamDigest:
         """Return the digest of all tensors, in their order."""
         hasher = xxhash.xxh3_128()
         for about, part in self._parts:
+            # The host waits for the device only here.
             text = part if isinstance(part, str) else " ".join(map(str, part.tolist()))
             hasher.update(f"{about} {text}\n".encode())
         return hasher.hexdigest()
@@ -70,8 +71,10 @@ def device_sums(tensor: Tensor) -> Tensor:
     words = [data[:whole].view(torch.int64), data[whole:].to(torch.int64)]
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     first = 0
+    # In chunks, because every operation below allocates a tensor of the size of its input.
     for part in (chunk for group in words for chunk in group.split(WORDS)):
         mixed = _mixed(part)
+        # Odd factors: multiplication by an even one modulo 2**64 would lose the high bits of a word.
         places = torch.arange(first, first + part.numel(), device=tensor.device) * 2 + 1
         sums += torch.stack([mixed.sum(), (mixed * places).sum()])
         first += part.numel()
@@ -79,6 +82,7 @@ def device_sums(tensor: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor) -> Tensor:
+    # MurmurHash3's 0xFF51AFD7ED558CCD and 0xC4CEB9FE1A85EC53, as the int64 numbers of the same bits.
     for factor in (-0xAE502812AA7333, -0x3B314601E57A13AD):
         # torch shifts signed integers, which repeats their sign.
         words = (words ^ (words >> 33 & 0x7FFFFFFF)) * factor

@@ -25,6 +25,7 @@ class KeptVersions:
         self._versions = {number: self._versions[number] for number in before[max(0, len(before) - count + 1) :]}
         tensors = []
         for name, tensor in stream:
+            # Copied even in host memory: the next update changes the model's tensors in place.
             tensors.append((name, tensor.detach().to("cpu", copy=True).contiguous()))
             yield tensors[-1]
         self._versions[version] = tensors

@@ -19,6 +19,7 @@ from .plan import CurveKeySet
 
 CHUNK_BYTES = 8 * 2**20
 """Bytes of one message. The receiver copies one while the next one is on its way."""
+# ZeroMQ's default is to wait without a limit for messages that no peer reads.
 LINGER_MS = 1_000
 _POLL_MS = 1_000
 
@@ -97,6 +98,8 @@ class Links:
         self._peers: dict[str, zmq.Socket[bytes]] = {}
         self._addresses: dict[str, str] = {}
         self._incarnations: dict[str, int] = {}
+        # One socket receives from all peers. The messages of each arrive in order, but those of several are
+        # interleaved.
         self._inbox: dict[str, deque[Any]] = defaultdict(deque)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         # A sender's messages wait in the memory of the sender.
@@ -164,11 +167,14 @@ class Links:
         socket = self._peer(target)
         views = [memoryview(piece).cast("B") for piece in pieces]
         size = sum(view.nbytes for view in views)
+        # A header is a message of one frame. A chunk has two: a PULL socket does not report who has sent a message, so
+        # the sender comes first.
         socket.send(msgspec.msgpack.encode(Header(self._sender, title, size, error, about, block)))
         chunks = []
         for view in views:
             for begin in range(0, view.nbytes, CHUNK_BYTES):
                 socket.send(self._sender.encode(), zmq.SNDMORE)
+                # Not copied: ZeroMQ reads the caller's memory until the tracker reports that it is done.
                 chunks.append(socket.send(view[begin : begin + CHUNK_BYTES], copy=False, track=True))
         return Sending(zmq.MessageTracker(*chunks))
 
@@ -184,9 +190,10 @@ class Links:
             if header.title == title:
                 return header
             if _number(header.title) >= _number(title):
+                # It belongs to a later transfer, whose receiver finds it here.
                 self._inbox[source].appendleft(header)
                 raise ManifestError(f"{self._name} waits for {title!r} of {source}, which sends {header.title!r}")
-            # Of a transfer that was given up here.
+            # It belongs to a transfer that was given up here.
             self._discard(header)
             left = header.size
             while left:
@@ -228,6 +235,7 @@ class Links:
 
     def close(self) -> None:
         """Close all connections."""
+        # `term` waits until all sockets of the context are closed, those of the authenticator included.
         for socket in (self._socket, *self._peers.values()):
             socket.close(linger=LINGER_MS)
         if self._authenticator is not None:
@@ -239,6 +247,8 @@ class Links:
             if target not in self._addresses:
                 raise WorkerLostError(f"{self._name} does not know the address of {target}")
             socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
+            # No limit: `send` must not block, because two workers that send to each other would then wait for each
+            # other.
             socket.set_hwm(0)
             if self._keys is not None:
                 socket.curve_serverkey = self._keys.server_public.encode()
@@ -252,6 +262,7 @@ class Links:
         """Return the next header or chunk of a peer; those of others are kept."""
         deadline = time.monotonic() + self._timeout_s
         while not self._inbox[source]:
+            # Short polls, because only this loop checks the deadline, and messages of other peers may keep arriving.
             for sender, message in self._arrived(min(_POLL_MS, int(self._timeout_s * 1000) + 1)):
                 self._inbox[sender].append(message)
             if not self._inbox[source] and time.monotonic() > deadline:
@@ -264,6 +275,7 @@ class Links:
             header = msgspec.msgpack.decode(frames[0].buffer, type=Header) if len(frames) == 1 else None
             sender = frames[0].bytes.decode() if header is None else header.source
             source, _, incarnation = sender.rpartition("#")
+            # Everything else was sent by a process that has since been replaced.
             if incarnation == str(self._incarnations.get(source, 1)):
                 yield source, frames[1] if header is None else msgspec.structs.replace(header, source=source)
 

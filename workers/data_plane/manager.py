@@ -52,6 +52,7 @@ class DataManager:
             DataMissingError: Samples that were to be sent are not here.
             WorkerLostError: A peer of another pool sent nothing in time.
         """
+        # Errors are collected, not raised: the peers of later steps wait for this process in any case.
         errors: list[Exception] = []
         for number, steps in enumerate(rounds):
             self._run_round(name, steps, f"{title}/{number}", errors)
@@ -60,6 +61,7 @@ class DataManager:
 
     def _run_round(self, name: str, steps: Sequence[Step], title: str, errors: list[Exception]) -> None:
         for step in steps:
+            # Broadcasts block, so they run first and in the order of the plan, which all members of a group share.
             if step.kind == "broadcast" and step.loads[0].layout()[1]:
                 self._broadcast(name, step.loads[0], errors)
         singles = [load for step in steps if step.kind != "broadcast" for load in step.loads if load.layout()[1]]
@@ -72,6 +74,8 @@ class DataManager:
         arriving: list[tuple[Load, list[Tensor], Tensor]] = []
         for load in inside_pool:
             if load.source == name:
+                # gloo matches the messages between two processes by their order, which is that of the plan on both
+                # sides.
                 pieces, status = self._pieces(load, errors)
                 works += [dist.isend(piece, rank_of(load.targets[0])) for piece in (*pieces, status)]
             else:
@@ -80,6 +84,8 @@ class DataManager:
                 arriving.append((load, pieces, status))
         for load in far:
             if load.source == name:
+                # Before any wait: sending over a link never blocks, so a peer that waits for this process gets its
+                # data.
                 self._send(load, title, errors)
         for work in works:
             work.wait()
@@ -103,6 +109,8 @@ class DataManager:
         group = self._groups.get(ranks, "gloo")
         is_source = name == load.source
         pieces, status = self._pieces(load, errors) if is_source else (empty_pieces(load), torch.empty(1, dtype=torch.uint8))
+        # The source's success travels last, as a byte of its own: targets do not know beforehand whether the data is
+        # there.
         for piece in (*pieces, status):
             dist.broadcast(piece, src=rank_of(load.source), group=group)
         progress.advance()

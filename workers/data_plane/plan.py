@@ -18,7 +18,7 @@ ITEM_SIZES = {
 }
 """The data types of stored samples, with their sizes in bytes."""
 MEDIA = "media:"
-"""What the name of a media field begins with, as a column."""
+"""The prefix of the names of media fields as columns."""
 ALIGNMENT = 16
 """Every column of a load begins at a multiple of this many bytes, so that it can be viewed as any data type."""
 
@@ -39,7 +39,7 @@ def rank_of(worker: WorkerId) -> int:
 
 
 def aligned(sizes: Iterable[int]) -> tuple[list[tuple[int, int]], int]:
-    """Return where tensors of these sizes begin and end when they follow each other, and the number of bytes of all."""
+    """Return where tensors of these sizes begin and end when they are stored one after another, and their total size in bytes."""
     spans, end = [], 0
     for size in sizes:
         begin = -(-end // ALIGNMENT) * ALIGNMENT
@@ -54,7 +54,7 @@ class Column(Struct, frozen=True, omit_defaults=True):
     Args:
         key: The key in the store: the name of a field, and the version after an `@`.
         dtype: The data type, as in `values`.
-        per: What a row is: a token of a sample, the sample itself, or one of several entries that a sample has (`media`).
+        per: What a row belongs to: a token of a sample, the sample, or one of the entries of a sample (`media`).
         tail: The shape of a row.
         rows: With `media`, the number of rows of each sample.
     """
@@ -85,10 +85,10 @@ class CurveKeySet(Struct, frozen=True):
     """The CURVE keys that all workers of a group share, in Z85.
 
     Args:
-        server_public: With which a worker recognizes those that it connects to.
-        server_secret: With which it is recognized by those that connect to it.
-        client_public: The only key from which connections are accepted.
-        client_secret: With which it connects.
+        server_public: The public key of every worker's socket, which peers verify when they connect.
+        server_secret: The secret key of every worker's socket.
+        client_public: The public key of every connection; no other key is accepted.
+        client_secret: The secret key of every connection.
     """
 
     server_public: str
@@ -98,11 +98,11 @@ class CurveKeySet(Struct, frozen=True):
 
 
 class Load(Struct, frozen=True):
-    """Some columns of some samples, which go from one process to others.
+    """Columns of samples that one process sends to others.
 
     Args:
-        source: Where they are.
-        targets: Where they go.
+        source: The process that sends them.
+        targets: The processes that receive them.
         ids: The samples.
         lengths: The number of tokens of each.
         columns: The columns.
@@ -125,7 +125,7 @@ class Step(Struct, frozen=True):
     Args:
         kind: `broadcast`: one load from one process to several of its pool; `scatter`: several loads from one process of a
             pool; `gather`: several loads to one process of a pool; `copy`: one load from one process to another, also of another pool.
-        loads: The loads. A process is sent those that it has a part in.
+        loads: The loads. A process is only sent those that it sends or receives.
     """
 
     kind: StepKind
@@ -133,7 +133,7 @@ class Step(Struct, frozen=True):
 
 
 Round = list[Step]
-"""Steps that do not depend on each other. What one round moves, the next one may move on."""
+"""Steps that do not depend on each other. Data that one round has moved may be passed on in the next one."""
 
 
 def part_of(rounds: list[Round], worker: WorkerId) -> list[Round]:

@@ -58,6 +58,8 @@ def plan_redistribution(needs: Sequence[Need], buffer: SequenceBuffer) -> list[R
             by_pool[pool_of(target)].append(target)
         for pool, targets in by_pool.items():
             inside_pool = [holder for holder in route.holders if pool_of(holder) == pool]
+            # The holder that has the least to send so far. Names break ties, so the plan does not depend on the order
+            # of a set.
             source = min(inside_pool or route.holders, key=lambda holder: (sent[holder], holder))
             first = targets if inside_pool else targets[:1]
             load = _load(source, first, ids, route.keys, buffer)
@@ -67,6 +69,7 @@ def plan_redistribution(needs: Sequence[Need], buffer: SequenceBuffer) -> list[R
             else:
                 copies.append(load)
             if not inside_pool and len(targets) > 1:
+                # The data enters a pool once; its first target passes it on in the second round.
                 onward = Load(targets[0], tuple(targets[1:]), load.ids, load.lengths, load.columns)
                 relayed.append(Step("broadcast" if len(targets) > 2 else "copy", [onward]))
     rounds = [broadcasts + _grouped(copies), relayed]
@@ -93,6 +96,7 @@ def _routes(needs: Sequence[Need], buffer: SequenceBuffer) -> dict[_Route, list[
                 pair = (holders, need.targets)
                 if pair not in plain:
                     plain[pair] = tuple(target for target in need.targets if target not in holders)
+                # Empty if all targets hold the column already.
                 if plain[pair]:
                     by_route.setdefault((holders, plain[pair]), []).append(key)
         for (holders, targets), keys in _merged(by_route, len(sample_needs)).items():

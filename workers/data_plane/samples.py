@@ -30,6 +30,7 @@ def columns_of(batch: PackedBatch) -> Columns:
     Raises:
         BatchError: Two fields have the same name, or a field has a data type that cannot be stored.
     """
+    # [A, T] becomes [T, A]: a column has one row for each token.
     positions = batch.position_ids if batch.position_ids.dim() == 1 else batch.position_ids.T
     fields: list[tuple[str, Literal["token", "sequence", "media"], Tensor]] = [
         ("input_ids", "token", batch.input_ids),
@@ -44,6 +45,7 @@ def columns_of(batch: PackedBatch) -> Columns:
     for name, per, values in fields:
         if name in names:
             raise BatchError(f"the batch has two fields called {name!r}; rename one of them")
+        # The keys of the stores separate a name from its version by an @; see `key_of`.
         if "@" in name:
             raise BatchError(f"the batch has the field {name!r}; a name with an @ cannot be stored")
         names.add(name)
@@ -79,7 +81,7 @@ def batch_of(
 
     Args:
         store: The store.
-        ids: The samples, in order; none for a rank without any, when there are fewer samples than ranks.
+        ids: The samples, in order; empty on a rank without samples, if there are fewer samples than ranks.
         fields: The fields of the batch, with their columns in the store.
         group_ids: The group of each sample.
         names: The name of each sample, for messages.
@@ -94,6 +96,7 @@ def batch_of(
             f"the samples have no {missing[0]}, so they are not a batch; join the reference that has them, with |"
         )
     lengths = store.lengths(ids)
+    # A rank without samples takes the types from the request, because its store has none.
     pairs = {
         name: store.get(ids, column.key, copy=True) if ids else (column, _no_rows(column)) for name, column in fields.items()
     }

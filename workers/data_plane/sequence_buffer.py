@@ -118,6 +118,7 @@ class SequenceBuffer:
             BatchError: A sample has another length already.
         """
         shared_holders = self._shared(frozenset(holders))
+        # Without the numbers of rows, so that all samples share one object.
         plain = [Column(c.key, c.dtype, c.per, c.tail) for c in columns]
         for i, (sample, length) in enumerate(zip(ids, lengths, strict=True)):
             record = self._samples.get(sample)
@@ -127,11 +128,14 @@ class SequenceBuffer:
                 raise BatchError(f"sample {sample!r} has {record.length} tokens, so columns of {length} do not fit it")
             for full, column in zip(columns, plain, strict=True):
                 rows = full.rows[i] if full.per == "media" else length if full.per == "token" else 1
+                # All of these holders have it. The smallest name is the origin, so that every run chooses the same one.
                 record.columns[column.key] = StoredColumn(column, rows, min(shared_holders), shared_holders)
 
     def mark_moved(self, loads: Iterable[Load]) -> None:
         """Note that the targets of loads hold these as well."""
         for load in loads:
+            # Samples of a load mostly have the same holders, so the union is computed once for each set, not for each
+            # sample.
             grown: dict[frozenset[str], frozenset[str]] = {}
             for sample in load.ids:
                 record = self._samples.get(sample)
@@ -161,6 +165,7 @@ class SequenceBuffer:
                 for key in keys:
                     self._samples[sample].columns.pop(key, None)
         if not self._samples:
+            # Otherwise, sets are only added.
             self._sets.clear()
 
     def forget_workers(self, workers: Collection[str]) -> None:
@@ -203,6 +208,7 @@ class SequenceBuffer:
                 ready_ids.append(sample)
                 if len(ready_ids) == count:
                     break
+        # All or none: samples are marked as taken only if there are enough of them.
         if count is not None and len(ready_ids) < count:
             return []
         for sample in ready_ids:

@@ -1,4 +1,4 @@
-"""Copies from a GPU to host memory that is not pinned, such as memory that processes share, through two small pinned pieces."""
+"""Copies from a GPU to host memory that is not pinned, such as shared memory, through two small pinned buffers."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,9 +9,9 @@ PIECE_BYTES = 4 * 2**20
 
 
 class PinnedStaging:
-    """Two pinned pieces of host memory, and a stream that fills one of them while the other one is emptied.
+    """Two small pinned buffers, and a stream that fills one of them while the other one is emptied.
 
-    Without them the driver copies to memory that is not pinned through a small piece of its own, and the device waits for the host.
+    Without them, the driver copies to unpinned memory through a small buffer of its own, and the device waits for the host.
 
     Args:
         device: The GPU.
@@ -26,9 +26,10 @@ class PinnedStaging:
         """Copy bytes; both tensors `[bytes]` may change when this returns.
 
         Args:
-            target: The memory of the host, uint8.
-            source: The memory of the GPU, uint8.
+            target: The host memory, uint8.
+            source: The GPU memory, uint8.
         """
+        # Kernels that compute the source may still be queued.
         self._stream.wait_stream(torch.cuda.current_stream(source.device))
         copy_in_pieces(target, source, self._pieces, self._fill, lambda number: self._filled[number].synchronize())
 
@@ -45,17 +46,19 @@ def copy_in_pieces(
     fill: Callable[[int, Tensor, Tensor], None],
     wait: Callable[[int], None],
 ) -> None:
-    """Copy bytes through two pieces, of which one is filled while the other one is emptied.
+    """Copy bytes through two buffers, one of which is filled while the other one is emptied.
 
     Args:
-        target: Where to, `[bytes]` uint8.
-        source: Where from, `[bytes]` uint8.
-        pieces: The two pieces, each `[bytes]` uint8 of one size.
-        fill: Begins to copy a part of the source to a piece with this number.
-        wait: Waits until the piece with this number is filled.
+        target: The target, `[bytes]` uint8.
+        source: The source, `[bytes]` uint8.
+        pieces: The two buffers, `[bytes]` uint8, of equal size.
+        fill: Starts to copy a part of the source to the buffer with this number.
+        wait: Waits until the buffer with this number is filled.
     """
     size = pieces[0].numel()
     sources, targets = source.split(size), target.split(size)
+    # One round more than there are parts: each round fills one piece and then empties the one of the round before. A
+    # piece is therefore empty when it is filled again, and all parts have been waited for at the end.
     for number in range(len(sources) + 1):
         if number < len(sources):
             part = sources[number]

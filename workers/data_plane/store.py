@@ -1,7 +1,7 @@
 """The data store of a worker: (sample, key) -> tensor, in host memory.
 
 Columns arrive for many samples at once, as one tensor whose rows belong to the samples one after the other. The store keeps such
-a block whole, so that reading the same samples again costs nothing, and copies what is left of it when most of it was dropped.
+a block whole, so that reading the same samples again costs nothing, and copies the remaining rows when most of them have been dropped.
 """
 
 import hashlib
@@ -76,6 +76,7 @@ class DataStore:
     def bytes_held(self) -> int:
         """The memory of all blocks, in bytes."""
         with self._lock:
+            # The columns of a small load are views of one piece of memory, which is counted once.
             storages = {b.values.untyped_storage().data_ptr(): b.values.untyped_storage() for b in self._blocks}
         return sum(storage.nbytes() for storage in storages.values())
 
@@ -95,6 +96,7 @@ class DataStore:
             _check(column, values, counts, len(ids))
         with self._lock:
             for sample, length in zip(ids, lengths, strict=True):
+                # All samples are checked before anything changes, so that an error leaves the store as it was.
                 if self._lengths.get(sample, length) != length:
                     raise BatchError(
                         f"sample {sample!r} has {self._lengths[sample]} tokens, so columns of {length} do not fit it"
@@ -122,7 +124,7 @@ class DataStore:
         Args:
             ids: The samples.
             key: The column.
-            copy: Whether the rows have memory of their own in any case; otherwise they must not be changed.
+            copy: Whether the rows are always a copy; otherwise they must not be changed.
 
         Raises:
             DataMissingError: A sample does not have it.
@@ -130,6 +132,8 @@ class DataStore:
         """
         with self._lock:
             self.check(ids, [key])
+            # The rows are read without the lock, because the values of a block never change; compaction makes a new
+            # block.
             entries = [self._samples[sample][key] for sample in ids]
         if not entries:
             raise BatchError(f"there are no samples, so {key!r} has no type")
@@ -144,6 +148,7 @@ class DataStore:
                 )
         rows = tuple(e.end - e.begin for e in entries) if first.per == "media" else ()
         values = _joined(entries)
+        # Rows of several blocks have been copied by `torch.cat` already.
         shared = copy and values.untyped_storage().data_ptr() == _storage_of(entries)
         return Column(key, *kind, rows), values.clone() if shared else values
 
@@ -184,11 +189,11 @@ class DataStore:
         return hasher.hexdigest()
 
     def pieces(self, load: Load) -> list[Tensor]:
-        """Return the bytes of a load in the pieces in which they travel: see `empty_pieces`. They must not be changed.
+        """Return the bytes of a load in the pieces in which they are sent; see `empty_pieces`. They must not be changed.
 
         Raises:
             DataMissingError: A sample lacks a column.
-            BatchError: A column has another type than the plan says.
+            BatchError: A column does not have the type in the plan.
         """
         parts = []
         for column in load.columns:
@@ -197,8 +202,11 @@ class DataStore:
                 raise BatchError(f"{column.key!r} is {lengths} in the store, but the plan says {column}")
             parts.append(_bytes(values))
         spans, size = load.layout()
+        # Both sides derive the number of pieces from the plan, so it is not sent.
         if size >= SEPARATE_BYTES:
             return [part for part in parts if part.numel()]
+        # Zeros, because the gaps between aligned columns are sent as well, and should not contain earlier contents of
+        # the memory.
         packed = torch.zeros(size, dtype=torch.uint8)
         for part, (begin, end) in zip(parts, spans, strict=True):
             packed[begin:end] = part
@@ -227,7 +235,7 @@ class DataStore:
                 self._needed[sample] = self._needed.get(sample, 0) + 1
 
     def release(self, ids: Iterable[str]) -> None:
-        """End the effect of `hold`, and drop what was to be dropped meanwhile."""
+        """Undo `hold`, and drop what should have been dropped in the meantime."""
         with self._lock:
             for sample in ids:
                 self._needed[sample] -= 1
@@ -240,7 +248,7 @@ class DataStore:
         """Drop samples, or some of their columns. Samples that are not here are ignored.
 
         Returns:
-            The number of samples that were dropped, and of those that will be when the requests that need them have run.
+            The number of samples that were dropped, and the number that will be dropped after the requests that need them.
         """
         dropped = deferred = 0
         with self._lock:
@@ -273,12 +281,14 @@ class DataStore:
         block.samples.discard(sample)
         if not block.samples:
             self._blocks.discard(block)
+        # At half, fewer rows are copied than were dropped, so that copying never costs more than storing did.
         if 0 < block.alive < len(block.values) // 2:
             self._compact(block)
 
     def _compact(self, block: _Block) -> None:
-        """Copy what is left of a block, so that the memory of the rest is freed."""
+        """Copy the remaining rows of a block, so that the memory of the others is freed."""
         key = block.column.key
+        # In the order of the old rows, so that samples that followed each other can still be read without a copy.
         left = sorted(((s, self._samples[s][key]) for s in block.samples), key=lambda pair: pair[1].begin)
         values = torch.cat([block.values[entry.begin : entry.end] for _, entry in left])
         smaller = _Block(block.column, values, block.alive, set(block.samples))
@@ -290,9 +300,9 @@ class DataStore:
 
 
 def empty_pieces(load: Load) -> list[Tensor]:
-    """Return memory for the bytes of a load, in the pieces in which they travel.
+    """Return memory for the bytes of a load, in the pieces in which they are sent.
 
-    The columns of a large load travel, and are dropped, separately; a small one is a single piece.
+    The columns of a large load are sent, and dropped, separately; a small load is a single piece.
     """
     spans, size = load.layout()
     sizes = [end - begin for begin, end in spans if end > begin] if size >= SEPARATE_BYTES else [size] if size else []

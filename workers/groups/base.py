@@ -59,6 +59,7 @@ class RoleHandle:
         self._group, self._name = group, name
 
     def __getattr__(self, method: str) -> Any:
+        # `copy` and `pickle` look for methods with underscores, and take an AttributeError as their absence.
         if method.startswith("_"):
             raise AttributeError(method)
         self._group.roles[self._name].dispatch(method)
@@ -157,6 +158,7 @@ class WorkerGroup(ABC):
         try:
             self.flush()
         except BaseException:
+            # A refused flush leaves its calls submitted; this one must not run with a later flush.
             if call in self._submitted:
                 self.withdraw(call)
             raise
@@ -225,22 +227,27 @@ class WorkerGroup(ABC):
             calls = self._submitted
             if not calls:
                 return []
+            # First finish what is in flight: calls that Ctrl-C interrupted, and flushes whose results were not
+            # requested.
             while self._interrupted:
                 with suppress(WorkerError):
                     self._interrupted[0].result()
                 self._interrupted.pop(0)
             self._collect_done()
+            # Checked before samples are marked as moved, so that a refused flush leaves the calls as they were.
             FlushManifest.of(calls).check(self._in_flight)
             self._submitted = []
             for call in calls:
                 try:
                     call.add_transfers()
+                # Only this call fails; the others run.
                 except DrivetrainError as e:
                     call.fail(e)
             sent = [call for call in calls if call.error is None]
             if sent:
                 manifest = FlushManifest.of(sent)
                 try:
+                    # Checked again, because the transfers add processes: those that the samples come from.
                     manifest.check(self._in_flight)
                     self._run(manifest)
                 except BaseException as e:
@@ -278,6 +285,7 @@ class WorkerGroup(ABC):
         """
         if call.done:
             return False
+        # Not under the lock, which the thread that waits for the call's result may hold.
         request = Cancel(request=call.id, early_end=True)
         replies: dict[WorkerId, list[Any]] = self.ask(
             f"cancelling {call.title}", {worker: [request] for worker in call.workers}
@@ -343,6 +351,7 @@ class WorkerGroup(ABC):
                     self._kept_weights[source, target] = receipt.digest
                 return receipt
             except WorkerError as e:
+                # A rollout then refuses to generate until the next complete transfer.
                 if hasattr(self.role(target).worker, "discard_weights"):
                     self.call(target, "discard_weights", f"are not the same in all processes ({e})")
                 raise

@@ -130,6 +130,7 @@ class CallPlanner:
                 adapter=adapter,
             )
         except BaseException:
+            # The samples were put for this call only.
             if adapter is not None:
                 self._data.drop(ref, workers)
             raise
@@ -163,6 +164,7 @@ class CallPlanner:
                 raise ConfigError(f"Save(step={hook.step!r}); give the number of a step, at least 0")
             try:
                 save = replace(hook, root=str(hook.root), extra=dict(hook.extra))
+                # Tried here, because in the workers it would fail in the middle of writing a checkpoint.
                 json.dumps(save.extra)
             except (TypeError, ValueError) as e:
                 raise ConfigError(f"Save(extra=...) cannot be written as JSON: {e}") from None
@@ -208,7 +210,10 @@ class CallPlanner:
             hook,
             sources=list(sources),
             targets=list(targets),
+            # Titles begin with a growing number, by which a worker recognizes messages of transfers that it has given
+            # up.
             title=f"{group.next_id()}/{hook.source} to {hook.target}",
+            # Only if all processes of the target have the same one.
             dtype=next((dtype for dtype in get_args(WeightDType) if dtypes == {dtype}), ""),
             backend="" if hook.resend else group.sync_backend(hook.source, hook.target),
         )
@@ -274,6 +279,7 @@ class CallPlanner:
         mini_batches: MiniBatches | None,
     ) -> Shards:
         groups = None if batch.group_ids is None else batch.groups()
+        # With a single shard there is nothing to keep together, so the search is left out.
         prefixes = find_prefixes(batch) if infos[0].dp_size > 1 and infos[0].shares_prefixes else None
         media = media_costs(batch, infos[0].media_costs)
         assignment = _assign(batch.lengths, groups, None, prefixes, media, dispatch, infos[0], mini_batches)

@@ -151,6 +151,7 @@ class GroupCall:
             post_hooks=[hook.message_for(worker) for hook in self.after if worker in hook.workers],
             mesh_size=len(self.workers),
             digest=self.digest,
+            # Only hooks after the call depend on whether it has failed on another rank.
             sync_failures=bool(self.after),
         )
 
@@ -169,6 +170,7 @@ class GroupCall:
             self.collect()
         if self.error is not None:
             raise self.error
+        # Only once: finishing records new columns, and drops samples that were put for this call.
         if not self._finished:
             self._result = self._finish()
             self._finished = True
@@ -243,6 +245,8 @@ class SampleCall(GroupCall):
 
     def add_transfers(self) -> None:
         """See `GroupCall.add_transfers`. Samples dropped since the submission are missing; those moved by other calls are present."""
+        # The samples of evaluations move before the call as well, because all transfers of a flush run before its
+        # calls.
         titles = {"batch": self.samples} | {f"evaluate {i}": hook.samples for i, hook in enumerate(self.after)}
         moves = []
         for title, samples in titles.items():
@@ -345,6 +349,8 @@ class SampleCall(GroupCall):
             [i for _, i, _ in completions],
             [n for *_, n in completions],
         )
+        # Created in the order of their prompts, which is the order in which `ready` takes them. Workers report them in
+        # any order.
         buffer.create(ids, lengths, groups)
         for worker, _ in self.samples.shards.outputs():
             reply = replies[worker]
@@ -378,6 +384,7 @@ def transfer(needs: Sequence[Need], buffer: SequenceBuffer, title: str, moved: l
     loads = [load for steps in rounds for step in steps for load in step.loads]
     if not loads:
         return None
+    # Recorded when it is planned, so that later calls of the same flush do not move the same samples again.
     buffer.mark_moved(loads)
     moved += loads
     workers = sorted({worker for load in loads for worker in (load.source, *load.targets)})
@@ -432,6 +439,7 @@ class FlushManifest:
             raise ConfigError(
                 f"{len(self.calls)} calls were submitted, and a flush has at most {MAX_REQUESTS}; flush() more often"
             )
+        # First, every process that a collective waits for must receive it.
         for call, members in zip(self.calls, self.members, strict=True):
             for what, workers in (
                 (call.title, call.workers),
@@ -444,6 +452,7 @@ class FlushManifest:
                         f"request {call.id} ({what}) is collective over {', '.join(sorted(workers))}, but {missing[0]} is sent "
                         f"neither it nor an empty; it is sent {', '.join(others) or 'nothing'}"
                     )
+        # Then, no other flush may be in flight on the same processes.
         for other in in_flight:
             shared = sorted(self.workers & other.workers)
             if shared:

@@ -154,12 +154,14 @@ class GroupData:
                 requests[name] = [d.Put(ids=[ids[row] for row in rows], lengths=part.lengths, columns=kinds, tensors=tensors)]
                 stored.append((name, rows, kinds))
         self._group.ask("putting samples", requests)
+        # Recorded when the workers have stored them, in the order of the batch; the shards are added in any order.
         self.buffer.create(ids, batch.lengths, None if batch.group_ids is None else batch.groups())
         for name, rows, kinds in stored:
             self.buffer.add([ids[row] for row in rows], [batch.lengths[row] for row in rows], kinds, [name])
         return DataRef(
             ids=tuple(ids),
             lengths=tuple(batch.lengths),
+            # A batch without rows has the same columns, and none of the data has to be copied.
             keys={column.key: column.key for column, _ in columns_of(batch.select([]))},
             buffer=self.buffer,
             group_ids=None if batch.group_ids is None else tuple(batch.groups()),
@@ -201,6 +203,7 @@ class GroupData:
         by_worker: dict[WorkerId, list[int]] = defaultdict(list)
         for row, sample in enumerate(ref.ids):
             columns_here = self.buffer.record(sample).columns
+            # The origin has the sample in any case; other holders may still be about to receive it.
             by_worker[next(iter(columns_here.values())).origin].append(row)
         requests: dict[str, list[Request]] = {}
         columns: dict[str, list[Column]] = {}
@@ -262,6 +265,7 @@ class GroupData:
             keys = {title: column.key for title, column in reply.fields.items()}
             groups = reply.group_ids or [None] * len(reply.ids)
             loaded += zip(reply.positions, reply.ids, reply.lengths, groups, strict=True)
+        # The shares have loaded alternate positions; sorting restores the order of the data set.
         loaded.sort(key=lambda item: item[0])
         ids, lengths = [sample for _, sample, _, _ in loaded], [length for _, _, length, _ in loaded]
         groups = [group for _, _, _, group in loaded if group is not None] or None
@@ -315,9 +319,11 @@ class GroupData:
         by_worker: dict[tuple[WorkerId, str], list[str]] = defaultdict(list)
         for key in dict.fromkeys(keys.values()):
             for sample in ref.ids:
+                # From the origin, as in `put_columns`.
                 by_worker[self.buffer.origin(sample, key), key].append(sample)
         together: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
         for (name, key), ids in by_worker.items():
+            # One request for all columns that a process is asked for with the same samples.
             together[name, tuple(ids)].append(key)
         requests: dict[WorkerId, list[d.Get]] = defaultdict(list)
         for (name, ids_), keys_ in together.items():

@@ -98,6 +98,7 @@ class LocalWorkerGroup(WorkerGroup):
         everyone = [worker_id(self._worker.pool, rank) for rank in range(dist.get_world_size())]
         own_outcomes: dict[int, Any] = {}
         name = self._worker.id
+        # First run this rank's requests. All ranks run theirs in the same order.
         if name in manifest.workers:
             requests = manifest.requests_for(name)
             for request in requests:
@@ -111,10 +112,13 @@ class LocalWorkerGroup(WorkerGroup):
             own_outcomes = {i: outcomes[id(request)] for i, request in enumerate(requests)}
             for i, request in enumerate(requests):
                 self._raise_alone(request, own_outcomes[i])
+        # Then exchange the replies: every process is a controller, and needs those of all.
         for i, call in enumerate(manifest.calls):
             outcome = own_outcomes.get(i)
             error = outcome if isinstance(outcome, Exception) else None
             try:
+                # All ranks take part in the exchange for each call, in the same order, also in that for a call which
+                # they do not run.
                 replies = all_gather_object(None if error is not None else outcome, error=error)
             except Exception as e:  # stored; the call's result raises it
                 call.fail(e)

@@ -109,6 +109,8 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
             # Also runs at the end of this program, but not in a process forked from it.
             self._finalizer = weakref.finalize(self, _end, os.getpid(), self._controller, self._processes)
         assert self._controller is not None
+        # The socket listens from here on, and rank 0 inherits it, so that no other program can take its port in the
+        # meantime.
         self._comm_ids[pool], listener = comm_id.mint()
         channels: list[Channel] = []
         processes = self._processes[pool] = []
@@ -124,6 +126,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
                 environment[VISIBLE] = visible_gpu(self._first_process(pool) + rank)
             # All ranks are on this machine; otherwise gloo would listen at the address that the host name resolves to.
             environment.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK))
+            # A process sees only its own GPU, as device 0.
             local_rank = 0 if self._gpus else rank
             processes.append(
                 ChildProcess(
@@ -151,6 +154,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
     def _end_pool(self, pool: str) -> None:
         processes = self._processes.get(pool, [])
         for process in processes:
+            # All are killed before the first wait, so that they end at the same time.
             process.send_kill()
         for process in processes:
             process.wait(SHUTDOWN_S)
@@ -175,6 +179,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
             return
         try:
             if politely:
+                # All get the request before the first wait, so that they end at the same time.
                 deadline = time.monotonic() + SHUTDOWN_S
                 for channels in self._channels.values():
                     for channel in channels:
@@ -182,6 +187,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
                 for process in chain.from_iterable(self._processes.values()):
                     process.wait(max(deadline - time.monotonic(), 0.0))
         finally:
+            # Kills the processes that have not ended by themselves.
             self._finalizer()
             self._processes = {}
 

@@ -81,6 +81,7 @@ class _Actor:
 
 def _actor_class(ray: Any) -> type[_Actor]:
     """Return the class of the actors: requests arrive in order, and replies leave as soon as they are ready."""
+    # At run time, because Ray is an optional dependency and cannot decorate the class when this module is imported.
     _Actor.post = ray.method(concurrency_group="in_order")(_Actor.post)  # type: ignore[method-assign]
     _Actor.reply = ray.method(concurrency_group="replies")(_Actor.reply)  # type: ignore[method-assign]
     return _Actor
@@ -120,6 +121,7 @@ class _RayChannel:
     def encode(self, request: Request, parts: Sequence[FramePart]) -> tuple[int, bytes, Any]:
         """Return a message; see `ReplyChannel`."""
         group = self.group
+        # An actor finds the reply to a request by its number, so every request needs one.
         numbered = request if isinstance(request.id, int) else msgspec.structs.replace(request, id=group.next_id())
         header = group.codec.encode(numbered)
         self.bytes_sent += len(header) + sum(memoryview(part).nbytes for part in parts)
@@ -207,6 +209,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         """Put parts into the object store, once for all processes to which they are sent one after the other."""
         if not parts:
             return []
+        # `_post` passes the same list for all processes that receive a request.
         if self._last_put[0] is not parts:
             self._last_put = (parts, self._ray.put([_array(part) for part in parts]))
         return self._last_put[1]
@@ -228,6 +231,8 @@ class RayWorkerGroup(RemoteWorkerGroup):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         size = self._sizes[pool]
+        # Ray reserves all of a group or nothing. If actors were placed one by one, two jobs could each occupy a part of
+        # the cluster and wait for the rest.
         placement = self._placements[pool] = placement_group([dict(self._each) for _ in range(size)], strategy="PACK")
         if not placement.wait(PLACEMENT_TIMEOUT_S):
             free = self._ray.available_resources()

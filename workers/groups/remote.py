@@ -38,6 +38,7 @@ def process_environment(environment: Mapping[str, str] | None, gpus: float) -> d
     Raises:
         ConfigError: A value is not a string, or the caller chooses the GPUs.
     """
+    # By default, torch starts a thread per core in every process, so several processes would compete for the cores.
     variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
     if wrong := [name for name, value in variables.items() if not isinstance(value, str)]:
         raise ConfigError(f"environment={{{wrong[0]!r}: {variables[wrong[0]]!r}}}; the value must be a str")
@@ -196,6 +197,7 @@ class RemoteWorkerGroup(WorkerGroup):
         requests = {name: role.request(name) for name, role in self.roles.items()}
         for name, request in requests.items():
             try:
+                # Tried before processes start, which takes long.
                 dump(request, self._names)
             except ConfigError as e:
                 raise ConfigError(f"role {name!r}: {e}") from None
@@ -215,6 +217,7 @@ class RemoteWorkerGroup(WorkerGroup):
         new = self._members(pools)
         hello = {pool: messages.Hello(protocol=messages.PROTOCOL, world_size=self._sizes[pool], pool=pool) for pool in pools}
         self._exchange("starting", {name: [hello[pool_of(name)]] for name in new}, limit_s=self._limits.start_s)
+        # `init` has no limit here: after `start_s`, each worker itself reports which ranks are missing.
         meet = {pool: messages.Init(comm_id=self._comm_id(pool)) for pool in pools}
         self._exchange("starting", {name: [meet[pool_of(name)]] for name in new})
         if len(self._sizes) > 1:
@@ -255,6 +258,7 @@ class RemoteWorkerGroup(WorkerGroup):
                 for name in present
             ]
             for call in calls:
+                # All are sent before the first result is awaited, so that the pools build at the same time.
                 self._run(FlushManifest.of([call]))
             for name, call in zip(present, calls, strict=True):
                 call.result()
@@ -287,6 +291,7 @@ class RemoteWorkerGroup(WorkerGroup):
     def close(self) -> None:
         """End all processes and release their resources."""
         try:
+            # A process that is still executing a request would not answer `shutdown`.
             self._end_processes(politely=self._broken is None and not self._unread)
         finally:
             self._channels, self._infos, self._addresses, self._unread = {}, {}, {}, 0
@@ -382,6 +387,7 @@ class RemoteWorkerGroup(WorkerGroup):
         pending = self._post(
             {name: [*manifest.requests_for(name), manifest.flush(pools[pool_of(name)])] for name in sorted(manifest.workers)}
         )
+        # As of this flush: after a rebuild its replies must not be looked for in the channels of the new processes.
         channels, generation = dict(self._channels), self._generation
         self._in_flight.append(manifest)
         lock = threading.Lock()
@@ -429,12 +435,14 @@ class RemoteWorkerGroup(WorkerGroup):
         """Read the replies to a flush and to its calls, in the order in which these run."""
         error: WorkerError | None = None
         try:
+            # The flush is sent last, after its calls, and answered first.
             self._collect(manifest.title, {name: replies[-1] for name, replies in pending.items()}, channels)
         except WorkerError as e:
             error = e
         flush_error = error
         position = {call.id: i for i, call in enumerate(manifest.calls)}
         for call in manifest.in_order():
+            # Once the group is lost, no more replies arrive.
             if self._broken is None:
                 reply_by_worker = {name: replies[position[call.id]] for name, replies in pending.items()}
                 try:
@@ -460,11 +468,13 @@ class RemoteWorkerGroup(WorkerGroup):
         results: dict[str, list[Any]] = {name: [] for name in requests}
         error: WorkerError | None = None
         for i in range(max((len(worker_requests) for worker_requests in requests.values()), default=0)):
+            # The replies of all processes to the same request are read together, so that one error reports all of them.
             reply_by_worker = {name: replies[i] for name, replies in pending.items() if i < len(replies)}
             try:
                 for name, reply in self._collect(what, reply_by_worker, channels, limit_s).items():
                     results[name].append(reply)
             except WorkerError as e:
+                # Raised only when all replies have been read, so that the processes are idle again.
                 error = error or e
         self._note_read()
         if error is not None:

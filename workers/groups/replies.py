@@ -11,6 +11,7 @@ from ..protocol.codec import FramePart
 from ..protocol.errors import LAST_OUTPUT, cause_of, describe
 from ..protocol.messages import Error, Reply, Request
 
+# Waiting is interrupted at this interval to check the heartbeats.
 _POLL_S = 1.0
 
 
@@ -135,6 +136,7 @@ class ReplyOutcome:
         watched = {rank: error for rank, error in self.errors.items() if error.kind == "watchdog"}
         own_errors = self.own_errors
         where = f"pool {self.pool!r} in {self.what}"
+        # First how processes ended, because all other errors follow from that, then the errors.
         messages = [f"rank {rank} of pool {self.pool!r} died during {self.what}: {text}" for rank, text in self.lost.items()]
         cause: Exception | None = None
         messages += [f"{error.message} [{where}]" for error in watched.values()]
@@ -152,6 +154,7 @@ class ReplyOutcome:
                 f"rank {_listed(self.silent)} of pool {self.pool!r} gave no sign of life for {self.patience.silence_s:g} s during "
                 f"{self.what}, and was killed"
             )
+        # Last the processes that had to be killed because they waited.
         if self.hung and messages:
             messages.append(f"rank {_listed(self.hung)} waited for it and was killed after {self.patience.grace_s:g} s")
         elif self.hung:
@@ -167,6 +170,7 @@ class ReplyOutcome:
         ]
         if self.whole and all(other.whole for other in others):
             raise WorkerError("\n".join(messages)) from cause
+        # An error that a process has reported itself is the cause, even if others had to be killed after it.
         kind = WorkerError if own_errors and not (self.lost or self.silent or watched) else WorkerLostError
         raise kind("\n".join([*messages, hint] if hint else messages)) from cause
 
@@ -222,6 +226,7 @@ def read_replies(
                 lost[name] = str(e)
                 failed_at = min(failed_at, time.monotonic())
             else:
+                # An echo only reports the failure of another rank.
                 if isinstance(reply, Error) and not reply.echo:
                     failed_at = min(failed_at, time.monotonic())
     left = sorted(names[future] for future in waiting)

@@ -9,6 +9,7 @@ from torch.distributed import PrefixStore, Store
 from ...engine import progress
 from ...engine.torch_private import default_store
 
+# A wait of the store cannot be interrupted, so long waits are divided into slices, between which progress is reported.
 _SLICE_S = 2.0
 
 
@@ -43,6 +44,7 @@ class Agreement:
             An empty list if the values are equal. Otherwise the text of every rank, or that it did not arrive.
         """
         store, members = self._store, tuple(ranks)
+        # The counters of the last comparison may still be in the store.
         if self._last.get(members) == key:
             key += "/again"
         self._last[members] = key
@@ -52,6 +54,7 @@ class Agreement:
             store.delete_key(name)
         if text:
             store.set(f"{key}/text/{self._rank}", text)
+        # The value is counted before the rank, so that the rank that completes the count sees the values of all.
         store.add(f"{key}/value/{value}", 1)
         store.add(f"{key}/rank/{self._rank}", 1)
         if store.add(f"{key}/count", 1) == len(ranks):
@@ -87,6 +90,8 @@ class Agreement:
                 progress.advance()
 
     def _decide(self, key: str, result: str) -> None:
+        # A rank whose time is over and the last rank to arrive may decide at the same moment. `add` is atomic, so there
+        # is one result.
         if self._store.add(f"{key}/decided", 1) == 1:
             self._store.set(f"{key}/result", result)
 

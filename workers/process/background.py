@@ -49,6 +49,7 @@ class Background:
                 request = self._running = self._requests.popleft()
             send = self._serve(request)
             with self._changed:
+                # `take_rest` may have taken the request meanwhile. Every request gets exactly one reply.
                 answered = self._running is not request
                 self._running = None
             if not answered:

@@ -84,6 +84,8 @@ def _run(worker: ModelWorker, request: c.SampleRequest, options: Mapping[str, An
         )
     batch = batch_for(worker, request, request.names)
     if dispatch_of(worker.host.owner(request.role, request.method), request.method).returns == "objects":
+        # A generator seeds the sampling of a prompt with its number in the global batch, so that completions do not
+        # depend on the layout.
         batch = batch.with_sequence_fields(row=torch.tensor(request.rows, dtype=torch.int64))
     return worker.host.call(request.role, request.method, [batch, *request.args], {**request.options, **options})
 

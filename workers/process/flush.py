@@ -40,6 +40,7 @@ def run_flush(worker: ModelWorker, flush: Flush, requests: Sequence[ComputeReque
     if problem is not None:
         yield from ((request, problem) for request in (flush, *requests))
         return
+    # Acknowledged before anything runs: from here on, errors belong to single requests.
     yield flush, FlushOk()
     results: dict[Any, list[Any]] = {request.id: [] for request in requests}
     failures = _prepare(worker, flush, requests, ranks, results)
@@ -123,9 +124,12 @@ def _compare(
     own_problem = _difference(flush, requests)
     if rank not in ranks:
         own_problem = f"the flush is for the ranks {', '.join(map(str, ranks))}"
+    # Ranks with different requests would enter different collectives and wait forever, so they are compared before the
+    # first one, through the store.
     text = "" if own_problem is None else f"rank {rank}: {own_problem}"
     problems = [text] if text else []
     if len(ranks) > 1:
+        # A value that no other rank has makes the comparison fail on all ranks.
         value = flush.digest if own_problem is None else f"rank {rank}"
         problems = worker.agreement.compare(f"{_key(flush)}/digest", ranks, value, text)
     if not problems:
@@ -167,6 +171,7 @@ def _exchange_failures(
     try:
         # Reported under the name of a request, because the flush has already been answered.
         with worker.executing(request, f"waiting for other ranks before {worker.title_of(request)}"):
+            # Equal if no rank has failures. Otherwise they differ, and every rank receives the texts of all.
             value = f"rank {rank}" if own_failures else ""
             texts = worker.agreement.compare(
                 f"{_key(flush)}/{stage}", ranks, value, json.dumps(own_failures) if own_failures else "", long=True
@@ -186,4 +191,5 @@ def _exchange_failures(
 
 
 def _key(flush: Flush) -> str:
+    # Ids are chosen by the controller and may be long; a hash is short in every key of the store.
     return hashlib.sha256(json.dumps(flush.ids).encode()).hexdigest()[:24]

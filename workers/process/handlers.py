@@ -67,6 +67,8 @@ def init(worker: ModelWorker, request: m.Init) -> m.InitOk:
     if worker.joined is not None:
         other = "" if worker.joined == comm_id else ", by another comm_id: are there two controllers?"
         raise OpError("nccl_init_failed", f"rank {settings.rank} already has its communicator{other}")
+    # Code that is not passed the settings, such as `init_distributed`, reads the rank and the device from the
+    # environment.
     settings.export()
     import torch
 
@@ -79,8 +81,11 @@ def init(worker: ModelWorker, request: m.Init) -> m.InitOk:
             "worker for each, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU",
         )
     if not torch.cuda.is_available():
+        # One thread unless the user says otherwise: torch's default is a thread per core, for each of the workers on
+        # this machine.
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         torch.set_num_threads(int(threads) if threads.isdigit() and int(threads) else 1)
+    # The store takes the socket over and closes it.
     listener, worker.listener = worker.listener, None
     join(
         comm_id,
@@ -136,7 +141,7 @@ def initialize(worker: ModelWorker, request: c.Initialize) -> c.RankInfo:
     info = worker.host.build(
         request.role, request.worker, request.config, request.generator, request.dataset, sorted(request.ranks)
     )
-    # The reply gets the number of the request, which the role's own does not need.
+    # A copy, because the loop sets the id of the reply, and the host keeps the original.
     return msgspec.structs.replace(info)
 
 

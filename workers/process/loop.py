@@ -195,9 +195,12 @@ class RequestLoop:
     def _finish(self, waiting: _Waiting, reply: Reply) -> None:
         """Send the reply to a request that was in the queue."""
         reply.id = waiting.number
+        # Released before the reply, so that samples which the controller drops after it are freed immediately.
         self._release(waiting)
         self._send(reply)
         with self._changed:
+            # Only after the reply: requests without an id are answered out of order by the I/O thread as soon as none
+            # is outstanding.
             self._outstanding -= 1
             self._worker.cancelled.discard(waiting.number)
             if self._taken is waiting:
@@ -284,6 +287,8 @@ class RequestLoop:
             return
         op = self._worker.registry.of(request)
         waiting = _Waiting(None, request, frame[1:])
+        # Replies without an id are matched to requests by their order, so such a request must not overtake those that
+        # wait.
         if op.execution == "immediate" and (request.id is not None or self._idle()):
             self._send(self._worker.answer(request, self._loader(waiting)))
             return
@@ -298,6 +303,7 @@ class RequestLoop:
                 self._background.submit(request)
             return
         with self._changed:
+            # A flush or a shutdown is accepted in any case, because it empties the queue.
             full = len(self._queue) + len(self._unflushed) >= self._worker.settings.queue_size and not isinstance(
                 request, Flush | Shutdown
             )
@@ -305,6 +311,8 @@ class RequestLoop:
             self._refuse_full(request)
             return
         if isinstance(request, ComputeRequest):
+            # Held on arrival: a later request to drop the samples is served by this thread, before the executor reaches
+            # this one.
             self._worker.hold(request)
         self._enqueue(waiting)
 
@@ -412,6 +420,7 @@ class RequestLoop:
         # The reader of standard error is often gone together with the controller.
         with suppress(OSError):
             print(f"model worker {self._worker.settings.rank} ends: {error}", file=sys.stderr, flush=True)
+        # A worker that leads a session of its own shares its process group only with its own children.
         if self._parent is not None and os.getsid(0) == os.getpid():
             # Including everything that this worker has started.
             os.killpg(0, signal.SIGKILL)

@@ -67,6 +67,7 @@ def broadcast_params(worker: ModelWorker, hook: SyncParams) -> dict[str, Any] | 
         return sums.receipt(hook.version)
     if worker.id == hook.sources[0]:
         return _send_all(worker, links, hook)
+    # The other processes of the source only help to gather the tensors.
     with outgoing_weights(worker, hook, hook.dtype) as stream:
         for _ in stream:
             progress.advance()
@@ -142,6 +143,8 @@ def _send_all(worker: ModelWorker, links: Links, hook: SyncParams) -> dict[str, 
             sender.finish()
             return sender.sums.receipt(hook.version)
         except Exception as e:
+            # Targets that wait for a header get the reason over the links, and those that wait in a broadcast from the
+            # communicator.
             reason = str(e) if isinstance(e, RemoteError) else f"{worker.id} failed: {type(e).__name__}: {e}"
             for target in hook.targets:
                 links.send(target, hook.title, [], error=reason)
@@ -203,6 +206,7 @@ class BucketSender:
             self._communicator.wait(self._in_flight.popleft())
         data = self._data[: self._size]
         self.sums.add(self._contents, data)
+        # Sent before the broadcast begins: a target allocates the memory for it after reading this.
         self._tell(["bucket", self._contents])
         if self._size:
             self._in_flight.append(self._communicator.broadcast(data))
@@ -219,6 +223,8 @@ def _agreed_as_source(worker: ModelWorker, links: Links, hook: SyncParams) -> Po
     Raises:
         RemoteError: A target does not take part.
     """
+    # Every target reports the communicator that it has. One that was restarted has none, and then all of them need a
+    # new one.
     headers = {target: links.receive_header(target, hook.title) for target in hook.targets}
     for target, header in headers.items():
         if header.error:
@@ -248,6 +254,7 @@ def _received(worker: ModelWorker, links: Links, hook: SyncParams, sums: BucketS
     """
     root = hook.sources[0]
     try:
+        # First agree on a communicator with the source and the other targets, then receive the buckets in it.
         present = worker.communicators.get(_members(hook))
         links.send(root, hook.title, [], about="" if present is None else present.id)
         _, meeting = _next_header(links, hook).about

@@ -162,6 +162,7 @@ def outgoing_weights(worker: ModelWorker, hook: SyncParams, dtype: str) -> Itera
     Raises:
         ModelError: The version is not kept.
     """
+    # Removed first, so that a transfer that keeps nothing frees earlier versions.
     kept = worker.kept_versions.pop(_key(hook), None) or KeptVersions()
     if hook.keep or hook.resend:
         worker.kept_versions[_key(hook)] = kept
@@ -183,6 +184,8 @@ def _channels(worker: ModelWorker, hook: SyncParams, groups: EngineGroups) -> tu
     incoming: BucketChannel | None = None
     if not remote:
         return outgoing, incoming
+    # In the pool of the source, its first process broadcasts. Another pool is sent the stream once, and its first
+    # target broadcasts there.
     first, same_pool = remote[0], pool_of(remote[0]) == pool_of(root)
     relay = root if same_pool else first
     below = [target for target in remote if target != relay]
@@ -259,6 +262,7 @@ def _sent(
         packer.flush()
     except Exception as e:
         for channel in channels:
+            # The receivers wait for a bucket; they get the error in its place.
             channel.send(Bucket(error=f"{type(e).__name__}: {e}"))
         raise
     for channel in channels:
@@ -279,11 +283,14 @@ def _received(
         while True:
             bucket = incoming.receive()
             for channel in outgoing:
+                # Before the tensors are loaded here, so that the other targets receive them in the meantime.
                 channel.send(bucket)
             if not bucket.contents:
                 break
             for name, tensor, digest in bucket.tensors():
                 progress.advance()
+                # After a difference nothing more is loaded, but the stream is read to its end, because the sender and
+                # other targets take part.
                 if stream_digest.add(name, tensor) != digest and not wrong:
                     wrong = f"{name} arrived with different bytes than were sent"
                 if not wrong:

@@ -194,7 +194,7 @@ class PoolCommunicator:
             )
 
     def _fail(self, what: str, error: Exception) -> NoReturn:
-        # Of a connection that another rank has closed the reason is there.
+        # If another rank has closed the connection, the store has its reason.
         self._check(float("inf"), what, 0)
         raise WorkerError(
             f"{self.title}: {what} failed ({_line(error)}); weight_sync=tcp does without a communicator"

@@ -27,6 +27,7 @@ from .worker import ModelWorker, WorkerSettings
 def run(argv: Sequence[str] | None = None) -> int:
     """Serve requests until the controller ends; return the exit code."""
     args = _parser().parse_args(argv)
+    # Standard output carries the replies of the stdio transport.
     logging.basicConfig(stream=sys.stderr, level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
         settings = _settings(args)

@@ -124,6 +124,7 @@ def _connect(comm_id: CommId, wait_s: float) -> Store:
 
 
 def _meet(store: Store, rank: int, world_size: int, deadline: float, wait_s: float) -> None:
+    # `add` is atomic, so of two processes with the same rank the second one sees the first one.
     if store.add(f"count/{rank}", 1) > 1:
         raise TopologyError(f"two processes have come as rank {rank}; give every worker a --rank of its own")
     store.set(f"rank/{rank}", str(world_size))

@@ -162,6 +162,8 @@ class RoleHost:
             raise ConfigError(f"ranks={list(ranks)}, but the pool has {size} processes")
         group = self._groups.get(ranks, "gloo") if ranks else None
         with collective_errors(group) if joined else nullcontext():
+            # An error in one process is raised on all, which would otherwise wait for it in the collectives of
+            # `initialize`.
             worker = worker_class(config, ranks=tuple(ranks)) if ranks else worker_class(config)
         try:
             if hasattr(worker, "initialize"):
@@ -174,6 +176,8 @@ class RoleHost:
                         f"the generator of the role {name} has models of {each} processes (options.tp), which a role that also trains "
                         "cannot have; use options.tp=1, or a role of its own with RolloutWorker"
                     )
+                # The first call of `generate` copies the engine's weights, which may differ from those of the model's
+                # folder.
                 self._stale.add(name)
             info = _info_of(worker, list(ranks) or list(range(size)), rank)
             if dataset is not None:
@@ -329,7 +333,9 @@ class RoleHost:
         worker = self._workers[role]
         if not hasattr(worker, "load_weights"):
             raise ConfigError(f"{type(worker).__name__}, the worker of {role!r}, has no method load_weights")
+        # Beforehand, as in `call`: loading may fail after some tensors have changed.
         self._stale.add(role)
+        # Not every worker counts versions or averages weights.
         taken = signature(worker.load_weights).parameters
         if eta == 1:
             worker.load_weights(weights, **({"version": version} if "version" in taken else {}))

@@ -49,6 +49,7 @@ class Serving:
         scheduler = self._scheduler(request)
         job = _job(self._worker.loaded(request, load))
         with self._lock:
+            # Before `put`: the executor may finish the request before `put` returns.
             self._requests[request.id] = request
         if not scheduler.put(request.id, job):
             with self._lock:
@@ -106,6 +107,7 @@ class Serving:
             # Only requests that were cancelled after their end.
             scheduler.run()
             return
+        # If the step hangs, the watchdog answers one request: the one that the scheduler works on, if it names one.
         watched = role_requests.get(scheduler.current() or "", next(iter(role_requests.values())))
         try:
             with self._worker.executing(watched, f"a step of {role}"):
@@ -139,6 +141,7 @@ class Serving:
 
     def _end(self, number: Id, reply: Reply) -> None:
         with self._lock:
+            # It has been answered elsewhere: by the watchdog, or when the worker ended.
             if self._requests.pop(number, None) is None:
                 return
         reply.id = number

@@ -17,6 +17,7 @@ ABORT_S = 10.0
 OTHERS_S = 1.5
 """How long the process keeps running after its report, in seconds."""
 EXIT_CODE = 70
+# The I/O thread checks several times a second, so a gap of this length means that the process did not run.
 _GAP_S = 5.0
 
 

@@ -42,6 +42,7 @@ _FOLDER = Path(__file__).parent
 
 MAX_SECONDS = 1e8
 """Longer times overflow the clocks of torch."""
+# `init` itself reports missing ranks after `init_s`. The watchdog, whose message does not name them, comes after that.
 INIT_MARGIN_S = 30.0
 
 
@@ -213,6 +214,7 @@ class ModelWorker:
     def data(self) -> "DataManager":
         """The data store of this worker, with the transfer of samples between stores."""
         with self._lock:
+            # Locked, because the I/O thread, which holds samples, and the executor may be first at the same time.
             if self._data is None:
                 from ..data_plane.manager import DataManager
                 from ..data_plane.store import DataStore
@@ -300,6 +302,7 @@ class ModelWorker:
         """
         op = self.registry.of(request)
         try:
+            # The watchdog monitors one operation at a time, and these may run in other threads beside it.
             if op.execution in ("immediate", "background"):
                 reply = self.execute(self.loaded(request, load))
             else:
@@ -336,6 +339,7 @@ class ModelWorker:
         try:
             yield
         finally:
+            # Replaces an error of the block as well: the request has been answered.
             if not self.abandon(running):
                 raise AbandonedError
 

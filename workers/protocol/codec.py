@@ -83,6 +83,7 @@ class Codec:
 
     def _refusal(self, frame: FramePart, error: Exception) -> Error:
         try:
+            # Decoded again without types, to answer under the request's id.
             envelope = self._envelope.decode(frame)
         except (ValueError, RecursionError):
             return Error(kind="bad_request", message=f"the frame is not a request: {error}")

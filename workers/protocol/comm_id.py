@@ -61,6 +61,7 @@ def parse(text: str) -> CommId:
     if len(raw) != BYTES:  # fromhex skips white space
         raise CommIdError(f"comm_id is not hexadecimal: it has {DIGITS - 2 * len(raw)} blanks")
     magic, checksum, run, port, length = _HEAD.unpack_from(raw)
+    # The checksum finds a damaged id, which would otherwise name an address where nothing answers.
     if magic != _MAGIC or checksum != zlib.crc32(raw[len(_MAGIC) + 4 :]) or not 0 < length <= _MAX_HOST:
         raise CommIdError("comm_id was not made by Drivetrain; print one with: drivetrain worker comm-id")
     return CommId(host=raw[_HEAD.size : _HEAD.size + length].decode(errors="replace"), port=port, run=run)
@@ -94,6 +95,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise CommIdError(f"{host}:{port} is not an address: {e.strerror or e}") from e
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
+        # Connections of a run that has just ended may keep its port in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(128)

@@ -25,6 +25,7 @@ class ComputeRequest(Request, kw_only=True):
     post_hooks: list[WireHook] = []
     mesh_size: Count = 0
     digest: str = ""
+    # The wire name is an earlier name of the field, which other programs may send.
     sync_failures: bool = msgspec.field(name="settle_after", default=False)
 
 
@@ -79,6 +80,7 @@ class RankInfo(ComputeReply, kw_only=True, tag="initialize_ok"):
 
     dp_rank: Count
     dp_size: Count
+    # The wire names of these fields are their earlier names.
     is_output_rank: bool = msgspec.field(name="answers")
     attention_ratio: float = msgspec.field(name="ratio")
     shares_prefixes: bool = msgspec.field(name="shares", default=False)
@@ -141,6 +143,7 @@ class SampleRequest(ComputeRequest, kw_only=True):
     rows: list[Count] = []
     names: list[str] = []
     group_ids: list[int] | None = None
+    # The wire name is an earlier name of the field.
     extra_fields: list[str] = msgspec.field(name="passengers", default_factory=list)
     args: list[Any] = []
     options: dict[str, Any] = {}

@@ -37,6 +37,7 @@ def cause_of(error: Error) -> Exception:
 def _known_class(name: str) -> type[Exception] | None:
     module, _, attribute = name.partition(":")
     candidate: object = None
+    # Only classes of known modules: importing others by the name in a message could run any code.
     if module == errors.__name__:
         candidate = getattr(errors, attribute, None)
     elif module == "builtins":

@@ -39,6 +39,7 @@ def needed_ids(request: Request, name: str) -> list[str]:
         if isinstance(hook, EvaluateHook):
             ids += hook.ids
         elif isinstance(hook, DataTransferHook):
+            # A process must keep what it is to send, and does not have yet what it is to receive.
             loads = (load for steps in hook.rounds for step in steps for load in step.loads)
             ids += [sample for load in loads if load.source == name for sample in load.ids]
     return ids

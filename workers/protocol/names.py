@@ -144,6 +144,7 @@ def is_reference(value: Any) -> bool:
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType):
         return True
     module, attribute = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    # Objects of many kinds have these attributes, so the name must lead back to the object.
     named = callable(value) and isinstance(module, str) and isinstance(attribute, str)
     return named and _attribute(sys.modules.get(str(module)), str(attribute)) is value
 
@@ -171,6 +172,7 @@ class Names:
         """
         name = name_of(target)
         module, _, attribute = name.partition(":")
+        # The controller has the classes and functions of its program in `__main__`.
         if self._program is not None and module == self._program.alias:
             name = f"{MAIN}:{attribute}"
         self._check(name)
@@ -183,6 +185,7 @@ class Names:
             ConfigError: The name is not on the list, or there is no such thing.
         """
         name = current_name(name)
+        # Before anything is imported: importing a module runs its code.
         self._check(name)
         module_name, _, attribute = name.partition(":")
         try:
@@ -300,10 +303,12 @@ def _execute_file(program: Program) -> None:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{program.file} is not a Python program, so its functions cannot be found by a worker")
     module = module_from_spec(spec)
+    # As in an import, before the file runs: `dataclasses`, for example, looks up the module of a class there.
     sys.modules[program.alias] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
+        # Otherwise the next attempt would use the partly initialized module.
         del sys.modules[program.alias]
         raise
 

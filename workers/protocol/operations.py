@@ -134,6 +134,7 @@ OPS: tuple[Op, ...] = (
         errors=frozenset({"nccl_not_initialised"}),
     ),
     _op(m.Shutdown, m.Bye, "shutdown"),
+    # Generation steps on models that are split over the ranks.
     _step_op(
         m.LoadDenseShard,
         m.LoadDenseShardOk,
@@ -155,6 +156,7 @@ OPS: tuple[Op, ...] = (
     ),
     _step_op(m.ClearKvCache, m.KvCacheCleared, "clear_kv_cache", errors=_NO_ROLE),
     _step_op(m.UnloadModel, m.Unloaded, "unload_model", errors=_NO_ROLE),
+    # Requests of a trainer's controller, which run with a flush.
     _call(
         c.Initialize,
         c.RankInfo,
@@ -174,6 +176,7 @@ OPS: tuple[Op, ...] = (
         collective=True,
         errors=frozenset({"nccl_not_initialised"}),
     ),
+    # Not queued, so that the data stores are served while the executor computes.
     _data_op(d.ModelConfigRequest, d.ModelConfigOk, "model_config", execution="immediate", errors=_NO_ROLE),
     _data_op(d.Spec, d.SpecOk, "spec", execution="immediate", errors=_NO_ROLE),
     _data_op(d.Fetch, d.FetchOk, "fetch", execution="background", failure="load_failed", errors=_NO_ROLE),
@@ -181,6 +184,7 @@ OPS: tuple[Op, ...] = (
     _data_op(d.Put, d.PutOk, "put", execution="immediate"),
     _data_op(d.Get, d.GetOk, "get", execution="immediate", errors=frozenset({"data_missing"})),
     _data_op(d.Digest, d.DigestOk, "digest", execution="background", errors=frozenset({"data_missing"})),
+    # Requests that share a model.
     Op(request=s.Stream, reply=s.StreamOk, execution="scheduled", failure="forward_failed", errors=_NO_ROLE),
     Op(request=s.Embed, reply=s.EmbedOk, execution="scheduled", failure="forward_failed", errors=_NO_ROLE),
     _data_op(d.Listen, d.Listening, "listen", execution="immediate", failure="nccl_init_failed"),

@@ -83,6 +83,7 @@ class _Writer:
 
     def plain(self, value: Any, where: str) -> Any:
         """Return a value as plain data."""
+        # Exact types: an instance of a subclass, such as an IntEnum, must not arrive as one of the base class.
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -152,6 +153,7 @@ class _Writer:
         return {TYPE: "pickle", **self._data(data)}
 
     def _mapping(self, value: Mapping[Any, Any], where: str) -> Any:
+        # A mapping with the key `$` would be read as a typed value.
         if all(type(key) is str and _is_unicode(key) for key in value) and TYPE not in value:
             return {key: self.plain(item, f"{where}[{key!r}]") for key, item in value.items()}
         items = [[self.plain(key, where), self.plain(item, f"{where}[{key!r}]")] for key, item in value.items()]
@@ -165,6 +167,7 @@ class _Writer:
             raise ConfigError(
                 f"{where} is an array of {array.dtype}, which cannot be sent to a worker; send an array of numbers"
             )
+        # torch accepts only the native byte order, and warns of arrays that cannot be written.
         flat = np.require(array.reshape(-1), array.dtype.newbyteorder("="), ["C", "W"])
         try:
             tensor = torch.from_numpy(flat).reshape(array.shape)
@@ -177,6 +180,7 @@ class _Writer:
     def _tensor(self, value: Tensor, where: str) -> dict[str, Any]:
         if value.layout is not torch.strided or value.is_meta:
             raise ConfigError(f"{where} is a {value.layout} tensor, which cannot be sent to a worker; send a dense tensor")
+        # torch negates and conjugates lazily; until resolved, the bytes are those of the original tensor.
         host = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
         # A single element counts as contiguous whatever its stride. And the role or the caller may change a tensor before the
         # message has been sent.

@@ -91,6 +91,7 @@ class ActorWorker(Worker):
                 "reference; add a ReferenceWorker to the group"
             )
         request = OutputRequest(log_probs=True, temperature=self.config.temperature)
+        # No replay: the routes of the batch were chosen with the adapters enabled.
         with self.engine.disable_adapter():
             return self._infer(data, request, {"log_probs": "reference_log_probs"}, replay=False)
 

@@ -160,6 +160,7 @@ class AdapterWorker(Worker):
         """
         bank, created = self.trainer.bank, False
         if name not in bank:
+            # Every rank reads the folder; if that fails on one rank, no rank creates the adapter.
             with self.engine.topology.collective_errors():
                 settings = adapter_config_of(folder)
             self.trainer.create(name, settings)
@@ -178,10 +179,12 @@ def compute_requests(trainer: CallTrainer, requests: Sequence[AdapterRequest]) -
     engine = trainer.engine
     topology = engine.topology
     ratio = engine.model_shape.attention_ratio
+    # All ranks have all requests and compute the same assignment, so no rows have to be sent.
     assigned = [balance(request.batch.lengths, topology.dp_size, ratio=ratio) for request in requests]
     calls = [
         AdapterCall(
             adapter=request.adapter,
+            # A rank without documents still takes part in the call, which is collective.
             batch=request.batch.select(rows) if (rows := of_request[topology.dp_rank]) else None,
             loss=request.loss,
             forward_only=request.forward_only,
@@ -191,6 +194,7 @@ def compute_requests(trainer: CallTrainer, requests: Sequence[AdapterRequest]) -
     ]
     results = trainer.forward_backward(calls)
     local = [_outputs(result) for result in results] if topology.is_output_rank else None
+    # The ranks of a shard compute the same outputs, so only its output rank contributes. All ranks gather them,
     by_shard = [part for part in topology.all_gather_object(local) if part is not None]
     return [
         _reply(request, result, of_request, [part[number] for part in by_shard])
@@ -208,6 +212,7 @@ def _reply(
     if result.error is not None:
         return AdapterReply(loss=result.loss, error=str(result.error))
     outputs: dict[str, Tensor] = {}
+    # Each shard has the tokens of its documents; together, they fill the batch.
     for rows, part in zip(assigned, parts, strict=True):
         for name, value in part.items():
             whole = outputs.setdefault(name, value.new_zeros(request.batch.num_tokens, *value.shape[1:]))

@@ -100,6 +100,7 @@ class AdvantageWorker:
             responses = compared = PenalizedCompletions(adapter.batch, config)
             advantages, returns = config.estimator.estimate(responses)
             places: list[int] | None = None
+            # `[B]`, one advantage per completion; other estimators return `[B, R]`.
             if advantages.dim() == 1:
                 last, of_documents = episodes_of(adapter.batch)
                 if len(last) < len(of_documents):
@@ -209,12 +210,14 @@ class AdvantageWorker:
             batch = adapt_batch(data, every=True).batch
             mask = loss_mask(batch)
             summary = {
+                # float64, because sums over all tokens of a batch lose digits in float32.
                 name: token_field(batch, name, mask).double()[mask]
                 for name in ("entropy", "old_log_probs", "rollout_log_probs", "reference_log_probs", "importance_weights")
                 if name in batch.token_fields
             }
         tokens = mask.sum().double()
         sums: dict[str, Tensor] = {}
+        # 0 on a rank without tokens, which takes part in the maximum too.
         largest = tokens.new_zeros(())
         if "entropy" in summary:
             sums["entropy"] = summary["entropy"].sum()
@@ -232,6 +235,7 @@ class AdvantageWorker:
         if "response_mask" in batch.token_fields:
             sums["accepted"] = response_tokens(batch).sum().double()
         rows = tokens.new_tensor(float(batch.num_sequences))
+        # One reduction for all sums. The ranks have the same fields, so the order of the sums is the same everywhere.
         total = self._sum(torch.stack([tokens, rows, *sums.values()]))
         numbers = {name: float(value / total[0].clamp(min=1)) for name, value in zip(sums, total[2:], strict=True)}
         if "log_prob_gap" in sums:
@@ -256,6 +260,7 @@ class AdvantageWorker:
         """Return the tensors of all ranks, concatenated."""
         if self._group is None:
             return values
+        # The tensors have equal lengths on all ranks; see `losses.covariance.Gather`.
         parts = [torch.empty_like(values) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(parts, values, group=self._group)
         return torch.cat(parts)

@@ -114,6 +114,7 @@ class Worker:
             return {"parameters": parameters}
         shape = self.engine.model_shape
         trained = int(parameters * shape.parameters_trained / max(1, shape.parameters))
+        # AdamW keeps two moments per trained parameter.
         return {"parameters": parameters, "gradients": trained, "optimizer": 2 * trained}
 
     @register("all")
@@ -178,7 +179,9 @@ class Worker:
             parts = [list(range(batch.num_sequences))] if steps is None else [_rows(rows, batch) for rows in steps]
             if not parts:
                 raise BatchError("the update has no steps; pass a batch that contains sequences")
+        # All steps are checked now, because an error in a later step would leave the role partly updated.
         plans = self.engine.check_batches((batch.select(part) for part in parts), len(parts), loss)
+        # Around all steps, so that state that is offloaded moves to the device and back only once.
         with self.engine.train_mode():
             return [
                 self.engine.train_batch(batch.select(part), loss, plan=plan) for part, plan in zip(parts, plans, strict=True)
@@ -194,6 +197,7 @@ def _without_routes(adapter: BatchAdapter) -> BatchAdapter:
 
 
 def _rows(rows: Sequence[int], batch: PackedBatch) -> list[int]:
+    # Accepts NumPy integers, and refuses floats.
     indices = [operator.index(row) for row in rows]
     if outside := [row for row in indices if not 0 <= row < batch.num_sequences]:
         raise BatchError(f"steps contains row {outside[0]}; this rank's shard has rows 0 to {batch.num_sequences - 1}")

@@ -242,6 +242,7 @@ def _open_padded(data: Mapping[str, Tensor], extra_fields: Collection[str], tens
         raise BatchError(
             f"attention_mask is {list(data['attention_mask'].shape)}; it must be {list(ids.shape)}, like input_ids"
         )
+    # First find the completion tokens: `where` `[B, R]`.
     mask = _binary(data["attention_mask"], "attention_mask")
     width = responses.shape[1]
     begin = ids.shape[1] - width
@@ -256,6 +257,7 @@ def _open_padded(data: Mapping[str, Tensor], extra_fields: Collection[str], tens
                 f"responses is as wide as input_ids ({width}), so there is no prompt; pass response_mask [B, L] to mark the "
                 "completions"
             )
+        # The columns are those of whole rows, so only the mask tells completions from prompts.
         where &= responses.bool()
     supervised = torch.zeros_like(mask)
     supervised[:, begin:] = where
@@ -265,8 +267,11 @@ def _open_padded(data: Mapping[str, Tensor], extra_fields: Collection[str], tens
     if promptless:
         raise BatchError(f"row {promptless[0]} has no prompt: nothing predicts the first token of its completion")
     packed = from_padded(ids, mask, supervised=supervised, group_ids=data.get("group_ids"))
+    # `[B, L]`, the packed position of each token: the number of tokens before it. The value of a completion token is
+    # stored one position earlier, where the token is predicted.
     packed_index = (mask.flatten().long().cumsum(0) - 1).view_as(mask)
     positions = packed_index[:, begin:][where] - 1
+    # Then sort the fields by their shapes: values of completion tokens, and values of rows.
     token_fields: dict[str, Tensor] = {}
     row_fields: dict[str, Tensor] = {}
     for name, value in data.items():
@@ -305,6 +310,8 @@ def _open_jagged(data: Mapping[str, Any], extra_fields: Collection[str]) -> Jagg
     full_mask = torch.equal(offsets, boundaries)
     first = boundaries[1:] - response_lengths
     row = torch.repeat_interleave(torch.arange(len(response_lengths), device=first.device), response_lengths)
+    # `[K]`, the position of each token of the completions in the flat `input_ids`: the start of its completion plus its
+    # number in it.
     token = first[row] + torch.arange(len(row), device=first.device) - offsets[:-1][row]
     real = token > boundaries[:-1][row]
     if full_mask:
@@ -313,6 +320,7 @@ def _open_jagged(data: Mapping[str, Any], extra_fields: Collection[str]) -> Jagg
         raise BatchError(f"row {int(row[~real][0])} has no prompt: nothing predicts the first token of its completion")
     if "responses" in data and "response_mask" not in data and not torch.equal(responses.values(), ids.values()[token]):
         raise BatchError("responses are not the last tokens of input_ids")
+    # Only the first token of the batch has none before it; it is not `real`, and the clamp keeps its index valid.
     positions = (token - 1).clamp(min=0)
     supervised = torch.zeros(len(ids.values()), dtype=torch.bool, device=first.device)
     supervised[token[real]] = True

@@ -118,15 +118,18 @@ class MiniBatches:
             members.setdefault(group, []).append(sequence)
         families: dict[int, list[list[int]]] = {}
         for i, unit in enumerate(members.values()):
+            # A negative number of its own for each unit without a family, so that these are not kept adjacent.
             family = -1 if prefixes is None else prefixes.families[unit[0]]
             families.setdefault(family if family >= 0 else -1 - i, []).append(unit)
         blocks = list(families.values())
         size = len(groups) if self.size is None else self.size
         steps: list[list[int]] = []
         for epoch in range(self.epochs):
+            # The order depends only on the seed and the pass, not on passes before it.
             order = np.random.default_rng([self.seed, epoch]).permutation(len(blocks)) if self.shuffle else range(len(blocks))
             step: list[int] = []
             for unit in (unit for block in order for unit in blocks[block]):
+                # A group that does not fit begins the next step; one that is larger than a step forms a step.
                 if step and len(step) + len(unit) > size:
                     steps.append(sorted(step))
                     step = []
@@ -196,6 +199,7 @@ def assign_mini_batches(
         prefixes: The prefixes that each rank computes once.
         media: The cost of encoding the media of each sequence, in units of one token's matrix products.
     """
+    # First balance each step, in numbers of the global batch.
     rank_steps: list[list[list[int]]] = [[] for _ in range(dp_size)]
     for step in mini_batches.steps(range(len(lengths)) if groups is None else groups, families):
         assigned = balance(
@@ -208,6 +212,7 @@ def assign_mini_batches(
         )
         for rank, part in enumerate(assigned):
             rank_steps[rank].append([step[i] for i in part])
+    # Then renumber: a rank gets each of its rows once, and its steps are indices into these.
     rows = [sorted({i for step in rank for i in step}) for rank in rank_steps]
     indices = [{row: index for index, row in enumerate(rank_rows)} for rank_rows in rows]
     return Assignment(rows=rows, steps=[[[indices[r][i] for i in step] for step in rank] for r, rank in enumerate(rank_steps)])

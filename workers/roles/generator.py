@@ -198,6 +198,7 @@ class RolloutWorker:
                 "sync_weights first"
             )
         chosen = self._held.pop(version)
+        # Earlier versions are freed before this one is loaded.
         self._held = {number: held for number, held in self._held.items() if number > version}
         chosen.load(iter(chosen.tensors), version=version)
 
@@ -288,6 +289,7 @@ class RolloutWorker:
         They are those of the parameters, of the full cache, and of the other versions of the parameters that the process may hold.
         """
         sizes = estimated_bytes(self.config)
+        # One of the versions is in the generator itself.
         held = self.config.held_versions - 1
         each = self.adapter_bytes() or sizes["parameters"]
         return {**sizes, "held_versions": held * each} if held else sizes

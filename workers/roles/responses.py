@@ -23,6 +23,8 @@ class PaddedCompletions:
         supervised = loss_mask(batch)
         lengths = torch.tensor(batch.lengths, dtype=torch.long)
         rows = torch.repeat_interleave(torch.arange(batch.num_sequences), lengths)
+        # For each of the K completion tokens: its position in the batch, its row, and its column, which counts from the
+        # first completion token of its row.
         self._at = supervised.nonzero()[:, 0]
         self._row = rows[self._at]
         counts = torch.bincount(self._row, minlength=batch.num_sequences)

@@ -139,6 +139,7 @@ class FunctionRewardWorker:
         answers = []
         for row, (begin, end) in enumerate(pairwise(batch.bounds)):
             supervised = (batch.labels[begin:end] != IGNORE).nonzero()[:, 0].tolist()
+            # The first label is at the last token of the prompt, which predicts the first one of the completion.
             response_start = supervised[0] + 1 if supervised else end - begin
             ids = batch.input_ids[begin:end].tolist()
             fields: dict[str, Any] = {n: float(v[row]) for n, v in batch.sequence_fields.items() if v.dim() == 1}

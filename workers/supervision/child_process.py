@@ -22,8 +22,10 @@ logger = logging.getLogger(__name__)
 TERMINATE_S = 5.0
 """The time between SIGTERM and SIGKILL when ending a worker."""
 LAST_LINES = 20
+# Longer output without a line end is passed on in pieces, so that it does not accumulate in memory.
 _MAX_LINE = 2**16
 _MODULE = f"{__name__.rpartition('.supervision.')[0]}.process"
+# The format in which a worker logs; see `process.program.run`.
 _RECORD = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)", re.DOTALL)
 
 
@@ -78,6 +80,7 @@ class ChildProcess:
             words += ["--listen-fd", str(inherited[-1])]
         # As with multiprocessing, a child can import the modules that its parent can.
         search = os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))
+        # If torchrun started the controller, these describe the controller, not the worker.
         ours = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         try:
             self._process = subprocess.Popen(

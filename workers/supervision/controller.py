@@ -93,6 +93,7 @@ class Channel:
             ConfigError: A value cannot be sent.
         """
         number, frame = self.encode(*dump(request, self._controller.names))
+        # Before the request is sent, because tokens may arrive before `send` returns.
         self._listeners[number] = listener
         (sent,) = self.send([(number, frame)])
         sent.add_done_callback(lambda done: self._listeners.pop(number, None))
@@ -164,6 +165,7 @@ class Channel:
         self.heard_at = time.monotonic()
         self.bytes_received += size
         with self._lock:
+            # The first message shows that the worker has connected, so send what has waited for that.
             for frame in self._early:
                 self._controller.send(frame)
             self._early, self._connected = [], True

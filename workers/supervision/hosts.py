@@ -179,6 +179,7 @@ class RayHost:
         )
         started = actor.start.remote(name, address, settings)
         deadline = time.monotonic() + PLACEMENT_S
+        # Ray waits for resources without a limit, so the wait is divided to check the deadline and `cancelled`.
         while not ray.wait([started], timeout=_POLL_S)[0]:
             if time.monotonic() < deadline and not cancelled():
                 continue

@@ -15,6 +15,7 @@ from ..protocol.messages import Cancel, Error
 from ..protocol.stream_messages import NewTokens, Stream
 from .controller import Channel, ReplyFuture
 
+# Nothing wakes a reader when a worker has restarted, so it polls until its request could be sent.
 _POLL_S = 0.02
 
 

@@ -212,6 +212,7 @@ class SupervisedWorker:
             if self._closing:
                 return
             self._closing = True
+            # A worker that is loading its model reads no `shutdown`, so it is ended by force.
             loading = not self.control.is_started()
             self._changed.notify_all()
         try:
@@ -231,6 +232,7 @@ class SupervisedWorker:
         if process is None or channel is None or process.exit_code is not None:
             return
         busy = channel.pending > 0
+        # Before `fail`, after which this channel sends nothing.
         shutdown = None if by_force or busy else channel.ask(messages.Shutdown())
         channel.fail(WorkerLostError(f"{self._settings.name} was closed"))
         if shutdown is None or not process.wait(self._settings.terminate_s):
@@ -258,6 +260,8 @@ class SupervisedWorker:
     def _start_process(self) -> None:
         settings, controller = self._settings, self._controller
         assert controller is not None
+        # A new name for each start, so that late messages of a worker that has died are not taken for those of its
+        # successor.
         identity = f"{settings.name}-{self.control.restarts}"
         deadline = time.monotonic() + settings.start_s
         channel = controller.channel(identity)
@@ -268,6 +272,7 @@ class SupervisedWorker:
             ProcessArguments(
                 arguments=(
                     *("--beat", str(settings.beat_s)),
+                    # Loading is limited by `start_s` instead.
                     *("--watchdog", str(settings.watchdog_s), "--watchdog", "initialize=0"),
                     *("--queue-size", str(settings.queue_size), "--max-wait-ms", str(settings.max_wait_ms)),
                 ),
@@ -282,6 +287,7 @@ class SupervisedWorker:
             closing = self._closing
             if not closing:
                 self._channel, self._process = channel, process
+        # `close` has run while the process was starting, and could not end a process that it did not see.
         if closing:
             process.terminate(0.0)
             raise WorkerLostError(f"{settings.name} was closed")
@@ -319,6 +325,7 @@ class SupervisedWorker:
     def mark_ended(self, channel: Channel) -> None:
         """Record that a worker no longer accepts requests."""
         with self._changed:
+            # A worker that has already been replaced does not stop its successor.
             if channel is self._channel:
                 self.control.set_started(False)
 
@@ -364,6 +371,7 @@ class SupervisedWorker:
         if time.monotonic() - self._started_at >= settings.stable_s:
             self._deaths = 0
         while self._deaths < settings.restarts:
+            # The exponent is bounded, because a float cannot be multiplied by an arbitrarily large integer.
             pause = min(settings.pause_s * 2 ** min(self._deaths, 32), settings.max_pause_s)
             self._deaths += 1
             self.control.restarts += 1
@@ -434,6 +442,7 @@ class SupervisedWorker:
 
     async def acall(self, method: str, *args: Any, **options: Any) -> Any:
         """Like `call`, without blocking the event loop."""
+        # `submit` would block the event loop while the worker restarts.
         while not self.is_settled():
             await asyncio.sleep(_POLL_S)
         return await asyncio.wrap_future(self.submit(method, *args, **options))

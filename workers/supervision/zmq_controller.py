@@ -19,6 +19,7 @@ from ..protocol.transports.base import Frame, Wakeup
 from ..protocol.transports.zeromq import LINGER_MS, SCHEME, CurveKeys, endpoint_of
 from .controller import DEFAULT_ADDRESS, Controller
 
+# The path of a Unix socket has at most 107 bytes, of which the name of the socket takes a part.
 _MAX_PATH = 90
 
 
@@ -59,6 +60,7 @@ class ZmqController(Controller):
         self._authenticator: ThreadAuthenticator | None = None
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        # No limit: a ROUTER socket drops messages to a peer whose queue is full.
         self._socket.set_hwm(0)
         if not local:
             self._require_keys()
@@ -126,6 +128,7 @@ class ZmqController(Controller):
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakeup.fileno(), zmq.POLLIN)
         while True:
+            # Read before sending, so that all messages queued before `close` are sent.
             closed = self._closed
             while self._outgoing:
                 self._socket.send_multipart(self._outgoing.popleft(), copy=False)

@@ -1,6 +1,6 @@
 """Generation with a model that is split over several devices, one completion at a time.
 
-Every step is a frame to each rank; rank 0 is this process, which has the logits and samples.
+This process is rank 0. It sends every step to the other ranks, takes part in it, and samples the next token from the logits.
 """
 
 import json
@@ -34,18 +34,18 @@ MODEL_ID = "model"
 class TensorParallelGenerator(BaseGenerator):
     """A generator whose model is split over the ranks of a group.
 
-    Requests are served one after the other: what is gained is room for a model, not throughput. A prompt, or the beginning of one, that is
-    in the cache is not processed again. `RolloutConfig.options`:
+    Requests are served one at a time: splitting makes room for a larger model, but does not increase throughput. The beginning of a prompt
+    is not processed again if it is in the cache. `RolloutConfig.options`:
 
-    - `tp`: the number of ranks, each a process with a device of its own on this machine.
-    - `quant`: `int8` for weights of 8 bits; None for none.
+    - `tp`: the number of ranks, each a process on this machine with its own device.
+    - `quant`: `int8` for 8-bit weights; None for no quantization.
     - `start_s`, `timeout_s`, `watchdog_s`: see `RankSettings`.
 
     Args:
         config: The configuration.
 
     Raises:
-        ConfigError: An option is unknown, or this process has a process group already.
+        ConfigError: An option is unknown, or this process already has a process group.
         WorkerError: A rank cannot load the model; the cause is the original error.
     """
 
@@ -71,9 +71,11 @@ class TensorParallelGenerator(BaseGenerator):
         self._names: frozenset[str] = frozenset()
         self._tied: frozenset[str] = frozenset()
         try:
+            # Loads the model now, so that an error is raised here, and not by the first request.
             self._stepped()
         except BaseException as e:
             self.close()
+            # An invalid setting or model is the caller's error, not one of a worker.
             if isinstance(e, WorkerError) and isinstance(e.__cause__, ConfigError | ModelError):
                 raise e.__cause__ from e
             raise
@@ -83,6 +85,8 @@ class TensorParallelGenerator(BaseGenerator):
         text = model_config.get_text_config()
         ends = text.eos_token_id if text.eos_token_id is not None else model_config.eos_token_id
         if (folder / "generation_config.json").is_file():
+            # As in transformers' `generate`, the end tokens in this file take precedence over those of the model's
+            # configuration.
             ends = GenerationConfig.from_pretrained(folder).eos_token_id or ends
         context = context_of(text)
         return CompletionLimits(
@@ -93,7 +97,7 @@ class TensorParallelGenerator(BaseGenerator):
         )
 
     def _stepped(self) -> SteppedModel:
-        """Return rank 0's part of the model. If ranks have died, all are started anew."""
+        """Return rank 0's part of the model. If a rank has died, all ranks are restarted."""
         if self._closed:
             raise ConfigError("this generator was closed; build another one")
         if self._ranks is not None and self._ranks.lost:
@@ -117,14 +121,14 @@ class TensorParallelGenerator(BaseGenerator):
         return model
 
     def limits(self) -> CompletionLimits:
-        """Return what this generator can take."""
+        """Return the limits on prompts and completions."""
         return self._limits
 
     def read_images(self, prompt: list[int], images: Sequence[str]) -> tuple[list[int], Mapping[str, Tensor]]:
-        """Return a prompt with as many image tokens as its images have; each rank reads the images itself.
+        """Return a prompt in which the token of each image is repeated as often as the image needs; each rank reads the images itself.
 
         Raises:
-            ConfigError: The model takes no images, or these cannot be used.
+            ConfigError: The model does not take images, or the images cannot be used.
         """
         model = self._stepped()
         if not model.lm.sees_images or self._image_token is None:
@@ -132,7 +136,7 @@ class TensorParallelGenerator(BaseGenerator):
         return model.reader.expand(prompt, self._image_token, model.reader.read(images).tokens), {}
 
     def run_step(self) -> None:
-        """Begin the next request, or continue the one that is running: a part of its prompt, or a token."""
+        """Start the next request, or continue the running one: process a part of its prompt, or generate a token."""
         model = self._stepped()
         if self._current is None:
             self._current = next(iter(self.waiting.values()))
@@ -142,7 +146,7 @@ class TensorParallelGenerator(BaseGenerator):
         if stream.images and len(self._cached) < len(stream.prompt):
             self._step_with_images(stream, tokens)
         else:
-            # The last token is processed in any case, for its logits.
+            # The last token is always processed, because its logits are needed.
             offset = min(_common(self._cached, tokens), len(tokens) - 1)
             part = tokens[offset : offset + self.config.target_tokens_per_batch]
             self._ask(m.GenerateStep(model_id=MODEL_ID, tokens=part, offset=offset))
@@ -155,7 +159,7 @@ class TensorParallelGenerator(BaseGenerator):
         self.add_token(stream, token, log_prob)
 
     def _step_with_images(self, stream: TokenStream, tokens: list[int]) -> None:
-        # What is in the cache may be of other images.
+        # The cache may hold other images.
         self._cached = []
         self._ask(
             m.GenerateStepWithImages(
@@ -175,18 +179,19 @@ class TensorParallelGenerator(BaseGenerator):
         try:
             self._ranks.ask(lambda: request)
         except WorkerError:
-            # What the ranks have in their caches is not known.
+            # The contents of the ranks' caches are unknown.
             self._cached = []
             raise
 
     def stop_request(self, stream: TokenStream) -> None:
         """Forget the request; its keys and values stay until another prompt replaces them."""
         self._current = None
+        # The cache is compared with a prompt by token ids, which are equal for different images.
         if stream.images:
             self._cached = []
 
     def drop_caches(self) -> None:
-        """Forget the request, and what is in the cache."""
+        """Forget the request and the contents of the cache."""
         self._current, self._cached = None, []
 
     def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -199,9 +204,10 @@ class TensorParallelGenerator(BaseGenerator):
         try:
             files = write_weights(spool, _checked(weights, self._names, self._tied))
             for file in self._files[0].parent.glob("*.json"):
-                # Such as that of the image processor.
+                # For example, the configuration of the image processor.
                 shutil.copy(file, spool / file.name)
             self._unload()
+            # The old model has been freed, because there may not be enough memory for both.
             old_files, self._files = self._files, files
             try:
                 if self.placement.parameters == "device":
@@ -227,7 +233,7 @@ class TensorParallelGenerator(BaseGenerator):
             self._ranks.ask(lambda: m.UnloadModel(model_id=MODEL_ID))
 
     def move(self, target: GeneratorPlacement) -> None:
-        """Free the model on all ranks, or load it again from its files. The cache has no memory of its own between requests."""
+        """Free the model on all ranks, or load it again from its files. The cache has no separate memory between requests."""
         if target.parameters == self.placement.parameters:
             return
         self._unload()
@@ -260,6 +266,7 @@ def _config_text(folder: Path, dtype: str) -> str:
         values: dict[str, Any] = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as e:
         raise ModelError(f"{folder / 'config.json'} cannot be read: {e}") from e
+    # The name of `dtype` in configurations of older versions of transformers; parts of a model may have their own.
     values.pop("torch_dtype", None)
     for part in values.values():
         if isinstance(part, dict):
@@ -282,12 +289,13 @@ def _files_of(folder: Path) -> list[Path]:
 def _checked(
     weights: Iterable[tuple[str, Tensor]], names: frozenset[str], tied: frozenset[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a complete set."""
+    """Yield the tensors, and check at the end that the set is complete."""
     unknown, seen = [], set()
     for name, tensor in weights:
         if name in names and name not in seen:
             seen.add(name)
             yield name, tensor
+        # A parameter that shares the tensor of another one may be sent or left out.
         elif name not in tied:
             unknown.append(name)
     missing = sorted(names - seen - tied)

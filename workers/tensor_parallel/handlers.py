@@ -1,4 +1,4 @@
-"""The functions that serve generation steps: models of which every rank holds a part, driven by a controller token by token."""
+"""The functions that serve generation steps of models that are split over the ranks; a controller drives them token by token."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ class SteppedModel:
 
     @property
     def reader(self) -> ImageReader:
-        """What prepares images for the model."""
+        """The reader that prepares images for the model."""
         if self._reader is None:
             self._reader = ImageReader(self._folder)
         return self._reader
@@ -47,7 +47,7 @@ class SteppedModel:
 def load_dense_shard(worker: ModelWorker, request: m.LoadDenseShard) -> m.LoadDenseShardOk:
     """Load this rank's slices of a model."""
     _check_ranks(worker)
-    # If one rank cannot, none has the model.
+    # If one rank fails, no rank keeps the model.
     with _errors_of_all(worker):
         if request.model_id in worker.models:
             raise OpError(
@@ -93,6 +93,8 @@ def generate_step_with_images(worker: ModelWorker, request: m.GenerateStepWithIm
                 request.offset,
                 request.image_token_id,
                 request.chunk_size,
+                # Of the pixels, not of the URIs, so that ranks that have prepared an image differently are found as
+                # well.
                 hashlib.sha256(pixels.values.contiguous().numpy().tobytes()).hexdigest(),
             ]
         )
@@ -135,7 +137,7 @@ def _errors_of_all(worker: ModelWorker) -> AbstractContextManager[None]:
 class _Agreed:
     """A block after which all ranks continue with the same step, or none does.
 
-    Ranks that process different tokens would generate nonsense, and one that fails alone would leave the others in a collective.
+    Ranks that process different tokens would generate nonsense, and a single rank that fails would leave the others waiting in a collective.
 
     Args:
         worker: The worker.
@@ -147,7 +149,7 @@ class _Agreed:
         self._digest = bytes(_DIGEST_BYTES)
 
     def digest(self, values: list[Any]) -> None:
-        """Set what must be the same on all ranks."""
+        """Set the values that must be the same on all ranks."""
         self._digest = hashlib.sha256(json.dumps(values).encode()).digest()
 
     def __enter__(self) -> "_Agreed":
@@ -156,6 +158,7 @@ class _Agreed:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         size = self._worker.settings.world_size
         if size > 1 and (error is None or isinstance(error, Exception)):
+            # Every rank takes part, also one with an error, because the others already wait here.
             own_digest = torch.frombuffer(bytearray(self._digest), dtype=torch.uint8)
             # A digest of zeros stands for an error.
             all_digests = [torch.empty_like(own_digest) for _ in range(size)]

@@ -1,4 +1,4 @@
-"""A language model of which every rank holds a part, and its cache of keys and values."""
+"""A language model that is split over the ranks, and its cache of keys and values."""
 
 import copy
 import inspect
@@ -34,7 +34,7 @@ from .plan import resolve_plan, styles_of
 from .styles import LocalSlices
 
 QUANTIZATIONS = ("int8",)
-"""The values of `quant` beside None."""
+"""The values of `quant` other than None."""
 
 
 def parse_config(config_json: str) -> PreTrainedConfig:
@@ -45,7 +45,7 @@ def parse_config(config_json: str) -> PreTrainedConfig:
 
     Raises:
         ConfigError: The text is not a model configuration.
-        CapabilityError: The family is not one of transformers.
+        CapabilityError: transformers does not know the model's family.
     """
     try:
         values = json.loads(config_json)
@@ -67,14 +67,14 @@ def parse_config(config_json: str) -> PreTrainedConfig:
 
 
 class ShardedLM:
-    """A causal language model, or the language model of a vision-language model, of which this rank holds a part.
+    """This rank's part of a causal language model, or of the language model of a vision-language model.
 
     Args:
         config: The model's configuration.
         files: The safetensors files with all of its weights, in one folder.
         device: The device of this rank.
         group: The ranks that hold the model; None if this process holds the whole model.
-        quant: `int8` for weights of 8 bits in linear layers, by torchao; None for none.
+        quant: `int8` for 8-bit weights in linear layers, by torchao; None for no quantization.
 
     Raises:
         CapabilityError: The family cannot be split, or the quantization does not exist.
@@ -98,6 +98,8 @@ class ShardedLM:
         layout = DiskLayout(self.model)
         stored = WeightFolder.of_files(files, layout.canonical)
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters(remove_duplicate=False)}
+        # Splitting replaces every parameter separately, so a weight that the embedding and the head share is detected
+        # before, and shared again after.
         tied = self._tied()
         slices = self._split()
         if tied:
@@ -110,6 +112,7 @@ class ShardedLM:
         """The names of parameters that share the tensor of another one."""
         self._fill(layout, stored, shapes, slices, quantize)
         self.model.eval().requires_grad_(False)
+        # Without the model's configuration: a cache of sliding windows cannot be rolled back beyond its window.
         self._cache: Any = DynamicCache()
         self._length = 0
         self._images: list[tuple[int, int, int]] = []
@@ -126,6 +129,7 @@ class ShardedLM:
         if self._group is None or size == 1:
             return slices
         plan = resolve_plan(self.model, size)
+        # A mesh over the existing group: other constructors create process groups of their own.
         mesh = DeviceMesh.from_group(self._group, self.device.type)
         parallelize_module(self.model, mesh, styles_of(self.model, plan, slices))
         return slices
@@ -138,14 +142,16 @@ class ShardedLM:
         slices: LocalSlices,
         quantize: Callable[[nn.Module, nn.Module], None] | None,
     ) -> None:
-        """Read this rank's slices of the parameters, module by module, so that no more than one exists in two formats."""
+        """Read this rank's slices of the parameters, module by module, so that at most one module exists in two formats at a time."""
         missing: list[str] = []
         for path, module in self.model.named_modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
+                # It has been read already, for another module that shares it.
                 if parameter.device.type != "meta":
                     continue
                 full = f"{path}.{name}" if path else name
                 value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.device)
+                # A parameter that is not split is a single slice.
                 everything = [(whole(shapes[full]), (slice(None),) * parameter.dim())]
                 for box, place in slices.boxes.get(full, everything):
                     pieces = cut_local_shards("value", layout.stored_slices(full, shapes[full]), box, value[place])
@@ -153,6 +159,7 @@ class ShardedLM:
                 self._replace(parameter, nn.Parameter(value, requires_grad=False))
             if quantize is not None and isinstance(module, nn.Linear) and module is not self.model.get_output_embeddings():
                 quantize(self.model, module)
+        # Then the buffers that the files contain.
         for name, buffer in list(named_persistent_buffers(self.model)):
             value = torch.empty(buffer.shape, dtype=buffer.dtype)
             pieces = cut_local_shards("value", layout.stored_slices(name, buffer.shape), whole(buffer.shape), value)
@@ -164,6 +171,7 @@ class ShardedLM:
                 f"the files lack {len(missing)} tensors that config.json requires, including {', '.join(missing[:3])}; the files and "
                 "the configuration do not belong together"
             )
+        # The parameters are there already; this moves the buffers.
         self.model.to(self.device)
 
     def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
@@ -182,7 +190,7 @@ class ShardedLM:
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens of the model."""
+        """The size of the vocabulary."""
         size: int = self.model.config.get_text_config().vocab_size
         return size
 
@@ -208,11 +216,11 @@ class ShardedLM:
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int], offset: int) -> Tensor:
-        """Process the next tokens of the sequence. Collective over the ranks, which give the same tokens.
+        """Process the next tokens of the sequence. Collective over the ranks, which pass the same tokens.
 
         Args:
             tokens: The token ids.
-            offset: The number of tokens of the cache that stay; those after it are dropped first.
+            offset: The number of tokens that stay in the cache; later ones are dropped first.
 
         Returns:
             The logits `[V]` of the token after the last one, the same on all ranks.
@@ -225,8 +233,11 @@ class ShardedLM:
         ids = torch.tensor([list(tokens)], device=self.device)
         positions = torch.arange(offset, offset + len(tokens), device=self.device)[None] + self.positions_delta
         with self.whole_or_nothing():
+            # Not through the model's own `forward`, which remembers the offset of positions after images beyond the end
+            # of a sequence.
             if self.sees_images:
                 hidden = self.model.model.get_input_embeddings()(ids)
+                # Text has the same position along all three axes of these models.
                 return self.run(hidden, positions.expand(3, 1, -1), len(tokens))
             output = self.model(
                 input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True, logits_to_keep=1
@@ -255,11 +266,11 @@ class ShardedLM:
         return logits
 
     def roll_back(self, offset: int) -> None:
-        """Keep the first tokens of the cache."""
+        """Drop all but the first tokens from the cache."""
         if offset == 0:
             self.clear()
         elif offset < self._length:
-            # A positive number would be a length, which later versions of transformers refuse.
+            # A positive number would be the length to keep, which later versions of transformers refuse.
             self._cache.crop(offset - self._length)
             self._length = offset
             self._images = [one for one in self._images if one[1] <= offset]
@@ -270,20 +281,20 @@ class ShardedLM:
 
     @property
     def positions_delta(self) -> int:
-        """The difference between a token's position and its number in the sequence, after images."""
+        """The difference between the position of a token after the images and its index in the sequence."""
         return self._images[-1][2] if self._images else 0
 
     def note_images(self, start: int, delta: int) -> None:
-        """Note that a prompt with images was processed.
+        """Record that a prompt with images was processed.
 
         Args:
             start: The number of tokens before it.
-            delta: The difference between positions and numbers after it.
+            delta: The difference between positions and indices after it.
         """
         self._images.append((start, self._length, delta))
 
     def whole_or_nothing(self) -> "_ClearOnError":
-        """Empty the cache if the block fails."""
+        """Return a context manager that empties the cache if its block fails."""
         return _ClearOnError(self)
 
     def close(self) -> None:
@@ -310,11 +321,12 @@ class _ClearOnError:
 def _empty_model(config: PreTrainedConfig) -> Any:
     if getattr(config, "auto_map", None):
         raise CapabilityError("the model's code is in its folder (auto_map), which generation steps do not run")
+    # Buffers stay real: those that the model computes, such as rotary frequencies, are not in the files.
     with init_empty_weights(include_buffers=False):
         try:
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=config.dtype or torch.float32)
         except ValueError:
-            # Raised for a family that is not in the list.
+            # Raised for a family that has no class of this kind.
             try:
                 model = AutoModelForImageTextToText.from_config(copy.deepcopy(config), dtype=config.dtype or torch.float32)
             except ValueError:
@@ -326,13 +338,13 @@ def _empty_model(config: PreTrainedConfig) -> Any:
 
 
 def _keep_in_float32(model: Any) -> None:
-    """Make tensors float32 that a family keeps so in a model of 16 bits, as transformers does when it loads one."""
+    """Convert to float32 the tensors that a family keeps in float32 in its 16-bit models, as transformers does when it loads one."""
     names = set(model._keep_in_fp32_modules_strict or ())
     if model.dtype == torch.float16:
         names |= set(model._keep_in_fp32_modules or ())
     if not names or model.dtype not in (torch.float16, torch.bfloat16):
         return
-    # As in transformers: anywhere in a name, with * for anything.
+    # As in transformers, a pattern may match anywhere in a name, and * stands for any text.
     kept = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in sorted(names)))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if kept.search(name):
@@ -346,7 +358,7 @@ def _check_cache(model: Any) -> None:
     parameters = inspect.signature(model.forward).parameters
     missing = [name for name in ("past_key_values", "position_ids") if name not in parameters]
     other = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
-    # GPT-NeoX says is_decoder=False like BERT, whose attention it decides, but is a decoder in any case.
+    # GPT-NeoX is a decoder although its is_decoder is False. In BERT, this setting decides whether attention is causal.
     causal = any(getattr(module, "is_causal", None) is True for module in model.get_decoder().modules())
     encoder = getattr(text, "is_decoder", None) is False and not causal
     if missing or other or encoder or getattr(model, "_is_stateful", False):

@@ -1,4 +1,4 @@
-"""The plan by which a model is split: transformers' own for its family."""
+"""The plan that determines how a model is split; transformers has one for each family."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from ...engine.errors import CapabilityError
 from .styles import IGNORED_STYLES, STYLES, ExpertsStyle, LocalSlices
 
 TEXT_FAMILIES = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
-"""Text models of vision-language models whose configuration has no plan, and the family that has the same layers."""
+"""Text models of vision-language models without a plan in their configuration, and the families that have the same layers."""
 _EXPERTS = "moe_tp_experts"
 
 
@@ -24,16 +24,19 @@ def resolve_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
         size: The number of ranks.
 
     Raises:
-        CapabilityError: The family has no plan, or one with a style that is unknown here.
+        CapabilityError: The family has no plan, or its plan uses a style that is not supported.
     """
     family = model.config.model_type
+    # The model's own plan takes precedence.
     patterns = {**_plan_of_text(model), **dict(model.tp_plan or {})}
+    # A plan of the embedding and the head alone would leave the layers whole.
     layers = {pattern: style for pattern, style in patterns.items() if ".*." in pattern}
     if not layers:
         raise CapabilityError(
             f"transformers has no plan by which the layers of {family} could be split; use one process, or a model of another family"
         )
     paths = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    # Plans have a * in place of the numbers of layers and experts.
     paths_by_pattern = {re.sub(r"\.\d+(?=\.|$)", ".*", path): [] for path in paths}  # type: dict[str, list[str]]
     for path in paths:
         paths_by_pattern[re.sub(r"\.\d+(?=\.|$)", ".*", path)].append(path)
@@ -57,7 +60,7 @@ def _plan_of_text(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _keep_heads_whole(model: PreTrainedModel, plan: dict[str, str], size: int) -> None:
-    """Let every rank compute the attention of all heads if heads would be cut in pieces; its weights remain split."""
+    """If heads would be cut into pieces, let every rank compute the attention of all heads; the weights remain split."""
     text: Any = model.config.get_text_config()
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -71,12 +74,13 @@ def _keep_heads_whole(model: PreTrainedModel, plan: dict[str, str], size: int) -
 
 
 def _keep_tied(model: PreTrainedModel, plan: dict[str, str]) -> None:
-    """Split an embedding and a head that share their weight alike, or not at all."""
+    """Split an embedding and a head with a shared weight in the same way, or not at all."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or head.weight is not embedding.weight:
         return
     names = {id(module): name for name, module in model.named_modules()}
     of_embedding, of_head = (names[id(module)] for module in (embedding, head))
+    # With these styles, a rank holds the same rows of the vocabulary in both.
     if not (plan.get(of_embedding) == "embedding_rowwise" and plan.get(of_head) in ("colwise_gather_output", "colwise_rep")):
         plan.pop(of_embedding, None)
         plan.pop(of_head, None)

@@ -1,4 +1,4 @@
-"""The ranks of a model that is split: this process is rank 0, the others are model workers that it starts."""
+"""The ranks of a split model: this process is rank 0, the others are model workers that it starts."""
 
 import logging
 import os
@@ -39,13 +39,13 @@ def abort_on_gpus() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSettings:
-    """How the ranks are started and watched.
+    """How the ranks are started and monitored.
 
     Args:
         size: The number of ranks, on this machine.
-        start_s: For how many seconds a rank may start.
-        timeout_s: After how many seconds a collective that does not come together fails.
-        watchdog_s: After how many seconds without progress a rank ends itself.
+        start_s: The time limit for a rank to start, in seconds.
+        timeout_s: The timeout of collectives, in seconds.
+        watchdog_s: The time without progress after which a rank ends itself, in seconds.
     """
 
     size: int = 1
@@ -69,8 +69,8 @@ class Ranks:
         settings: The settings.
 
     Raises:
-        ConfigError: This process has a process group already.
-        WorkerError: The ranks cannot meet.
+        ConfigError: This process already has a process group.
+        WorkerError: The rendezvous failed.
         WorkerLostError: A rank died.
     """
 
@@ -84,7 +84,7 @@ class Ranks:
         self._channels: list[Channel] = []
         self._processes: list[ChildProcess] = []
         self._controller: Controller | None = None
-        # Meeting the others sets them, as torchrun would; what comes after this group must not find them.
+        # The rendezvous sets these variables, as torchrun would; `close` restores them.
         self._environment = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", _NCCL_ERRORS)}
         self._abort: Callable[[], None] = abort_on_gpus
         self._ending, self._lock = False, threading.Lock()
@@ -106,7 +106,7 @@ class Ranks:
             for rank in range(1, settings.size):
                 self._start(rank, self._controller)
             self._wait_for_processes()
-            # Of this process only: the others may end.
+            # Only in this process, which has to survive an error of NCCL; the other ranks may be ended by it.
             os.environ.setdefault(_NCCL_ERRORS, _CLEAN_UP_ONLY)
             self.ask(lambda: m.Init(comm_id=run.hex()))
         except BaseException:
@@ -114,7 +114,7 @@ class Ranks:
             raise
 
     def _wait_for_processes(self) -> None:
-        """Wait until all have started: where they meet, rank 0 would not notice one that has died."""
+        """Wait until all processes have started: during the rendezvous, rank 0 would not notice a process that has died."""
         deadline = time.monotonic() + self._settings.start_s
         hello = m.Hello(protocol=m.PROTOCOL, world_size=self._settings.size)
         for rank, sent in enumerate([channel.ask(hello) for channel in self._channels], start=1):
@@ -148,7 +148,8 @@ class Ranks:
     def _on_exit(self, channel: Channel, process: ChildProcess) -> None:
         self.lost = True
         channel.fail(WorkerLostError(f"{process.name} {process.describe_end()}"))
-        # This thread is the one of the rank that has ended. Once, and not beside the end of the group.
+        # This runs in a thread of the rank that has ended. Only the first one aborts, and none while the group is
+        # being closed.
         with self._lock:
             if not self._ending:
                 self._ending = True
@@ -158,14 +159,15 @@ class Ranks:
         """Send a request to all ranks, run it as rank 0, and return this rank's reply when all have replied.
 
         Args:
-            make: Makes the request.
+            make: Creates the request.
 
         Raises:
-            WorkerError: A rank failed; the cause is the original error. A rank that only reports another one's error comes last.
+            WorkerError: A rank failed; the cause is the original error. A rank's own error comes before those that only report it.
             WorkerLostError: A rank died.
         """
         if self.lost:
             raise WorkerLostError("a rank has died; the model must be loaded anew")
+        # The others first: requests are collective, and running rank 0's part in this thread waits for them.
         sent = [channel.ask(make()) for channel in self._channels]
         request = make()
         own_reply: m.Reply
@@ -205,6 +207,7 @@ class Ranks:
         """End all ranks."""
         with self._lock:
             self._ending = True
+        # When one rank is lost, the others may be in a collective with it, and would not read the request.
         polite = [] if self.lost else [channel.ask(m.Shutdown()) for channel in self._channels]
         for process in self._processes:
             if not (polite and process.wait(_GRACE_S)):

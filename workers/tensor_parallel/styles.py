@@ -1,6 +1,6 @@
-"""How one module is split over the ranks of a group: which slices of its parameters a rank holds, and what is exchanged around it.
+"""How a module is split over the ranks of a group: the slices of its parameters that a rank holds, and the communication around it.
 
-The styles are applied by torch's `parallelize_module`. They only serve inference: nothing here has a gradient.
+The styles are applied by torch's `parallelize_module`. They are for inference only: nothing here has a gradient.
 
 Axes: tensors `[..., D]` are split along their last axis.
 """
@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ...engine.checkpoint.tensor_slices import TensorSlice
 
 SMALL_BYTES = 2**18
-"""Smaller tensors are summed up by each rank itself: gloo gathers them in a third of the time that its all-reduce takes."""
+"""Smaller tensors are gathered, and summed by each rank: gloo gathers them in a third of the time of its all-reduce."""
 
 
 def bounds(length: int, parts: int, part: int) -> tuple[int, int]:
@@ -31,7 +31,7 @@ class LocalSlices:
     """The slices of the parameters that this rank holds.
 
     Args:
-        boxes: For each parameter that is split, the slices of the whole parameter, each with its place in the local one. A parameter
+        boxes: For each split parameter, the slices of the full parameter, each with its position in the local one. A parameter
             without slices is zero on this rank.
     """
 
@@ -56,6 +56,7 @@ class LocalSlices:
         shape = [*whole.shape]
         shape[axis] = (high - low) * parts
         boxes = []
+        # The rank holds the same range of every part, and stores these ranges one after another.
         for part in range(parts):
             offset, length = [0] * whole.dim(), [*whole.shape]
             offset[axis], length[axis] = part * part_length + low, high - low
@@ -66,7 +67,7 @@ class LocalSlices:
         _replace(module, name, whole.new_empty(shape))
 
     def zero(self, module: nn.Module, path: str, name: str) -> None:
-        """Let a parameter be zero on this rank."""
+        """Set a parameter to zero on this rank."""
         self.boxes[f"{path}.{name}"] = []
 
 
@@ -84,7 +85,7 @@ class _Style(ParallelStyle):
 
     Args:
         path: The path of the module in the model.
-        slices: Takes the slices of its parameters.
+        slices: Collects the slices of its parameters.
     """
 
     def __init__(self, path: str, slices: LocalSlices) -> None:
@@ -96,12 +97,12 @@ class _Style(ParallelStyle):
         return module
 
     def split(self, module: nn.Module, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        """Split the parameters, and register what is exchanged."""
+        """Split the parameters, and register the communication."""
         raise NotImplementedError
 
 
 class Colwise(_Style):
-    """A linear layer of which every rank computes a part of the output."""
+    """A linear layer in which every rank computes a part of the output."""
 
     gather = False
 
@@ -116,13 +117,13 @@ class Colwise(_Style):
 
 
 class ColwiseGathered(Colwise):
-    """A linear layer of which every rank computes a part of the output, and gets the whole."""
+    """A linear layer in which every rank computes a part of the output, and receives the whole."""
 
     gather = True
 
 
 class Rowwise(_Style):
-    """A linear layer that takes a part of the input on every rank; the outputs are summed up."""
+    """A linear layer in which every rank processes a part of the input; the outputs are summed."""
 
     cut_input = False
 
@@ -138,20 +139,21 @@ class Rowwise(_Style):
 
 
 class RowwiseOfWhole(Rowwise):
-    """Like `Rowwise`, for an input that every rank has as a whole."""
+    """Like `Rowwise`, for an input that is complete on every rank."""
 
     cut_input = True
 
 
 class EmbeddingRowwise(_Style):
-    """An embedding of which every rank holds the rows of a part of the vocabulary."""
+    """An embedding in which every rank holds the rows of a part of the vocabulary."""
 
     def split(self, module: nn.Module, group: dist.ProcessGroup, rank: int, size: int) -> None:
         """Split the rows. A rank contributes zeros for tokens that it does not hold."""
         low, high = bounds(_shape(module)[0], size, rank)
         self.slices.cut(module, self.path, "weight", 0, rank, size)
-        # It only matters to gradients, and would be outside of the part.
+        # It only affects gradients, and may lie outside of this rank's rows.
         module.padding_idx = None  # type: ignore[assignment]
+        # The hook before the module passes the mask to the hook after it.
         outside: list[Tensor] = []
 
         def shift(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -159,6 +161,7 @@ class EmbeddingRowwise(_Style):
             return ((args[0] - low).clamp(0, high - low - 1), *args[1:])
 
         def collect(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            # The clamped ids have read rows of other tokens.
             return sum_over(output.masked_fill(outside.pop()[..., None], 0), group)
 
         module.register_forward_pre_hook(shift)
@@ -166,11 +169,11 @@ class EmbeddingRowwise(_Style):
 
 
 class ExpertsStyle(_Style):
-    """The experts of a mixture, of each of which every rank holds a part of the intermediate features.
+    """The experts of a mixture; every rank holds a part of the intermediate features of each expert.
 
     Args:
         path: The path of the module in the model.
-        slices: Takes the slices of its parameters.
+        slices: Collects the slices of its parameters.
         packed: The parameters with a gate and an up projection.
         rows: The parameters that are split along their last axis.
     """
@@ -180,7 +183,7 @@ class ExpertsStyle(_Style):
         self._packed, self._rows = packed, rows
 
     def split(self, module: nn.Module, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        """Split the parameters; the outputs are summed up."""
+        """Split the parameters; the outputs are summed."""
         for name in self._packed:
             self.slices.cut(module, self.path, name, -2, rank, size, parts=2)
         for name in self._rows:
@@ -189,7 +192,7 @@ class ExpertsStyle(_Style):
 
 
 class Summed(_Style):
-    """A module whose outputs are summed up."""
+    """A module whose outputs are summed over the ranks."""
 
     def split(self, module: nn.Module, group: dist.ProcessGroup, rank: int, size: int) -> None:
         """Register the sum."""
@@ -208,7 +211,7 @@ STYLES: dict[str, Callable[[str, LocalSlices], _Style]] = {
 }
 """The styles of modules, by the names in transformers' plans."""
 IGNORED_STYLES = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate", "local_params")
-"""Styles that only matter to gradients, or to parameters that every rank holds as a whole."""
+"""Styles that only affect gradients, or parameters that every rank holds in full."""
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -223,18 +226,18 @@ def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_last(tensor: Tensor, width: int, group: dist.ProcessGroup, rank: int, size: int) -> Tensor:
-    """Return the parts of all ranks, put together along the last axis. Collective.
+    """Concatenate the parts of all ranks along the last axis. Collective.
 
     Args:
         tensor: This rank's part.
-        width: The length of the last axis of the whole.
+        width: The length of the last axis of the result.
         group: The ranks.
         rank: This rank.
         size: The number of ranks.
     """
     lengths = [high - low for low, high in (bounds(width, size, part) for part in range(size))]
     widest = max(lengths)
-    # Of the same shape on all ranks.
+    # Padded, because `all_gather` needs the same shape on all ranks.
     padded = tensor if tensor.shape[-1] == widest else nn.functional.pad(tensor, (0, widest - tensor.shape[-1]))
     parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in range(size)]
     dist.all_gather(parts, padded.contiguous(), group=group)

@@ -21,7 +21,7 @@ from .model import ShardedLM
 
 @dataclass(frozen=True)
 class Pixels:
-    """Images as the vision tower takes them.
+    """Images in the form that the vision tower takes.
 
     Args:
         values: The patches of all images.
@@ -50,7 +50,7 @@ def decode_images(uris: Sequence[str]) -> list[Image.Image]:
 
 
 class ImageReader:
-    """Turns images into what the vision tower of a model takes.
+    """Converts images to the input of a model's vision tower.
 
     Args:
         folder: The model's folder, with its preprocessor_config.json.
@@ -61,7 +61,7 @@ class ImageReader:
 
     def __init__(self, folder: Path) -> None:
         try:
-            # Without torchvision.
+            # This backend does not need torchvision.
             self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
         except (OSError, ValueError, ImportError) as e:
             raise ModelError(f"{folder} has no image processor that can be used: {e}") from e
@@ -78,6 +78,7 @@ class ImageReader:
         except ValueError as e:
             raise ConfigError(f"the images cannot be used: {e}") from e
         grids: Tensor = inputs["image_grid_thw"]
+        # The vision tower merges a square of patches into one token.
         merged = int(self._processor.merge_size) ** 2
         return Pixels(inputs["pixel_values"], grids, [int(n) // merged for n in grids.prod(-1)])
 
@@ -128,12 +129,12 @@ def check_image_tokens(tokens: Sequence[int], image_token: int, pixels: Pixels) 
 def step_with_images(
     lm: ShardedLM, tokens: Sequence[int], offset: int, image_token: int, pixels: Pixels, chunk_size: int
 ) -> Tensor:
-    """Process a prompt with images. Collective over the ranks, which give the same arguments.
+    """Process a prompt with images. Collective over the ranks, which pass the same arguments.
 
     Args:
         lm: The model.
         tokens: The token ids, with as many image tokens as the images have.
-        offset: The number of tokens of the cache that stay.
+        offset: The number of tokens that stay in the cache.
         image_token: The image token.
         pixels: The images.
         chunk_size: The number of tokens in a forward pass.
@@ -156,10 +157,12 @@ def step_with_images(
         vision = backbone.get_image_features(pixels.values.to(device), grids)
         hidden = backbone.get_input_embeddings()(ids)
         features = torch.cat(list(vision.pooler_output)).to(hidden.device, hidden.dtype)
+        # `[1, T, H]`: the features replace the embeddings of the image tokens, in order.
         hidden = hidden.masked_scatter(visual[..., None].expand_as(hidden), features)
         positions, delta = backbone.get_rope_index(ids, mm_token_type_ids=visual.int(), image_grid_thw=grids)
+        # Positions count from the beginning of this prompt; those before it are added.
         positions = positions + offset + lm.positions_delta
-        # Features for the first layers beside those of the input, one list for each layer.
+        # Features that the first layers take in addition to those of the input, one tensor for each layer.
         deep = [torch.cat(list(layer)).to(hidden.dtype) for layer in getattr(vision, "deepstack_features", None) or ()]
         seen = 0
         logits: Tensor | None = None

@@ -1,4 +1,4 @@
-"""What the request loop needs of a transport. Does not import torch."""
+"""The interface between the request loop and a transport. Does not import torch."""
 
 import os
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Frame = Sequence[FramePart]
 
 
 class WorkerKeys(Protocol):
-    """What a controller gives a process that it starts, so that the two recognize each other."""
+    """The keys that a controller passes to a process that it starts, and by which the two authenticate each other."""
 
     def pass_on(self) -> int:
         """Return a file descriptor from which a child can read the keys: the worker's `--keys-fd`."""
@@ -33,7 +33,7 @@ class Transport(Protocol):
 
     Args:
         binary: Whether frames are msgpack with parts, instead of lines of JSON.
-        greets: Whether the controller waits to hear of the worker before it sends anything.
+        greets: Whether the worker sends the first message, before which the controller sends nothing.
     """
 
     binary: bool
@@ -43,8 +43,8 @@ class Transport(Protocol):
         """Return the frames that have arrived; an empty list after the timeout.
 
         Args:
-            timeout_s: For how long to wait, in seconds.
-            reading: Whether to read; otherwise frames stay where they are, and their sender is held back.
+            timeout_s: How long to wait, in seconds.
+            reading: Whether to read; otherwise frames are left unread, and their sender is held back.
 
         Returns:
             The frames; None at the end of the input. After the end it only waits.
@@ -67,7 +67,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Send what is still waiting, and close the connection. Only after the I/O thread has ended."""
+        """Send the remaining messages, and close the connection. Only called after the I/O thread has ended."""
         ...
 
 
@@ -85,7 +85,7 @@ class Wakeup:
 
     def set(self) -> None:
         """Wake the other thread."""
-        # The pipe is full: the other thread is about to wake anyway.
+        # If the pipe is full, the other thread is about to wake anyway.
         with suppress(BlockingIOError):
             os.write(self._write, b"\0")
 

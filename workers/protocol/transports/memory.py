@@ -1,4 +1,4 @@
-"""Frames that a thread of the same process passes on, one at a time: the transport inside a Ray actor. Does not import torch."""
+"""The transport inside a Ray actor, where another thread of the same process passes on the frames. Does not import torch."""
 
 import queue
 import threading
@@ -9,7 +9,7 @@ import msgspec
 from .base import Frame, FrameTooLargeError
 
 DELIVERY_S = 2.0
-"""For how long the last reply may take to leave the process."""
+"""The time that the last reply gets to leave the process, in seconds."""
 
 
 class _MemoryEnvelope(msgspec.Struct):
@@ -50,6 +50,7 @@ class MemoryTransport:
     def receive(self, timeout_s: float, *, reading: bool) -> list[Frame | FrameTooLargeError] | None:
         """Return the frames that have arrived; see `Transport.receive`."""
         try:
+            # `reading` is not needed: requests that come through Ray have ids, and are refused if the queue is full.
             frame = self._incoming.get(timeout=timeout_s)
         except queue.Empty:
             return []
@@ -62,6 +63,8 @@ class MemoryTransport:
     def send(self, frame: Frame) -> None:
         """Pass on a reply."""
         number = self._decoder.decode(frame[0]).id
+        # Messages without an id are those that no request asked for, such as heartbeats. Ray itself monitors its
+        # processes.
         if number is not None:
             self._future(number).set_result(frame)
 

@@ -12,7 +12,7 @@ from .base import ControllerLostError, Frame, FrameTooLargeError, Wakeup
 
 MAX_LINE_BYTES = 256 * 2**20
 CLOSE_S = 5.0
-"""For how long the last replies may take to be read."""
+"""The time limit for the controller to read the last replies, in seconds."""
 _CHUNK = 2**18
 
 
@@ -31,14 +31,14 @@ class StdioTransport:
     def __init__(self, read: int, write: int, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         self._read, self._write, self._max = read, write, max_line_bytes
         self._buffer = bytearray()
-        # Read into again and again: a new buffer for every read would cost more than the rest of a short request.
+        # Reused by every read: allocating a new buffer would cost more than the rest of a short request.
         self._chunk = memoryview(bytearray(_CHUNK))
         self._scanned = 0
         self._skipping = self._ended = False
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._wakeup = Wakeup()
-        # Without events to wait for, poll still tells when the reader of the output is gone.
+        # Without events to wait for, poll still reports when the reader of the output is gone.
         self._poll.register(write, 0)
         self._poll.register(self._wakeup.fileno(), select.POLLIN)
         self._reading = False
@@ -50,7 +50,7 @@ class StdioTransport:
     def take(cls, max_line_bytes: int = MAX_LINE_BYTES) -> Self:
         """Take over the standard input and output of this process.
 
-        Whatever prints afterward, in Python or in a C library, prints to standard error; whatever reads finds an empty file.
+        Afterward, what Python or a C library prints to standard output goes to standard error, and standard input is empty.
         """
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -72,7 +72,7 @@ class StdioTransport:
         if waiting:
             self._poll.modify(self._write, select.POLLOUT)
         ready = dict(self._poll.poll(timeout_s * 1000))
-        # A pipe tells by an error that its reader is gone, a socket by a hang-up.
+        # If its reader is gone, a pipe reports an error, and a socket a hang-up.
         if ready.get(self._write, 0) & (select.POLLERR | select.POLLHUP | select.POLLNVAL):
             raise ControllerLostError("the reader of the replies has closed its end")
         if waiting:
@@ -84,6 +84,7 @@ class StdioTransport:
             return []
         size = os.readv(self._read, [self._chunk])
         if not size:
+            # The last line may lack its line feed. The next call finds the end of the input again.
             remaining = bytes(self._buffer)
             self._buffer.clear()
             if remaining.strip() and not self._skipping:
@@ -95,13 +96,13 @@ class StdioTransport:
 
     def _lines(self) -> list[Frame | FrameTooLargeError]:
         if not self._scanned and not self._skipping and self._buffer.find(b"\n") == len(self._buffer) - 1:
-            # As a rule, exactly one line has arrived.
+            # The usual case: exactly one line has arrived.
             line = bytes(self._buffer)
             self._buffer.clear()
             return [[line]] if line.strip() else []
         lines: list[Frame | FrameTooLargeError] = []
         begin = 0
-        # Searched only once: a line of many megabytes arrives in thousands of pieces.
+        # No byte is searched twice: a line of many megabytes arrives in thousands of pieces.
         while (end := self._buffer.find(b"\n", max(begin, self._scanned))) >= 0:
             line = bytes(self._buffer[begin:end])
             begin = self._scanned = end + 1
@@ -137,14 +138,15 @@ class StdioTransport:
         with self._lock:
             try:
                 while self._outgoing and self._room.poll(0):
-                    # A descriptor that is ready takes this much at once; O_NONBLOCK would affect other processes that share it.
+                    # A ready descriptor takes this many bytes without blocking. O_NONBLOCK would affect other processes
+                    # that share it as well.
                     count = os.write(self._write, self._outgoing[: select.PIPE_BUF])
                     del self._outgoing[:count]
             except OSError as e:
                 raise ControllerLostError(f"the replies cannot be written ({e.strerror})") from e
 
     def close(self) -> None:
-        """Write what is still waiting, if the controller reads, and close both descriptors."""
+        """Write the remaining replies, if the controller reads them, and close both descriptors."""
         deadline = time.monotonic() + CLOSE_S
         while self._outgoing and time.monotonic() < deadline:
             self._flush()

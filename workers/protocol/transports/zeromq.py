@@ -26,7 +26,7 @@ LINGER_MS = 5_000
 
 @dataclass(frozen=True, kw_only=True)
 class CurveKeys:
-    """The keys with which a worker and its controller recognize each other, in Z85.
+    """The keys by which a worker and its controller authenticate each other, in Z85.
 
     Args:
         server: The controller's public key.
@@ -54,6 +54,8 @@ class CurveKeys:
 
     def pass_on(self) -> int:
         """Return a file descriptor from which a child can read the keys."""
+        # Not in an argument, which every user of the machine could see. The keys fit into the buffer of a pipe, so
+        # writing them does not wait for the child.
         read, write = os.pipe()
         with open(write, "w") as file:
             json.dump(asdict(self), file)
@@ -61,7 +63,7 @@ class CurveKeys:
 
 
 def endpoint_of(address: str) -> tuple[str, bool]:
-    """Return ZeroMQ's name of an address, and whether it is on this machine.
+    """Return the ZeroMQ endpoint of an address, and whether it is on this machine.
 
     Raises:
         ConfigError: The address is not of the form zmq:///path or zmq://host:port.
@@ -70,6 +72,7 @@ def endpoint_of(address: str) -> tuple[str, bool]:
     if location == address or not location:
         raise ConfigError(f"the address {address!r} is not of the form zmq:///path or zmq://host:port")
     if location.startswith("/"):
+        # The kernel's limit is 108 bytes with the zero at the end.
         if len(os.fsencode(location)) > 107:
             raise ConfigError(
                 f"{location} is too long for a socket ({len(os.fsencode(location))} of 107 bytes); set TMPDIR to a short path"
@@ -88,7 +91,7 @@ class ZmqTransport:
         address: The controller's address.
         identity: The name by which the controller knows this worker.
         keys: The keys; None for a socket in a folder.
-        patience_s: For how many seconds to wait for the controller's first message.
+        patience_s: How long to wait for the controller's first message, in seconds.
 
     Raises:
         ConfigError: The address is malformed, or needs keys.
@@ -105,14 +108,16 @@ class ZmqTransport:
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
-        # The queue of requests has its limit in the loop.
+        # The request loop limits the number of pending requests.
         self._socket.set_hwm(0)
         if keys is not None:
             self._socket.curve_serverkey = keys.server.encode()
             self._socket.curve_publickey = keys.public.encode()
             self._socket.curve_secretkey = keys.secret.encode()
+            # A machine that has failed does not close its connections.
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        # ZeroMQ tries to connect again without reporting it, so a monitor reports when the controller is gone.
         lost = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
         self._events: Any = self._socket.get_monitor_socket(int(lost))
         self._outgoing: deque[Frame] = deque()
@@ -145,6 +150,7 @@ class ZmqTransport:
         self._heard = self._heard or bool(frames)
         if not self._heard and time.monotonic() - self._since > self._patience_s:
             raise ControllerLostError(f"no controller answers at {self._address} (--init-timeout {self._patience_s:g})")
+        # Messages that arrived before the connection ended are processed first.
         if not frames and self._events in ready:
             event = zmq.Event(recv_monitor_message(self._events)["event"])
             why = "closed the connection" if event == zmq.Event.DISCONNECTED else "does not accept this worker's keys"
@@ -152,7 +158,7 @@ class ZmqTransport:
         return frames
 
     def send(self, frame: Frame) -> None:
-        """Send a message: at once in the I/O thread, which owns the socket, otherwise by that thread."""
+        """Send a message: immediately in the I/O thread, which owns the socket; other threads leave it to that thread."""
         self._outgoing.append(frame)
         if threading.get_ident() == self._thread:
             self._flush()
@@ -164,7 +170,7 @@ class ZmqTransport:
             try:
                 self._socket.send_multipart(self._outgoing[0], zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                # The controller has refused the connection; waiting here, this thread would not see why.
+                # The controller has refused the connection. This thread must not wait here: it also reads the reason.
                 return
             self._outgoing.popleft()
 
@@ -173,11 +179,11 @@ class ZmqTransport:
         self._wakeup.set()
 
     def close(self) -> None:
-        """Send what is still waiting, and close the socket."""
+        """Send the remaining messages, and close the socket."""
         self._flush()
         self._socket.disable_monitor()
         self._events.close()
         self._socket.close()
-        # Waits for the messages to leave, no longer than LINGER.
+        # Waits until all messages have been sent, at most for LINGER.
         self._context.term()
         self._wakeup.close()
