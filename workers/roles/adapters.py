@@ -195,6 +195,7 @@ def compute_requests(trainer: CallTrainer, requests: Sequence[AdapterRequest]) -
     results = trainer.forward_backward(calls)
     local = [_outputs(result) for result in results] if topology.is_output_rank else None
     # The ranks of a shard compute the same outputs, so only its output rank contributes. All ranks gather them,
+    # because all return the replies.
     by_shard = [part for part in topology.all_gather_object(local) if part is not None]
     return [
         _reply(request, result, of_request, [part[number] for part in by_shard])
