@@ -9,7 +9,7 @@ from .adapters.slot import AdapterStep
 from .base import BaseEngine
 from .call_trainer import REQUEST, AdapterCall, CallTrainer
 from .config import OptimConfig
-from .errors import ConfigError
+from .errors import ConfigError, NonFiniteError
 from .loss import HeadRequest, TokenOutputs
 from .ops.expert_routes import ExpertRoutes
 from .packing.convert import unsupervised
@@ -62,7 +62,14 @@ class FullTrainer(CallTrainer):
         if not self._has_gradients:
             self._add_zeros()
         self._has_gradients = False
-        result = self.engine.optimizer_step(optim=optim)
+        message = "the gradient is not finite; it was dropped, and weights and moments are unchanged. Check the data, the weights and the learning rate"
+        try:
+            result = self.engine.optimizer_step(optim=optim)
+        except NonFiniteError as e:
+            raise NonFiniteError(message) from e
+        # With engine.non_finite=skip there is no error, but the caller must know that this step was not made.
+        if result.skipped:
+            raise NonFiniteError(message)
         assert result.grad_norm is not None
         return AdapterStep(grad_norm=result.grad_norm, step=self.engine.step)
 

@@ -136,13 +136,14 @@ def test_a_loss_that_fails_drops_the_gradients_and_nothing_else(tmp_path: Path, 
     engine.close()
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path, process_group: None) -> None:
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_gradient_that_is_not_finite_changes_nothing(policy: str, tmp_path: Path, process_group: None) -> None:
     folder = save_tiny_model(tmp_path / "model", "llama")
-    engine = full_engine(folder)
+    engine = full_engine(folder, non_finite=policy)
     trainer, (document,) = FullTrainer(engine, "m"), documents(Random(2), 1)
     before = trainer.forward_backward([call("m", [document], forward_only=True)])[0].loss
     trainer.forward_backward([call("m", [{**document, "loss_weights": [float("nan")] * len(document["tokens"])}])])
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError, match="it was dropped"):
         trainer.optim_step(OPTIM)
     assert trainer.forward_backward([call("m", [document], forward_only=True)])[0].loss == before
     assert trainer.optim_step(OPTIM).grad_norm == 0

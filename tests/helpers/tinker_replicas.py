@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from drivetrain.engine.config import ModelConfig
+from drivetrain.engine.hf.weights import stored_weights
 from drivetrain.generation.options import RolloutConfig
 from drivetrain.generation.registry import build_generator
 from drivetrain.generation.token_scheduler import GenerationRequest
@@ -36,8 +38,8 @@ class LocalReplicas:
         folder: The model.
     """
 
-    def __init__(self, folder: Path) -> None:
-        config = RolloutConfig(model=ModelConfig(path=str(folder)), generator="static", max_adapters=8)
+    def __init__(self, folder: Path, adapters: int = 8) -> None:
+        config = RolloutConfig(model=ModelConfig(path=str(folder)), generator="static", max_adapters=adapters)
         self.generator = build_generator(config)
         self._thread = ThreadPoolExecutor(1)
 
@@ -57,6 +59,9 @@ class LocalReplicas:
         return [await run(self)]
 
     async def acall(self, method: str, *args: Any) -> Any:
+        if method == "load_folder":
+            folder, version = args
+            return await self.run(partial(self.generator.load_weights, version=version), stored_weights(folder))
         return await self.run(getattr(self.generator, method), *args)
 
     def close(self) -> None:

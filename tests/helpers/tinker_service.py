@@ -11,21 +11,22 @@ from typing import Any
 import httpx
 import numpy as np
 
-from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig
+from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig
 from drivetrain.serve.tinker import messages
 from drivetrain.serve.tinker.app import PREFIX, TrainingApp
 from drivetrain.serve.tinker.database import Database
 from drivetrain.serve.tinker.futures import Futures
 from drivetrain.serve.tinker.passes import Passes
-from drivetrain.serve.tinker.sampler_weights import AdapterWeights
+from drivetrain.serve.tinker.sampler_weights import AdapterWeights, SamplerWeights
 from drivetrain.serve.tinker.sampling import SamplingService
 from drivetrain.serve.tinker.settings import TrainingServiceSettings
 from drivetrain.serve.tinker.training import Training
-from drivetrain.serve.tinker.training_group import ROLE, TrainingGroup
+from drivetrain.serve.tinker.training_group import ROLE, FullTrainingGroup, TrainingGroup
 from drivetrain.workers.groups.local import LocalWorkerGroup
 from drivetrain.workers.process.role_host import RoleSpec
 from drivetrain.workers.roles.adapters import AdapterWorker
 from drivetrain.workers.roles.base import WorkerConfig
+from drivetrain.workers.roles.full_training import FullTrainingWorker
 
 KEY = "tml-a-key-of-a-test"
 VOCABULARY = 300
@@ -35,6 +36,13 @@ def group_of(folder: Path, *, invariant: bool = False, adapters: int = 8) -> Cal
     engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=128), invariant=invariant)
     config = WorkerConfig(model=ModelConfig(path=str(folder), max_adapters=adapters), engine=engine)
     return lambda: LocalWorkerGroup({ROLE: RoleSpec(worker=AdapterWorker, config=config)})
+
+
+def full_group_of(folder: Path) -> FullTrainingGroup:
+    """A group that trains all weights of the model."""
+    engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=128))
+    config = WorkerConfig(model=ModelConfig(path=str(folder)), engine=engine, optim=OptimConfig(lr=1e-5))
+    return FullTrainingGroup(lambda: LocalWorkerGroup({ROLE: RoleSpec(worker=FullTrainingWorker, config=config)}))
 
 
 class Service:
@@ -102,6 +110,7 @@ async def running(
     build: Callable[[], Any] | None = None,
     group: TrainingGroup | None = None,
     replicas: Any = None,
+    weights: SamplerWeights | None = None,
     sampling_class: type[SamplingService] = SamplingService,
     training_class: type[Training] = Training,
     **settings: Any,
@@ -116,7 +125,15 @@ async def running(
     passes = Passes(database, VOCABULARY, 128)
     training = training_class(options, database, futures, group, passes, lambda *of: app[0].arguments(*of))
     sampling = sampling_class(
-        database, futures, replicas, training.scoring, None, 256, VOCABULARY, AdapterWeights(replicas, 4), longest=128
+        database,
+        futures,
+        replicas,
+        training.scoring,
+        None,
+        256,
+        VOCABULARY,
+        weights or AdapterWeights(replicas, 4),
+        longest=128,
     )
     app.append(TrainingApp(options, database, futures, training, sampling, lambda: 7))
     await group.start()
