@@ -10,6 +10,7 @@ import json
 import logging
 import sqlite3
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -65,6 +66,8 @@ class Training:
         self._queues: dict[str, ModelQueue] = {}
         self._turns = RoundRobin(AT_ONCE)
         self._wake = asyncio.Event()
+        self._arriving: defaultdict[str, list[QueuedRequest]] = defaultdict(list)
+        """By key, the requests that are being prepared and written to the disk."""
         self._lost: dict[str, int] = {}
         self._ended: list[tuple[str, str]] = []
         self._operations = ModelOperations(settings, database, group)
@@ -199,23 +202,44 @@ class Training:
         if (known := self._known(model, seq, kind, body)) is not None:
             return known
         request = QueuedRequest(seq, kind, new_future_id(kind), len(body))
-        if kind == FORWARD_BACKWARD:
-            request.dense = await asyncio.to_thread(self._passes.dense_size, body)
-            queues = [other for other in self._queues.values() if other.owner == owner]
-            queued, dense = sum(other.logged for other in queues), sum(other.dense for other in queues)
-            if queued + len(body) > self._settings.max_queued_mib * 2**20:
-                raise BadRequestError(
-                    f"{queued} bytes of requests of this key are kept until an optimizer step after them is saved (--max-queued-mib); send "
-                    "optim_step, or less at a time",
-                    status=429,
-                )
-            if dense and dense + request.dense > self._settings.max_queued_mib * 2**20:
-                raise BadRequestError(
-                    f"the requests of this key that wait take {dense} bytes as tensors, and this one takes {request.dense}: more than "
-                    f"--max-queued-mib={self._settings.max_queued_mib:g}; send the requests before it, or wait for their results",
-                    status=429,
-                )
-        await self._prepare(request, model, body)
+        if kind != FORWARD_BACKWARD:
+            return await self._take(queue, request, body)
+        request.dense = await asyncio.to_thread(self._passes.dense_size, body)
+        self._check_room(owner, request)
+        # Until the queue counts it: others of this key arrive while this one is prepared and written.
+        self._arriving[owner].append(request)
+        try:
+            return await self._take(queue, request, body)
+        finally:
+            self._arriving[owner].remove(request)
+            if not self._arriving[owner]:
+                del self._arriving[owner]
+
+    def _check_room(self, owner: str, request: QueuedRequest) -> None:
+        """Check that a key may have one more request wait.
+
+        Raises:
+            BadRequestError: Its requests take as much as they may.
+        """
+        queues = [other for other in self._queues.values() if other.owner == owner]
+        arriving = self._arriving.get(owner, [])
+        queued = sum(other.logged for other in queues) + sum(other.size for other in arriving)
+        dense = sum(other.dense for other in queues) + sum(other.dense for other in arriving)
+        if queued + request.size > self._settings.max_queued_mib * 2**20:
+            raise BadRequestError(
+                f"{queued} bytes of requests of this key are kept until an optimizer step after them is saved (--max-queued-mib); send "
+                "optim_step, or less at a time",
+                status=429,
+            )
+        if dense and dense + request.dense > self._settings.max_queued_mib * 2**20:
+            raise BadRequestError(
+                f"the requests of this key that wait take {dense} bytes as tensors, and this one takes {request.dense}: more than "
+                f"--max-queued-mib={self._settings.max_queued_mib:g}; send the requests before it, or wait for their results",
+                status=429,
+            )
+
+    async def _take(self, queue: ModelQueue, request: QueuedRequest, body: bytes) -> str:
+        await self._prepare(request, queue.model, body)
         future = await self._accept(queue, request, body)
         self._wake.set()
         return future

@@ -15,8 +15,18 @@ from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.serve.tinker.sampler_weights import FullWeights
 from helpers.adapters import PlainModel
 from helpers.tinker_replicas import LocalReplicas
-from helpers.tinker_service import Service, datums, forward_backward, full_group_of, log_probs, running
-from tests.distributed.test_tinker_sampling import answer_of, body_of, sampler_of, tokens_of
+from helpers.tinker_service import (
+    Service,
+    answer_of,
+    body_of,
+    datums,
+    forward_backward,
+    full_group_of,
+    log_probs,
+    running,
+    sampler_of,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.usefixtures("process_group")
 ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}

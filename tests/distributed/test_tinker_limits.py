@@ -110,6 +110,29 @@ def test_whatever_is_wrong_with_a_numbered_request_its_number_counts(model: Path
     serve(model, test)
 
 
+def test_requests_that_arrive_together_count_together(model: Path) -> None:
+    """Each alone would fit when it arrives: none of the others is written yet."""
+
+    async def test(service: Service) -> None:
+        name = await service.model(await service.session())
+        data = [{"tokens": [1] * 100, "target_tokens": [1] * 100, "weights": [1.0] * 100}] * 20
+        bodies = [forward_backward(name, seq, data) for seq in range(2, 12)]
+        assert 0.05 * 2**20 < 4 * len(bodies[0]) < 0.2 * 2**20
+
+        async def send(body: bytes) -> int:
+            headers = {"x-api-key": KEY}
+            return (await service.http.post("/api/v1/forward_backward", content=body, headers=headers)).status_code
+
+        statuses = await asyncio.gather(*map(send, bodies))
+        assert statuses.count(200) * len(bodies[0]) <= 0.1 * 2**20
+        assert 0 < statuses.count(200) == len(bodies) - statuses.count(429)
+        # What was refused leaves nothing behind, and what was not is done.
+        done = service.database.read("SELECT seq FROM requests WHERE model = ? AND kind = 'forward_backward'", name)
+        assert len(done) == statuses.count(200)
+
+    serve(model, test, max_queued_mib=0.1)
+
+
 def test_requests_of_a_key_are_kept_up_to_a_limit_and_steps_make_room(model: Path) -> None:
     async def test(service: Service) -> None:
         session = await service.session()

@@ -18,11 +18,22 @@ from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import QueueFullError, WorkerError
-from drivetrain.serve.tinker import messages, sampling
+from drivetrain.serve.tinker import sampling
 from drivetrain.serve.tinker.sampling import SamplingService
 from drivetrain.serve.tinker.turns import AdapterPlaces
 from helpers.tinker_replicas import LocalReplicas
-from helpers.tinker_service import KEY, Service, datums, forward_backward, group_of, running
+from helpers.tinker_service import (
+    KEY,
+    Service,
+    answer_of,
+    body_of,
+    datums,
+    forward_backward,
+    group_of,
+    running,
+    sampler_of,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -46,39 +57,6 @@ def serve(model: Path, *tests: Callable[[Service], Coroutine[Any, Any, None]], *
 
     for test in tests:
         asyncio.run(run(test))
-
-
-async def sampler_of(service: Service, session: str, number: int, path: str | None = None) -> str:
-    source = {"base_model": "tiny"} if path is None else {"model_path": path}
-    body = {"session_id": session, "sampling_session_seq_id": number, **source}
-    return str((await service.post("/create_sampling_session", body))["sampling_session_id"])
-
-
-def body_of(sampler: str, seq: int, prompt: list[int], **options: Any) -> dict[str, Any]:
-    params = {"max_tokens": 4, "temperature": 1.0, "stop": [], **options.pop("params", {})}
-    return {
-        "sampling_session_id": sampler,
-        "seq_id": seq,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
-        "sampling_params": params,
-        "num_samples": 1,
-        **options,
-    }
-
-
-async def answer_of(service: Service, future: Any) -> Any:
-    """The result of a sample request: a message, or an error."""
-    for _ in range(60):
-        content = json.dumps({"request_id": future["request_id"]})
-        response = await service.http.post("/api/v1/retrieve_future", content=content, headers={"x-api-key": KEY})
-        if response.status_code == 200:
-            is_message = response.headers["content-type"] == "application/x-protobuf"
-            return messages.SampleResponse.FromString(response.content) if is_message else response.json()
-    raise AssertionError("there is no result")
-
-
-def tokens_of(answer: Any) -> list[list[int]]:
-    return [np.frombuffer(one.tokens, dtype="<i4").tolist() for one in answer.sequences]
 
 
 def test_what_is_asked_about_the_prompt_and_the_response(model: Path) -> None:
