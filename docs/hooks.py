@@ -1,5 +1,5 @@
-"""MkDocs hooks: show diagrams as pictures, put the pages into the site as Markdown too, and give the API reference a view of the package that
-holds its modules alone.
+"""MkDocs hooks: show diagrams as pictures, let names in tables break where their parts end, put the pages into the site as Markdown too, and
+give the API reference a view of the package that holds its modules alone.
 
 A site that draws diagrams in the browser would need a network; `docs/draw.py` has drawn them.
 
@@ -36,9 +36,19 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         name = picture_of(found[1])
         if not (PICTURES / name).is_file():
             raise PluginError(f"a diagram has no picture pictures/{name}; run python -m docs.draw")
-        return f"![diagram](pictures/{name})"
+        # A click shows it in its full size.
+        return f"[![diagram](pictures/{name})](pictures/{name})"
 
     return FENCE.sub(picture, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let code in tables break after a dot, an underscore and the like, and not inside of a word (`docs/assets/tables.css`)."""
+
+    def code(match: "re.Match[str]") -> str:
+        return re.sub(r"(<[^>]*>)|([._=/,](?=\w))", lambda part: part[1] or f"{part[2]}<wbr>", match[0])
+
+    return re.sub(r"<t[dh]\b.*?</t[dh]>", lambda cell: re.sub(r"<code>.*?</code>", code, cell[0], flags=re.DOTALL), html, flags=re.DOTALL)
 
 
 def on_config(config: Any) -> Any:
