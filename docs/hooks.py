@@ -1,4 +1,4 @@
-"""MkDocs hooks: show diagrams as pictures, let names in tables break where their parts end, put the pages into the site as Markdown too, and
+"""MkDocs hooks: show diagrams as pictures, let code break where its parts end, put the pages into the site as Markdown too, and
 give the API reference a view of the package that holds its modules alone.
 
 A site that draws diagrams in the browser would need a network; `docs/draw.py` has drawn them.
@@ -43,12 +43,21 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Let code in tables break after a dot, an underscore and the like, and not inside of a word (`docs/assets/tables.css`)."""
+    """Let code in tables break after a dot, an underscore and the like, and not inside of a word, and no option after its dashes."""
 
-    def code(match: "re.Match[str]") -> str:
-        return re.sub(r"(<[^>]*>)|([._=/,](?=\w))", lambda part: part[1] or f"{part[2]}<wbr>", match[0])
+    def name(code: "re.Match[str]") -> str:
+        return re.sub(r"(<[^>]*>)|([._=/,](?=\w))", lambda part: part[1] or f"{part[2]}<wbr>", code[0])
 
-    return re.sub(r"<t[dh]\b.*?</t[dh]>", lambda cell: re.sub(r"<code>.*?</code>", code, cell[0], flags=re.DOTALL), html, flags=re.DOTALL)
+    def cell(text: "re.Match[str]") -> str:
+        return re.sub(r"<code>.*?</code>", name, text[0], flags=re.DOTALL)
+
+    def option(code: "re.Match[str]") -> str:
+        return re.sub(r"(?<![\w-])--\w[\w-]*", r'<span class="option">\g<0></span>', code[0])
+
+    # Programs stay as they are.
+    parts = re.split(r"(<pre.*?</pre>)", html, flags=re.DOTALL)
+    parts[::2] = [re.sub(r"<code>[^<]*</code>", option, part) for part in parts[::2]]
+    return re.sub(r"<t[dh]\b.*?</t[dh]>", cell, "".join(parts), flags=re.DOTALL)
 
 
 def on_config(config: Any) -> Any:
