@@ -37,19 +37,22 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         if not (PICTURES / name).is_file():
             raise PluginError(f"a diagram has no picture pictures/{name}; run python -m docs.draw")
         # A click shows it in its full size.
-        return f"[![diagram](pictures/{name})](pictures/{name})"
+        return f'[![diagram](pictures/{name} "click for its full size")](pictures/{name})'
 
     return FENCE.sub(picture, markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Let code in tables break after a dot, an underscore and the like, and not inside of a word, and no option after its dashes."""
+    """Let long names in tables break after a dot, an underscore and the like, and not inside of a word, and no option after its dashes."""
 
-    def name(code: "re.Match[str]") -> str:
-        return re.sub(r"(<[^>]*>)|([._=/,](?=\w))", lambda part: part[1] or f"{part[2]}<wbr>", code[0])
+    def name(word: "re.Match[str]") -> str:
+        return word[1] or re.sub(r"(\.(?=[^\W\d])|[_=/,](?=\w))", r"\1<wbr>", word[2])
+
+    def names(code: "re.Match[str]") -> str:
+        return re.sub(r"(<[^>]*>)|([^\s<>]{19,})", name, code[0])
 
     def cell(text: "re.Match[str]") -> str:
-        return re.sub(r"<code>.*?</code>", name, text[0], flags=re.DOTALL)
+        return re.sub(r"<code>.*?</code>", names, text[0], flags=re.DOTALL)
 
     def option(code: "re.Match[str]") -> str:
         return re.sub(r"(?<![\w-])--\w[\w-]*", r'<span class="option">\g<0></span>', code[0])
