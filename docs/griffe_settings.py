@@ -18,10 +18,19 @@ class Settings(griffe.Extension):
         for struct in _classes(pkg):
             parents = [struct, *struct.mro()]
             if any(str(base) in ("Struct", "msgspec.Struct", "NamedTuple") for parent in parents for base in parent.bases):
-                fields = {field.name: field for parent in reversed(parents) for field in parent.attributes.values() if _is_field(field)}
+                fields = {
+                    field.name: field
+                    for parent in reversed(parents)
+                    for field in parent.attributes.values()
+                    if _is_field(field)
+                }
                 kind = griffe.ParameterKind.keyword_only
-                parameters = [griffe.Parameter(f.name, annotation=f.annotation, kind=kind, default=f.value) for f in fields.values()]
-                struct.set_member("__init__", griffe.Function("__init__", parameters=griffe.Parameters(*parameters), parent=struct))
+                parameters = [
+                    griffe.Parameter(f.name, annotation=f.annotation, kind=kind, default=f.value) for f in fields.values()
+                ]
+                struct.set_member(
+                    "__init__", griffe.Function("__init__", parameters=griffe.Parameters(*parameters), parent=struct)
+                )
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         """Rewrite one attribute, if it is a setting."""
