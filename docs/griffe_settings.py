@@ -1,6 +1,9 @@
-"""A griffe extension: show a field that is declared by `setting(default, help)` with its help line and its default."""
+"""A griffe extension: show a field that is declared by `setting(default, help)` with its help line and its default, and let the fields of a
+msgspec struct or a named tuple be its parameters, as griffe does for dataclasses.
+"""
 
 from ast import literal_eval
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -8,7 +11,26 @@ import griffe
 
 
 class Settings(griffe.Extension):
-    """An extension that replaces a call of `setting` by the default, and uses the help line as the docstring."""
+    """An extension that replaces a call of `setting` by the default, uses the help line as the docstring, and knows structs and named tuples."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Give every struct and named tuple its parameters, when all of its bases are known."""
+        for struct in _classes(pkg):
+            parents = [struct, *struct.mro()]
+            if any(str(base) in ("Struct", "msgspec.Struct", "NamedTuple") for parent in parents for base in parent.bases):
+                fields = {
+                    field.name: field
+                    for parent in reversed(parents)
+                    for field in parent.attributes.values()
+                    if _is_field(field)
+                }
+                kind = griffe.ParameterKind.keyword_only
+                parameters = [
+                    griffe.Parameter(f.name, annotation=f.annotation, kind=kind, default=f.value) for f in fields.values()
+                ]
+                struct.set_member(
+                    "__init__", griffe.Function("__init__", parameters=griffe.Parameters(*parameters), parent=struct)
+                )
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         """Rewrite one attribute, if it is a setting."""
@@ -22,10 +44,25 @@ class Settings(griffe.Extension):
             # A constant of the module, which several settings share.
             text = attr.module[text.name].value
         if text is not None:
-            # A bracket would begin a link.
-            attr.docstring = griffe.Docstring(_help(attr, str(text)).replace("[", r"\["), parent=attr)
+            # A bracket would begin a link, asterisks emphasis.
+            attr.docstring = griffe.Docstring(_help(attr, str(text)).replace("[", r"\[").replace("*", r"\*"), parent=attr)
         default = positional[0] if positional else keywords.get("default")
         attr.value = f"{keywords['factory']}()" if default is None and "factory" in keywords else default
+
+
+def _classes(parent: griffe.Module | griffe.Class) -> Iterator[griffe.Class]:
+    """Yield the classes at any depth."""
+    for member in parent.members.values():
+        if isinstance(member, griffe.Class):
+            yield member
+        if isinstance(member, griffe.Module | griffe.Class):
+            yield from _classes(member)
+
+
+def _is_field(attribute: griffe.Attribute) -> bool:
+    """Return whether an attribute of a struct is a field: it has a type, and is neither a property nor a `ClassVar`."""
+    of_class = "class-attribute" in attribute.labels and "instance-attribute" not in attribute.labels
+    return attribute.annotation is not None and "property" not in attribute.labels and not of_class
 
 
 def _help(attr: griffe.Attribute, text: str) -> str:

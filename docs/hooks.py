@@ -1,5 +1,5 @@
-"""MkDocs hooks: show diagrams as pictures, put the pages into the site as Markdown too, and give the API reference a view of the package that
-holds its modules alone.
+"""MkDocs hooks: show diagrams as pictures, let code break where its parts end, put the pages into the site as Markdown too, and
+give the API reference a view of the package that holds its modules alone.
 
 A site that draws diagrams in the browser would need a network; `docs/draw.py` has drawn them.
 
@@ -36,9 +36,32 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         name = picture_of(found[1])
         if not (PICTURES / name).is_file():
             raise PluginError(f"a diagram has no picture pictures/{name}; run python -m docs.draw")
-        return f"![diagram](pictures/{name})"
+        # A click shows it in its full size.
+        return f'[![diagram](pictures/{name} "click for its full size")](pictures/{name})'
 
     return FENCE.sub(picture, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let long names in tables break after a dot, an underscore and the like, and not inside of a word, and no option after its dashes."""
+
+    def end_of_part(text: "re.Match[str]") -> str:
+        return text[1] or f"{text[2]}<wbr>"
+
+    def names(code: "re.Match[str]") -> str:
+        longest = max(map(len, re.sub(r"<[^>]*>", "", code[0]).split()), default=0)
+        return code[0] if longest < 19 else re.sub(r"(<[^>]*>)|(\.(?=[^\W\d])|[_=/,](?=\w))", end_of_part, code[0])
+
+    def cell(text: "re.Match[str]") -> str:
+        return re.sub(r"<code>.*?</code>", names, text[0], flags=re.DOTALL)
+
+    def option(code: "re.Match[str]") -> str:
+        return re.sub(r"(?<![\w-])--\w[\w-]*", r'<span class="option">\g<0></span>', code[0])
+
+    # Programs stay as they are.
+    parts = re.split(r"(<pre.*?</pre>)", html, flags=re.DOTALL)
+    parts[::2] = [re.sub(r"<code>[^<]*</code>", option, part) for part in parts[::2]]
+    return re.sub(r"<t[dh]\b.*?</t[dh]>", cell, "".join(parts), flags=re.DOTALL)
 
 
 def on_config(config: Any) -> Any:

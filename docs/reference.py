@@ -23,8 +23,9 @@ def table(rows: list[Key]) -> str:
     for key in rows:
         default = list(key.default) if isinstance(key.default, tuple) else key.default
         shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else default
-        # A bracket would begin a link.
-        meaning = key.help.replace("[", r"\[")
+        shown = '""' if shown == "" else shown
+        # A bracket would begin a link, asterisks emphasis.
+        meaning = key.help.replace("[", r"\[").replace("*", r"\*")
         lines.append(f"| `{key.name}` | {key.type.replace('|', '&#124;')} | `{shown}` | {meaning} |")
     return "\n".join(lines)
 
