@@ -157,7 +157,7 @@ docs: $(SETUP)
 	$(PY) -m docs.algorithms
 	$(PY) -m docs.sizes
 	$(PY) -m docs.llms
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "open site/index.html"
 
 clean:

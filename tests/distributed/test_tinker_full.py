@@ -231,6 +231,7 @@ def test_samples_come_from_the_weights_that_were_asked_for(model: Path) -> None:
         for which, future in zip(order, futures, strict=True):
             await compare(which, future)
         # A worker that is started again has version 0, and says so with every token.
+        await compare("step 2", await service.post("/asample", body_of(samplers["step 2"], 9, prompt, **options)))
         await replicas.acall("load_folder", str(model), 0)
         for seq, which in ((10, "step 2"), (11, "base")):
             await compare(which, await service.post("/asample", body_of(samplers[which], seq, prompt, **options)))
