@@ -131,7 +131,6 @@ def test_compiled_layers_change_no_number(
     engine.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective"])
 def test_flex_attention_runs_in_compiled_layers(
     mode: Any, counted: CountingBackend, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
@@ -145,6 +144,7 @@ def test_flex_attention_runs_in_compiled_layers(
     assert counted.counts["graphs"] > 0
 
 
+@pytest.mark.slow
 def test_many_models_of_a_process_stay_compiled(counted: CountingBackend, tmp_path: Path, process_group: None) -> None:
     # torch counts their graphs together, and would fall back to eager mode beyond eight.
     batch = from_lists([list(range(3, 20))])
