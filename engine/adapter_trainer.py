@@ -184,7 +184,7 @@ class AdapterTrainer:
         runs = {index: _CallRun(call, targets[index]) for index, call in enumerate(calls) if index not in errors}
         for forward_only in (True, False):
             part = {index: run for index, run in runs.items() if run.call.forward_only == forward_only}
-            for group in _alike(part, in_turns=self.bank.in_turns):
+            for group in _groups_sharing_passes(part, in_turns=self.bank.in_turns):
                 self._run(group, backward=not forward_only)
         sums = topology.all_gather_object(
             {index: (run.sums() if topology.is_output_rank else None, run.error) for index, run in runs.items()}
@@ -326,7 +326,7 @@ class _CallRun:
     def expected(self, part: PackedBatch, mask: Tensor) -> Tensor | None:
         """Return the gradient of the loss with respect to the log-probabilities, where it is known before they are."""
         with self.catching_errors():
-            known = expected_gradient(self.call.loss, part, mask, _ones(self.call.loss, part))
+            known = expected_gradient(self.call.loss, part, mask, _unit_weights(self.call.loss, part))
             return None if known is None else known["log_probs"]
         return None
 
@@ -445,7 +445,7 @@ def _check_targets(targets: Tensor, vocabulary: int) -> None:
         raise BatchError(f"targets are from {lowest} to {highest}; they must be ids that the model has, 0 to {vocabulary - 1}")
 
 
-def _alike(runs: "Mapping[int, _CallRun]", *, in_turns: bool) -> "Iterator[dict[int, _CallRun]]":
+def _groups_sharing_passes(runs: "Mapping[int, _CallRun]", *, in_turns: bool) -> "Iterator[dict[int, _CallRun]]":
     """Yield calls of which the head computes the same outputs, which share passes. Those of one adapter stay in their order.
 
     Args:
@@ -455,11 +455,11 @@ def _alike(runs: "Mapping[int, _CallRun]", *, in_turns: bool) -> "Iterator[dict[
     left = dict(runs)
     while left:
         first = next(iter(left.values()))
-        kind = _kind(first, in_turns)
+        key = _pass_key(first, in_turns)
         held: set[str | None] = set()
         chosen: dict[int, _CallRun] = {}
         for index, run in left.items():
-            if _kind(run, in_turns) == kind and run.call.adapter not in held:
+            if _pass_key(run, in_turns) == key and run.call.adapter not in held:
                 chosen[index] = run
             else:
                 held.add(run.call.adapter)
@@ -467,11 +467,11 @@ def _alike(runs: "Mapping[int, _CallRun]", *, in_turns: bool) -> "Iterator[dict[
         left = {index: run for index, run in left.items() if index not in chosen}
 
 
-def _kind(run: "_CallRun", in_turns: bool) -> tuple[Any, ...]:
+def _pass_key(run: "_CallRun", in_turns: bool) -> tuple[Any, ...]:
     return run.targets, run.call.top_k, run.call.adapter if in_turns else None
 
 
-def _ones(loss: Loss, part: PackedBatch) -> dict[str, float]:
+def _unit_weights(loss: Loss, part: PackedBatch) -> dict[str, float]:
     return dict.fromkeys(loss.weights(part), 1.0)
 
 

@@ -69,8 +69,8 @@ class RLRun(TrainingRun):
         self._bundles = StepBundles(self.phases)
 
     def _rollouts(self, tickets: Tickets) -> Rollouts:
-        answers = Rollouts if self.phases.config.rollout.environment is None else EpisodeRollouts
-        return answers(self.phases.config, self.phases, self.prompts, tickets)
+        rollouts_class = Rollouts if self.phases.config.rollout.environment is None else EpisodeRollouts
+        return rollouts_class(self.phases.config, self.phases, self.prompts, tickets)
 
     @property
     def checkpoint_root(self) -> str:
