@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from ..engine.checkpoint.hf_folder import SHARD_BYTES
-from ..engine.errors import DrivetrainError
+from ..engine.errors import CheckpointError, DrivetrainError, NoCheckpointError
 from .plan import DTYPES
 from .streaming import ProgressCallback
 
@@ -19,7 +20,7 @@ SHOWN = 10
 
 
 def main(command: str, words: Sequence[str]) -> int:
-    """Run one of the commands and return its exit code: 0 for success, 1 for an error, 3 for two checkpoints that differ."""
+    """Run one of the commands; return 0 for success, 1 for an error, 2 for missing arguments, 3 for two checkpoints that differ."""
     arguments = _parser(command).parse_args(list(words))
     try:
         return int({"merge": _merge, "inspect": _inspect, "verify": _verify, "import": _import}[command](arguments))
@@ -41,8 +42,9 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"drivetrain {command}", description=descriptions[command])
     location = "checkpoint, run, or folder of checkpoints, as a path or a URL"
     if command == "merge":
-        parser.add_argument("checkpoint", help=f"{location}; the last complete checkpoint is used")
-        parser.add_argument("output", help="folder to write")
+        # Both are needed; `_merge` names the missing one, and what a call looks like.
+        parser.add_argument("checkpoint", nargs="?", help=f"{location}; the last complete checkpoint is used")
+        parser.add_argument("output", nargs="?", help="folder to write")
         parser.add_argument(
             "--adapters",
             metavar="{merged,only}",
@@ -121,15 +123,23 @@ def _merge(a: argparse.Namespace) -> int:
     from .merging import plan_merge
     from .plan import apply
 
-    plan = plan_merge(
-        a.checkpoint,
-        a.output,
-        adapters=a.adapters,
-        base=a.base,
-        dtype=a.dtype,
-        shard_bytes=a.shard_size,
-        verify=not a.no_verify,
-    )
+    if a.output is None:
+        words, example = ("", _merge_call()) if a.checkpoint is None else (f" {a.checkpoint}", _merge_call(a.checkpoint))
+        lacking = "no CHECKPOINT to read and no OUTPUT" if a.checkpoint is None else "no OUTPUT"
+        print(f"error: drivetrain merge{words} has {lacking}, the folder to write; for example: {example}", file=sys.stderr)
+        return 2
+    try:
+        plan = plan_merge(
+            a.checkpoint,
+            a.output,
+            adapters=a.adapters,
+            base=a.base,
+            dtype=a.dtype,
+            shard_bytes=a.shard_size,
+            verify=not a.no_verify,
+        )
+    except NoCheckpointError as e:
+        raise CheckpointError(f"CHECKPOINT={a.checkpoint}: {e}; for example: {_merge_call(output=a.output)}") from e
     print("\n".join(plan.lines()))
     if a.dry_run:
         print("nothing was written (--dry-run)")
@@ -140,6 +150,10 @@ def _merge(a: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     print(f"done in {seconds:.1f} s, {plan.folder.total_bytes / 1e9 / seconds:.2f} GB/s")
     return 0
+
+
+def _merge_call(checkpoint: str = "runs/sft", output: str = "") -> str:
+    return f"drivetrain merge {checkpoint} {output or (Path(checkpoint).name or 'model') + '-hf'}"
 
 
 def _import(a: argparse.Namespace) -> int:

@@ -39,6 +39,7 @@ from .ops.expert_loads import ExpertLoads
 from .packing.batch import PackedBatch
 from .parallel.process_groups import init_distributed
 from .parallel.topology import Topology, resolve_parallel
+from .registry import other_backends
 from .resolve import describe_resolved, resolve_device
 from .rope import length_dependent_rope
 from .step import LossAccumulator, OutputCollector
@@ -132,13 +133,17 @@ class BaseEngine(Backend):
         Raises:
             ConfigError, ModelError, TopologyError: The engine cannot be built; the message names the setting and the way out.
         """
-        self.capabilities.check(self.config, self.model_config, None if self.optim_config is None else self.optim_config.name)
+        self._check_capabilities()
         self._sharing()
         self.check_model(self._resolved())
 
     def describe_settings(self) -> list[str]:
         """Return lines about the resolved `auto` settings, the memory estimate if any, and on CUDA how far it is tested."""
         return describe_resolved(self.config, self.memory_estimate, cuda=self.topology.device.type == "cuda")
+
+    def _check_capabilities(self) -> None:
+        optimizer = None if self.optim_config is None else self.optim_config.name
+        self.capabilities.check(self.config, self.model_config, optimizer, other_backends)
 
     def _sharing(self) -> SharePrefixes:
         """Return whether documents share prefixes, which needs positions that do not depend on what follows them."""
@@ -167,7 +172,7 @@ class BaseEngine(Backend):
 
     def initialize(self) -> Self:
         """Check the settings, then build the engine and return it. An error on one rank is raised on all ranks."""
-        self.capabilities.check(self.config, self.model_config, None if self.optim_config is None else self.optim_config.name)
+        self._check_capabilities()
         if self.optim_config is not None:
             self.optim_config.check(self.total_steps)
         sharing = self._sharing()

@@ -171,7 +171,7 @@ class CallTrainer(ABC):
         runs = {index: _CallRun(call, targets[index]) for index, call in enumerate(calls) if index not in errors}
         for forward_only in (True, False):
             part = {index: run for index, run in runs.items() if run.call.forward_only == forward_only}
-            for group in _sharing_passes(part, in_turns=self.in_turns):
+            for group in _groups_sharing_passes(part, in_turns=self.in_turns):
                 self._run(group, backward=not forward_only)
         sums = topology.all_gather_object(
             {index: (run.sums() if topology.is_output_rank else None, run.error) for index, run in runs.items()}
@@ -424,7 +424,7 @@ def _check_targets(targets: Tensor, vocabulary: int) -> None:
         raise BatchError(f"targets are from {lowest} to {highest}; they must be ids that the model has, 0 to {vocabulary - 1}")
 
 
-def _sharing_passes(runs: "Mapping[int, _CallRun]", *, in_turns: bool) -> "Iterator[dict[int, _CallRun]]":
+def _groups_sharing_passes(runs: "Mapping[int, _CallRun]", *, in_turns: bool) -> "Iterator[dict[int, _CallRun]]":
     """Yield calls of which the head computes the same outputs, which share passes. Those of one adapter stay in their order.
 
     Args:
@@ -434,11 +434,11 @@ def _sharing_passes(runs: "Mapping[int, _CallRun]", *, in_turns: bool) -> "Itera
     left = dict(runs)
     while left:
         first = next(iter(left.values()))
-        outputs = _outputs_of(first, in_turns)
+        key = _pass_key(first, in_turns)
         held: set[str | None] = set()
         chosen: dict[int, _CallRun] = {}
         for index, run in left.items():
-            if _outputs_of(run, in_turns) == outputs and run.call.adapter not in held:
+            if _pass_key(run, in_turns) == key and run.call.adapter not in held:
                 chosen[index] = run
             else:
                 held.add(run.call.adapter)
@@ -446,7 +446,7 @@ def _sharing_passes(runs: "Mapping[int, _CallRun]", *, in_turns: bool) -> "Itera
         left = {index: run for index, run in left.items() if index not in chosen}
 
 
-def _outputs_of(run: "_CallRun", in_turns: bool) -> tuple[Any, ...]:
+def _pass_key(run: "_CallRun", in_turns: bool) -> tuple[Any, ...]:
     return run.targets, run.call.top_k, run.call.adapter if in_turns else None
 
 

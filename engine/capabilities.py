@@ -1,5 +1,6 @@
 """The capabilities of a backend, against which settings are checked before any weights are read. Does not import torch."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .config import EngineConfig, ModelConfig
@@ -44,13 +45,20 @@ class Capabilities:
     adapters: bool = False
     adapters_in_turns: bool = False
 
-    def check(self, engine: EngineConfig, model: ModelConfig, optimizer: str | None) -> None:
+    def check(
+        self,
+        engine: EngineConfig,
+        model: ModelConfig,
+        optimizer: str | None,
+        other_backends: Callable[[str, EngineConfig, ModelConfig], Sequence[str]],
+    ) -> None:
         """Check that the backend supports the settings.
 
         Args:
             engine: The engine settings.
             model: The model settings.
             optimizer: The name of the optimizer; None for an engine that only runs inference.
+            other_backends: Returns the names of other backends that support an axis, for messages.
 
         Raises:
             CapabilityError: A value is not supported; the message names the setting, its value and the supported values.
@@ -70,9 +78,13 @@ class Capabilities:
         for axis, is_used in used.items():
             if is_used and axis not in self.axes:
                 supported = ", ".join(sorted(self.axes))
+                others = "".join(
+                    f", or engine.backend={name}, which supports {axis} for this model"
+                    for name in other_backends(axis, engine, model)
+                )
                 raise CapabilityError(
                     f"engine.parallel.{axis}={getattr(p, axis)}: backend {engine.backend!r} supports the axes {supported}; "
-                    "use one of those, or another engine.backend"
+                    f"use one of those{others}"
                 )
         if self.heads is not None:
             self._one_of(engine, "model.head", model.head, self.heads)

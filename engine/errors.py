@@ -53,6 +53,10 @@ class CheckpointError(DrivetrainError):
     """A checkpoint is missing, incomplete, damaged or of another model."""
 
 
+class NoCheckpointError(CheckpointError):
+    """A path is neither a checkpoint nor a run that has one."""
+
+
 def disk_error(what: str, error: OSError) -> CheckpointError:
     """Return a CheckpointError for an error while writing, with the way out if the disk is full.
 

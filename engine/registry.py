@@ -6,14 +6,15 @@ This is the only module that names the built-in backends, as strings. A third pa
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError
+from .config import EngineConfig, ModelConfig
+from .errors import CapabilityError, ConfigError, ModelError, TopologyError
 
 if TYPE_CHECKING:
     from .base import BaseEngine
@@ -174,3 +175,26 @@ def engine_class(name: str) -> "type[BaseEngine]":
         )
     engine: type[BaseEngine] = _resolve(spec.engine)
     return engine
+
+
+def other_backends(axis: str, engine: EngineConfig, model: ModelConfig) -> list[str]:
+    """Return the installed backends, other than the chosen one, that support an axis of the layout and the model. Reads no weights.
+
+    Args:
+        axis: The name of the axis.
+        engine: The engine settings.
+        model: The model settings.
+    """
+    names = []
+    for name in backends():
+        if name == engine.backend or not is_installed(name) or axis not in engine_class(name).capabilities.axes:
+            continue
+        try:
+            engine_class(name)(model=model, engine=replace(engine, backend=name, options=None)).check_model(engine.parallel)
+        except TopologyError:
+            # The model is supported, though not with this size of the axis; the error of that backend names those that are.
+            pass
+        except (CapabilityError, ModelError):
+            continue
+        names.append(name)
+    return names

@@ -13,11 +13,15 @@ from pathlib import Path
 
 _SERVED = " is served at "
 _END_S = 15.0
+_CLIENT = "--client"
+"""The first argument of the process that is the chat client."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Chat until the user leaves; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == [_CLIENT]:
+        return _run_client(words[1:])
     at = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(prog="drivetrain chat", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument(
@@ -35,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             url = _address(server)
             if url is None:
                 return server.wait() or 1
-            chat = [str(Path(sys.executable).with_name("transformers")), "chat"]
+            chat = [sys.executable, "-m", f"{__package__}.chat", _CLIENT]
             if args.system_prompt is not None:
                 chat += ["--system-prompt", args.system_prompt]
             # In offline mode, the client would refuse any address except the Hub's, even one on this machine.
@@ -59,6 +63,24 @@ def _address(server: "subprocess.Popen[str]") -> str | None:
             return line.rpartition(" ")[2].strip()
         print(line, end="", flush=True)
     return None
+
+
+def _run_client(words: Sequence[str]) -> int:
+    """Run the chat client of transformers; the end of the input ends the chat, like `!exit`."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("name")
+    parser.add_argument("url")
+    parser.add_argument("--system-prompt", default=None)
+    parser.add_argument("settings", nargs="*")
+    args = parser.parse_intermixed_args(list(words))
+    from transformers.cli.chat import Chat
+
+    try:
+        Chat(args.name, args.url, generate_flags=args.settings, system_prompt=args.system_prompt)
+    except EOFError:
+        # The prompt has no line break of its own at the end of the input.
+        print(flush=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -47,6 +47,10 @@ PARTIAL = ".partial-"
 """The infix of an unfinished output's name, between the name of the output and a hash of everything that it depends on."""
 
 
+MAX_TOKENS = SamplingOptions.max_tokens
+"""The maximum number of tokens in a completion, unless `--max-tokens` is given or fewer fit."""
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args = _parser().parse_intermixed_args(list(argv))
@@ -56,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"{unknown[0]!r} is not a setting of the prompts; give data.* settings, such as data.columns")
         data = parse(GRPOConfig, args.settings).data
         options = SamplingOptions(
-            max_tokens=args.max_tokens,
+            max_tokens=MAX_TOKENS if args.max_tokens is None else args.max_tokens,
             temperature=args.temperature,
             top_p=args.top_p,
             top_k=args.top_k,
@@ -93,7 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     add("prompts", metavar="PROMPTS", help="a file, a folder, a pattern or a Hub dataset, as in data.train")
     add("out", metavar="OUT", help="the jsonl file to write")
     add("settings", nargs="*", metavar="data.key=value", help="settings of the prompts, as for drivetrain grpo")
-    add("--max-tokens", type=int, default=256, metavar="N", help="the maximum number of tokens in a completion (256)")
+    add(
+        "--max-tokens",
+        type=int,
+        default=None,
+        metavar="N",
+        help=f"the maximum number of tokens in a completion; default: {MAX_TOKENS}, or as many as fit behind the prompt if fewer do",
+    )
     add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0, the default, decodes greedily")
     add("--top-p", type=float, default=1.0, metavar="P", help="the probability mass to sample from (1)")
     add(
@@ -185,12 +195,19 @@ def _respond(
     )
     with _built(with_cache_size(config)) as generator, Bar("generating") as bar:
         limits = generator.limits()
+        room = min(limits.tokens, limits.context or limits.tokens)
+
+        def options_of(prompt: Prompt) -> SamplingOptions:
+            if args.max_tokens is not None:
+                return options
+            return replace(options, max_tokens=max(1, min(options.max_tokens, room - len(prompt.ids))))
+
         # Check all prompts first: one that is too long is an error now, and not in the middle of the work.
         for prompt in prompts:
-            check_prompt(prompt.name, prompt.ids, options, limits, generator.config)
+            check_prompt(prompt.name, prompt.ids, options_of(prompt), limits, generator.config)
         # Twice as many requests as are computed at the same time, so that the generator has
         # others while the oldest one is not complete.
-        for number, stream in _in_order(generator, prompts, options, done, 2 * args.max_batch_size):
+        for number, stream in _in_order(generator, prompts, options_of, options.samples, done, 2 * args.max_batch_size):
             tokens += len(stream.tokens)
             row = rows[number // options.samples] | ({"sample": number % options.samples} if options.samples > 1 else {})
             response = tokenizer.decode(stream.tokens, skip_special_tokens=True)
@@ -279,7 +296,9 @@ def _unfinished(
     # A checkpoint is merged into a new folder each time, so hash the checkpoint's own files.
     place = next((p for p in (source / "checkpoints", source) if source not in (folder, folder.parent) and p.is_dir()), folder)
     files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(place.iterdir())]
-    digest.update(json.dumps([files, asdict(options), args.column, args.dtype, args.engine], default=str).encode())
+    digest.update(
+        json.dumps([files, asdict(options), args.max_tokens, args.column, args.dtype, args.engine], default=str).encode()
+    )
     for prompt in prompts:
         digest.update(json.dumps(prompt.identity(), default=str).encode())
     return out.with_name(f"{out.name}{PARTIAL}{digest.hexdigest()}")
@@ -300,20 +319,25 @@ def _completed(unfinished: Path) -> int:
 
 
 def _in_order(
-    generator: BaseGenerator, prompts: Sequence[Prompt], options: SamplingOptions, first: int, most: int
+    generator: BaseGenerator,
+    prompts: Sequence[Prompt],
+    options_of: Callable[[Prompt], SamplingOptions],
+    samples: int,
+    first: int,
+    most: int,
 ) -> Iterator[tuple[int, TokenStream]]:
     """Yield the finished completions in order, with up to `most` requests in flight."""
-    total, following = len(prompts) * options.samples, first
+    total, following = len(prompts) * samples, first
     requested: deque[tuple[int, TokenStream]] = deque()
     read, media = -1, dict[str, Any]()
     while requested or following < total:
         while following < total and len(requested) < most:
-            row, sample = divmod(following, options.samples)
+            row, sample = divmod(following, samples)
             # The seed depends on the row and the sample, so a continued run generates the same completions as an uninterrupted one.
             if row != read:
                 # Once for all completions of the prompt.
                 read, media = row, prompts[row].fields()
-            stream = generator.submit(prompts[row].ids, options, row=row, sample=sample, media=media)
+            stream = generator.submit(prompts[row].ids, options_of(prompts[row]), row=row, sample=sample, media=media)
             requested.append((following, stream))
             following += 1
         # Only the oldest request is written, so that the lines of an unfinished output tell how many are done.
@@ -323,7 +347,7 @@ def _in_order(
             generator.step()
             continue
         if stream.error is not None:
-            name = prompts[number // options.samples].name
+            name = prompts[number // samples].name
             if isinstance(stream.error, DrivetrainError):
                 raise stream.error
             raise DataError(f"{name}: generating failed with {type(stream.error).__name__}: {stream.error}") from stream.error

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, NoCheckpointError
 from .manifest import CheckpointManifest
 from .storage import DELETED, MANIFEST, TEMPORARY, LocalStore, Store, open_store
 
@@ -75,7 +75,8 @@ def find_checkpoint(where: Path | str) -> CheckpointManifest:
     """Return the checkpoint at a path or URL: the folder itself, or the last complete one of a run or of a checkpoint folder.
 
     Raises:
-        CheckpointError: There is none.
+        NoCheckpointError: The path is something else, or does not exist.
+        CheckpointError: The checkpoint is incomplete or damaged.
     """
     store, root = open_store(where), find_root(where)
     if root is not None:
@@ -86,7 +87,7 @@ def find_checkpoint(where: Path | str) -> CheckpointManifest:
             log.warning("checkpoint skipped: %s", reason)
         return manifest
     if store.size(MANIFEST) is None and isinstance(store, LocalStore):
-        raise CheckpointError(_describe_other(store.path))
+        raise NoCheckpointError(_describe_other(store.path))
     return CheckpointManifest.read(store)
 
 
@@ -112,18 +113,23 @@ def _configured_root(store: Store) -> Iterator[Store]:
 
 def _describe_other(path: Path) -> str:
     """Describe a path that is not a checkpoint, and how to use it."""
+    way_out = "give the folder of a run or of a checkpoint"
     if not path.exists():
-        return f"{path} does not exist"
+        return f"{path} does not exist; {way_out}"
     if not path.is_dir():
-        return f"{path} is a file; give the folder of a checkpoint or of a run"
+        return f"{path} is a file; {way_out}"
     if (path / ".metadata").is_file() or any(path.glob("model_world_size_*_rank_*.pt")):
         return f"{path} is a checkpoint of another program; import it with: drivetrain import {path} OUT --model MODEL"
     if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        return f"{path} is a Hugging Face folder, not a checkpoint"
+        return f"{path} is a Hugging Face folder, not a checkpoint; {way_out}"
+    if all((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
+        return (
+            f"{path} is a run that has not saved a checkpoint; start it again, with trainer.save_every for more frequent ones"
+        )
     runs = sorted(p.name for p in path.iterdir() if (p / "checkpoints").is_dir())
     if runs:
-        return f"{path} is not a checkpoint but a folder of runs: {', '.join(runs[:5])}"
-    return f"{path} is not a complete checkpoint: it has no {MANIFEST}"
+        return f"{path} is not a checkpoint but a folder of runs: {', '.join(runs[:5])}; give one of them"
+    return f"{path} is not a complete checkpoint: it has no {MANIFEST}; {way_out}"
 
 
 def rotate(

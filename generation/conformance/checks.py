@@ -33,9 +33,10 @@ def greedy(case: Case) -> None:
     """At temperature 0, completions and log-probabilities are those of plain transformers."""
     with case.generator() as generator:
         for prompt, (answer,) in zip(PROMPTS, generator.generate(PROMPTS, GREEDY), strict=True):
-            expect(answer.prompt == prompt, f"the prompt of a response is {answer.prompt[:8]}, not {prompt[:8]}")
+            expect(answer.prompt == prompt, f"the prompt of a completion is {answer.prompt[:8]}, not {prompt[:8]}")
             expect(
-                answer.versions == [0] * len(answer.response), f"versions {answer.versions} of a response of the first weights"
+                answer.versions == [0] * len(answer.response),
+                f"versions {answer.versions} of a completion of the first weights",
             )
             expect_answer(case, answer, f"to {prompt[:8]}")
 
@@ -84,17 +85,17 @@ def seeds(case: Case) -> None:
     with case.generator() as generator:
         all_at_once = [[a.response for a in samples] for samples in generator.generate(PROMPTS, options)]
         again = [[a.response for a in samples] for samples in generator.generate(PROMPTS, options)]
-        expect(again == all_at_once, "the same seed gives different responses")
+        expect(again == all_at_once, "the same seed gives different completions")
         alone = [[a.response for a in generator.generate([p], options, [i])[0]] for i, p in enumerate(PROMPTS)]
-        expect(alone == all_at_once, "a response depends on the other prompts of its batch")
+        expect(alone == all_at_once, "a completion depends on the other prompts of its batch")
         other = [[a.response for a in samples] for samples in generator.generate(PROMPTS, replace(options, seed=8))]
-        expect(other != all_at_once, "another seed gives the same responses")
+        expect(other != all_at_once, "another seed gives the same completions")
         same = generator.generate([PROMPTS[0]] * 2, options)
-        expect(same[0][0].response != same[1][0].response, "the same prompt in another row gets the same response")
+        expect(same[0][0].response != same[1][0].response, "the same prompt in another row gets the same completion")
         expect(same[0][0].response != same[0][1].response, "all samples of a prompt are the same")
         unseeded = replace(options, seed=None)
         first, second = (generator.generate(PROMPTS, unseeded) for _ in range(2))
-        expect(first != second, "without a seed, two calls give the same responses")
+        expect(first != second, "without a seed, two calls give the same completions")
 
 
 def stops(case: Case) -> None:
@@ -116,11 +117,11 @@ def stops(case: Case) -> None:
         hot = SamplingOptions(max_tokens=100, temperature=100.0, samples=16, seed=1)
         (answers,) = generator.generate([prompt], hot)
         ended = [answer for answer in answers if answer.finished]
-        expect(bool(ended), "no response of 100 random tokens ends with the end token of the model")
+        expect(bool(ended), "no completion of 100 random tokens ends with the end token of the model")
         # 2 is the end token of all tiny models.
         expect(all(a.response.index(2) == len(a.response) - 1 for a in ended), "tokens follow the end token")
         (ignoring,) = generator.generate([prompt], replace(hot, ignore_eos=True))
-        expect(all(len(answer.response) == 100 for answer in ignoring), "ignore_eos=True: a response ended early")
+        expect(all(len(answer.response) == 100 for answer in ignoring), "ignore_eos=True: a completion ended early")
 
 
 def streams(case: Case) -> None:
@@ -172,7 +173,7 @@ def cancel(case: Case) -> None:
         for stream in [*streams[1:], same, again]:
             expect(stream.finish_reason == "length", f"the others end with {stream.finish_reason}")
             expect_greedy_stream(case, stream, "beside a request that was cancelled")
-        expect(streams[0].tokens == again.tokens[:count], "the tokens so far are not those of the whole response")
+        expect(streams[0].tokens == again.tokens[:count], "the tokens so far are not those of the whole completion")
 
 
 def begun(case: Case) -> None:
@@ -207,7 +208,7 @@ def begun(case: Case) -> None:
         continued = generator.generate(PROMPTS, options, begun=parts)
         generator.load_weights(case.weights())
         mixed = generator.generate(PROMPTS, options, begun=parts)
-        expect(generator.generate(PROMPTS, options, begun=mixed) == mixed, "responses that were complete have changed")
+        expect(generator.generate(PROMPTS, options, begun=mixed) == mixed, "completions that had ended have changed")
         for rows in zip(whole, parts, continued, mixed, strict=True):
             for one, part, rest, other in zip(*rows, strict=True):
                 count = len(part.response)
@@ -232,9 +233,9 @@ def begun(case: Case) -> None:
         expect(mixed != continued, "new weights change nothing")
         ((first, *_), *others) = parts
         for what, wrong in {
-            "one response of two": [[first], *others],
-            "a response to another prompt": [others[0], *others],
-            "a response without versions": [[replace(first, versions=[])] * 2, *others],
+            "one completion of two": [[first], *others],
+            "a completion of another prompt": [others[0], *others],
+            "a completion without versions": [[replace(first, versions=[])] * 2, *others],
             "a completion that is continued after its last token": [
                 [replace(whole[0][0], finish_reason="aborted")] * 2,
                 *others,
@@ -281,7 +282,7 @@ def weights_in_flight(case: Case) -> None:
         while generator.step():
             pass
         for stream, count in zip(streams + fresh, counts + [0] * len(fresh), strict=True):
-            expect(len(stream.tokens) == 30, f"a response has {len(stream.tokens)} tokens of 30 ({stream.error})")
+            expect(len(stream.tokens) == 30, f"a completion has {len(stream.tokens)} tokens of 30 ({stream.error})")
             expect(
                 stream.versions == [0] * count + [1] * (30 - count),
                 f"after {count} tokens of version 0, versions are {stream.versions}",
@@ -334,7 +335,7 @@ def prompts(case: Case) -> None:
             "an empty prompt": [],
             "a token beyond the vocabulary": [5, generator.limits().vocabulary],
             "a negative token": [-1],
-            "a prompt without room for its response": [5] * (room - GREEDY.max_tokens + 1),
+            "a prompt without room for its completion": [5] * (room - GREEDY.max_tokens + 1),
             "text": "five",
             "numbers with a fraction": [1.5],
         }.items():
@@ -342,7 +343,7 @@ def prompts(case: Case) -> None:
             expect_error(ConfigError, what, lambda prompt=prompt: generator.generate([[5], prompt], GREEDY))  # type: ignore[misc]
         stats = generator.stats()
         expect((stats.waiting, stats.running) == (0, 0), f"after a refusal requests are left: {stats}")
-        expect(generator.generate([], GREEDY) == [], "no prompts give responses")
+        expect(generator.generate([], GREEDY) == [], "no prompts give completions")
         ((answer,),) = generator.generate([PROMPTS[0]], GREEDY)
         expect_answer(case, answer, "after a refusal")
 
@@ -386,7 +387,7 @@ def shared_prompts(case: Case) -> None:
         prefill_tokens, most = generator.stats().prefill_tokens, len(prompt) + samples
         expect(
             prefill_tokens <= most,
-            f"{prefill_tokens} tokens were processed for a prompt of {len(prompt)} and {samples} responses",
+            f"{prefill_tokens} tokens were processed for a prompt of {len(prompt)} and {samples} completions",
         )
 
 

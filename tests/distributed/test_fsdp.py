@@ -211,6 +211,27 @@ def test_what_cannot_work_is_refused(
         build(folder, **change)
 
 
+@pytest.mark.parametrize(
+    ("axis", "size", "family", "is_named"),
+    [
+        ("tp", 2, "llama", True),
+        ("pp", 2, "llama", True),
+        # Another size would do, as the error of that backend says.
+        ("tp", 64, "llama", True),
+        ("tp", 2, "apertus", False),
+    ],
+)
+def test_an_axis_of_another_backend_is_refused_with_its_name(
+    axis: str, size: Any, family: str, is_named: bool, tmp_path: Path
+) -> None:
+    folder = save_tiny_model(tmp_path / "model", family)
+    with pytest.raises(CapabilityError) as raised:
+        build(folder, parallel=ParallelConfig(**{axis: size}))
+    way_out = f"use one of those, or engine.backend=mcore, which supports {axis} for this model"
+    assert (way_out in str(raised.value)) is is_named
+    assert str(raised.value).startswith(f"engine.parallel.{axis}={size}: backend 'fsdp' supports the axes cp, ")
+
+
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_rope_that_looks_at_the_longest_document_is_refused(rope: str, tmp_path: Path, process_group: None) -> None:
     parameters = {"rope_type": rope, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}

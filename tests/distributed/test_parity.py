@@ -171,12 +171,54 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     # The second cannot be, which is known before 64 processes are started for it.
     code = main(["--rows", "mcore", "mcore:tp=64", "--steps", "1", "--json", str(file)])
     shown = capfd.readouterr().out
-    assert code == 1
-    assert "tp=64 is more than the 2 key/value heads" in shown
-    assert "1 rows agree, 1 do not" in shown
+    assert code == 0
+    assert "not run: engine.parallel.tp=64 is more than the 2 key/value heads" in shown
+    assert "1 rows agree, 0 do not, 1 were not run, over 1 steps" in shown
     told = json.loads(file.read_text())
-    assert [row["ok"] for row in told] == [True, False]
+    assert [row["ok"] for row in told] == [True, None]
     assert set(told[0]) >= {"model", "backend", "layout", "nproc", "steps", "loss_rel", "grad_norm_rel", "ok"}
+
+
+def test_a_model_with_few_layers_and_positions_has_rows_that_are_not_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from drivetrain.trainers.tasks.addition import write_model
+
+    # Two layers, and fewer positions than the longest of the embedded chats has tokens.
+    write_model(tmp_path / "model", 0)
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 24}))
+    words = ["--model", str(tmp_path / "model"), "--steps", "1", "--batch-size", "4"]
+    assert main([*words, "--rows", "fsdp", "mcore:pp=4"]) == 0
+    shown = capfd.readouterr()
+    assert "not run: engine.parallel.pp=4 does not divide the 2 layers of qwen3" in shown.out
+    assert "1 rows agree, 0 do not, 1 were not run" in shown.out
+    assert "positions" not in shown.err
+    # Something must have been compared.
+    assert main([*words, "--rows", "mcore:pp=4"]) == 1
+    assert "0 rows agree, 0 do not, 1 were not run" in capfd.readouterr().out
+
+
+@pytest.mark.usefixtures("process_group")
+def test_embedded_chats_fit_the_positions_of_a_model(tmp_path: Path) -> None:
+    from drivetrain.trainers.data.load import load_data
+    from drivetrain.trainers.methods.sft import SFTMethod
+    from drivetrain.trainers.parity.rows import config_of, make_models
+    from drivetrain.trainers.tasks.addition import write_model
+
+    write_model(tmp_path / "model", 0)
+    row = parse_row("fsdp", str(tmp_path / "model"))
+    made = Job(folder=str(tmp_path), data=None, rows=[row], steps=1, dtype="float32", batch_size=4, max_tokens=192)
+    make_models(made)
+    longest = {}
+    for positions in (64, 24):
+        file = tmp_path / "model" / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": positions}))
+        config = config_of(made, row)
+        method = SFTMethod(config)
+        samples = load_data(config.model, config.data, kind=method.kind, budget=method.budget).train
+        longest[positions] = int(samples.lengths.max())
+    assert longest == {64: 64, 24: 24}
 
 
 @pytest.mark.gpu

@@ -46,6 +46,26 @@ def expected(model: Path, ids: list[int], most: int) -> str:
     return str(TOKENIZER.decode(found, skip_special_tokens=True))
 
 
+def test_the_default_length_is_what_fits_the_model(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model has 64 positions, fewer than the default number of tokens in a completion."""
+    prompts, out = write(tmp_path / "p.jsonl", [{"prompt": "1+1="}, {"prompt": "1" * 60}]), tmp_path / "out.jsonl"
+    # The cache of one completion has room for as many tokens as the model has positions.
+    words = ["generate", str(model), prompts, str(out), "--max-batch-size", "1", "--max-batch-total-tokens", "64"]
+    assert main(words) == 0
+    assert "may exceed" not in caplog.text
+    lengths = [len(TOKENIZER(row["response"], add_special_tokens=False)["input_ids"]) for row in read(out)]
+    assert all(length <= most for length, most in zip(lengths, (60, 4), strict=True))
+    assert lengths[1] == 4 or read(out)[1]["finish_reason"] == "stop"
+    # A length that the user asks for is not changed.
+    assert main([*words, "--overwrite", "--max-tokens", "256"]) == 1
+    assert (
+        "with a completion of up to max_tokens=256 it needs room for 260 (max_batch_total_tokens=64)"
+        in capsys.readouterr().err
+    )
+
+
 def test_responses_are_those_of_plain_transformers(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chat = [{"role": "user", "content": "2+2="}]
     rows: list[dict[str, Any]] = [{"prompt": "1+1=", "id": 7}, {"messages": chat}, {"prompt": "35+4="}, {"text": "9+9="}]

@@ -514,3 +514,34 @@ def test_settings_that_contradict_streaming_are_refused(task: Path, capsys: pyte
         assert main(streamed(task, "run", *more)) == 1
         assert told in capsys.readouterr().err
     assert not (task / "run").exists()
+
+
+def test_a_finished_run_reports_what_has_changed_since(task: Path, caplog: pytest.LogCaptureFixture) -> None:
+    held_out_file = task / "data" / "eval.jsonl"
+    run = words(task, f"data.eval=[{held_out_file}]", "trainer.max_steps=2", f"data.cache_dir={task / 'cache'}")
+    assert main(run) == 0
+    settings = (task / "run" / "config.yaml").read_text()
+    title = "is complete, and what has changed since then has no effect on its model:"
+    caplog.clear()
+    assert main(run) == 0
+    assert "step 2 of 2 is already done" in caplog.text
+    assert title not in caplog.text
+    # As many rows as before, in another order.
+    for file in (task / "data" / "train.jsonl", held_out_file):
+        file.write_text("".join(reversed(file.read_text().splitlines(keepends=True))))
+    caplog.clear()
+    assert main([*run, "optim.lr=0.5", "trainer.log_every=3"]) == 0
+    (message,) = [record.getMessage() for record in caplog.records if title in record.getMessage()]
+    assert message.splitlines() == [
+        f"the run in trainer.output_dir={task / 'run'} {title}",
+        "  optim.lr: 0.001 -> 0.5",
+        f"  data.train: the contents of {task / 'data' / 'train.jsonl'}",
+        f"  data.eval: the contents of {held_out_file}",
+        "To train with these changes, choose another trainer.output_dir",
+    ]
+    assert (task / "run" / "config.yaml").read_text() == settings
+    # The control: a run that trains on reports it as a difference, not as something without effect.
+    caplog.clear()
+    assert main([*run, "optim.lr=0.5", "trainer.max_steps=3"]) == 0
+    assert title not in caplog.text
+    assert "resumed with a different setting: optim.lr: 0.001 -> 0.5" in caplog.text

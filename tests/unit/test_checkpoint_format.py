@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from drivetrain.checkpoint_tools.commands import main as checkpoint_command
 from drivetrain.engine.checkpoint.machine import describe_machine, warn_of_another_machine
 from drivetrain.engine.checkpoint.manifest import CHECKSUM, CheckpointManifest, write_manifest
 from drivetrain.engine.checkpoint.retention import find_checkpoint, folder_name, latest, recover, rotate, steps
@@ -403,3 +404,39 @@ def test_another_machine_is_told(stored: Any, told: str, caplog: pytest.LogCaptu
     assert [told in record.getMessage() and "not to the bit" in record.getMessage() for record in caplog.records] == [
         True
     ] * bool(told)
+
+
+def test_merge_names_what_a_call_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, empty, model = (tmp_path / name for name in ("run", "empty", "model"))
+    for folder in (run, empty, model):
+        folder.mkdir()
+    for file in (run / "config.yaml", run / "metrics.jsonl", model / "config.json"):
+        file.touch()
+    output = tmp_path / "out"
+    example = f"; for example: drivetrain merge runs/sft {output}"
+    way_out = f"; give the folder of a run or of a checkpoint{example}"
+    for words, message in (
+        (
+            [],
+            "drivetrain merge has no CHECKPOINT to read and no OUTPUT, the folder to write; for example: drivetrain merge runs/sft sft-hf",
+        ),
+        (
+            [f"{run}"],
+            f"drivetrain merge {run} has no OUTPUT, the folder to write; for example: drivetrain merge {run} run-hf",
+        ),
+        ([f"{tmp_path}/no", f"{output}"], f"CHECKPOINT={tmp_path}/no: {tmp_path}/no does not exist{way_out}"),
+        ([f"{run}/config.yaml", f"{output}"], f"CHECKPOINT={run}/config.yaml: {run}/config.yaml is a file{way_out}"),
+        (
+            [f"{empty}", f"{output}"],
+            f"CHECKPOINT={empty}: {empty} is not a complete checkpoint: it has no manifest.json{way_out}",
+        ),
+        ([f"{model}", f"{output}"], f"CHECKPOINT={model}: {model} is a Hugging Face folder, not a checkpoint{way_out}"),
+        (
+            [f"{run}", f"{output}"],
+            f"CHECKPOINT={run}: {run} is a run that has not saved a checkpoint; start it again, with trainer.save_every for more "
+            f"frequent ones{example}",
+        ),
+    ):
+        assert checkpoint_command("merge", words) == (1 if len(words) == 2 else 2)
+        assert capsys.readouterr().err == f"error: {message}\n"
+    assert not output.exists()

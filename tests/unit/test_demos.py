@@ -1,7 +1,11 @@
 """What the demos say and return, with stand-ins for the processes that they start."""
 
 import json
+import os
 import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,9 +170,46 @@ def test_chat_begins_when_the_service_is_ready(lines: list[str], monkeypatch: py
     assert chat.main(arguments) == (7 if len(lines) > 1 else 3)
     assert calls[0][-2:] == ["--dtype", "float32"]
     if len(lines) > 1:
-        assert calls[1][1:] == ["chat", "--system-prompt", "Be brief.", "m", "http://127.0.0.1:1/v1", "temperature=0.7"]
+        assert calls[1][1:] == [
+            "-m",
+            "drivetrain.trainers.chat",
+            "--client",
+            "--system-prompt",
+            "Be brief.",
+            "m",
+            "http://127.0.0.1:1/v1",
+            "temperature=0.7",
+        ]
     else:
         assert len(calls) == 1
+
+
+def test_the_end_of_the_input_ends_a_chat_quietly() -> None:
+    class Ready(BaseHTTPRequestHandler):
+        """What the client asks for before its first prompt: whether the model is loaded."""
+
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'data: {"status": "ready", "cached": true}\n\n')
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Ready) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        done = subprocess.run(
+            [sys.executable, "-m", "drivetrain.trainers.chat", "--client", "m", url, "max_new_tokens=3"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "HF_HUB_OFFLINE": "0"},
+        )
+        server.shutdown()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "m was already loaded" in done.stdout
 
 
 def test_the_last_step_of_the_demo_names_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

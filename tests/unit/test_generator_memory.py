@@ -165,7 +165,7 @@ def test_a_generator_fills_a_gpu_that_it_has_to_itself(group: GroupConfig, token
 )
 def test_no_answer_of_a_step_waits_for_room(settings: list[str], held_out: list[int] | None, expected: int) -> None:
     def prompts(lengths: list[int]) -> Any:
-        return PromptSet([[Prompt(name="", content="", ids=[3] * length) for length in lengths]])
+        return PromptSet([[Prompt(name="", content="", ids=[3] * length) for length in lengths]], ["prompts"])
 
     config = GRPOConfig.parse("data.batch_size=2", "rl.group_size=4", "rollout.max_tokens=256", *settings)
     data = Prompts(train=prompts([1, 100, 7]), order=cast(Any, None), held_out=prompts(held_out) if held_out else None)

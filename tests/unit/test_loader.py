@@ -167,6 +167,21 @@ def test_another_order_is_not_resumed(many: list[TokenDataset], caplog: pytest.L
     assert "contents have changed" in caplog.text
 
 
+def test_sources_that_have_changed_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def two(name: str, lengths: list[int]) -> Loader:
+        caches = [store(tmp_path / name / "a", [3, 4]), store(tmp_path / name / "b", lengths)]
+        return loader(TokenDataset(caches, DataConfig(), BUDGET, ["a.jsonl", "b.jsonl"]), 2)
+
+    state = json.loads(json.dumps(two("saved", [5, 6]).state(Cursor())))
+    two("other", [6, 5]).restore(state, epochs=False)
+    assert "its contents have changed: b.jsonl" in caplog.text
+    with pytest.raises(CheckpointError, match=r"samples = \[2, 2\], now it is \[2, 1\] \(b.jsonl changed\), so"):
+        two("fewer", [5]).restore(state, epochs=False)
+    # Checkpoints of earlier versions have no digests of sources.
+    del state["source_digests"]
+    assert two("third", [6, 5]).changed_sources(state) == []
+
+
 def test_labels_survive_packing(many: list[TokenDataset]) -> None:
     batch = next(loader(many[0], 1).batches(Cursor()))[0].shard(0, 1, 1e-4).batch
     assert batch.labels.tolist() == [3, IGNORE]

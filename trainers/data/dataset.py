@@ -107,7 +107,7 @@ class TokenDataset:
         store: MediaStore | None = None,
     ) -> None:
         level = logging.DEBUG if quiet else logging.WARNING
-        self._caches = stores
+        self._caches, self._names = stores, names
         self.store = store
         self.width = stores[0].width
         """The number of documents in a sample."""
@@ -181,6 +181,11 @@ class TokenDataset:
         cache, first, last = self._caches[self._source[index]], self._first[index, which], self._last[index, which]
         spans = cache.media(int(self._index[index]) * self.width + which)
         return [span for span in spans if first <= span.first and span.last <= last]
+
+    @cached_property
+    def source_digests(self) -> dict[str, str]:
+        """A digest of the tokenized rows of each source, by the source's name."""
+        return {name: cache.digest for name, cache in zip(self._names, self._caches, strict=True)}
 
     @cached_property
     def digest(self) -> str:

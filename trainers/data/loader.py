@@ -150,6 +150,14 @@ class Batches(ABC):
             CheckpointError: The checkpoint was saved with other data or another order, so the next sample or the last step is unknown.
         """
 
+    def changed_sources(self, state: Mapping[str, Any]) -> list[str]:
+        """Return the names of the sources whose contents differ from those in a checkpoint; streamed data are not compared.
+
+        Args:
+            state: The checkpoint's data, from `state`.
+        """
+        return []
+
 
 def batch_of(
     chosen: Sequence[tuple[TokenDataset, int]], width: int, *, numbers: NDArray[Any] | None = None, digest: str = ""
@@ -193,7 +201,9 @@ class Loader(BatchOrder, Batches):
     """
 
     def __init__(self, samples: TokenDataset, order: Sampler, *, batch_size: int) -> None:
-        super().__init__(order, batch_size=batch_size, digest=lambda: samples.digest)
+        super().__init__(
+            order, batch_size=batch_size, digest=lambda: samples.digest, source_digests=lambda: samples.source_digests
+        )
         self.samples = samples
 
     def batches(self, cursor: Cursor) -> Iterator[tuple[GlobalBatch, Cursor]]:

@@ -144,10 +144,18 @@ class BatchOrder:
         order: The sampler, which determines the order.
         batch_size: The number of samples of a batch; the last one of an epoch may be smaller.
         digest: Returns a digest of all samples.
+        source_digests: Returns a digest of each source, by the source's name.
     """
 
-    def __init__(self, order: Sampler, *, batch_size: int, digest: Callable[[], str]) -> None:
-        self._sampler, self.batch_size, self._digest = order, batch_size, digest
+    def __init__(
+        self,
+        order: Sampler,
+        *,
+        batch_size: int,
+        digest: Callable[[], str],
+        source_digests: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        self._sampler, self.batch_size, self._digest, self._source_digests = order, batch_size, digest, source_digests
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -187,7 +195,8 @@ class BatchOrder:
         progress: dict[str, Any] = {"epoch": cursor.epoch, "position": cursor.position}
         if self._sampler.weights is not None:
             progress["drawn"] = self._drawn_at(cursor)
-        return {**progress, "batch_size": self.batch_size, **self._sampler.describe(), "digest": self._digest()}
+        digests = {"digest": self._digest(), "source_digests": dict(self._source_digests())}
+        return {**progress, "batch_size": self.batch_size, **self._sampler.describe(), **digests}
 
     def _drawn_at(self, cursor: Cursor) -> list[list[int]]:
         """Return the numbers of samples drawn from each source before the cursor's epoch and, within an epoch, up to its end."""
@@ -221,8 +230,10 @@ class BatchOrder:
             if old != new:
                 label = "the number of samples" if name == "samples" else f"data.{name}"
                 old, new = (v[0] if isinstance(v, list) and len(v) == 1 else v for v in (old, new))
+                changed = self.changed_sources(state) if name == "samples" else []
+                which = f" ({', '.join(changed)} changed)" if changed else ""
                 raise CheckpointError(
-                    f"it was saved with {label} = {old}, now it is {new}, so the next sample is unknown; use the same data "
+                    f"it was saved with {label} = {old}, now it is {new}{which}, so the next sample is unknown; use the same data "
                     "and settings, or start over from the exported model in another trainer.output_dir"
                 )
         if epochs and state.get("batch_size") != self.batch_size:
@@ -241,5 +252,21 @@ class BatchOrder:
                 )
         # The position still has a meaning with other contents, so this is not an error.
         if digest != self._digest():
-            log.warning("the dataset has as many samples as in the checkpoint, but its contents have changed")
+            log.warning(
+                "the dataset has as many samples as in the checkpoint, but its contents have changed%s",
+                f": {', '.join(changed)}" if (changed := self.changed_sources(state)) else "",
+            )
         return cursor
+
+    def changed_sources(self, state: Mapping[str, Any]) -> list[str]:
+        """Return the names of the sources whose contents differ from those in a checkpoint.
+
+        Args:
+            state: The checkpoint's data, from `state`; those of earlier versions do not have what this compares.
+        """
+        return changed_sources(state.get("source_digests", {}), self._source_digests())
+
+
+def changed_sources(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the names of the sources whose digests differ, given two mappings from names to digests."""
+    return [name for name, digest in now.items() if saved.get(name, digest) != digest]

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -107,9 +108,11 @@ class PromptSet:
 
     Args:
         sources: The prompts of each source.
+        names: The names of the sources.
     """
 
-    def __init__(self, sources: Sequence[Sequence[Prompt]]) -> None:
+    def __init__(self, sources: Sequence[Sequence[Prompt]], names: Sequence[str]) -> None:
+        self._names = names
         self.sizes = [len(prompts) for prompts in sources]
         """The number of prompts in each source."""
         self._prompts = [prompt for prompts in sources for prompt in prompts]
@@ -132,8 +135,19 @@ class PromptSet:
         """A digest of all prompts and their columns."""
         hasher = xxhash.xxh3_128()
         for prompt in self._prompts:
-            hasher.update(json.dumps(prompt.identity(), sort_keys=True, default=str).encode())
+            hasher.update(_identity_bytes(prompt))
         return hasher.hexdigest()
+
+    @cached_property
+    def source_digests(self) -> dict[str, str]:
+        """A digest of the prompts of each source and their columns, by the source's name."""
+        digests, prompts = {}, iter(self._prompts)
+        for name, size in zip(self._names, self.sizes, strict=True):
+            hasher = xxhash.xxh3_128()
+            for prompt in islice(prompts, size):
+                hasher.update(_identity_bytes(prompt))
+            digests[name] = hasher.hexdigest()
+        return digests
 
     def check_media(self, generator: str, reader: MediaReader | None) -> None:
         """Check that a generator supports the media of the prompts; see `check_media`."""
@@ -143,6 +157,10 @@ class PromptSet:
     def longest(self) -> int:
         """The number of tokens of the longest prompt."""
         return max(len(prompt.ids) for prompt in self._prompts)
+
+
+def _identity_bytes(prompt: Prompt) -> bytes:
+    return json.dumps(prompt.identity(), sort_keys=True, default=str).encode()
 
 
 def load_prompts(
@@ -174,7 +192,7 @@ def load_prompts(
         for name in names
     ]
     warn_about_repeated(sources, "data.train" if training else "data.eval")
-    return PromptSet([_load_source(source, tokenizer, data, budget, media, variables) for source in sources])
+    return PromptSet([_load_source(source, tokenizer, data, budget, media, variables) for source in sources], names)
 
 
 def _load_source(

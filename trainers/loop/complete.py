@@ -10,7 +10,7 @@ from ...engine.errors import ConfigError
 from .hub import push
 from .loggers import make_loggers, plot_metrics
 from .loop import StopReason, TrainResult, train
-from .run_folder import write_config
+from .run_folder import warn_about_changes, write_config
 from .training_run import TrainingRun
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,8 @@ def complete(run: TrainingRun) -> TrainResult:
     # The last checkpoint must be on the disk before the run is reported as complete.
     run.wait()
     _report_end(run, result)
+    if run.is_finished:
+        warn_about_changes(run.settings, run.changed_data)
     outputs = {"checkpoints": run.checkpoint_root}
     # A run that a signal has stopped is to end soon; the resumed one exports.
     if run.config.export_hf and result.reason is not StopReason.SIGNAL:
@@ -45,7 +47,7 @@ def _open_loggers(run: TrainingRun) -> Iterator[None]:
 
     def open_loggers() -> None:
         # A run with nothing left to train keeps the settings of the one that has trained.
-        if run.step < run.total_steps:
+        if run.step < run.total_steps and not run.is_finished:
             write_config(run.settings, resumed=run.step > 0)
         try:
             loggers = make_loggers(config, folder, run.total_steps, run.step, asdict(run.settings), run.display.lines)

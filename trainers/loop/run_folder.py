@@ -4,7 +4,7 @@ import fcntl
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -126,6 +126,40 @@ def write_config(config: RunConfig | RLConfig, *, resumed: bool) -> None:
         log.info("all settings: %s", file)
     except OSError as e:
         raise ConfigError(f"trainer.output_dir={file.parent} cannot be written: {e}") from e
+
+
+AFTER_TRAINING = (
+    "output_dir",
+    "resume",
+    "export_hf",
+    "push_to_hub",
+    "loggers",
+    "wandb_project",
+    "log_every",
+    "timeout_minutes",
+)
+"""Settings of `trainer` that say where a run is, or that also apply to one that trains no more."""
+
+
+def warn_about_changes(config: RunConfig | RLConfig, changed_data: Sequence[str]) -> None:
+    """Warn about settings and data that have changed since a run was completed, and so have no effect on its model.
+
+    Args:
+        config: The settings of this start of the run.
+        changed_data: Lines about the sources whose contents have changed.
+    """
+    folder = config.trainer.output_dir
+    file = Path(folder) / "config.yaml"
+    lines = differences(file, config) if file.is_file() else []
+    skipped = tuple(f"trainer.{name}: " for name in AFTER_TRAINING)
+    lines = [*(line for line in lines if not line.startswith(skipped)), *changed_data]
+    if lines:
+        log.warning(
+            "the run in trainer.output_dir=%s is complete, and what has changed since then has no effect on its model:\n  %s\n"
+            "To train with these changes, choose another trainer.output_dir",
+            folder,
+            "\n  ".join(lines),
+        )
 
 
 def announce_settings(config: RunConfig | RLConfig) -> None:

@@ -12,6 +12,7 @@ from ...engine.errors import disk_error
 from ..config.rl import RLConfig
 from ..config.runs import RunConfig
 from ..config.trainer import LoopConfig
+from ..data.order import changed_sources
 from .callbacks import Callback, StepHook, call_all
 from .early_stopping import EarlyStopping
 from .loggers import Display, Logger
@@ -64,11 +65,16 @@ class TrainingRun(ABC):
     """The loggers, on the first rank while the loop runs."""
     last_evaluation: Mapping[str, float] = field(default_factory=dict, init=False)
     """The metrics of the last evaluation."""
+    changed_data: Sequence[str] = field(default=(), init=False)
+    """The sources whose contents have changed since the checkpoint that the run resumed from, each after the setting that names it."""
+    is_finished: bool = field(default=False, init=False)
+    """Whether the run resumed from its last step, so that it trains no more."""
     is_asked_to_stop: bool = field(default=False, init=False)
     """Whether a callback has asked to stop."""
 
     def __post_init__(self) -> None:
         self.resumed_step = self._saved_step = self.step
+        self.is_finished = self.step > 0 and (self.step >= self.total_steps or self.early_stopping.stop)
 
     @property
     def config(self) -> LoopConfig:
@@ -120,6 +126,17 @@ class TrainingRun(ABC):
         return None
 
     # ---- what the loop needs -----------------------------------------------------------------------------------------
+
+    def compare_data(self, train: Sequence[str], saved_eval: Mapping[str, str], held_out: Mapping[str, str]) -> None:
+        """Set `changed_data`.
+
+        Args:
+            train: The sources of `data.train` whose contents have changed.
+            saved_eval: The digests of the sources of `data.eval` in the checkpoint, by name.
+            held_out: The digests of the sources of `data.eval`, by name.
+        """
+        changed = {"data.train": train, "data.eval": changed_sources(saved_eval, held_out)}
+        self.changed_data = [f"{setting}: the contents of {name}" for setting, names in changed.items() for name in names]
 
     def is_due(self, every: int | None) -> bool:
         """Return whether a periodic action, which also happens at the end, is due after the last completed step.

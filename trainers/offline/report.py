@@ -11,6 +11,7 @@ from ..data.encode import mark_supervised
 from ..data.load import RunData
 from ..data.loader import Loader
 from ..data.stream import StreamLoader
+from ..data.unknown_tokens import warn_about_unknown_tokens
 from ..loop.run_folder import announce_settings
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,9 @@ def announce(
         samples = loader.first()
         _announce_layout(engine, f"streaming {len(config.data.train)} sources", total_steps)
         log.info("  the first %d rows: %d samples, %d tokens", config.data.stream_rows, len(samples), sum(samples.tokens))
+    warn_about_unknown_tokens(samples, data.tokenizer, "data.train")
+    if data.held_out is not None:
+        warn_about_unknown_tokens(data.held_out, data.tokenizer, "data.eval")
     positions = engine.model_shape.positions
     if positions is not None:
         longer_count = int((samples.lengths > positions).any(1).sum())

@@ -211,8 +211,13 @@ class OfflineRun(TrainingRun):
             "data": self.loader.state(self.cursor),
             "watch": self.early_stopping.state(),
             "evaluate": evaluation_due,
+            "eval_digests": self._eval_digests,
         }
         self.manager.save(self.step, extra, keep=() if best is None else (best,), last=last)
+
+    @property
+    def _eval_digests(self) -> dict[str, str]:
+        return {} if self.data.held_out is None else self.data.held_out.source_digests
 
     def restore_step(self, step: int) -> None:
         """Load the checkpoint of a step. Collective."""
@@ -249,6 +254,8 @@ class OfflineRun(TrainingRun):
             checkpoint, state = restored
             self._check_same_run(checkpoint, state)
             self.step, self.cursor = state.step, self._restore_cursor(checkpoint, state)
+            changed = self.loader.changed_sources(state.extra.get("data", {}))
+            self.compare_data(changed, state.extra.get("eval_digests", {}), self._eval_digests)
             self.evaluates_first = bool(state.extra.get("evaluate"))
             steps = {(step_of(name) or (0, 0))[0] for name in present}
             self.early_stopping.restore(state.extra.get("watch", {}), steps, self.checkpoint_root)

@@ -207,8 +207,8 @@ def compare_with_reference(row: Row, result: dict[str, Any] | None, reference: d
 
     Args:
         row: The row.
-        result: The output of its workers, with `steps`, `weights_off` and `shared`, or with `error`; None if they ended without a
-            result.
+        result: The output of its workers, with `steps`, `weights_off` and `shared`, or with `error`; or `not_run`, the reason why there
+            were none; None if they ended without a result.
         reference: The reference of its model, with `steps` and, for bfloat16, `rounding`.
         dtype: Either float32 or bfloat16.
     """
@@ -226,6 +226,8 @@ def compare_with_reference(row: Row, result: dict[str, Any] | None, reference: d
     }
     if result is None:
         return verdict | {"error": "its processes ended without a result"}
+    if "not_run" in result:
+        return verdict | {"not_run": result["not_run"], "ok": None}
     if "error" in result:
         return verdict | {"error": result["error"]}
     steps, expected = result["steps"], reference["steps"]
@@ -259,12 +261,15 @@ def table(judged: Sequence[dict[str, Any]], references: dict[str, dict[str, Any]
         numbers = "  ".join(f"{s['loss']:.6f}/{s['grad_norm']:.4f}" for s in reference)
         lines += [f"{model}, plain Hugging Face: loss/gradient norm  {numbers}"] if reference else [f"{model}"]
         lines += [f"  {'engine':6} {'layout':16} {'processes':>9} {'shared':>6}  {'loss':>8} {'grad norm':>9} {'weights':>8}"]
-        seen_errors: set[str] = set()
+        seen_reasons: set[str] = set()
         for row in rows:
             head = f"  {row['backend']:6} {row['layout']:16} {row['nproc']:9}  "
-            if "error" in row:
-                lines.append(f"{head}FAIL  {'as above' if row['error'] in seen_errors else row['error']}")
-                seen_errors.add(row["error"])
+            reason = row.get("error", row.get("not_run"))
+            if reason is not None:
+                lines.append(
+                    f"{head}{'FAIL ' if 'error' in row else 'not run:'} {'as above' if reason in seen_reasons else reason}"
+                )
+                seen_reasons.add(reason)
                 continue
             lines.append(
                 f"{head[:-1]}{row['shared']:6.0%}  {row['loss_rel']:8.1e} {row['grad_norm_rel']:9.1e} {row['weights_off']:8.1e}  "
@@ -280,7 +285,7 @@ def table(judged: Sequence[dict[str, Any]], references: dict[str, dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; return 0 if every row is within its bounds."""
+    """Run the command; return 0 if every row that can be run is within its bounds, and there is one."""
     parser = argparse.ArgumentParser(prog="drivetrain parity", description=(__doc__ or "").strip())
     parser.add_argument("--model", nargs="+", help="folders in Hugging Face format, or families of the embedded tiny models")
     parser.add_argument("--data", help="file of samples in a format that data.train accepts; default: embedded samples")
@@ -353,11 +358,13 @@ def run(job: Job, json_file: str | None, timeout: int) -> int:
         result = json.loads(job.result(i).read_text()) if job.result(i).is_file() else None
         judged.append(compare_with_reference(row, result, references.get(row.model, {}), job.dtype))
     print("\n".join([describe(job), *table(judged, references)]))
-    failed = sum(not row["ok"] for row in judged)
-    print(f"{len(judged) - failed} rows agree, {failed} do not, over {job.steps} steps in {job.dtype}")
+    verdicts = [row["ok"] for row in judged]
+    agreeing, failed, not_run = (verdicts.count(verdict) for verdict in (True, False, None))
+    others = f"{failed} do not" + (f", {not_run} were not run" if not_run else "")
+    print(f"{agreeing} rows agree, {others}, over {job.steps} steps in {job.dtype}")
     if json_file:
         Path(json_file).write_text("[\n" + ",\n".join(json.dumps(row) for row in judged) + "\n]\n")
-    return 1 if failed else 0
+    return 1 if failed or not agreeing else 0
 
 
 def _run_rows(job: Job, module: Sequence[str], nproc: int, timeout: int) -> bool:

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from logging import ERROR, getLogger
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,7 +17,9 @@ from torch import Tensor
 from ...engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, PrecisionConfig
 from ...engine.conformance.reference import PlainReference
 from ...engine.conformance.tiny import save_tiny_model
-from ...engine.errors import ConfigError, DrivetrainError
+from ...engine.errors import CapabilityError, ConfigError, DrivetrainError, ModelError, TopologyError
+from ...engine.hf.config import read_config
+from ...engine.hf.shape import context_of
 from ...engine.packing.batch import IGNORE
 from ...engine.parallel.process import exit_process, report_failure
 from ...engine.parallel.process_groups import close_distributed, init_distributed
@@ -101,10 +104,23 @@ def _write_chats(path: Path) -> None:
 
 def config_of(job: Job, row: Row) -> SFTConfig:
     """Build the configuration of the SFT run whose first steps a row trains."""
-    embedded = str(_pictures(job) / "train.jsonl") if row.model == VISION else f"{job.folder}/chats.jsonl"
+    model = ModelConfig(path=str(model_folder(job, row.model)))
+    if job.data is not None:
+        data = DataConfig(train=(job.data,), batch_size=job.batch_size)
+    elif row.model == VISION:
+        data = DataConfig(train=(str(_pictures(job) / "train.jsonl"),), batch_size=job.batch_size)
+    else:
+        # A random chat may have more tokens than a small model has positions.
+        positions = context_of(read_config(model))
+        data = DataConfig(
+            train=(f"{job.folder}/chats.jsonl",),
+            batch_size=job.batch_size,
+            max_length=positions if positions is not None and positions < job.max_tokens else None,
+            too_long="truncate_right",
+        )
     return SFTConfig(
-        model=ModelConfig(path=str(model_folder(job, row.model))),
-        data=DataConfig(train=(job.data or embedded,), batch_size=job.batch_size),
+        model=model,
+        data=data,
         engine=EngineConfig(
             backend=row.backend,
             parallel=row.parallel,
@@ -177,13 +193,18 @@ def make_reference(job: Job) -> None:
 
 
 def check_rows(job: Job) -> None:
-    """Record an error for each row whose configuration is invalid, before processes are started for it."""
+    """Record why a row is refused, before processes are started for it.
+
+    A layout that does not fit the model, or that the backend does not support, is not run; anything else is an error.
+    """
     for i, row in enumerate(job.rows):
         config = config_of(job, row)
         try:
             engine_class(row.backend)(
                 model=config.model, engine=config.engine, optim=config.optim, ranks=range(row.nproc)
             ).check()
+        except (TopologyError, CapabilityError, ModelError) as e:
+            job.result(i).write_text(json.dumps({"not_run": str(e)}))
         except DrivetrainError as e:
             job.result(i).write_text(json.dumps({"error": str(e)}))
 
@@ -251,6 +272,9 @@ def main(argv: Sequence[str]) -> int:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     job = Job.read(argv[0])
+    if job.data is None:
+        # That embedded chats are cut would be reported by every process.
+        getLogger("drivetrain.trainers.data").setLevel(ERROR)
     try:
         if argv[1] == "reference":
             make_reference(job)

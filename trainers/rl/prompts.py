@@ -81,7 +81,12 @@ def load_data(config: RLConfig) -> Prompts:
     sampler = Sampler(train.sizes, weights=data.weights, seed=data.seed, shuffle=data.shuffle)
     prompts = Prompts(
         train=train,
-        order=BatchOrder(sampler, batch_size=data.batch_size, digest=lambda: train.digest),
+        order=BatchOrder(
+            sampler,
+            batch_size=data.batch_size,
+            digest=lambda: train.digest,
+            source_digests=lambda: train.source_digests,
+        ),
         held_out=load_prompts(data.eval, tokenizer, data, budget, training=False, media=media, variables=variables)
         if data.eval
         else None,

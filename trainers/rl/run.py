@@ -70,8 +70,8 @@ class RLRun(TrainingRun):
         self._bundles = StepBundles(self.phases)
 
     def _rollouts(self, tickets: Tickets) -> Rollouts:
-        answers = Rollouts if self.phases.config.rollout.environment is None else EpisodeRollouts
-        return answers(self.phases.config, self.phases, self.prompts, tickets)
+        rollouts_class = Rollouts if self.phases.config.rollout.environment is None else EpisodeRollouts
+        return rollouts_class(self.phases.config, self.phases, self.prompts, tickets)
 
     @property
     def checkpoint_root(self) -> str:
@@ -148,9 +148,14 @@ class RLRun(TrainingRun):
             "adaptive": self.phases.adaptive.state(),
             "watch": self.early_stopping.state(),
             "evaluate": evaluation_due,
+            "eval_digests": self._eval_digests,
         }
         completions = to_bytes(stored) if stored else None
         self.checkpoints.save(self.step, extra, best=self.early_stopping.best_step, completions=completions)
+
+    @property
+    def _eval_digests(self) -> dict[str, str]:
+        return {} if self.prompts.held_out is None else self.prompts.held_out.source_digests
 
     def restore_step(self, step: int) -> None:
         """Load the actor's checkpoint of a step."""
@@ -184,6 +189,8 @@ class RLRun(TrainingRun):
         rollouts = self._rollouts(tickets)
         rollouts.restore({number: kept[number] for number in sorted(tickets.answered)})
         self.step, self.evaluates_first = restored.step, bool(restored.extra.get("evaluate"))
+        changed = order.changed_sources(restored.extra["data"])
+        self.compare_data(changed, restored.extra.get("eval_digests", {}), self._eval_digests)
         self.phases.adaptive.restore(restored.extra.get("adaptive", {}))
         self.early_stopping.restore(restored.extra.get("watch", {}), self.checkpoints.steps(), self.checkpoint_root)
         return rollouts
