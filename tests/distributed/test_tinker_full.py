@@ -29,9 +29,9 @@ from helpers.tinker_service import (
 )
 
 pytestmark = pytest.mark.usefixtures("process_group")
-ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+ADAM: dict[str, Any] = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 OPTIM = OptimConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_grad_norm=None)
-FULL = {"rank": 0, "seed": None}
+FULL: dict[str, Any] = {"rank": 0, "seed": None}
 
 
 @pytest.fixture
