@@ -19,7 +19,8 @@ from drivetrain.engine.checkpoint.manifest import CheckpointManifest, write_mani
 from drivetrain.engine.checkpoint.retention import folder_name, latest, rotate, steps
 from drivetrain.engine.checkpoint.rng import restore_rng, rng_state
 from drivetrain.engine.checkpoint.safetensors_io import TensorWriter
-from drivetrain.engine.checkpoint.storage import MANIFEST, LocalStore
+from drivetrain.engine.checkpoint.save import write_snapshot
+from drivetrain.engine.checkpoint.storage import MANIFEST, LocalStore, RemoteStore, open_store
 from drivetrain.engine.checkpoint.tensor_slices import TensorSlice, covers, intersect, whole
 from drivetrain.engine.config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
@@ -219,6 +220,30 @@ def test_disk_full_leaves_the_older_checkpoint(checkpoint: tuple[BaseEngine, Pat
     with pytest.raises(CheckpointError, match=r"No space left.*; free up space"):
         export_hf(engine, folder.parent / "hf")
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize("failing", ["rotation", "removal"])
+def test_what_fails_after_the_manifest_leaves_the_new_checkpoint(
+    failing: str, checkpoint: tuple[BaseEngine, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = checkpoint
+    root = open_store(f"memory://{tmp_path.name}/{failing}")
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with engine.live_snapshot(5) as snapshot:
+        write_snapshot(snapshot, root, engine.topology, engine.topology.host)
+        with monkeypatch.context() as patch:
+            if failing == "removal":
+                # As if the store failed while the older attempt at this step is deleted, after its manifest is.
+                assert isinstance(root, RemoteStore)
+                patch.setattr(root.system, "find", fail)
+            with pytest.raises(CheckpointError, match="Input/output error"):
+                write_snapshot(snapshot, root, engine.topology, engine.topology.host, fail)
+    whole, _ = latest(root)
+    assert whole is not None
+    assert whole.store.name == "step-00000005+1"
 
 
 def test_export_loads_in_plain_transformers(checkpoint: tuple[BaseEngine, Path]) -> None:
