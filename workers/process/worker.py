@@ -200,9 +200,13 @@ class ModelWorker:
     def host(self) -> "RoleHost":
         """The roles of this worker."""
         if self._host is None:
+            # Imported before the lock is taken, because this loads torch, and the I/O thread takes the lock too.
             from .role_host import RoleHost
 
-            self._host = RoleHost()
+            with self._lock:
+                # Locked, because the threads that serve data and the executor may be first at the same time.
+                if self._host is None:
+                    self._host = RoleHost()
         return self._host
 
     @property
