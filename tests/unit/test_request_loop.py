@@ -7,10 +7,38 @@ import pytest
 
 from drivetrain.engine.errors import WorkerError
 from drivetrain.workers.process import role_host
+from drivetrain.workers.process.loop import RequestLoop
 from drivetrain.workers.process.worker import ModelWorker, WorkerSettings
+from drivetrain.workers.protocol import data_messages as d
 from drivetrain.workers.protocol import messages as p
 from drivetrain.workers.protocol.codec import Codec
+from drivetrain.workers.protocol.transports import memory
 from drivetrain.workers.protocol.transports.memory import MemoryTransport
+
+
+def test_what_runs_on_the_executor_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "DELIVERY_S", 0.0)
+    worker, transport = ModelWorker(WorkerSettings()), MemoryTransport()
+    codec = Codec(worker.registry, binary=True)
+    watched: dict[Any, bool] = {}
+    served = threading.Event()
+
+    def serve(worker: ModelWorker, request: Any) -> p.Reply:
+        watched[request.id] = worker.running() is not None
+        served.set()
+        return d.DigestOk(digest="")
+
+    worker._handlers["digest"] = serve
+    thread = threading.Thread(target=RequestLoop(worker, transport).run, daemon=True)
+    thread.start()
+    # Without an id the executor serves it, in order with other requests; with one, a thread beside it.
+    transport.post(0, [codec.encode(d.Digest(ids=[], keys=[]))])
+    assert served.wait(10.0)
+    for number, request in ((1, d.Digest(id=1, ids=[], keys=[])), (2, p.Shutdown(id=2))):
+        transport.post(number, [codec.encode(request)])
+        transport.wait(number)
+    thread.join(10.0)
+    assert watched == {None: True, 1: False}
 
 
 def test_two_threads_get_the_same_roles(monkeypatch: pytest.MonkeyPatch) -> None:
