@@ -204,6 +204,17 @@ def test_tensordict_round_trip(lengths: list[int], seed: int) -> None:
     same(from_tensordict(data), batch)
 
 
+def test_tensordict_round_trip_of_free_labels_and_extra_fields() -> None:
+    # Valid only with `free_labels`.
+    batch = PackedBatch(**{**valid(), "labels": torch.full((5,), 7)}, free_labels=True, extra_fields=frozenset({"b", "a"}))
+    again = from_tensordict(to_tensordict(batch))
+    assert again.free_labels
+    assert again.extra_fields == {"a", "b"}
+    assert again.labels.tolist() == [7] * 5
+    plain = from_tensordict(to_tensordict(PackedBatch(**valid())))
+    assert (plain.free_labels, plain.extra_fields) == (False, frozenset())
+
+
 def test_tensordict_of_another_framework() -> None:
     from tensordict import TensorDict
 
