@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.engine.errors import BatchError
 from drivetrain.engine.packing.batch import IGNORE, MediaField, PackedBatch, shift_labels
@@ -244,3 +245,24 @@ def test_to_moves_everything_and_keeps_host_borders() -> None:
     assert moved.media["pixels"].values.device.type == "meta"
     assert moved.bounds == batch.bounds
     assert batch.to("cpu") is batch
+
+
+class Copies(TorchDispatchMode):
+    """Records whether copies between devices wait, and makes zeros instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: set[tuple[str, bool]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._to_copy.default:
+            return func(*args, **(kwargs or {}))
+        device = torch.device(kwargs["device"])
+        self.waits.add((device.type, not kwargs.get("non_blocking", False)))
+        return torch.zeros_like(args[0], device=device)
+
+
+def test_only_copies_to_the_host_wait() -> None:
+    with Copies() as copies:
+        make([3, 4]).to("meta").to("cpu")
+    assert copies.waits == {("meta", False), ("cpu", True)}
