@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("checkpoint_tools", "engine", "generation", "losses", "rewards", "serve", "trainers", "workers")
+PACKAGES = (
+    "checkpoint_tools",
+    "engine",
+    "environments",
+    "generation",
+    "losses",
+    "media",
+    "rewards",
+    "serve",
+    "trainers",
+    "workers",
+)
 FORBIDDEN_NAMES = (
     "lane",
     "ledger",
