@@ -46,7 +46,7 @@ def setting(
         default: The default value of the field.
         help: The help line.
         factory: The factory of a nested or mutable default.
-        path: ` and `$VARIABLE`.~Whether the setting is a path or a list of paths; see `expand_paths`.~` and `$VARIABLE`.
+        path: Whether the setting is a path or a list of paths, in which `expand_paths` expands `~` and `$VARIABLE`.
         least: The smallest plausible number above 0; None for no bound.
         most: The largest plausible number; None for no bound.
     """

@@ -224,7 +224,6 @@ def comparable_ids(batch: PackedBatch, family: MediaFamily, kinds: Sequence[Kind
 
     Placeholder tokens are equal only if their items are.
 
-
     Args:
         batch: The batch, which is checked.
         family: The model's family.

@@ -135,8 +135,8 @@ def _json_call(call: Any) -> ToolCall:
 def _function_call(name: str, content: str) -> ToolCall:
     arguments = {}
     for parameter, _ in _between(content, "<parameter=", "</parameter>"):
-        key, found, value = parameter.partition(">")
-        if found and not any(character.isspace() for character in key):
+        key, separator, value = parameter.partition(">")
+        if separator and not any(character.isspace() for character in key):
             arguments[key] = value.removeprefix("\n").removesuffix("\n")
     return ToolCall(name=name, arguments=arguments, untyped=True)
 

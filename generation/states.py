@@ -53,7 +53,7 @@ class RequestStates:
         # Slots are reused without being cleared, so the state of a request that begins must be read as zeros.
         fresh = torch.tensor([i for i, past in enumerate(pasts) if not past], dtype=torch.long, device=self._device)
         bounds = (0, *accumulate(queries))
-        turns: list[Turn] | None = None
+        turns: list[TokenTurn] | None = None
         if self._multiple is not None:
             turns = [_turn(bounds, number, self._multiple) for number in range(max(queries))]
         return StepStates(self, Segments(bounds, self._device), rows, fresh, turns)
@@ -114,7 +114,7 @@ class RequestStates:
         return values
 
 
-class Turn(NamedTuple):
+class TokenTurn(NamedTuple):
     """One token of each request of a step that has at least that many.
 
     Args:
@@ -130,13 +130,13 @@ class Turn(NamedTuple):
     segments: Segments
 
 
-def _turn(bounds: Sequence[int], number: int, multiple: int) -> Turn:
+def _turn(bounds: Sequence[int], number: int, multiple: int) -> TokenTurn:
     requests = [i for i, (start, end) in enumerate(pairwise(bounds)) if number < end - start]
     count = len(requests)
     # Padding repeats the first request. Its results are computed again and dropped, since only `real` rows are kept.
     requests += requests[:1] * (padded_rows(count, multiple) - count)
     tokens = torch.tensor([bounds[i] + number for i in requests])
-    return Turn(tokens, torch.tensor(requests), count, Segments(range(len(requests) + 1), torch.device("cpu")))
+    return TokenTurn(tokens, torch.tensor(requests), count, Segments(range(len(requests) + 1), torch.device("cpu")))
 
 
 class StepStates:
@@ -151,7 +151,7 @@ class StepStates:
     """
 
     def __init__(
-        self, states: RequestStates, segments: Segments, rows: Tensor, fresh: Tensor, turns: Sequence[Turn] | None = None
+        self, states: RequestStates, segments: Segments, rows: Tensor, fresh: Tensor, turns: Sequence[TokenTurn] | None = None
     ) -> None:
         self.states, self.segments, self.rows, self.fresh, self.turns = states, segments, rows, fresh, turns
 
@@ -186,7 +186,7 @@ class LayerStates:
         return out
 
     def _one_by_one(
-        self, scan: Scan, inputs: Sequence[Tensor | None], states: Tensor | None, turns: Sequence[Turn]
+        self, scan: Scan, inputs: Sequence[Tensor | None], states: Tensor | None, turns: Sequence[TokenTurn]
     ) -> tuple[Tensor, Tensor]:
         out: Tensor | None = None
         for tokens, requests, real, segments in turns:

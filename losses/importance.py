@@ -2,7 +2,6 @@
 
 Provides importance weights, and rejection of tokens and completions.
 
-
 Axes: T tokens.
 """
 

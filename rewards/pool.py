@@ -19,7 +19,7 @@ from .signatures import Signature, judge, signature_of
 MIB = 2**20
 _CLOSED = "the reward pool was closed"
 
-Done = Callable[[list[RewardOutcome], bool], None]
+DoneCallback = Callable[[list[RewardOutcome], bool], None]
 RewardTarget = str | Callable[..., Any]
 """A reward function, or its location as `module:function`."""
 
@@ -93,7 +93,7 @@ class RewardPool:
         target: RewardTarget,
         samples: Sequence[RewardSample],
         settings: Mapping[str, Any],
-        done: Done,
+        done: DoneCallback,
         *,
         calls: int = 1,
     ) -> None:

@@ -45,7 +45,8 @@ class SandboxLimits:
 
     Args:
         seconds: The wall-clock time, in seconds.
-        memory_mb: The memory of all its processes together, in MiB; also the address space of each.
+        memory_mb: The address space of each of its processes, in MiB. If this process runs as root, also the memory of all of them
+            together; otherwise they cannot be identified.
         processes: The number of processes and threads.
         disk_mb: The size of /tmp, and of a single file, in MiB. It takes up memory of the machine.
         output_mb: The size of its output, in MiB.

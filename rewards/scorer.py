@@ -10,7 +10,7 @@ from typing import Self
 
 from ..engine.errors import ConfigError, RewardError
 from .config import RewardsConfig
-from .pool import Done, RewardPool, RewardTarget, title_of
+from .pool import DoneCallback, RewardPool, RewardTarget, title_of
 from .registry import REWARDS
 from .sample import OUTCOME_KINDS, OutcomeKind, RewardOutcome, RewardSample
 from .signatures import Signature
@@ -248,13 +248,13 @@ class RewardScorer:
         for row in rows:
             self._submit_again(name, [row], samples, partial(collect, row))
 
-    def _submit(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], done: Done) -> None:
+    def _submit(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], done: DoneCallback) -> None:
         # One call for all gets the time that its completions would have as single calls, divided among the processes.
         calls = -(-len(rows) // self._config.workers) if self._signatures[name].at_once else 1
         settings = self._config.settings.get(name, {})
         self._pool.submit(self._targets[name], [samples[row] for row in rows], settings, done, calls=calls)
 
-    def _submit_again(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], done: Done) -> None:
+    def _submit_again(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], done: DoneCallback) -> None:
         try:
             self._submit(name, rows, samples, done)
         except ConfigError as e:  # the pool was closed after the first call

@@ -3,6 +3,7 @@
 Exporting from a running engine and merging a checkpoint share this module, so that both produce the same files.
 """
 
+import glob
 import json
 import os
 import re
@@ -187,7 +188,9 @@ def whole_folder(final: Path) -> Iterator[Path]:
     # The temporary folder must be on the file system of the target itself, not of a link to it, for the rename.
     final = final.resolve()
     final.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in [*final.parent.glob(f".tmp-{final.name}-????????"), *final.parent.glob(f".del-{final.name}-????????")]:
+    # Escaped, because a name may look like a pattern, which other exports' folders match.
+    name = glob.escape(final.name)
+    for leftover in [*final.parent.glob(f".tmp-{name}-????????"), *final.parent.glob(f".del-{name}-????????")]:
         # Left behind by a write that was killed.
         shutil.rmtree(leftover)
     temporary = final.parent / f".tmp-{final.name}-{uuid.uuid4().hex[:8]}"

@@ -241,10 +241,13 @@ class CheckpointManager:
             folder = str(self.root.child(name))
             try:
                 return folder, self._engine.load_checkpoint(folder, verify=self._verify)
-            except DrivetrainError as e:
-                # The rank that found the damage has a `DamagedError`, the others a `RemoteError`. They exchange which
-                # it was, so that all try the next checkpoint or none does.
-                damages = [d for d in topology.all_gather_object(str(e) if isinstance(e, DamagedError) else None) if d]
+            except Exception as e:
+                # The rank that found the damage has a `DamagedError`, the others a `RemoteError`. They exchange which it was,
+                # so that all try the next checkpoint or none does. Any other error is raised on all ranks by the exchange,
+                # which the others would otherwise wait in.
+                damage = str(e) if isinstance(e, DamagedError) else None
+                unexpected = None if isinstance(e, DrivetrainError) else e
+                damages = [d for d in topology.all_gather_object(damage, error=unexpected) if d]
                 if not damages:
                     raise
                 log.warning("checkpoint skipped: %s", damages[0])

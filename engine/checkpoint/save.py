@@ -144,6 +144,7 @@ def write_snapshot(
     folder = root.child(call_on_first(begin, group))
     file = f"rank-{topology.rank:05d}.safetensors"
     files: dict[str, Any] = {}
+    complete = False
     try:
         # Each rank writes a file with the slices that it owns. If one fails, all raise before there is a manifest.
         with collective_errors(group), _disk_errors(root):
@@ -168,14 +169,16 @@ def write_snapshot(
                 }
                 # The manifest comes last: a folder with one counts as complete, so all files must be written by now.
                 write_manifest(folder, manifest)
+                complete = True
                 final = str(root.commit(folder, name))
                 if after is not None:
                     after()
         # Also a barrier: no rank returns before the checkpoint has its final name.
         return str(all_gather_object(final, group)[0])
     except Exception:
-        # A local folder has a temporary name until it is complete.
-        if main and folder.name != name:
+        # A local folder has a temporary name until it is complete. A complete folder stays even if `commit` or `after` has
+        # failed: `commit` may have deleted the older attempt at this step, so it may be the only checkpoint.
+        if main and not complete and folder.name != name:
             with suppress(OSError):
                 root.remove(folder.name)
         raise

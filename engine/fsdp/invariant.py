@@ -94,7 +94,6 @@ def whole_documents(
 
     Equivalent to `RankSlice.from_micro_batch` for a micro-batch.
 
-
     Args:
         lengths: The number of tokens in each document.
         tokens: `[T]`, the token ids.

@@ -127,7 +127,9 @@ class PackedBatch:
         target = torch.device(device)
         if target == self.device:
             return self
-        return self._map(lambda t: t.to(target, non_blocking=True))
+        # Only toward a device: a copy from a device to the host that does not wait returns memory that is not filled yet.
+        non_blocking = target.type != "cpu"
+        return self._map(lambda t: t.to(target, non_blocking=non_blocking))
 
     def with_fields(self, **token_fields: Tensor) -> Self:
         """Return the batch with token fields `[T, ...]` added or replaced."""

@@ -187,6 +187,10 @@ def to_tensordict(batch: PackedBatch) -> "TensorDict":
     result = TensorDict(data, batch_size=[batch.num_sequences])
     if batch.names is not None:
         result.set_non_tensor("names", list(batch.names))
+    if batch.free_labels:
+        result.set_non_tensor("free_labels", True)
+    if batch.extra_fields:
+        result.set_non_tensor("extra_fields", sorted(batch.extra_fields))
     return result
 
 
@@ -209,6 +213,7 @@ def from_tensordict(data: "TensorDict") -> PackedBatch:
     media: dict[str, MediaField] = {}
     special: dict[str, Tensor] = {}
     names: tuple[str, ...] | None = None
+    free_labels, extra_fields = False, frozenset[str]()
     # Entries of `to_tensordict` are recognized by their prefix; those of other frameworks are token fields if they
     # are jagged, else sequence fields.
     for key in data.keys():  # iterating a TensorDict yields its rows
@@ -217,6 +222,10 @@ def from_tensordict(data: "TensorDict") -> PackedBatch:
             continue
         if key == "names":
             names = tuple(value)
+        elif key == "free_labels":
+            free_labels = bool(value)
+        elif key == "extra_fields":
+            extra_fields = frozenset(value)
         elif str(key).startswith("media/"):
             name = str(key).removeprefix("media/")
             media[name] = MediaField(values=data[f"media_rows/{name}"].values(), counts=value)
@@ -245,6 +254,8 @@ def from_tensordict(data: "TensorDict") -> PackedBatch:
         group_ids=special.get("group_ids"),
         call_ids=special.get("call_ids"),
         names=names,
+        free_labels=free_labels,
+        extra_fields=extra_fields,
     )
 
 

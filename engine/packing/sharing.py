@@ -70,7 +70,6 @@ def find_prefixes(batch: PackedBatch, least: float = 1, ids: Tensor | None = Non
 class SharedLayout:
     """The segments that a micro-batch computes instead of separate documents: parents, children, and documents that share nothing.
 
-
     Args:
         index: `[U]` int64, for each computed token, one of the micro-batch's tokens that it represents.
         origin: `[T]` int64, for each token of the micro-batch, the computed token that represents it.

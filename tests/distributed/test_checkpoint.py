@@ -15,11 +15,13 @@ from torch import Tensor
 
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.checkpoint import hf_folder
+from drivetrain.engine.checkpoint.manager import CheckpointManager
 from drivetrain.engine.checkpoint.manifest import CheckpointManifest, write_manifest
 from drivetrain.engine.checkpoint.retention import folder_name, latest, rotate, steps
 from drivetrain.engine.checkpoint.rng import restore_rng, rng_state
 from drivetrain.engine.checkpoint.safetensors_io import TensorWriter
-from drivetrain.engine.checkpoint.storage import MANIFEST, LocalStore
+from drivetrain.engine.checkpoint.save import write_snapshot
+from drivetrain.engine.checkpoint.storage import MANIFEST, LocalStore, RemoteStore, open_store
 from drivetrain.engine.checkpoint.tensor_slices import TensorSlice, covers, intersect, whole
 from drivetrain.engine.config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
@@ -29,6 +31,7 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
 from drivetrain.engine.registry import engine_class
 from drivetrain.losses.sft import SFTLoss
+from helpers.harness import run_ranks
 
 OPTIM = OptimConfig(lr=1e-3, weight_decay=0.1, schedule="cosine", warmup_steps=2)
 
@@ -219,6 +222,56 @@ def test_disk_full_leaves_the_older_checkpoint(checkpoint: tuple[BaseEngine, Pat
     with pytest.raises(CheckpointError, match=r"No space left.*; free up space"):
         export_hf(engine, folder.parent / "hf")
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+
+
+def rank_restoring(folder: str, root: str) -> str:
+    engine = build(folder, {"dp_shard": 2})
+    manager = CheckpointManager(engine, root, background=False)
+    manager.save(5, {})
+    if engine.topology.rank == 1:
+
+        def fail(*_: Any) -> None:
+            raise MemoryError("no memory for the slices")
+
+        LocalStore.read_into = fail  # type: ignore[assignment,method-assign]  # in this rank's own process
+    try:
+        manager.restore_last()
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return "no error"
+
+
+def test_an_error_that_is_no_damage_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    folder = str(save_tiny_model(tmp_path / "model", "llama"))
+    errors = run_ranks(rank_restoring, 2, folder, str(tmp_path / "checkpoints"))
+    assert errors == [
+        "RemoteError: rank 1 failed: MemoryError: no memory for the slices",
+        "MemoryError: no memory for the slices",
+    ]
+
+
+@pytest.mark.parametrize("failing", ["rotation", "removal"])
+def test_what_fails_after_the_manifest_leaves_the_new_checkpoint(
+    failing: str, checkpoint: tuple[BaseEngine, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = checkpoint
+    root = open_store(f"memory://{tmp_path.name}/{failing}")
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with engine.live_snapshot(5) as snapshot:
+        write_snapshot(snapshot, root, engine.topology, engine.topology.host)
+        with monkeypatch.context() as patch:
+            if failing == "removal":
+                # As if the store failed while the older attempt at this step is deleted, after its manifest is.
+                assert isinstance(root, RemoteStore)
+                patch.setattr(root.system, "find", fail)
+            with pytest.raises(CheckpointError, match="Input/output error"):
+                write_snapshot(snapshot, root, engine.topology, engine.topology.host, fail)
+    whole, _ = latest(root)
+    assert whole is not None
+    assert whole.store.name == "step-00000005+1"
 
 
 def test_export_loads_in_plain_transformers(checkpoint: tuple[BaseEngine, Path]) -> None:

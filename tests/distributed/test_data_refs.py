@@ -713,6 +713,25 @@ def test_a_flush_that_nobody_asks_for_does_not_stand_in_the_way(tmp_path: Path) 
         assert group["carrier"].wait(0.1) == 0.1
 
 
+def test_a_flush_that_is_refused_for_its_transfers_stays_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    roles = {"first": carrier(ranks=(0,)), "second": carrier(ranks=(1,))}
+    with ProcessWorkerGroup(roles, pools={"main": 2}) as group:
+        ref = group.data.put(odd_batch(), "first")
+        other = group.submit("first", "wait", 0.0)
+        group.flush()
+        # It runs on main/1 only, but its samples come from main/0.
+        call = group.submit("second", "rank", ref)
+        with monkeypatch.context() as patch:
+            # As if the first call took long.
+            patch.setattr(group, "_collect_done", lambda: None)
+            with pytest.raises(ConfigError, match=r"first.wait has not been answered, and both need main/0"):
+                group.flush()
+        assert set(ref.locations("x")) == {("main/0",)}
+        assert other.result() == 0.0
+        assert group.flush() == [call]
+        assert group.data.get(call.result(), ["rank"])["rank"].tolist() == [1] * 5
+
+
 def test_hooks_after_a_call_that_fails_do_not_run_and_hold_up_nobody() -> None:
     """Also on another pool, whose process waits for weights that do not come."""
     roles = {"carrier": carrier(), "far": carrier("far")}

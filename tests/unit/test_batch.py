@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.engine.errors import BatchError
 from drivetrain.engine.packing.batch import IGNORE, MediaField, PackedBatch, shift_labels
@@ -204,6 +205,17 @@ def test_tensordict_round_trip(lengths: list[int], seed: int) -> None:
     same(from_tensordict(data), batch)
 
 
+def test_tensordict_round_trip_of_free_labels_and_extra_fields() -> None:
+    # Valid only with `free_labels`.
+    batch = PackedBatch(**{**valid(), "labels": torch.full((5,), 7)}, free_labels=True, extra_fields=frozenset({"b", "a"}))
+    again = from_tensordict(to_tensordict(batch))
+    assert again.free_labels
+    assert again.extra_fields == {"a", "b"}
+    assert again.labels.tolist() == [7] * 5
+    plain = from_tensordict(to_tensordict(PackedBatch(**valid())))
+    assert (plain.free_labels, plain.extra_fields) == (False, frozenset())
+
+
 def test_tensordict_of_another_framework() -> None:
     from tensordict import TensorDict
 
@@ -233,3 +245,24 @@ def test_to_moves_everything_and_keeps_host_borders() -> None:
     assert moved.media["pixels"].values.device.type == "meta"
     assert moved.bounds == batch.bounds
     assert batch.to("cpu") is batch
+
+
+class Copies(TorchDispatchMode):
+    """Records whether copies between devices wait, and makes zeros instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: set[tuple[str, bool]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._to_copy.default:
+            return func(*args, **(kwargs or {}))
+        device = torch.device(kwargs["device"])
+        self.waits.add((device.type, not kwargs.get("non_blocking", False)))
+        return torch.zeros_like(args[0], device=device)
+
+
+def test_only_copies_to_the_host_wait() -> None:
+    with Copies() as copies:
+        make([3, 4]).to("meta").to("cpu")
+    assert copies.waits == {("meta", False), ("cpu", True)}

@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("checkpoint_tools", "engine", "generation", "losses", "rewards", "serve", "trainers", "workers")
+PACKAGES = (
+    "checkpoint_tools",
+    "engine",
+    "environments",
+    "generation",
+    "losses",
+    "media",
+    "rewards",
+    "serve",
+    "trainers",
+    "workers",
+)
 FORBIDDEN_NAMES = (
     "lane",
     "ledger",
@@ -115,6 +126,19 @@ def forbidden(path: str, text: str) -> list[str]:
     wrong += [name for name in FORBIDDEN_VALUES if name not in allowed and name in assigned]
     wrong += phrases(path, text)
     return [f"{path}: {word}" for word in wrong]
+
+
+def gaps(text: str) -> list[int]:
+    """The lines of a file with docstrings in which two lines in a row are empty."""
+    constants = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    docs = [node for node in constants if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [node.lineno for node in docs if re.search(r"\n\s*\n\s*\n", node.value)]
+
+
+def test_docstrings_have_one_empty_line_at_a_time() -> None:
+    wrong = {str(path.relative_to(ROOT)): lines for path in sources() if (lines := gaps(path.read_text()))}
+    assert wrong == {}
+    assert gaps('def f():\n    """One.\n\n    Two."""\n\n\ndef g():\n    """One.\n\n\n    Two."""\n') == [8]
 
 
 def test_a_class_name_stands_for_one_class() -> None:

@@ -249,6 +249,13 @@ class WorkerGroup(ABC):
                 try:
                     # Checked again, because the transfers add processes: those that the samples come from.
                     manifest.check(self._in_flight)
+                except ConfigError:
+                    # Nothing has been sent, so the transfers are planned again by the next flush.
+                    for call in sent:
+                        call.remove_transfers()
+                    self._submitted = sent
+                    raise
+                try:
                     self._run(manifest)
                 except BaseException as e:
                     for call in sent:

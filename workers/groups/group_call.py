@@ -124,6 +124,9 @@ class GroupCall:
             DrivetrainError: Needed samples were dropped in the meantime.
         """
 
+    def remove_transfers(self) -> None:
+        """Take `add_transfers` back, because the flush was not sent."""
+
     @property
     def common(self) -> object:
         """What is the same for all processes, as plain data."""
@@ -255,6 +258,12 @@ class SampleCall(GroupCall):
                 hook = transfer(samples.needs(), samples.ref.buffer, f"{self.id}/{title}", self._moved)
                 moves += [hook] if hook is not None else []
         self.before = [*moves, *self.before]
+
+    def remove_transfers(self) -> None:
+        """See `GroupCall.remove_transfers`."""
+        self.samples.ref.buffer.mark_lost(self._moved)
+        self._moved.clear()
+        self.before = [hook for hook in self.before if hook.name != "data_transfer"]
 
     @property
     def common(self) -> object:

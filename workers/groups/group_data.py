@@ -346,7 +346,9 @@ class GroupData:
         return {name: reply.digest for name, (reply,) in replies.items()}
 
     def clear_data_cache(self, ref: DataRef, *fields: str) -> None:
-        """Drop samples from all stores, and empty the caches of the devices.
+        """Drop samples from all stores.
+
+        The caches of the devices' allocators keep the memory for the next samples.
 
         Args:
             ref: The samples.

@@ -28,13 +28,13 @@ class Agreement:
         self._store: Store = PrefixStore(f"drivetrain/agreement/{name}", default_store())
         self._shared: dict[tuple[int, ...], list[str]] = {}
         self._own: dict[tuple[int, ...], tuple[list[str], list[str]]] = {}
-        self._last: dict[tuple[int, ...], str] = {}
+        self._last: dict[tuple[int, ...], tuple[str, ...]] = {}
 
     def compare(self, key: str, ranks: Sequence[int], value: str, text: str, *, long: bool = False) -> list[str]:
         """Compare a value with that of other ranks, which all call this with the same key.
 
         Args:
-            key: A key that differs from that of the last comparison of these ranks.
+            key: The name of the comparison. These ranks may compare under the same key again.
             ranks: The ranks.
             value: The value that must be equal.
             text: This rank's error message if the values differ.
@@ -44,10 +44,12 @@ class Agreement:
             An empty list if the values are equal. Otherwise the text of every rank, or that it did not arrive.
         """
         store, members = self._store, tuple(ranks)
-        # The counters of the last comparison may still be in the store.
-        if self._last.get(members) == key:
+        # The counters of the last comparison may still be in the store, and those of the one before are deleted by each rank
+        # as it enters this one, when others may have counted already. So three comparisons in a row have different keys.
+        last = self._last.get(members, ())
+        while key in last:
             key += "/again"
-        self._last[members] = key
+        self._last[members] = (*last[-1:], key)
         # All ranks have finished the comparison before the last one, because they have reached the last one.
         before_last, self._own[members] = self._own.get(members, ([], []))[0], (self._own.get(members, ([], []))[1], [])
         for name in before_last:

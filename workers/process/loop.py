@@ -290,7 +290,7 @@ class RequestLoop:
         # Replies without an id are matched to requests by their order, so such a request must not overtake those that
         # wait.
         if op.execution == "immediate" and (request.id is not None or self._idle()):
-            self._send(self._worker.answer(request, self._loader(waiting)))
+            self._send(self._worker.answer(request, self._loader(waiting), on_executor=False))
             return
         if op.execution == "scheduled":
             self._serving.accept(request, self._loader(waiting))
@@ -322,7 +322,7 @@ class RequestLoop:
 
     def _serve_data(self, request: Request) -> Callable[[], None]:
         """Execute a request that may take long, in a separate thread."""
-        reply = self._worker.answer(request)
+        reply = self._worker.answer(request, on_executor=False)
         return lambda: self._send(reply)
 
     def _answer_in_order(self, reply: Error) -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -200,9 +200,13 @@ class ModelWorker:
     def host(self) -> "RoleHost":
         """The roles of this worker."""
         if self._host is None:
+            # Imported before the lock is taken, because this loads torch, and the I/O thread takes the lock too.
             from .role_host import RoleHost
 
-            self._host = RoleHost()
+            with self._lock:
+                # Locked, because the threads that serve data and the executor may be first at the same time.
+                if self._host is None:
+                    self._host = RoleHost()
         return self._host
 
     @property
@@ -290,24 +294,23 @@ class ModelWorker:
             self._handlers[op.name] = getattr(import_module(module), attribute)
         return self._handlers[op.name](self, request)
 
-    def answer(self, request: Request, load: Callable[[Any], Any] | None = None) -> Reply:
+    def answer(self, request: Request, load: Callable[[Any], Any] | None = None, *, on_executor: bool = True) -> Reply:
         """Execute a request and return the reply, which is an `Error` if it failed.
 
         Args:
             request: The request.
             load: Loads the request's values, if they are still plain data.
+            on_executor: Whether the calling thread is the executor, rather than one that answers beside it.
 
         Raises:
             AbandonedError: The watchdog has answered in the meantime.
         """
         op = self.registry.of(request)
         try:
-            # The watchdog monitors one operation at a time, and these may run in other threads beside it.
-            if op.execution in ("immediate", "background"):
+            # The watchdog monitors one operation at a time, that of the executor. The thread counts and not the operation,
+            # because immediate and background operations without an id run on the executor too.
+            with self.executing(request) if on_executor else nullcontext():
                 reply = self.execute(self.loaded(request, load))
-            else:
-                with self.executing(request):
-                    reply = self.execute(self.loaded(request, load))
         except AbandonedError:
             raise
         except BaseException as e:  # sent to the controller; a role that calls sys.exit does not end the worker

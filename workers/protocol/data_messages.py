@@ -149,7 +149,9 @@ class ModelConfigOk(Reply, kw_only=True):
 
 
 class ClearDataCache(Request, kw_only=True):
-    """Drop samples from the data store, and empty the cache of the device.
+    """Drop samples from the data store.
+
+    The cache of the device's allocator keeps their memory for the next samples.
 
     Args:
         ids: The samples. Samples that pending requests need are dropped after these have run.

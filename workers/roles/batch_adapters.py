@@ -216,12 +216,12 @@ def _tensor(name: str, value: Any, extra_fields: Collection[str]) -> Any:
                 raise BatchError(
                     f"{name} is a {type(value).__name__} that cannot be converted to a tensor ({str(e).splitlines()[0]}); pad "
                     "rows of different lengths or make them jagged, and pass non-numeric data separately, as columns, or "
-                    "declare it as a passenger"
+                    f"declare it: extra_fields=({name!r},) in the worker's config"
                 ) from e
     elif name not in extra_fields:
         raise BatchError(
             f"{name} is a {type(value).__name__}; a field must be a tensor; pass non-numeric data separately, as columns, or "
-            "declare it as a passenger"
+            f"declare it: extra_fields=({name!r},) in the worker's config"
         )
     return None
 

@@ -111,7 +111,7 @@ class MiniBatches:
 
         Args:
             groups: The group of each sequence of the batch.
-                prefixes: Which sequences share a prefix. They stay adjacent when the order is shuffled, so few steps split them.
+            prefixes: Which sequences share a prefix. They stay adjacent when the order is shuffled, so few steps split them.
         """
         members: dict[int, list[int]] = {}
         for sequence, group in enumerate(groups):

@@ -171,7 +171,7 @@ class RayHost:
     ) -> tuple["RayProcess", str]:
         """Start a process; see `Host`."""
         ray = self._ray
-        # Two concurrent methods: one waits for the end of the process, the other one ends it.
+        # Concurrent methods: one waits for the end of the process, while others, of several threads, end it.
         actor = (
             ray.remote(max_concurrency=4)(_Starter)
             .options(num_cpus=self._each["CPU"], num_gpus=self._each["GPU"], scheduling_strategy="SPREAD")

@@ -17,7 +17,6 @@ def causal_conv(
 
     Tokens before a segment are those of `before_nwc`, or zeros.
 
-
     Args:
         x_tc: The inputs, `[T, C]`.
         weight_cw: The kernel of each channel, `[C, W]`, the last tap for the token itself.

@@ -38,10 +38,14 @@ class MemoryTransport:
 
     def wait(self, number: int) -> Frame:
         """Wait for the reply to the request with this id, which may not have been handed over yet."""
-        frame = self._future(number).result()
-        with self._lock:
-            del self._waiting[number]
-        return frame
+        future = self._future(number)
+        try:
+            return future.result()
+        finally:
+            # After an error too. If the wait itself was interrupted, the reply may still come, and is kept.
+            if future.done():
+                with self._lock:
+                    self._waiting.pop(number, None)
 
     def _future(self, number: int) -> "Future[Frame]":
         with self._lock:
