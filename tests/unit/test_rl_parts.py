@@ -23,7 +23,7 @@ from drivetrain.trainers.rl.evaluation import accuracy
 from drivetrain.trainers.rl.metrics import completion_metrics, staleness
 from drivetrain.trainers.rl.phases import Phases
 from drivetrain.trainers.rl.roles import rollout_config
-from drivetrain.trainers.rl.state import is_random
+from drivetrain.trainers.rl.state import PROBE_GAP, is_random, largest_gap
 from drivetrain.trainers.rl.update import best_and_worst, loss_of_step
 from drivetrain.workers.roles.advantage import AdvantageConfig
 
@@ -44,6 +44,16 @@ def answer(group: int, reward: float, *, tokens: int = 3, finished: bool = True,
         rewards=rewards,
         reward=reward,
     )
+
+
+@pytest.mark.parametrize("place", [(0, 0), (1, 0), (1, 1), (2, 1)])
+def test_nan_of_any_replica_is_a_gap(place: tuple[int, int]) -> None:
+    log_probs = [[-1.0, -2.0], [-1.0, -2.0], [-1.0, -2.25]]
+    assert largest_gap(log_probs[:2]) == 0.0
+    assert largest_gap(log_probs) == 0.25
+    log_probs[place[0]][place[1]] = math.nan
+    assert math.isnan(largest_gap(log_probs))
+    assert not largest_gap(log_probs) <= PROBE_GAP
 
 
 @pytest.mark.parametrize(
