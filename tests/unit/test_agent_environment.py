@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,11 @@ from drivetrain.environments.environment import (
     check_next,
 )
 from drivetrain.serve.gateway.agent_environment import GatewayEnvironment
-from drivetrain.serve.gateway.agent_runner import AgentError, AgentTask, reward_of
+from drivetrain.serve.gateway.agent_runner import AgentError, AgentRun, AgentTask, reward_of
 from drivetrain.serve.gateway.agent_server import EpisodeReward, EpisodeSession
-from drivetrain.serve.gateway.formats.base import SessionEndedError
+from drivetrain.serve.gateway.conversations import TextPrompt
+from drivetrain.serve.gateway.formats.base import AnswerRequest, SessionEndedError
+from drivetrain.serve.openai.schema import Sampling
 from helpers.server import until
 
 ROW = EpisodeRow(prompt="q", seed=3, columns={"answer": "1"})
@@ -285,6 +289,35 @@ def test_a_function_that_never_ends_is_reported(monkeypatch: pytest.MonkeyPatch)
         assert await environment.close() is False
 
     asyncio.run(run())
+
+
+def test_an_agent_that_is_ended_before_it_begins_does_not_keep_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    async def coroutine(task: AgentTask) -> None:
+        begun.append("coroutine")
+
+    agents: list[Any] = [lambda task: begun.append("function"), coroutine, [sys.executable, "-c", "print('program')"]]
+    task = AgentTask(base_url="", anthropic_base_url="", model="policy", prompt="q")
+
+    async def run() -> None:
+        for agent in agents:
+            # Before the first turn of the event loop.
+            assert await AgentRun(agent, task).end(60.0) is False
+        # The only thread is busy, so that the second function waits for it.
+        busy, ends = AgentRun(lambda task: ends_busy.wait(60), task), AgentRun(agents[0], task)
+        await asyncio.sleep(0.05)
+        assert await ends.end(60.0) is False
+        # The control: one that has begun.
+        assert await busy.end(0.05) is True
+        ends_busy.set()
+        assert await busy.end(60.0) is False
+
+    ends_busy = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        monkeypatch.setattr(f"{AgentRun.__module__}._threads", lambda: threads)
+        asyncio.run(asyncio.wait_for(run(), 20))
+    assert not begun
 
 
 def test_answers_to_a_request_that_was_given_up_are_not_learned() -> None:
