@@ -395,6 +395,27 @@ def test_a_reward_is_given_once_and_nothing_is_asked_after_it() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("loop_turns", range(6))
+def test_a_request_is_refused_whenever_its_episode_is_cancelled(loop_turns: int) -> None:
+    """Also in the few turns of the event loop after the request was taken from the queue."""
+
+    async def run() -> None:
+        session = EpisodeSession(ROW)
+        waiting = asyncio.create_task(session.next())
+        await asyncio.sleep(0.01)
+        form: Any = None
+        (pending,) = session.ask(AnswerRequest(conversation=TextPrompt(text="a"), sampling=Sampling()), form)
+        for _ in range(loop_turns):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        session.close()
+        with pytest.raises(SessionEndedError, match="the episode has ended"):
+            await asyncio.wait_for(pending.outcome, 5)
+
+    asyncio.run(run())
+
+
 def test_rewards_of_agents() -> None:
     assert reward_of(None).reward is None
     assert reward_of(True).reward == 1.0
