@@ -1,23 +1,30 @@
 """Sessions of a gateway: the policy's own tokens are kept, whatever an agent does with its history."""
 
+import asyncio
 import json
 import random
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
 from drivetrain.engine.errors import ConfigError, DataError
 from drivetrain.environments.tools import ToolCall
 from drivetrain.generation.result import Generation
 from drivetrain.generation.trajectories import trajectories_of
+from drivetrain.serve.gateway.app import Gateway, GatewaySettings
 from drivetrain.serve.gateway.conversations import Answer, ChatPath
 from drivetrain.serve.gateway.formats.base import SessionEndedError, SessionsFullError, SessionUnknownError
 from drivetrain.serve.gateway.messages import ChatTurn, read_answer, read_messages
 from drivetrain.serve.gateway.session import Session, SessionLimits, Sessions
+from drivetrain.serve.openai.schema import CompletionRequest
+from drivetrain.serve.openai.settings import ServeSettings
 from drivetrain.trainers.data.continuation import Continuation
 from drivetrain.trainers.data.turn_ends import TurnEnds
 from helpers.templates import CHATML, tokenizer
@@ -320,3 +327,9 @@ def test_no_answers_make_no_documents() -> None:
     empty = Answer(index=0, turn=read_answer("", tools=[], new_id=lambda: "x"), text="")
     session.add(place, empty, Generation(prompt=place.prompt, response=[], log_probs=[]))
     assert session.trajectories() == []
+
+
+def test_an_empty_list_is_no_prompt() -> None:
+    assert CompletionRequest(prompt=[]).prompts() == []
+    assert CompletionRequest(prompt=[1, 2]).prompts() == [[1, 2]]
+    assert CompletionRequest(prompt=[[1], [2]]).prompts() == [[1], [2]]
