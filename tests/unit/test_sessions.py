@@ -329,6 +329,29 @@ def test_no_answers_make_no_documents() -> None:
     assert session.trajectories() == []
 
 
+def test_keys_of_a_gateway_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+
+    def compare_digest(a: bytes, b: bytes) -> bool:
+        compared.append(a)
+        return a == b
+
+    monkeypatch.setattr("hmac.compare_digest", compare_digest)
+    model: Any = SimpleNamespace(texts=None)
+    nothing: Any = None
+    gateway = Gateway(GatewaySettings(service=ServeSettings(name="m", api_keys=("k", "l"))), model, nothing, nothing)
+
+    def session(key: str) -> dict[str, str]:
+        headers = [(b"authorization", f"Bearer {key}".encode("latin-1")), (b"host", b"localhost")]
+        return asyncio.run(gateway.open(Request({"type": "http", "scheme": "http", "path": "/", "headers": headers})))
+
+    assert session("l")["base_url"].startswith("http://localhost/sessions/")
+    for key in ("", "K", "kl", "\xfc"):
+        with pytest.raises(HTTPException, match="401: the key is missing or wrong"):
+            session(key)
+    assert set(compared) == {b"l", b"", b"K", b"kl", "\xfc".encode()}
+
+
 def test_an_empty_list_is_no_prompt() -> None:
     assert CompletionRequest(prompt=[]).prompts() == []
     assert CompletionRequest(prompt=[1, 2]).prompts() == [[1, 2]]
