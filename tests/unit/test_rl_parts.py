@@ -1,13 +1,17 @@
 """The pure parts of reinforcement learning: algorithms, what a run adapts, numbers of answers."""
 
+import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast, get_args
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from drivetrain.engine.errors import ConfigError
+from drivetrain.engine.errors import CheckpointError, ConfigError
 from drivetrain.losses.policy import POLICY_LOSSES, PolicyLoss
 from drivetrain.losses.preference import PreferenceLoss
 from drivetrain.trainers.config.algorithm import AlgorithmName
@@ -17,6 +21,7 @@ from drivetrain.trainers.data.prompts import Prompt
 from drivetrain.trainers.demo.reinforcement import curve
 from drivetrain.trainers.rl.adaptive import Adaptive
 from drivetrain.trainers.rl.algorithms import published, resolve
+from drivetrain.trainers.rl.bundle import KEY, Bundle
 from drivetrain.trainers.rl.completions import Completion, equal_groups
 from drivetrain.trainers.rl.correction import resolve_importance
 from drivetrain.trainers.rl.evaluation import accuracy
@@ -44,6 +49,14 @@ def answer(group: int, reward: float, *, tokens: int = 3, finished: bool = True,
         rewards=rewards,
         reward=reward,
     )
+
+
+def test_a_bundle_of_another_format_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bundle.safetensors"
+    # Another format may have other fields.
+    save_file({"ids": torch.zeros(1)}, path, metadata={KEY: json.dumps({"format": 2})})
+    with pytest.raises(CheckpointError, match=r"has format 2; this version reads format 1$"):
+        Bundle.read(path)
 
 
 @pytest.mark.parametrize("place", [(0, 0), (1, 0), (1, 1), (2, 1)])
