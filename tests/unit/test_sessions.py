@@ -356,3 +356,10 @@ def test_an_empty_list_is_no_prompt() -> None:
     assert CompletionRequest(prompt=[]).prompts() == []
     assert CompletionRequest(prompt=[1, 2]).prompts() == [[1, 2]]
     assert CompletionRequest(prompt=[[1], [2]]).prompts() == [[1], [2]]
+
+
+def test_images_may_be_switched_off() -> None:
+    assert ServeSettings(name="m", max_images=0).max_images == 0
+    for limits in ({"max_images": -1}, {"max_samples": 0}, {"max_body_mib": 0}):
+        with pytest.raises(ConfigError, match=f"{next(iter(limits))}="):
+            ServeSettings(name="m", **limits)
