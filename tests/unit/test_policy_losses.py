@@ -552,7 +552,7 @@ def test_flat_settings_of_an_object_are_applied() -> None:
     # The new object keeps its settings, and not those of the old one.
     other = PolicyLoss.from_settings(clip_low=0.3, kl_coef=0.1).with_settings(objective=MarginObjective(), clip_high=0.5)
     assert other == PolicyLoss(objective=MarginObjective(clip_high=0.5), kl_coef=0.1)
-    with pytest.raises(ConfigError, match="clip_low=1.5"):
+    with pytest.raises(ConfigError, match=r"clip_low=1\.5"):
         loss.with_settings(clip_low=1.5)
     with pytest.raises(ConfigError, match=r"margin=2\.0: PolicyLoss has no such setting"):
         PolicyLoss().with_settings(margin=2.0)
