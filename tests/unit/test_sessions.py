@@ -360,6 +360,7 @@ def test_an_empty_list_is_no_prompt() -> None:
 
 def test_images_may_be_switched_off() -> None:
     assert ServeSettings(name="m", max_images=0).max_images == 0
-    for limits in ({"max_images": -1}, {"max_samples": 0}, {"max_body_mib": 0}):
+    wrong: list[dict[str, Any]] = [{"max_images": -1}, {"max_samples": 0}, {"max_body_mib": 0.0}]
+    for limits in wrong:
         with pytest.raises(ConfigError, match=f"{next(iter(limits))}="):
             ServeSettings(name="m", **limits)
