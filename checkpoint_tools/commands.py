@@ -112,7 +112,7 @@ def _count(text: str) -> int:
 
 
 def _size(text: str) -> int:
-    match = re.fullmatch(r"([\d.]+)\s*([KMGT])(i?)B?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([KMGT])(i?)B?", text.strip(), re.IGNORECASE)
     if match is None or not float(match[1]) > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 5GB or 500MiB")
     # GB is a power of 1000, and GiB one of 1024.

@@ -14,7 +14,7 @@ from ..engine.checkpoint.rng import rng_state
 from ..engine.checkpoint.safetensors_io import TensorWriter, digests_of
 from ..engine.checkpoint.storage import LocalStore
 from ..engine.config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
-from ..engine.errors import CheckpointError, ModelError, disk_error
+from ..engine.errors import CheckpointError, ModelError, disk_error, first_line
 from ..engine.hf.model_path import check_model_path, resolve_folder
 from .foreign import MappedSource
 from .plan import DTYPES, CastBlocks, CopiedBlocks, WritePlan, apply, check_dtype, plan_write, with_dtype
@@ -144,7 +144,7 @@ def read_foreign(
         check_model_path(path)
         files = _files(path)
     except Exception as e:  # transformers may raise anything: no folder, no network, unknown name
-        raise CheckpointError(f"--model {path} cannot be read: {str(e).splitlines()[0]}") from e
+        raise CheckpointError(f"--model {path} cannot be read: {first_line(e)}") from e
     from . import fsdp, mcore
     from .dcp import DCPTensors
 

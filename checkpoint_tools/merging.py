@@ -11,7 +11,7 @@ from typing import Literal
 from ..engine.checkpoint.hf_folder import SHARD_BYTES, check_target
 from ..engine.checkpoint.manifest import CheckpointManifest
 from ..engine.checkpoint.retention import find_checkpoint
-from ..engine.errors import CheckpointError
+from ..engine.errors import CheckpointError, first_line
 from ..engine.hf.model_path import fingerprint, resolve_folder
 from ..engine.hf.names import PEFT_PREFIX
 from .adapters import AdapterBlocks, MergedAdapters
@@ -135,7 +135,7 @@ def _base_folder(manifest: CheckpointManifest, base: Path | str | None) -> Path:
     except Exception as e:  # the Hub's client may raise anything: no network, unknown name, no access
         raise CheckpointError(
             f"the base model of {manifest.store}, {path}, is not a local folder and cannot be downloaded; set base (--base) "
-            f"to its location, or use adapters=only ({str(e).splitlines()[0]})"
+            f"to its location, or use adapters=only ({first_line(e)})"
         ) from e
     expected = manifest.data.get("fingerprint")
     # Models from the Hub are fingerprinted by name, so a local copy of one cannot be compared.

@@ -123,6 +123,11 @@ class RemoteError(DrivetrainError):
     """Another rank failed; the message contains that rank's number and error."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class if it has no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out, on the device or on the host."""
     # Classes of torch are recognized by name, because this module does not import it. Its CPU allocator raises a

@@ -40,6 +40,8 @@ logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
 
 PAGE_TOKENS = 32
 """The number of tokens in a page of the cache on a CPU."""
+CHECK_TOKENS = 4
+"""The number of tokens in the prompt that checks a model's attention; their ids are 0, 1, 2, ..., which every vocabulary has."""
 _ANY = Draw(SamplingOptions(temperature=0.0), 0.0)
 """How a token is chosen for a request whose result is no longer needed."""
 
@@ -104,8 +106,9 @@ class ContinuousGenerator(CausalLMGenerator):
             return invariant_pass_sizes(model, path)
 
     def _check_attention(self) -> None:
-        """Compare a token's log-probability with that of a plain forward pass: for some models the pages have the wrong shape."""
-        prompt = [0] * 2
+        """Compare a token's log-probability with that of a plain forward pass: for some models the pages have the wrong shape or scale."""
+        # Different tokens, whose values differ: the average of equal values is the same whatever the weights of attention are.
+        prompt = list(range(min(CHECK_TOKENS, self._lm.model.config.get_text_config().vocab_size)))
         # First, because the manager switches the model to an attention that only the manager can run.
         with torch.inference_mode():
             ids = torch.tensor([prompt], device=self._lm.device)
@@ -118,7 +121,9 @@ class ContinuousGenerator(CausalLMGenerator):
             self._attending = self._find_attention()
         stream = TokenStream(self.step, "check", prompt, SamplingOptions(max_tokens=1, temperature=0.0), frozenset(), 0)
         self.waiting[stream.id] = stream
-        self.step()
+        # Several steps if `target_tokens_per_batch` is smaller than the prompt.
+        while not stream.tokens and stream.error is None:
+            self.step()
         # Too little memory says nothing about the model, so another generator is not the way out.
         if stream.error is not None and is_out_of_memory(stream.error):
             raise stream.error

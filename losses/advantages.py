@@ -147,7 +147,8 @@ def turn_grpo(
     because a later turn has fewer rewards before it. A turn without a counterpart in any other completion has an advantage of 0.
     """
     response_mask = _mask(mask)
-    scores = _numbers("rewards", rewards, response_mask.shape, response_mask).double()
+    token_scores = _numbers("rewards", rewards, response_mask.shape, response_mask)
+    scores = token_scores.double()
     numbers = _tensor("turns", turns)
     if numbers.shape != response_mask.shape or (numbers.numel() and not is_integer(numbers)):
         raise BatchError(
@@ -168,7 +169,7 @@ def turn_grpo(
         if bool(has_turn.any()):
             relative[has_turn] = grpo(returns[has_turn], ids[has_turn], scale=scale, eps=eps)
         advantages = torch.where(here, relative[:, None], advantages)
-    return advantages.to(torch.float32)
+    return advantages.to(token_scores.dtype)
 
 
 def rloo(rewards: Numbers, groups: Numbers) -> Tensor:

@@ -7,7 +7,7 @@ an entry point's object is a module that registers objects when it is imported, 
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -138,19 +138,24 @@ class ByName:
         """Build a configuration from flat settings.
 
         Args:
-            settings: The fields, with the object's name or the object itself, and the settings of the object. Settings of other objects in
-                the registry are ignored, because messages of older versions contain all of them.
+            settings: The fields, with the object's name or the object itself, and the settings of the object, which replace those that
+                the object has. Settings of other objects in the registry are ignored, because messages of older versions contain all of
+                them.
 
         Raises:
             ConfigError: There is no such object or setting, or a value is out of range.
         """
-        if unknown := sorted(settings.keys() - cls.setting_names()):
-            raise ConfigError(f"{unknown[0]}={settings[unknown[0]]}: {cls.__name__} has no such setting")
         chosen = settings.get(cls.part, getattr(cls, cls.part).name)
+        # A custom class may have settings of its own. Anything else that is not a name is refused by `_check_part`.
+        part_names = {f.name for f in fields(chosen)} if is_dataclass(chosen) and not isinstance(chosen, type) else set[str]()
+        if unknown := sorted(settings.keys() - cls.setting_names() - part_names):
+            raise ConfigError(f"{unknown[0]}={settings[unknown[0]]}: {cls.__name__} has no such setting")
         if isinstance(chosen, str):
             kind = cls.registry.get(chosen)
             # Only the settings of the chosen object: the flat form may hold those of others as well.
             chosen = kind(**{f.name: settings[f.name] for f in fields(kind) if f.name in settings})
+        elif changes := {name: settings[name] for name in sorted(part_names & settings.keys())}:
+            chosen = replace(chosen, **changes)
         own_settings = {f.name: settings[f.name] for f in fields(cls) if f.name in settings}  # type: ignore[arg-type]
         return cls(**{**own_settings, cls.part: chosen})
 
@@ -170,15 +175,19 @@ class ByName:
         return {**own_settings, self.part: chosen.name, **{f.name: getattr(chosen, f.name) for f in fields(chosen)}}
 
     def with_settings(self, **changes: Any) -> Self:
-        """Return a configuration with changed flat settings. If the object changes, settings that both objects have are kept.
+        """Return a configuration with changed flat settings. If another object is named, settings that both objects have are kept.
 
         Args:
-            changes: The settings that differ.
+            changes: The settings that differ. An object given as such keeps its own settings, except those that are among them.
 
         Raises:
             ConfigError: There is no such setting, or a value is out of range.
         """
-        return self.from_settings(**{**self.settings(), **changes})
+        kept = self.settings()
+        if not isinstance(changes.get(self.part, ""), str):
+            # The settings of the old object must not replace those of the new one.
+            kept = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return self.from_settings(**{**kept, **changes})
 
     def defaults(self) -> dict[str, Any]:
         """Return the defaults of the flat settings."""

@@ -34,7 +34,8 @@ def run_trainer(command: str, argv: Sequence[str] | None = None) -> int:
         # Check before importing torch, which takes seconds. The trainer checks again, with the model's config.
         config.check()
         if not config.model.path:
-            # Folders are checked later: a path that is missing on any node fails the whole job.
+            # Only a path that is not set is refused here, because it is unset in all processes. Folders are checked later, where all
+            # ranks take part: one may be missing on a single node, and the others must then end too.
             check_model_path(config.model.path)
         trainer = _imported(entry.trainer)(config)
         if DRY_RUN in words:

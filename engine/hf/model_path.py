@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from ..errors import ModelError
+from ..errors import ModelError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def hub_problem() -> str | None:
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
     except Exception as e:  # raised by the HTTP library, which differs between versions of huggingface_hub
-        return (str(e).strip() or type(e).__name__).splitlines()[0].rstrip(".")
+        return first_line(e).rstrip(".")
     return None
 
 
@@ -96,7 +96,7 @@ def reason(error: Exception, path: str, what: str) -> str:
         path: The value of `model.path`.
         what: The description of the problem for errors other than a damaged file, a missing folder or untrusted code.
     """
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = first_line(error)
     if "trust_remote_code" in str(error):
         return "it contains Python code, which runs only with model.trust_remote_code=true; read the code first"
     if not Path(path).is_dir():

@@ -12,9 +12,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from numbers import Real
@@ -72,9 +72,10 @@ class AgentRun:
 
     def __init__(self, agent: Agent | Sequence[str], task: AgentTask) -> None:
         self._agent, self._task = agent, task
-        # Set by the agent itself when it has really ended: cancelling the future below does not stop a function in a
-        # thread.
-        self._ended = threading.Event()
+        # Cleared by the agent itself when it has really ended: cancelling the future below does not stop a function in a
+        # thread. Work that is cancelled while it waits for its turn never runs, and so must not count.
+        self._is_working = self._is_ending = False
+        self._lock = threading.Lock()
         self._running: asyncio.Future[EpisodeReward] = asyncio.ensure_future(self._run())
 
     def when_done(self, call: Callable[["asyncio.Future[EpisodeReward]"], None]) -> None:
@@ -87,19 +88,36 @@ class AgentRun:
         Args:
             seconds: The number of seconds to wait for it.
         """
+        with self._lock:
+            self._is_ending = True
         self._running.cancel()
         deadline = asyncio.get_running_loop().time() + seconds
-        while not self._ended.is_set() and asyncio.get_running_loop().time() < deadline:
+        while self._is_working and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_LOOK_S)
-        return not self._ended.is_set()
+        return self._is_working
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Mark the agent as working.
+
+        Raises:
+            CancelledError: It has been ended before this work began.
+        """
+        # Under a lock, because the work may begin in another thread just when `end` looks whether it has.
+        with self._lock:
+            if self._is_ending:
+                raise asyncio.CancelledError
+            self._is_working = True
+        try:
+            yield
+        finally:
+            self._is_working = False
 
     async def _run(self) -> EpisodeReward:
         if callable(self._agent):
             return reward_of(await self._call(self._agent))
-        try:
+        with self._working():
             return reward_of(await run_program(self._agent, self._task))
-        finally:
-            self._ended.set()
 
     async def _call(self, agent: Agent) -> Any:
         if not inspect.iscoroutinefunction(agent):
@@ -108,32 +126,29 @@ class AgentRun:
             if not inspect.isawaitable(result):
                 return result
             # A callable object may return a coroutine.
-            self._ended.clear()
         else:
             result = agent(self._task)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._in_loop(result), _loop()))
 
     def _in_thread(self, agent: Agent) -> Any:
-        try:
-            return agent(self._task)
-        except BaseException as e:  # also SystemExit, which must end only the agent
-            raise AgentError(described(e)) from e
-        finally:
-            self._ended.set()
+        with self._working():
+            try:
+                return agent(self._task)
+            except BaseException as e:  # also SystemExit, which must end only the agent
+                raise AgentError(described(e)) from e
 
     async def _in_loop(self, work: Awaitable[Any]) -> Any:
-        try:
-            return await work
-        except asyncio.CancelledError as e:
-            task = asyncio.current_task()
-            # Cancelled from outside. Otherwise the agent has raised the error itself, which is a failure.
-            if task is not None and task.cancelling():
-                raise
-            raise AgentError(described(e)) from e
-        except BaseException as e:  # as above
-            raise AgentError(described(e)) from e
-        finally:
-            self._ended.set()
+        with self._working():
+            try:
+                return await work
+            except asyncio.CancelledError as e:
+                task = asyncio.current_task()
+                # Cancelled from outside. Otherwise the agent has raised the error itself, which is a failure.
+                if task is not None and task.cancelling():
+                    raise
+                raise AgentError(described(e)) from e
+            except BaseException as e:  # as above
+                raise AgentError(described(e)) from e
 
 
 def described(error: BaseException) -> str:

@@ -157,6 +157,11 @@ class EpisodeSession:
             try:
                 waited: list[asyncio.Future[Any]] = [asking, self.finished]
                 await asyncio.wait(waited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                if asking.done() and not asking.cancelled():
+                    # The episode was cancelled after the request was taken. As below, `close` must find and refuse it.
+                    self._asked.put_nowait(asking.result())
+                raise
             finally:
                 if not asking.done():
                     asking.cancel()

@@ -13,7 +13,15 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from ...engine.errors import ConfigError, DrivetrainError, NoWorkerError, QueueFullError, WorkerError, WorkerLostError
+from ...engine.errors import (
+    ConfigError,
+    DrivetrainError,
+    NoWorkerError,
+    QueueFullError,
+    WorkerError,
+    WorkerLostError,
+    first_line,
+)
 from .guards import error_body
 
 logger = logging.getLogger(__name__)
@@ -121,7 +129,7 @@ async def _failed(request: Request, error: Exception) -> Response:
     # An error of a worker is wrapped; what the client can change is in its cause.
     cause = error.__cause__ if isinstance(error, WorkerError) else error
     # Further lines hold the traceback of the worker.
-    message = str(cause or error).splitlines()[0]
+    message = first_line(cause or error)
     if isinstance(error, QueueFullError):
         body = error_body("too many requests are waiting; try again later", "rate_limit_error", "queue_full")
         return JSONResponse(body, status_code=429, headers={"retry-after": str(math.ceil(RETRY_S))})

@@ -88,8 +88,8 @@ class CompletionRequest(Sampling):
         """Return the prompts."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        # A flat list of numbers is a single prompt of token ids, not several prompts.
-        if all(isinstance(one, int) for one in self.prompt):
+        # A flat list of numbers is a single prompt of token ids, not several prompts. An empty list has no prompts.
+        if self.prompt and all(isinstance(one, int) for one in self.prompt):
             return [[one for one in self.prompt if isinstance(one, int)]]
         return [one for one in self.prompt if not isinstance(one, int)]
 

@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the task of the model; auto: determined from its folder",
     )
     add("--api-key", action="append", default=[], metavar="KEY", help=f"a key that requests must carry; or {KEY_VARIABLE}")
-    add("--max-images", type=int, default=8, metavar="N", help="the maximum number of images in a request")
+    add("--max-images", type=int, default=8, metavar="N", help="the maximum number of images in a request; 0: none")
     add("--weights-dir", type=Path, default=None, metavar="DIR", help="allow POST /weights to load subfolders of this folder")
     add("--weights-key", default=None, metavar="KEY", help=f"the key for POST /weights; or {WEIGHTS_KEY_VARIABLE}")
     return parser

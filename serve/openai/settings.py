@@ -22,7 +22,7 @@ class ServeSettings:
         api_keys: The keys of which requests must carry one; if empty, none is needed.
         allowed_hosts: Host names that requests may use, in addition to those of the loopback address and `host`.
         max_body_mib: The largest size of a request, in MiB.
-        max_images: The maximum number of images in a request.
+        max_images: The maximum number of images in a request; 0 allows none.
         max_samples: The maximum number of completions of a request.
         weights_dir: The folder whose subfolders may be loaded as new weights; None to disable loading.
         weights_key: The key for new weights.
@@ -59,9 +59,11 @@ class ServeSettings:
             )
         if self.weights_dir is not None and not self.weights_dir.is_dir():
             raise ConfigError(f"--weights-dir {self.weights_dir} is not a folder")
-        for name in ("max_body_mib", "max_images", "max_samples"):
+        for name in ("max_body_mib", "max_samples"):
             if not 0 < getattr(self, name) < 2**20:
                 raise ConfigError(f"{name}={getattr(self, name)}; it must be above 0, and below {2**20}")
+        if not 0 <= self.max_images < 2**20:
+            raise ConfigError(f"max_images={self.max_images}; it must be at least 0, and below {2**20}")
 
     def hosts(self) -> list[str]:
         """Return the host names that requests may use, without ports."""

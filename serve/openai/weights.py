@@ -6,7 +6,7 @@ from typing import Any
 
 import xxhash
 
-from ...engine.errors import ConfigError, DrivetrainError, WorkerError
+from ...engine.errors import ConfigError, DrivetrainError, WorkerError, WorkerLostError
 from ...engine.hf.weights import WeightFolder
 from ...workers.supervision.supervisor import SupervisedWorker
 from .replicas import Replicas
@@ -49,7 +49,8 @@ class WeightLoader:
         Raises:
             ConfigError: The folder does not exist.
             ModelError: It has no weights.
-            WorkerError: A worker could not load them. That worker serves no requests until it has loaded a complete set.
+            WorkerError: A worker could not load them. That worker serves no requests until it has loaded a complete set; if it is
+                restarted, it loads the set before these.
         """
         folder = self.folder(name)
         # Check before any worker starts to load.
@@ -59,9 +60,16 @@ class WeightLoader:
         version = self._version
 
         async def load(worker: SupervisedWorker) -> Any:
-            # Before the call: a worker that dies in it must load these weights when it is restarted.
-            worker.remember("load_folder", str(folder), version=version)
-            return await worker.acall("load_folder", str(folder), version=version)
+            # Before the call: a worker that dies in it, or right after it, must load these weights when it is restarted.
+            undo = worker.remember("load_folder", str(folder), version=version)
+            try:
+                return await worker.acall("load_folder", str(folder), version=version)
+            except WorkerLostError:
+                raise
+            except Exception:
+                # The load itself has failed. After a restart it would fail again, and no restart would succeed.
+                undo()
+                raise
 
         # Errors are raised only after all workers have answered, so that no load is still running then.
         results = await self._replicas.on_all(load)

@@ -19,6 +19,7 @@ from drivetrain.generation.conformance.case import Case, GeneratorConformanceErr
 from drivetrain.generation.conformance.checks import CHECKS
 from drivetrain.generation.generator import BaseGenerator
 from drivetrain.generation.options import RolloutConfig, SamplingOptions
+from drivetrain.generation.paged_attention import attend
 from drivetrain.generation.registry import build_generator
 from drivetrain.generation.scheduler import SchedulerSettings
 from drivetrain.generation.states import RequestStates
@@ -176,6 +177,22 @@ def test_continuous_batching_refuses_models_whose_attention_it_cannot_page(tmp_p
     with pytest.raises(ConfigError, match=r"generator=continuous cannot run .*; use generator=static"):
         build(path, generator="continuous")
     assert build(path, generator="static").generate([[5, 6]], GREEDY)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.1])
+def test_attention_of_a_wrong_scale_is_refused(folder: Path, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scaled(*tensors: Any, scale: float, **options: Any) -> torch.Tensor:
+        return attend(*tensors, scale=factor * scale, **options)
+
+    monkeypatch.setattr("drivetrain.generation.paged_attention.attend", scaled)
+    with pytest.raises(ConfigError, match=r"a log-probability is .* in a plain forward pass; use generator=static"):
+        build(folder, generator="continuous")
+
+
+def test_the_check_of_attention_takes_several_steps(folder: Path) -> None:
+    generator = build(folder, generator="continuous", target_tokens_per_batch=1)
+    assert len(generator.generate([[5, 6, 7]], replace(GREEDY, max_tokens=3))[0][0].response) == 3
+    generator.close()
 
 
 @pytest.mark.parametrize("generator", ["static", "continuous"])

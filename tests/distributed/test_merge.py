@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from drivetrain.checkpoint_tools import compare, inspect, merge, verify
-from drivetrain.checkpoint_tools.commands import main
+from drivetrain.checkpoint_tools.commands import _size, main
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.config import LoraConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
@@ -399,3 +399,15 @@ def test_looking_at_a_checkpoint_loads_no_torch(trained: tuple[BaseEngine, str])
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("size", ["1.2.3GB", ".GB", "0GB", "5", "GB"])
+def test_what_is_not_a_size_is_refused(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main("merge", ["a", "b", "--shard-size", size])
+    assert f"argument --shard-size: {size!r} is not a size; write it like 5GB or 500MiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("size", "count"), [("1.5GB", 1_500_000_000), (".5k", 500), ("2.MiB", 2**21), ("3t", 3 * 10**12)])
+def test_sizes(size: str, count: int) -> None:
+    assert _size(size) == count

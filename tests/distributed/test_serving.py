@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
@@ -17,6 +19,8 @@ from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.generation.registry import build_generator
 from drivetrain.generation.scheduler import SchedulerSettings
 from drivetrain.generation.token_scheduler import GenerationRequest
+from drivetrain.serve.openai.replicas import Replicas
+from drivetrain.serve.openai.weights import WeightLoader
 from drivetrain.workers.roles.generator import RolloutWorker
 from drivetrain.workers.supervision.supervisor import SupervisedWorker, SupervisorSettings, start_model_worker
 from helpers.serving import FaultyRollout
@@ -281,3 +285,46 @@ def test_settings_out_of_range_are_refused(name: str, value: Any) -> None:
     for settings in (SchedulerSettings, SupervisorSettings):
         with pytest.raises(ConfigError, match=name):
             settings(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("error", "remembered"),
+    [(WorkerError("damaged"), "first"), (QueueFullError("full"), "first"), (WorkerLostError("died"), "second")],
+)
+def test_weights_that_cannot_be_loaded_are_not_loaded_after_a_restart(
+    error: Exception, remembered: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But those in whose load a worker died are: other workers have them, and the worker has not refused them."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.zeros(2)}, tmp_path / name / "model.safetensors")
+    replicas = Replicas(FaultyRollout, config_of(tmp_path), 1, SupervisorSettings())
+    (worker,), failures = replicas.workers, [None, error]
+
+    async def acall(worker: SupervisedWorker, method: str, *args: Any, **options: Any) -> int:
+        # The call is remembered while it runs: a restart in the meantime repeats it.
+        assert worker._remembered[method].args == list(args)
+        if (failure := failures.pop(0)) is not None:
+            raise failure
+        return int(options["version"])
+
+    async def test() -> None:
+        loader = WeightLoader(tmp_path, replicas, {"w": (2,)})
+        await loader.load("first")
+        with pytest.raises(type(error), match=str(error)):
+            await loader.load("second")
+        assert worker._remembered["load_folder"].args == [str(tmp_path / remembered)]
+
+    monkeypatch.setattr(SupervisedWorker, "acall", acall)
+    run(test)
+
+
+def test_a_remembered_call_is_undone_unless_another_has_replaced_it() -> None:
+    worker = start_model_worker(FaultyRollout, None)
+    undo = [worker.remember("load_folder", name) for name in ("a", "b")]
+    undo[0]()
+    assert worker._remembered["load_folder"].args == ["b"]
+    undo[1]()
+    assert worker._remembered["load_folder"].args == ["a"]
+    undo[0]()
+    assert not worker._remembered

@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,11 @@ from drivetrain.environments.environment import (
     check_next,
 )
 from drivetrain.serve.gateway.agent_environment import GatewayEnvironment
-from drivetrain.serve.gateway.agent_runner import AgentError, AgentTask, reward_of
+from drivetrain.serve.gateway.agent_runner import AgentError, AgentRun, AgentTask, reward_of
 from drivetrain.serve.gateway.agent_server import EpisodeReward, EpisodeSession
-from drivetrain.serve.gateway.formats.base import SessionEndedError
+from drivetrain.serve.gateway.conversations import TextPrompt
+from drivetrain.serve.gateway.formats.base import AnswerRequest, SessionEndedError
+from drivetrain.serve.openai.schema import Sampling
 from helpers.server import until
 
 ROW = EpisodeRow(prompt="q", seed=3, columns={"answer": "1"})
@@ -287,6 +291,35 @@ def test_a_function_that_never_ends_is_reported(monkeypatch: pytest.MonkeyPatch)
     asyncio.run(run())
 
 
+def test_an_agent_that_is_ended_before_it_begins_does_not_keep_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    async def coroutine(task: AgentTask) -> None:
+        begun.append("coroutine")
+
+    agents: list[Any] = [lambda task: begun.append("function"), coroutine, [sys.executable, "-c", "print('program')"]]
+    task = AgentTask(base_url="", anthropic_base_url="", model="policy", prompt="q")
+
+    async def run() -> None:
+        for agent in agents:
+            # Before the first turn of the event loop.
+            assert await AgentRun(agent, task).end(60.0) is False
+        # The only thread is busy, so that the second function waits for it.
+        busy, ends = AgentRun(lambda task: ends_busy.wait(60), task), AgentRun(agents[0], task)
+        await asyncio.sleep(0.05)
+        assert await ends.end(60.0) is False
+        # The control: one that has begun.
+        assert await busy.end(0.05) is True
+        ends_busy.set()
+        assert await busy.end(60.0) is False
+
+    ends_busy = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        monkeypatch.setattr(f"{AgentRun.__module__}._threads", lambda: threads)
+        asyncio.run(asyncio.wait_for(run(), 20))
+    assert not begun
+
+
 def test_answers_to_a_request_that_was_given_up_are_not_learned() -> None:
     """Two that would have been sent together, of which the first was written; and the texts of empty answers are nothing to go on from."""
 
@@ -358,6 +391,27 @@ def test_a_reward_is_given_once_and_nothing_is_asked_after_it() -> None:
         with pytest.raises(SessionEndedError, match="has ended"):
             session.ask(request, request)
         assert await session.next() == EpisodeReward(reward=0.25)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("loop_turns", range(6))
+def test_a_request_is_refused_whenever_its_episode_is_cancelled(loop_turns: int) -> None:
+    """Also in the few turns of the event loop after the request was taken from the queue."""
+
+    async def run() -> None:
+        session = EpisodeSession(ROW)
+        waiting = asyncio.create_task(session.next())
+        await asyncio.sleep(0.01)
+        form: Any = None
+        (pending,) = session.ask(AnswerRequest(conversation=TextPrompt(text="a"), sampling=Sampling()), form)
+        for _ in range(loop_turns):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        session.close()
+        with pytest.raises(SessionEndedError, match="the episode has ended"):
+            await asyncio.wait_for(pending.outcome, 5)
 
     asyncio.run(run())
 

@@ -14,6 +14,7 @@ import pytest
 
 from drivetrain.trainers import chat
 from drivetrain.trainers.demo import demo_command, serving, single_run, vision
+from drivetrain.trainers.demo.processes import measured
 
 
 class Processes:
@@ -215,3 +216,13 @@ def test_the_end_of_the_input_ends_a_chat_quietly() -> None:
 def test_the_last_step_of_the_demo_names_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "find_spec", lambda name: None if name == "openai" else object())
     assert serving.missing() == ["openai"]
+
+
+def test_processes_of_the_demos_have_their_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert measured("-c", "import os; print('a line'); print(os.environ['OMP_NUM_THREADS'])") == 1.0
+    assert capsys.readouterr().out == "   a line\n"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert measured("-c", "import os; print(os.environ['OMP_NUM_THREADS'])") == 3.0

@@ -1,6 +1,7 @@
 """Which sample comes when: mixtures, epochs, cursors, shares."""
 
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -185,3 +186,18 @@ def test_sources_that_have_changed_are_named(tmp_path: Path, caplog: pytest.LogC
 def test_labels_survive_packing(many: list[TokenDataset]) -> None:
     batch = next(loader(many[0], 1).batches(Cursor()))[0].shard(0, 1, 1e-4).batch
     assert batch.labels.tolist() == [3, IGNORE]
+
+
+def test_leftovers_of_killed_runs_are_removed(tmp_path: Path) -> None:
+    for age in ("old", "new"):
+        folder, file = tmp_path / f".tmp-cache-{age}", tmp_path / f".tmp-{age}.npy"
+        folder.mkdir()
+        (folder / "ids").write_bytes(b"1")
+        file.write_bytes(b"1")
+        if age == "old":
+            for path in (folder, file):
+                os.utime(path, (0, 0))
+    # Another run has removed it since it was listed.
+    (tmp_path / ".tmp-gone").symlink_to(tmp_path / "nothing")
+    TokenCacheWriter(tmp_path / "cache").abandon()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-cache-new", ".tmp-gone", ".tmp-new.npy"]

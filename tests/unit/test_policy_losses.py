@@ -1,7 +1,7 @@
 """Losses of RL and advantages, against formulas written out by hand in plain Python."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -533,6 +533,31 @@ def test_a_batch_without_its_fields_is_refused(fields: dict[str, Any], message: 
 def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarginObjective(ClippedObjective):
+    """An objective that is not registered, with a setting of its own."""
+
+    margin: float = 0.0
+
+
+def test_flat_settings_of_an_object_are_applied() -> None:
+    loss = PolicyLoss(objective=MarginObjective(clip_low=0.1))
+    assert loss.with_settings(clip_high=0.5, margin=2.0, kl_coef=0.1) == PolicyLoss(
+        objective=MarginObjective(clip_low=0.1, clip_high=0.5, margin=2.0), kl_coef=0.1
+    )
+    changed = PolicyLoss.from_settings(objective=ClippedObjective(clip_low=0.1), clip_high=0.5)
+    assert changed.objective == ClippedObjective(clip_low=0.1, clip_high=0.5)
+    # The new object keeps its settings, and not those of the old one.
+    other = PolicyLoss.from_settings(clip_low=0.3, kl_coef=0.1).with_settings(objective=MarginObjective(), clip_high=0.5)
+    assert other == PolicyLoss(objective=MarginObjective(clip_high=0.5), kl_coef=0.1)
+    with pytest.raises(ConfigError, match=r"clip_low=1\.5"):
+        loss.with_settings(clip_low=1.5)
+    with pytest.raises(ConfigError, match=r"margin=2\.0: PolicyLoss has no such setting"):
+        PolicyLoss().with_settings(margin=2.0)
+    with pytest.raises(ConfigError, match="is not an instance of Objective"):
+        PolicyLoss.from_settings(objective=ClippedObjective, clip_low=0.1)
 
 
 def test_the_value_loss_by_hand() -> None:

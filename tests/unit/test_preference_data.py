@@ -13,6 +13,8 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance, partition
 from drivetrain.losses.sequences import CHOSEN, MARGIN
 from drivetrain.trainers.config.data import DataConfig
+from drivetrain.trainers.config.parse import parse
+from drivetrain.trainers.config.runs import DPOConfig
 from drivetrain.trainers.data.dataset import Budget, TokenDataset
 from drivetrain.trainers.data.encode import DataKind, encode_row
 from drivetrain.trainers.data.loader import GlobalBatch, Loader
@@ -20,7 +22,7 @@ from drivetrain.trainers.data.order import Sampler
 from drivetrain.trainers.data.preference import split_preference
 from drivetrain.trainers.data.sample import Sample
 from drivetrain.trainers.data.tokenize import load_token_caches
-from drivetrain.trainers.methods.preference import mismatched
+from drivetrain.trainers.methods.preference import PreferenceMethod, mismatched
 from drivetrain.trainers.tasks.addition import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -251,6 +253,15 @@ def test_kto_takes_no_answer_to_the_same_question() -> None:
     others = mismatched(GlobalBatch(lengths=[3] * 4, read=lambda i: documents[i]), 100)
     assert [list(others.read(i).ids) for i in range(4)] == [[10, 23, 33], [10, 23, 33], [11, 21, 31], [11, 21, 31]]
     assert len(mismatched(GlobalBatch(lengths=[3, 3], read=lambda i: documents[i]), 100)) == 0
+
+
+def test_documents_of_kto_fit_the_layouts_of_both_models() -> None:
+    words = ["model.path=/tmp", "data.train=[x.jsonl]", "dpo.loss=kto", "engine.micro_batch.max_tokens=9"]
+    layouts = ["engine.parallel.cp=2", "reference.backend=mcore", "reference.parallel.cp=3"]
+    assert PreferenceMethod(parse(DPOConfig, words, ""))._longest == 9
+    # Both 2 and 3 must divide the number of tokens of a micro-batch.
+    assert PreferenceMethod(parse(DPOConfig, [*words, *layouts], ""))._longest == 6
+    assert PreferenceMethod(parse(DPOConfig, [*words, *layouts, "data.max_length=5"], ""))._longest == 5
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,17 @@
 """The pure parts of reinforcement learning: algorithms, what a run adapts, numbers of answers."""
 
+import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast, get_args
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from drivetrain.engine.errors import ConfigError
+from drivetrain.engine.errors import CheckpointError, ConfigError
 from drivetrain.losses.policy import POLICY_LOSSES, PolicyLoss
 from drivetrain.losses.preference import PreferenceLoss
 from drivetrain.trainers.config.algorithm import AlgorithmName
@@ -17,13 +21,14 @@ from drivetrain.trainers.data.prompts import Prompt
 from drivetrain.trainers.demo.reinforcement import curve
 from drivetrain.trainers.rl.adaptive import Adaptive
 from drivetrain.trainers.rl.algorithms import published, resolve
+from drivetrain.trainers.rl.bundle import KEY, Bundle
 from drivetrain.trainers.rl.completions import Completion, equal_groups
 from drivetrain.trainers.rl.correction import resolve_importance
 from drivetrain.trainers.rl.evaluation import accuracy
 from drivetrain.trainers.rl.metrics import completion_metrics, staleness
 from drivetrain.trainers.rl.phases import Phases
 from drivetrain.trainers.rl.roles import rollout_config
-from drivetrain.trainers.rl.state import is_random
+from drivetrain.trainers.rl.state import PROBE_GAP, is_random, largest_gap
 from drivetrain.trainers.rl.update import best_and_worst, loss_of_step
 from drivetrain.workers.roles.advantage import AdvantageConfig
 
@@ -44,6 +49,24 @@ def answer(group: int, reward: float, *, tokens: int = 3, finished: bool = True,
         rewards=rewards,
         reward=reward,
     )
+
+
+def test_a_bundle_of_another_format_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bundle.safetensors"
+    # Another format may have other fields.
+    save_file({"ids": torch.zeros(1)}, path, metadata={KEY: json.dumps({"format": 2})})
+    with pytest.raises(CheckpointError, match=r"has format 2; this version reads format 1$"):
+        Bundle.read(path)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (1, 0), (1, 1), (2, 1)])
+def test_nan_of_any_replica_is_a_gap(place: tuple[int, int]) -> None:
+    log_probs = [[-1.0, -2.0], [-1.0, -2.0], [-1.0, -2.25]]
+    assert largest_gap(log_probs[:2]) == 0.0
+    assert largest_gap(log_probs) == 0.25
+    log_probs[place[0]][place[1]] = math.nan
+    assert math.isnan(largest_gap(log_probs))
+    assert not largest_gap(log_probs) <= PROBE_GAP
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,30 @@
 """Sessions of a gateway: the policy's own tokens are kept, whatever an agent does with its history."""
 
+import asyncio
 import json
 import random
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
 from drivetrain.engine.errors import ConfigError, DataError
 from drivetrain.environments.tools import ToolCall
 from drivetrain.generation.result import Generation
 from drivetrain.generation.trajectories import trajectories_of
+from drivetrain.serve.gateway.app import Gateway, GatewaySettings
 from drivetrain.serve.gateway.conversations import Answer, ChatPath
 from drivetrain.serve.gateway.formats.base import SessionEndedError, SessionsFullError, SessionUnknownError
 from drivetrain.serve.gateway.messages import ChatTurn, read_answer, read_messages
 from drivetrain.serve.gateway.session import Session, SessionLimits, Sessions
+from drivetrain.serve.openai.schema import CompletionRequest
+from drivetrain.serve.openai.settings import ServeSettings
 from drivetrain.trainers.data.continuation import Continuation
 from drivetrain.trainers.data.turn_ends import TurnEnds
 from helpers.templates import CHATML, tokenizer
@@ -320,3 +327,40 @@ def test_no_answers_make_no_documents() -> None:
     empty = Answer(index=0, turn=read_answer("", tools=[], new_id=lambda: "x"), text="")
     session.add(place, empty, Generation(prompt=place.prompt, response=[], log_probs=[]))
     assert session.trajectories() == []
+
+
+def test_keys_of_a_gateway_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+
+    def compare_digest(a: bytes, b: bytes) -> bool:
+        compared.append(a)
+        return a == b
+
+    monkeypatch.setattr("hmac.compare_digest", compare_digest)
+    model: Any = SimpleNamespace(texts=None)
+    nothing: Any = None
+    gateway = Gateway(GatewaySettings(service=ServeSettings(name="m", api_keys=("k", "l"))), model, nothing, nothing)
+
+    def session(key: str) -> dict[str, str]:
+        headers = [(b"authorization", f"Bearer {key}".encode("latin-1")), (b"host", b"localhost")]
+        return asyncio.run(gateway.open(Request({"type": "http", "scheme": "http", "path": "/", "headers": headers})))
+
+    assert session("l")["base_url"].startswith("http://localhost/sessions/")
+    for key in ("", "K", "kl", "\xfc"):
+        with pytest.raises(HTTPException, match="401: the key is missing or wrong"):
+            session(key)
+    assert set(compared) == {b"l", b"", b"K", b"kl", "\xfc".encode()}
+
+
+def test_an_empty_list_is_no_prompt() -> None:
+    assert CompletionRequest(prompt=[]).prompts() == []
+    assert CompletionRequest(prompt=[1, 2]).prompts() == [[1, 2]]
+    assert CompletionRequest(prompt=[[1], [2]]).prompts() == [[1], [2]]
+
+
+def test_images_may_be_switched_off() -> None:
+    assert ServeSettings(name="m", max_images=0).max_images == 0
+    wrong: list[dict[str, Any]] = [{"max_images": -1}, {"max_samples": 0}, {"max_body_mib": 0.0}]
+    for limits in wrong:
+        with pytest.raises(ConfigError, match=f"{next(iter(limits))}="):
+            ServeSettings(name="m", **limits)

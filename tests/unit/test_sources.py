@@ -24,6 +24,7 @@ from drivetrain.engine.errors import DataError, ModelError
 from drivetrain.engine.hf.model_path import check_model_path
 from drivetrain.trainers.config.data import DataConfig, PromptsConfig
 from drivetrain.trainers.data.dataset import Budget, TokenDataset
+from drivetrain.trainers.data.files import _opened
 from drivetrain.trainers.data.length_bound import LengthBound
 from drivetrain.trainers.data.prompts import load_prompts
 from drivetrain.trainers.data.sample import Sample
@@ -626,3 +627,20 @@ def test_a_data_set_of_a_hub_out_of_reach_is_refused_after_one_request(
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
         open_source("org/none", training=True)
     assert asked == ["org/some", "org/none"]
+
+
+@pytest.mark.parametrize("error", [ValueError(), OSError("\n"), OSError("two\nlines")])
+def test_an_error_without_a_message_is_named(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*_: Any, **__: Any) -> Any:
+        raise error
+
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(DataError, match=rf"loading it as a Hugging Face Hub dataset failed: {reason}$"):
+        open_source("org/some", training=True)
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(b"{}"))
+    if isinstance(error, OSError):
+        with pytest.raises(DataError, match=rf"is not gzip data, or is damaged: {reason}$"), _opened(file):
+            raise error

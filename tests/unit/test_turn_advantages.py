@@ -75,6 +75,15 @@ def test_advantages_of_turns_are_those_of_loops(seed: int, gamma: float, scale: 
     assert not advantages[~mask].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_advantages_have_the_dtype_of_grpo(dtype: torch.dtype) -> None:
+    rewards, groups = torch.tensor([[0], [1], [3]]).to(dtype), torch.zeros(3, dtype=torch.long)
+    expected = grpo(rewards[:, 0], groups)
+    advantages = turn_grpo(rewards, torch.zeros(3, 1, dtype=torch.long), groups, torch.ones(3, 1))
+    assert advantages.dtype == expected.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(advantages[:, 0], expected)
+
+
 def test_one_turn_is_grpo_and_equal_rewards_teach_nothing() -> None:
     rewards = torch.tensor([[0.0, 1.0], [0.0, 0.25], [0.0, 0.7], [0.7, 0.0]])
     mask, groups = torch.ones(4, 2, dtype=torch.bool), torch.tensor([0, 0, 1, 1])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
-from ...engine.errors import DataError
+from ...engine.errors import DataError, first_line
 from ..config.data import MEDIA_COLUMNS
 
 CHUNK_ROWS = 256
@@ -137,9 +137,7 @@ def _opened(file: Path) -> Iterator[tuple[IO[bytes], Callable[[], float]]]:
             with pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), COMPRESSED[file.suffix]) as stream:
                 yield io.BufferedReader(stream), progress
         except (OSError, pyarrow.ArrowException) as e:
-            raise DataError(
-                f"data file {file} is not {COMPRESSED[file.suffix]} data, or is damaged: {str(e).splitlines()[0]}"
-            ) from e
+            raise DataError(f"data file {file} is not {COMPRESSED[file.suffix]} data, or is damaged: {first_line(e)}") from e
 
 
 def _lines(file: Path, fraction: float, *, is_text: bool) -> Iterator[Chunk]:

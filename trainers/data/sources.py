@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from ...engine.errors import ConfigError, DataError
+from ...engine.errors import ConfigError, DataError, first_line
 from ...engine.hf.model_path import hub_problem, quiet_hub
 from .encode import COLUMNS, FORMS
 from .files import CHUNK_ROWS, COMPRESSED, ENDINGS, MEDIA_ROWS, Chunk, chunks_of, ending_of, read_file
@@ -226,7 +226,7 @@ def _load_hub(entry: str, name: str, config: str | None, split: str | None, trai
             loaded = datasets.load_dataset(name, config, split=split, streaming=streaming)
     except Exception as e:  # the library raises anything: no network, an unknown dataset or config
         raise DataError(
-            f"{entry} is not a file or folder, and loading it as a Hugging Face Hub dataset failed: {str(e).splitlines()[0]}"
+            f"{entry} is not a file or folder, and loading it as a Hugging Face Hub dataset failed: {first_line(e)}"
         ) from e
     if split is None:
         splits = list(loaded)

@@ -9,6 +9,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -150,10 +151,7 @@ class TokenCacheWriter:
         self._final = folder
         self._temporary = folder.with_name(f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}")
         self._temporary.mkdir(parents=True)
-        for stale in folder.parent.glob(".tmp-*"):
-            # Remove leftovers of killed runs; a folder that is still being written is younger.
-            if time.time() - stale.stat().st_mtime > STALE_SECONDS:
-                shutil.rmtree(stale, ignore_errors=True)
+        _remove_stale(folder.parent)
         self._files = {name: open(self._temporary / name, "wb") for name in FIELDS}
         self._media_files = open(self._temporary / MEDIA_FILES, "w", encoding="utf-8")
         self._digests = {name: xxhash.xxh3_128() for name in FIELDS}
@@ -223,6 +221,20 @@ class TokenCacheWriter:
         for file in (*self._files.values(), self._media_files):
             file.close()
         shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove leftovers of killed runs: temporary folders of token caches, and temporary files of a reference's log-probabilities."""
+    for stale in folder.glob(".tmp-*"):
+        # Another run may have renamed or removed it since it was listed, or may own it.
+        with suppress(OSError):
+            # One that is still being written is younger.
+            if time.time() - stale.stat().st_mtime <= STALE_SECONDS:
+                continue
+            if stale.is_dir():
+                shutil.rmtree(stale, ignore_errors=True)
+            else:
+                stale.unlink()
 
 
 def is_complete(folder: Path) -> bool:

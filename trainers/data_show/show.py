@@ -1,7 +1,6 @@
 """Reads data as a trainer would, and prints its statistics."""
 
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,7 @@ def kind_of(config: RunConfig) -> DataKind:
     source = open_source(
         config.data.train[0], training=True, columns=config.data.columns, whole_text=config.data.txt == "file"
     )
-    chunk = next(iter(islice(source.chunks(), 1)))
+    chunk = next(iter(source.chunks()))
     number, row = next(iter(chunk.parsed()))
     row = with_our_columns(row, config.data.columns, f"{chunk.file}:{number}")
     if row.get("chosen") is not None and row.get("rejected") is not None:

@@ -18,7 +18,9 @@ def python(*arguments: str) -> None:
 
 def measured(*arguments: str) -> float:
     """Run Python, print its output except the last line, and return the number in the last line."""
-    done = subprocess.run([sys.executable, *arguments], check=True, text=True, stdout=subprocess.PIPE)
+    done = subprocess.run(
+        [sys.executable, *arguments], check=True, text=True, stdout=subprocess.PIPE, env=python_environment()
+    )
     # The number is passed through the output, so that torch is loaded only in the other process.
     *other_lines, last = done.stdout.strip().splitlines()
     for line in other_lines:

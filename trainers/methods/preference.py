@@ -15,7 +15,7 @@ from ...losses.preference import BASELINE, KTOLoss, PreferenceLoss
 from ...losses.sequences import MATCHED, REFERENCE
 from ..config.methods import PreferenceConfig, ReferenceConfig
 from ..config.runs import DPOConfig
-from ..data.dataset import TokenDataset
+from ..data.dataset import TokenDataset, micro_batch_budget
 from ..data.encode import DataKind
 from ..data.loader import GlobalBatch
 from ..data.sample import MediaSpan, Sample
@@ -108,11 +108,9 @@ class PreferenceMethod(TrainingMethod):
 
     @property
     def _longest(self) -> int:
-        sizes = self._config.engine.micro_batch
-        multiple = max(self._config.engine.parallel.token_multiple, self._config.reference.parallel.token_multiple)
         # These documents go through inference with both models, whose layouts may differ.
-        least = min(sizes.max_tokens, sizes.infer_max_tokens or sizes.max_tokens)
-        return min(least // multiple * multiple, self._config.data.max_length or least)
+        usable, _ = micro_batch_budget(self._config.engine, infers=True, multiple=self.token_multiple)
+        return min(usable, self._config.data.max_length or usable)
 
     @property
     def infers(self) -> bool:

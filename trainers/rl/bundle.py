@@ -104,11 +104,12 @@ class Bundle:
             raise CheckpointError(f"{path} is not a bundle, or is damaged: {e}") from e
         try:
             about = json.loads(text)
+            # First, because another format may have other fields.
+            if about["format"] != FORMAT:
+                raise CheckpointError(f"{path} has format {about['format']!r}; this version reads format {FORMAT}")
             sampled = {name: about["config"]["rollout"][name] for name in ("temperature", "top_p", "top_k")}
             if about["log_probs"] != sampled:
                 raise ValueError(f"its log-probabilities are of {about['log_probs']}, but its settings have {sampled}")
-            if about["format"] != FORMAT:
-                raise CheckpointError(f"{path} has format {about['format']!r}; this version reads format {FORMAT}")
             batch = batch_from(tensors, about["passengers"])
             rows = tuple(_completion_of(record, batch, i) for i, record in enumerate(about["answers"]))
             if len(rows) != batch.num_sequences:

@@ -215,7 +215,7 @@ class RunCheckpoints:
                 f"{folder} has no checkpoint of a critic beside it ({self._critic_root(root_of)}), but this run trains a critic; it is from a run "
                 "without one: set model.path to the model that it exported"
             )
-        return folder, folder.rpartition("/")[0], step, manifest.data["extra"]
+        return folder, root_of, step, extra
 
     def _newest(self, root: Store, damaged: Collection[str]) -> CheckpointManifest | None:
         skipped = []

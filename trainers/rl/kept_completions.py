@@ -1,4 +1,7 @@
-"""Completions of tickets in the controller's memory. A checkpoint stores those that were generated with weights older than its own."""
+"""Completions of tickets in the controller's memory. A checkpoint stores those that its next steps train on.
+
+All those that were generated with weights older than its own are among them, because nothing could generate them again.
+"""
 
 import hashlib
 import json

@@ -30,7 +30,7 @@ class Rollouts:
     completions.
 
     If dedicated processes of the generator die, they are restarted: they receive the weights that they had, and the lost tickets are
-        handled again.
+    handled again.
 
     Args:
         config: The run's settings.

@@ -1,7 +1,8 @@
 """The state of a group's roles, as the memory manager sees and moves it."""
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...engine.errors import WorkerError
@@ -31,6 +32,18 @@ def is_random(settings: Mapping[str, Any], lora_dropout: float) -> bool:
     parts = [settings, *(settings.get(name) or {} for name in _PARTS)]
     values = [value for part in parts for name, value in part.items() if _RANDOM.search(name)]
     return any(isinstance(value, int | float) and value > 0 for value in (*values, lora_dropout))
+
+
+def largest_gap(log_probs_by_model: Sequence[Sequence[float]]) -> float:
+    """Return the largest difference of a log-probability from that of the first replica, in nats; NaN if any of them is NaN.
+
+    Args:
+        log_probs_by_model: For each replica, the log-probabilities of its tokens; equally many.
+    """
+    first = log_probs_by_model[0]
+    gaps = [abs(a - b) for log_probs in log_probs_by_model for a, b in zip(log_probs, first, strict=True)]
+    # `max` alone drops a NaN unless it comes first, because every comparison with it is false.
+    return max(gaps, key=lambda gap: math.inf if math.isnan(gap) else gap)
 
 
 class GroupStates:
@@ -114,9 +127,8 @@ class GroupStates:
         options = SamplingOptions(max_tokens=PROBE_TOKENS, temperature=0.0, ignore_eos=True, evaluation=True)
         # Prompts of equal length, one for every model replica.
         completions = self._group["rollout"].generate([PROBE] * count, options, version=version)
-        log_probs_by_model = [samples[0].log_probs for samples in completions]
-        first = log_probs_by_model[0]
-        gap = max(abs(a - b) for log_probs in log_probs_by_model for a, b in zip(log_probs, first, strict=True))
+        gap = largest_gap([samples[0].log_probs for samples in completions])
+        # Written as a negation, so that NaN fails too.
         if not gap <= PROBE_GAP:
             reason = f"compute log-probabilities of one prompt that differ by {gap:.3g} nats between processes"
             self._group["rollout"].discard_weights(reason)

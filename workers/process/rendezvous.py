@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from ...engine.errors import TopologyError
+from ...engine.errors import TopologyError, first_line
 from ...engine.parallel.process_groups import init_distributed
 from ..protocol import comm_id as comm_ids
 from ..protocol.comm_id import CommId
@@ -91,7 +91,7 @@ def open_store(comm_id: CommId, rank: int, wait_s: float, listener: socket.socke
         store = _connect(comm_id, wait_s)
         store.wait(["run"], timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
     except (dist.DistError, TimeoutError) as e:
-        raise TopologyError(f"rank 0 did not come to {where} within {wait_s:g} s: {str(e).splitlines()[0]}") from e
+        raise TopologyError(f"rank 0 did not come to {where} within {wait_s:g} s: {first_line(e)}") from e
     if store.get("run").decode() != comm_id.run.hex():
         raise TopologyError(f"the comm_id is of another run than the one that meets at {where}; give all ranks the same")
     return store

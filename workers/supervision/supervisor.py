@@ -147,12 +147,27 @@ class SupervisedWorker:
         """The worker's process id."""
         return None if self._process is None else self._process.pid
 
-    def remember(self, method: str, *args: Any, **options: Any) -> None:
+    def remember(self, method: str, *args: Any, **options: Any) -> Callable[[], None]:
         """Repeat a call of the model after every restart, before any other request; for example a call that loads weights.
 
         Remembering the same method again replaces the earlier call.
+
+        Returns:
+            A function that restores the earlier call, if there was one; for a call that has failed, and would fail again.
         """
-        self._remembered[method] = Call(role=ROLE, method=method, args=list(args), options=options)
+        call, earlier = Call(role=ROLE, method=method, args=list(args), options=options), self._remembered.get(method)
+        self._remembered[method] = call
+
+        def undo() -> None:
+            # A later call has replaced this one.
+            if self._remembered.get(method) is not call:
+                return
+            if earlier is None:
+                del self._remembered[method]
+            else:
+                self._remembered[method] = earlier
+
+        return undo
 
     def is_settled(self) -> bool:
         """Return whether the worker accepts requests, or never will."""

@@ -25,7 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from ...engine.checkpoint.local_shards import cut_local_shards
 from ...engine.checkpoint.tensor_slices import whole
-from ...engine.errors import CapabilityError, ConfigError, ModelError
+from ...engine.errors import CapabilityError, ConfigError, ModelError, first_line
 from ...engine.hf.layout import DiskLayout
 from ...engine.hf.weights import WeightFolder
 from ...engine.offload import free_memory
@@ -62,7 +62,7 @@ def parse_config(config_json: str) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.for_model(**values)
     except Exception as e:  # each model family checks its own settings and can raise anything
-        raise ConfigError(f"config_json cannot be used: {type(e).__name__}: {str(e).strip().splitlines()[0]}") from None
+        raise ConfigError(f"config_json cannot be used: {type(e).__name__}: {first_line(e)}") from None
     return config
 
 
