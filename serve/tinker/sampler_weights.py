@@ -72,7 +72,7 @@ class SamplerWeights(ABC):
         """
 
 
-class AdapterWeights(SamplerWeights):
+class AdapterSnapshots(SamplerWeights):
     """The factors of several adapters at a time.
 
     Args:
@@ -118,7 +118,7 @@ class AdapterWeights(SamplerWeights):
         """Accept any version: a request names its adapter, and a worker that lacks it refuses."""
 
 
-class FullWeights(SamplerWeights):
+class ModelSnapshots(SamplerWeights):
     """All weights of one model at a time.
 
     A worker that is started again has the model's own weights, as version 0: the versions of tokens tell.
@@ -155,15 +155,15 @@ class FullWeights(SamplerWeights):
 
     async def load(self, name: str, folder: str, in_use: Callable[[str], bool]) -> None:
         """See `SamplerWeights.load`."""
-        wanted = self.held_as(name), folder or self._own
-        if self._loaded == wanted:
+        loading = self.held_as(name), folder or self._own
+        if self._loaded == loading:
             return
         self._loaded = None
         self._version += 1
-        self._names[self._version] = wanted[0]
+        self._names[self._version] = loading[0]
         version = self._version
-        _raise_first(await self._replicas.on_all(partial(_call, "load_folder", wanted[1], version)))
-        self._loaded = wanted
+        _raise_first(await self._replicas.on_all(partial(_call, "load_folder", loading[1], version)))
+        self._loaded = loading
 
     def check(self, name: str, version: int) -> None:
         """See `SamplerWeights.check`."""

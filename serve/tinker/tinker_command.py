@@ -40,7 +40,7 @@ from .app import TrainingApp
 from .database import Database
 from .futures import Futures
 from .passes import Passes
-from .sampler_weights import AdapterWeights, FullWeights
+from .sampler_weights import AdapterSnapshots, ModelSnapshots
 from .sampling import AT_ONCE, SamplingService
 from .settings import TrainingServiceSettings, read_keys
 from .training import Training
@@ -212,7 +212,7 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
             _texts(folder),
             room,
             config.vocab_size,
-            FullWeights(replicas, str(folder)) if settings.full else AdapterWeights(replicas, settings.max_adapters),
+            ModelSnapshots(replicas, str(folder)) if settings.full else AdapterSnapshots(replicas, settings.max_adapters),
             AT_ONCE * args.samplers,
             engine.micro_batch.max_tokens,
         )

@@ -17,7 +17,7 @@ from drivetrain.serve.tinker.app import PREFIX, TrainingApp
 from drivetrain.serve.tinker.database import Database
 from drivetrain.serve.tinker.futures import Futures
 from drivetrain.serve.tinker.passes import Passes
-from drivetrain.serve.tinker.sampler_weights import AdapterWeights, SamplerWeights
+from drivetrain.serve.tinker.sampler_weights import AdapterSnapshots, SamplerWeights
 from drivetrain.serve.tinker.sampling import SamplingService
 from drivetrain.serve.tinker.settings import TrainingServiceSettings
 from drivetrain.serve.tinker.training import Training
@@ -132,7 +132,7 @@ async def running(
         None,
         256,
         VOCABULARY,
-        weights or AdapterWeights(replicas, 4),
+        weights or AdapterSnapshots(replicas, 4),
         longest=128,
     )
     app.append(TrainingApp(options, database, futures, training, sampling, lambda: 7))
