@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.config import OptimConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
-from drivetrain.serve.tinker.sampler_weights import FullWeights
+from drivetrain.serve.tinker.sampler_weights import ModelSnapshots
 from helpers.adapters import PlainModel
 from helpers.tinker_replicas import LocalReplicas
 from helpers.tinker_service import (
@@ -44,7 +44,7 @@ def serve(model: Path, *tests: Callable[[Service, Any], Coroutine[Any, Any, None
 
     async def run(test: Callable[[Service, Any], Coroutine[Any, Any, None]]) -> None:
         replicas = LocalReplicas(model, adapters=0)
-        options = {"replicas": replicas, "weights": FullWeights(replicas, str(model)), "full": True, **settings}  # type: ignore[arg-type]
+        options = {"replicas": replicas, "weights": ModelSnapshots(replicas, str(model)), "full": True, **settings}  # type: ignore[arg-type]
         try:
             async with running(model, model.parent / "state", group=full_group_of(model), **options) as service:
                 await test(service, replicas)

@@ -131,8 +131,8 @@ def forbidden(path: str, text: str) -> list[str]:
 def gaps(text: str) -> list[int]:
     """The lines of a file with docstrings in which two lines in a row are empty."""
     constants = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
-    docs = [node for node in constants if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return [node.lineno for node in docs if re.search(r"\n\s*\n\s*\n", node.value)]
+    docs = [(node.lineno, node.value) for node in constants if isinstance(node, ast.Constant)]
+    return [line for line, doc in docs if isinstance(doc, str) and re.search(r"\n\s*\n\s*\n", doc)]
 
 
 def test_docstrings_have_one_empty_line_at_a_time() -> None:
