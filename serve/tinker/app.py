@@ -422,6 +422,7 @@ class TrainingApp:
         if new.model_path is not None:
             row = self._checkpoints.find(new.model_path, owner)
             folder, base = row["folder"], row["base"]
+            # A sampler loads files in Hugging Face format; the shards of an engine are not.
             if self._settings.full and row["kind"] == TRAINING:
                 raise BadRequestError(
                     f"{new.model_path[:200]} is a state of training in shards, which is not sampled from; save one with save_weights_for_sampler"
@@ -594,4 +595,5 @@ def _page(request: Request) -> tuple[int, int]:
         limit, offset = int(request.query_params.get("limit", 20)), int(request.query_params.get("offset", 0))
     except ValueError as e:
         raise BadRequestError(f"limit and offset must be whole numbers: {e}", status=422) from e
+    # Bounded, because SQLite reads a negative limit as no limit, and its integers have 64 bits.
     return max(0, min(limit, 1000)), max(0, min(offset, 2**62))

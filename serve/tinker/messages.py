@@ -116,6 +116,7 @@ def _add_presence(message: Any, fields: tuple[str, ...]) -> None:
         if text.startswith("optional "):
             name = text.partition(" = ")[0].split()[-1]
             field = next(field for field in message.field if field.name == name)
+            # In proto3 a scalar that is not set equals one that is 0; a group with one field tells them apart.
             message.oneof_decl.add(name=f"_{name}")
             field.proto3_optional, field.oneof_index = True, len(message.oneof_decl) - 1
 

@@ -503,6 +503,8 @@ class SamplingService:
                 log_probs.append(token.log_prob)
                 if text is not None:
                     text.add(token.token)
+                    # A text may end within a token, which only the decoded text shows. Leaving the block cancels the
+                    # rest of the response.
                     if text.stopped:
                         return SampleResult(tokens=tokens, log_probs=log_probs, reason="stop")
             reason: FinishReason = "stop" if stream.finish_reason == "stop" else "length"

@@ -205,6 +205,8 @@ class Training:
         if (known := self._known(model, seq, kind, body)) is not None:
             return known
         request = QueuedRequest(seq, kind, new_future_id(kind), len(body))
+        # Other requests have no tensors, and an optimizer step is what makes room: it must never be refused for lack of
+        # it.
         if kind != FORWARD_BACKWARD:
             return await self._take(queue, request, body)
         # In a thread, because parsing a large body would hold up all other clients.

@@ -134,8 +134,8 @@ class RoundRobin:
         left = self._tokens
         depth = 0
         while ready and left > 0:
-            # In round `depth` each model gets the piece of this number, so that a long request does not take all the room
-            # before the others have some.
+            # In round `depth` each model gets the piece of this number, so that a long request does not take all the
+            # room before the others have some.
             with_more = [(queue, request) for queue, request in ready if depth < len(request.pieces)]
             if not with_more:
                 break
