@@ -154,6 +154,8 @@ class CallTrainer(ABC):
         topology = self.engine.topology
         checked = [self._error_of(call) for call in calls]
         # A call is wrong if it is on any rank, and its documents are all elsewhere.
+        # First all ranks learn which calls are valid everywhere: each rank has checked its own documents only, and all
+        # must run the same calls, or the collectives of the passes would not match.
         by_rank = topology.all_gather_object(
             [
                 (None if e is None else str(e), None if call.batch is None else _targets(call.batch))
@@ -167,12 +169,18 @@ class CallTrainer(ABC):
                 errors[index] = BatchError(messages[0])
             elif all(of_rank[index][1] is None for of_rank in by_rank):
                 errors[index] = BatchError("the call has no documents")
+        # A rank without documents of a call does not know how many targets its tokens have, but needs the number for
+        # the outputs of the head.
         targets = {index: max(of_rank[index][1] or 0 for of_rank in by_rank) for index in range(len(calls))}
         runs = {index: _CallRun(call, targets[index]) for index, call in enumerate(calls) if index not in errors}
+        # Evaluations and training never share passes, because the modes of the model differ. Their order does not
+        # affect results: weights change only at optimizer steps.
         for forward_only in (True, False):
             part = {index: run for index, run in runs.items() if run.call.forward_only == forward_only}
             for group in _groups_sharing_passes(part, in_turns=self.in_turns):
                 self._run(group, backward=not forward_only)
+        # The passes are over. Sums are added up over ranks, and a call that failed on one rank fails on all. The ranks
+        # of one shard compute equal sums, so only its output rank contributes.
         sums = topology.all_gather_object(
             {index: (run.sums() if topology.is_output_rank else None, run.error) for index, run in runs.items()}
         )
@@ -188,6 +196,8 @@ class CallTrainer(ABC):
         }
         for index, error in (errors | failed).items():
             results[index] = AdapterCallResult(loss=math.nan, error=error)
+        # A failed call may have shared passes with others, so its gradients cannot be separated from theirs: the models
+        # that it trained begin again from `before`, without it.
         results |= self._without_failed(
             calls, [index for index in failed if not calls[index].forward_only], before, errors | failed
         )
@@ -203,6 +213,8 @@ class CallTrainer(ABC):
         """Take back what the passes have added to the adapters of failed calls, and compute the other calls of these adapters again."""
         names = {calls[index].adapter for index in failed}
         first = {name: grads for name, grads in before.items() if name in names}
+        # Cloned, because passes add to gradients in place: if another call fails in the repetition, `first` is needed
+        # once more.
         self.put_back({name: None if grads is None else grads.clone() for name, grads in first.items()})
         again = [
             index
@@ -249,6 +261,7 @@ class CallTrainer(ABC):
     def _limits(self) -> PassLimits:
         engine = self.engine
         budget = TokenBudget.of(engine.config.micro_batch, training=True)
+        # Rounded down, since `token_multiple` must divide the number of rows of every pass.
         usable = budget.tokens // engine.topology.token_multiple * engine.topology.token_multiple
         return PassLimits(
             tokens=usable, setting=budget.setting, invariant_size=engine.invariant_size, multiple=engine.row_multiple
@@ -259,6 +272,8 @@ class CallTrainer(ABC):
         indices = list(runs)
         lengths = [[] if (batch := runs[index].call.batch) is None else batch.lengths for index in indices]
         passes = plan_passes(lengths, [runs[index].call.adapter for index in indices], self._limits)
+        # Every pass has collectives, so all ranks run as many as the rank with the most; `_micro_batch` fills up with
+        # dummies.
         count = max(topology.all_gather_object(len(passes)))
         accumulator = CallAccumulator([runs[index] for index in indices], passes, backward=backward)
         micro_batches = [
@@ -299,6 +314,7 @@ class _CallRun:
                 raise BatchError(
                     f"{type(self.call.loss).__name__} returned a {type(sums).__name__}; a loss must return LossSums"
                 )
+            # All weights are 1: the loss of a call is the sum of its terms, never a mean over tokens.
             return sums, combine(sums, dict.fromkeys(sums.terms, 1.0))
         return None
 
@@ -316,6 +332,8 @@ class _CallRun:
 
     def sums(self) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
         """Return the sums of this rank's documents."""
+        # `fsum` rounds once, so the sums do not depend on how the documents were divided into passes. Values are
+        # fetched from the device only here, after all passes, so that the passes do not wait for the host.
         terms = {name: math.fsum(float(v) for v in values) for name, values in self.terms.items()}
         metrics = {
             name: (math.fsum(float(v) for v, _ in pairs), math.fsum(float(n) for _, n in pairs))
@@ -335,6 +353,7 @@ class _CallRun:
                 metrics[name] = total + value, many + number
         outputs: dict[str, Tensor] = {}
         if (batch := self.call.batch) is not None:
+            # Outputs come pass by pass; `rows` selects the positions of their documents in the call's batch.
             for documents, values in self.outputs:
                 rows = batch.token_index(documents)
                 for name, output in values.items():
@@ -365,6 +384,8 @@ class CallAccumulator:
     def segments(self, micro_batch: MicroBatch) -> list[tuple[int, Segment, PackedBatch]]:
         """Return the segments of a pass with their first rows and their documents on the device."""
         of_pass = [] if micro_batch.is_dummy else self.passes[micro_batch.index]
+        # Each segment begins after the rows, with padding, of those before it; the last start is the end of the pass
+        # and belongs to none.
         starts = accumulate((segment.rows for segment in of_pass), initial=0)
         device = micro_batch.batch.device
         return [
@@ -377,6 +398,8 @@ class CallAccumulator:
         rows, device = micro_batch.batch.num_tokens, micro_batch.batch.device
         mask = torch.zeros(rows, dtype=torch.bool, device=device)
         count = self.runs[0].targets
+        # Where the gradient of a loss is known in advance, the head applies it in the forward pass. It stays 0 at
+        # padding, and at losses whose gradient is not known yet.
         gradient = torch.zeros((rows, count) if count else rows, device=device)
         targets = torch.zeros(rows, count, dtype=torch.int64, device=device) if count else None
         for start, segment, part in self.segments(micro_batch):
@@ -408,6 +431,7 @@ class CallAccumulator:
             for name, pair in sums.metrics.items():
                 run.metrics[name].append(pair)
             run.outputs.append((segment.documents, {name: value[rows].detach() for name, value in outputs.present().items()}))
+        # A custom loss may return another dtype than that of the outputs.
         return torch.stack([total.to(totals[0].dtype) for total in totals]).sum()
 
 
@@ -435,6 +459,7 @@ def _groups_sharing_passes(runs: "Mapping[int, _CallRun]", *, in_turns: bool) ->
     while left:
         first = next(iter(left.values()))
         key = _pass_key(first, in_turns)
+        # Once a call of an adapter must wait for a later group, so must its later calls, or they would overtake it.
         held: set[str | None] = set()
         chosen: dict[int, _CallRun] = {}
         for index, run in left.items():
@@ -469,6 +494,7 @@ def _micro_batch(
     for segment in accumulator.passes[number]:
         run = accumulator.runs[segment.call]
         parts.append(_only_tokens(run.part(segment)))
+        # Short documents, because the cost of attention is quadratic in their length.
         for begin in range(0, segment.padding, PADDING_DOCUMENT):
             parts.append(_only_tokens(unsupervised(min(PADDING_DOCUMENT, segment.padding - begin), "cpu")))
         rows.append(

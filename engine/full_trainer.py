@@ -61,6 +61,7 @@ class FullTrainer(CallTrainer):
         """
         if not self._has_gradients:
             self._add_zeros()
+        # Cleared before the step: the engine drops the gradients also of a step that is not finite.
         self._has_gradients = False
         message = "the gradient is not finite; it was dropped, and weights and moments are unchanged. Check the data, the weights and the learning rate"
         try:
@@ -93,6 +94,7 @@ class FullTrainer(CallTrainer):
 
     def put_back(self, gradients: Mapping[str, Tensor | None]) -> None:
         """Drop the gradients of all calls since the last optimizer step."""
+        # An evaluation has no names here, and must leave the gradients of earlier calls alone.
         if gradients:
             self.engine.zero_grad()
             self._has_gradients = False

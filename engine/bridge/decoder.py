@@ -213,6 +213,7 @@ def read_decoder(config: Any, *, supported: Collection[str] = (), **different: A
                 f"the config of {config.model_type} has no {name}: the bridge requires RMS norms, rotary embeddings and "
                 "key/value heads; use engine.backend=fsdp"
             )
+    # Gemma 2 and 3 have the second name.
     act = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if act not in ACTIVATIONS:
         raise ModelError(f"hidden_act={act} in the config: the bridge supports {', '.join(ACTIVATIONS)}")
@@ -232,7 +233,9 @@ def read_decoder(config: Any, *, supported: Collection[str] = (), **different: A
         "layers": layers,
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
+        # Some families set a size that is not hidden / heads.
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        # A config whose layers are all mixtures may lack it; the family then sets it.
         "ffn": getattr(config, "intermediate_size", None),
         "vocabulary": config.vocab_size,
         "positions": config.max_position_embeddings,
@@ -246,4 +249,5 @@ def read_decoder(config: Any, *, supported: Collection[str] = (), **different: A
         # The config of a decoder within a larger model may leave this to the config of the whole model.
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
     }
+    # What the family says overrides this generic reading.
     return Decoder(**{**fields, **different})

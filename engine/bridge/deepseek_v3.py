@@ -10,6 +10,8 @@ from .llama import DENSE, OUTER
 from .qwen3_moe import MIXTURE
 from .rules import ColumnParallel, Replicated, RowParallel, Rule
 
+# The down projections make one small latent for all heads and are the same on every rank; the up projections have rows
+# for each head and are split.
 LATENT: dict[str, Rule] = {
     "input_layernorm": Replicated("input_layernorm"),
     "self_attention.q_down": Replicated("self_attn.q_a_proj"),
@@ -23,6 +25,7 @@ LATENT: dict[str, Rule] = {
 }
 
 SHARED: dict[str, Rule] = {
+    # Under its full name, because the leaf on disk differs.
     "mlp.router.expert_bias": Replicated("mlp.gate.e_score_correction_bias"),
     "mlp.shared_experts.linear_fc1": ColumnParallel("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     "mlp.shared_experts.linear_fc2": RowParallel("mlp.shared_experts.down_proj"),
@@ -39,6 +42,7 @@ def _decoder(config: Any) -> Decoder:
             "engine.backend=fsdp"
         )
     rope = config.rope_parameters
+    # `mscale_all_dim` belongs to YaRN; without scaled rotary embeddings it has no effect.
     all_dim = rope.get("mscale_all_dim", 0) if rope.get("rope_type", "default") != "default" else 0
     latent = Latent(
         query_rank=config.q_lora_rank,
@@ -55,6 +59,7 @@ def _decoder(config: Any) -> Decoder:
         per_token=config.num_experts_per_tok,
         ffn=config.moe_intermediate_size,
         normalized=True,
+        # The first `first_k_dense_replace` layers are dense.
         layers=tuple(i >= config.first_k_dense_replace for i in range(config.num_hidden_layers)),
         sigmoid=True,
         groups=config.n_group,

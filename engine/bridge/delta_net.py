@@ -18,9 +18,12 @@ def read_delta_decoder(config: Any, **different: Any) -> Decoder:
         config,
         supported=("partial_rotary_factor",),
         **{
+            # The norms of these families multiply by 1 + weight, like Gemma's.
             "norm_offset": 1.0,
             "qk_norm": "head",
             "output_gate": True,
+            # Set here, because `layer_types` says which layers are linear: neither windows nor kinds of rotary
+            # embeddings.
             "windows": (None,) * config.num_hidden_layers,
             "rotary": ("",) * config.num_hidden_layers,
             "delta": DeltaNet(
@@ -72,6 +75,7 @@ class HeadRows:
         totals = {
             module: sum(n for n, other in zip(counts, self.stored, strict=True) if other == module) for module in self.modules
         }
+        # `at` is the row in the local parameter.
         at, before = 0, dict.fromkeys(self.modules, 0)
         slices = []
         for count, module in zip(counts, self.stored, strict=True):
@@ -116,9 +120,12 @@ class GroupedHeadRows:
         heads, counts = net.key_heads // part.size, list(_row_counts(net))
         at = 0
         slices: list[StoredSlice] = []
+        # The first four kinds of rows are in one module on disk, rates and decays in the other.
         for module, kinds in ((self.qkvz, slice(0, 4)), (self.ba, slice(4, 6))):
             if module is None:
                 continue
+            # Also for values and gates: a key head owns the value heads that use it, so these rows are next to it on
+            # disk.
             per_head = [count // net.key_heads for count in counts[kinds]]
             name = names[self.modules.index(module)]
             for head in range(heads):

@@ -97,6 +97,7 @@ class Family:
 
     def _in_model(self, name: str) -> str:
         first, _, rest = name.partition(".")
+        # Names outside of the decoder, such as `lm_head`, do not depend on where it is in the model.
         return f"{self.path}.{rest}" if first == DECODER else name
 
 

@@ -9,6 +9,7 @@ from .llama import ATTENTION, DENSE, OUTER
 
 def gemma_decoder(config: Any, **different: Any) -> Decoder:
     """Read a decoder from a config that uses Gemma's setting names."""
+    # Gemma's norms multiply by 1 + weight. Its embeddings are scaled in the model, not on disk.
     return read_decoder(config, **{"norm_offset": 1.0, "embedding_scale": config.hidden_size**0.5, **different})
 
 

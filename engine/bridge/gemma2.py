@@ -5,6 +5,8 @@ from .gemma import gemma_decoder
 from .llama import ATTENTION, DENSE, OUTER
 from .rules import Replicated, Rule
 
+# In Llama `post_attention_layernorm` is the norm before the feed-forward layer; here it normalizes the output of
+# attention. So these rules come after `ATTENTION` and replace its `pre_mlp_layernorm`.
 POST_NORMS: dict[str, Rule] = {
     "self_attention.linear_proj.post_norm": Replicated("post_attention_layernorm"),
     "pre_mlp_layernorm": Replicated("pre_feedforward_layernorm"),
@@ -12,6 +14,7 @@ POST_NORMS: dict[str, Rule] = {
 }
 
 FAMILY = Family(
+    # The scale of the logits has a setting of its own, because it is not always that of `head_dim`.
     decoder=lambda config: gemma_decoder(
         config, post_norm=True, scale=config.query_pre_attn_scalar**-0.5, softcap=config.attn_logit_softcapping
     ),

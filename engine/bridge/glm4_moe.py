@@ -12,6 +12,7 @@ from .qwen3_moe import MIXTURE
 
 
 def _decoder(config: Any) -> Decoder:
+    # With groups, Megatron-core would score them by other experts than transformers does; see `deepseek_v3`.
     if not config.norm_topk_prob or config.n_group != 1:
         raise ModelError(
             f"norm_topk_prob={config.norm_topk_prob}, n_group={config.n_group}: this bridge requires weights that add up to one, and "
@@ -28,6 +29,7 @@ def _decoder(config: Any) -> Decoder:
         shared_ffn=config.moe_intermediate_size * config.n_shared_experts,
     )
     qk_norm = "head" if config.use_qk_norm else None
+    # `attention_bias` is about query, key and value only: the output projection has none.
     return read_decoder(config, supported=("partial_rotary_factor",), proj_bias=False, qk_norm=qk_norm, experts=experts)
 
 

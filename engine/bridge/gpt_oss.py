@@ -10,6 +10,8 @@ LAYER: dict[str, Rule] = {
     # One logit per query head, split like the heads.
     "self_attention.core_attention.sinks": ColumnParallel("self_attn.sinks"),
     "mlp.router": Replicated("mlp.router"),
+    # Full names, because the tensors on disk have no leaf. Gate and up alternate in the columns of `gate_up_proj`, so a
+    # contiguous slice of columns has them in pairs and needs no reordering.
     "mlp.experts.linear_fc1.weight": StackedExperts("mlp.experts.gate_up_proj", split=1),
     "mlp.experts.linear_fc1.bias": ExpertBiases("mlp.experts.gate_up_proj_bias", split=True),
     "mlp.experts.linear_fc2.weight": StackedExperts("mlp.experts.down_proj", split=0),

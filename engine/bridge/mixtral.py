@@ -7,6 +7,7 @@ from .rules import ExpertColumns, ExpertRows, Replicated, Rule
 
 MIXTURE: dict[str, Rule] = {
     "mlp.router": Replicated("block_sparse_moe.gate"),
+    # In Mixtral's names, w1 is gate, w3 is up and w2 is down.
     "mlp.experts.linear_fc1": ExpertRows("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
     "mlp.experts.linear_fc2": ExpertColumns("block_sparse_moe.experts.{e}.w2"),
 }

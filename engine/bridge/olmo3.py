@@ -13,6 +13,7 @@ FAMILY = Family(
         "self_attention.q_layernorm": ColumnParallel("self_attn.q_norm"),
         "self_attention.k_layernorm": ColumnParallel("self_attn.k_norm"),
         "self_attention.linear_proj": RowParallel("self_attn.o_proj"),
+        # As in Gemma 2 and unlike in Llama, `post_attention_layernorm` normalizes the output of attention.
         "self_attention.linear_proj.post_norm": Replicated("post_attention_layernorm"),
         "mlp.linear_fc2.post_norm": Replicated("post_feedforward_layernorm"),
         **DENSE,

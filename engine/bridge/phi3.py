@@ -9,6 +9,7 @@ FAMILY = Family(
     decoder=lambda config: read_decoder(config, supported=("partial_rotary_factor",)),
     layer={
         "input_layernorm": Replicated("input_layernorm"),
+        # One matrix on disk too, but with all query heads first; Megatron-core has them group by group.
         "self_attention.linear_qkv": FusedQKVParallel("self_attn.qkv_proj"),
         "self_attention.linear_proj": RowParallel("self_attn.o_proj"),
         "pre_mlp_layernorm": Replicated("post_attention_layernorm"),

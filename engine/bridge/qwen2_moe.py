@@ -11,6 +11,7 @@ from .rules import ColumnParallel, Replicated, RowParallel, Rule
 SHARED: dict[str, Rule] = {
     "mlp.shared_experts.linear_fc1": ColumnParallel("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     "mlp.shared_experts.linear_fc2": RowParallel("mlp.shared_expert.down_proj"),
+    # Under its full name: Megatron-core has a parameter where Hugging Face has a module with a weight.
     "mlp.shared_experts.gate_weight": Replicated("mlp.shared_expert_gate.weight"),
 }
 

@@ -25,6 +25,7 @@ def read_delta_decoder_with_axes(config: Any, **different: Any) -> Decoder:
 
 FAMILY = Family(
     decoder=read_delta_decoder_with_axes,
+    # The order counts: `GATED_ATTENTION` replaces the rule of `ATTENTION` for `linear_qkv`.
     layer={**ATTENTION, **HEAD_NORMS, **GATED_ATTENTION, **DELTA_NET, **PROJECTIONS, **DENSE},
     outer=OUTER,
 )

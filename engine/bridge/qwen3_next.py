@@ -21,6 +21,7 @@ FAMILY = Family(
     layer={
         **ATTENTION,
         **HEAD_NORMS,
+        # After `ATTENTION`, whose rule for `linear_qkv` it replaces.
         **GATED_ATTENTION,
         **DELTA_NET,
         "self_attention.in_proj": GroupedHeadRows("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"),

@@ -20,6 +20,7 @@ FAMILY = replace(
     layer={
         **qwen3.FAMILY.layer,
         "mlp.router": Replicated("mlp.gate"),
+        # Under their full names, since the tensors on disk are parameters without the leaf `weight`.
         "mlp.experts.linear_fc1.weight": TransposedExperts("mlp.experts.gate_up_proj", joined=2),
         "mlp.experts.linear_fc2.weight": TransposedExperts("mlp.experts.down_proj", joined=1),
     },

@@ -85,6 +85,7 @@ class ColumnParallel:
     stacked: tuple[str, ...]
 
     def __init__(self, *stacked: str) -> None:
+        # The dataclass is frozen, and its generated `__init__` would take one tuple.
         object.__setattr__(self, "stacked", stacked)
 
     @property
@@ -153,6 +154,7 @@ class RowParallel(_SingleModule):
     def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return one stored slice."""
         if not self.is_split(len(shape)):
+            # Megatron-core adds the bias after the sum over ranks, so every rank has all of it.
             return [StoredSlice(names[0], shape, whole(shape))]
         rows, columns = shape
         return [StoredSlice(names[0], (rows, columns * part.size), whole(shape), (0, part.rank * columns))]
@@ -266,6 +268,8 @@ class TransposedExperts(_SingleModule):
         """Return a stored slice for each joined matrix of each of the rank's experts."""
         assert decoder.experts is not None
         rows, columns = shape[0] // part.experts // self.joined, shape[1]
+        # Gate and up are split by their outputs, down by its inputs, so that a rank's part of gate and up feeds its
+        # part of down without communication.
         splits_rows = self.joined > 1
         outputs = rows * self.joined * (part.size if splits_rows else 1)
         inputs = columns * (1 if splits_rows else part.size)
@@ -307,6 +311,7 @@ class ExpertBiases(_SingleModule):
         """Return one stored slice."""
         assert decoder.experts is not None
         columns = shape[1] * part.size if self.split else shape[1]
+        # The experts of a rank are contiguous, so one slice has all of them.
         offset = (part.first_expert, part.rank * shape[1] if self.split else 0)
         return [StoredSlice(names[0], (decoder.experts.count, columns), whole(shape), offset)]
 
@@ -333,6 +338,8 @@ class ExpertFactor(_SingleModule):
         # The tensor on disk has all experts, and the whole of the axis that ranks share.
         stored, size = [decoder.experts.count, *shape[1:]], list(shape)
         if self.split is not None:
+            # `joined` parts lie one after the other along this axis, here and on disk, and each is split over the ranks
+            # separately.
             stored[self.split] *= part.size
             size[self.split] //= self.joined
         slices = []
@@ -423,6 +430,7 @@ class FusedQKVParallel(_SingleModule):
         (name,) = names
         heads, kv_heads = decoder.heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
         total = heads + 2 * kv_heads
+        # Keys begin after all query heads, values after all key heads.
         return _qkv_slices((name,) * 3, (total,) * 3, (0, heads, heads + kv_heads), shape, part, decoder)
 
 

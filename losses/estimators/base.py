@@ -49,6 +49,7 @@ class EstimatorInputs(Protocol):
         """
         ...
 
+    # Fields are stored for packed tokens; estimators work on rows of completions.
     def padded(self, name: str) -> Tensor:
         """Return a token field as `[B, R]`.
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..advantages import Reduce
 
 _SCALE = "divide by the standard deviation of the group"
+# The default objective has a dual clip; these algorithms are defined without one.
 _PLAIN = {"dual_clip": None}
 _SUMMARY = "clipped at 0.2, mean over tokens"
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _GAMMA = "discount per token"
 _WHITEN = "shift and scale the advantages to mean 0 and variance 1 over the tokens of a step"
+# The default objective has a dual clip; these algorithms are defined without one.
 _PLAIN = {"dual_clip": None}
 _SUMMARY = "clipped at 0.2, mean over tokens"
 
@@ -52,6 +53,7 @@ class GAEEstimator(Estimator):
         return gae(x.token_rewards(), x.padded("values"), x.mask, self.gamma, self.lam)
 
     def finish(self, advantages: Tensor, x: EstimatorInputs, reduce: Reduce) -> Tensor:
+        # Only advantages are whitened. Returns are the critic's targets, and keep the scale of the rewards.
         return _whitened(advantages, x, reduce) if self.whiten else advantages
 
 
@@ -76,6 +78,7 @@ class ReinforcePlusPlusEstimator(Estimator):
     def estimate(self, x: EstimatorInputs) -> tuple[Tensor, Tensor | None]:
         from ..advantages import discounted_returns
 
+        # There is no critic and no baseline: the advantage of a token is its return, which whitening centers.
         returns = discounted_returns(x.token_rewards(), x.mask, self.gamma)
         return returns, returns
 
@@ -97,6 +100,7 @@ class ReinforcePlusPlusBaselineEstimator(Estimator):
     def estimate(self, x: EstimatorInputs) -> tuple[Tensor, Tensor | None]:
         from ..advantages import grpo
 
+        # Not divided by the deviation of the group: whitening scales all tokens of the step together.
         return grpo(x.rewards(), x.groups(), scale=False), None
 
     def finish(self, advantages: Tensor, x: EstimatorInputs, reduce: Reduce) -> Tensor:

@@ -100,6 +100,8 @@ class KLCovObjective(Objective):
         import torch
 
         selected = x.field("high_covariance") > 0
+        # Of the log-ratio without the bound that `ratio` has, so that the penalty keeps its gradient however far a
+        # token has moved.
         penalty = torch.where(selected, x.log_ratio, torch.zeros_like(x.log_ratio)).abs()
         return TokenLosses(-x.advantages * ratio + self.cov_coef * penalty, selected)
 

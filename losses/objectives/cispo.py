@@ -36,6 +36,7 @@ class CISPOObjective(Objective):
 
     def _check_values(self) -> None:
         check_not_negative(self, "clip_low", "clip_high")
+        # Unlike in `clipped`, exactly 1 is valid: here it stands for a weight without a lower bound, as in the paper.
         if self.clip_low > 1:
             raise ConfigError(f"clip_low={self.clip_low}; ratios are always positive, so it must be less than 1")
 

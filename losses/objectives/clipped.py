@@ -49,6 +49,7 @@ class ClippedObjective(Objective):
         if self.dual_clip == 0:
             # The dataclass is frozen; 0 is stored as None, so that both are the same below.
             object.__setattr__(self, "dual_clip", None)
+        # A smaller bound would remove the gradient of negative advantages at the ratio of 1, where every update begins.
         if self.dual_clip is not None and not (self.dual_clip > 1 and math.isfinite(self.dual_clip)):
             raise ConfigError(
                 f"dual_clip={self.dual_clip}; it is an upper bound on the ratio and must be more than 1; 0 disables it"
@@ -78,5 +79,6 @@ def check_ratio_bound(clip_low: float) -> None:
     Raises:
         ConfigError: The distance is 1 or more.
     """
+    # At 1 the lower bound is 0, which no ratio reaches: the setting would have no effect on negative advantages.
     if clip_low >= 1:
         raise ConfigError(f"clip_low={clip_low}; ratios are always positive, so it must be less than 1")

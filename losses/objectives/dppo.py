@@ -63,6 +63,8 @@ class DPPOTVObjective(_DPPOObjective):
     def _inside(self, x: PolicyTokens, low: float, high: float) -> Tensor:
         import torch
 
+        # One-sided: a token that moved against its advantage is always inside, as in the KL variant. Detached, since
+        # the region selects tokens and has no gradient itself.
         moved = (x.log_probs.exp() - x.old.exp()).detach()
         return torch.where(x.advantages > 0, moved <= high, moved >= -low)
 

@@ -49,13 +49,16 @@ class GMPOObjective(Objective):
 
         low, high = clip_bounds(self.clip_low, self.clip_high)
         log_ratio, advantages = x.log_ratio, x.advantages
+        # `[N]` and `[T]`. A document without completion tokens has a count of 0, and its mean would be a NaN.
         counts, rows = sequence_sums(x.mask, x.batch).clamp(min=1), sequence_of(x.batch)
         bounded = log_ratio.clamp(-low, high)
         # The smaller of the two objectives, as in PPO.
         pessimistic = torch.where(advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded))
+        # A token without an advantage has no pessimistic side; it counts as one whose ratio is 1.
         pessimistic = torch.where(advantages == 0, torch.zeros_like(pessimistic), pessimistic)
         means = sequence_sums(pessimistic * x.mask, x.batch) / counts
         # The exponential of the mean of the logarithms.
+        # The pessimistic side of a log-ratio is not clipped, so the mean needs a bound of its own.
         geometric = means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         # `[N]`; the aggregation takes the mean over a completion's tokens, which leaves the number as it is.
         losses = -(sequence_sums(advantages * x.mask, x.batch) / counts) * geometric

@@ -22,4 +22,5 @@ class GPGObjective(Objective):
     """
 
     def token_losses(self, x: PolicyTokens, ratio: Tensor) -> TokenLosses:
+        # `ratio` is unused: the loss does not correct for a policy that has moved since the completions were sampled.
         return TokenLosses(-x.advantages * x.log_probs)

@@ -39,8 +39,11 @@ class SAPOObjective(Objective):
     def token_losses(self, x: PolicyTokens, ratio: Tensor) -> TokenLosses:
         import torch
 
+        # An advantage of 0 gets the negative tau, which has no effect: its loss is 0.
         tau = torch.full_like(ratio, self.tau_negative).masked_fill(x.advantages > 0, self.tau_positive)
         # The factor 4 / tau makes the slope 1 at a ratio of 1, as that of the plain objective.
+        # The value at a ratio of 1 is 2 / tau and not 1, which adds a constant to the loss; the gradient is what
+        # counts.
         return TokenLosses(-x.advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau)
 
 

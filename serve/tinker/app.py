@@ -114,6 +114,7 @@ class TrainingApp:
                 *(Route(PREFIX + path, self._guarded(handler), methods=[method]) for method, path, handler in routes),
             ]
         )
+        # The size is limited before a body is read into memory; the address is checked first of all.
         sized = SizeGuard(app, int(self._settings.max_body_mib * 2**20))
         return HostGuard(sized, self._settings.hosts)
 
@@ -132,6 +133,7 @@ class TrainingApp:
 
     def _owner(self, request: Request) -> str:
         key = request.headers.get("x-api-key", "")
+        # Only the hash is compared and kept. Keys that differ are different users, also where any key may be used.
         owner = owner_of(key)
         if not key.startswith(KEY_PREFIX) or (self._settings.keys and owner not in self._settings.keys):
             raise BadRequestError(f"the key is missing or wrong; send it as: X-API-Key: {KEY_PREFIX}...", status=401)
@@ -193,6 +195,7 @@ class TrainingApp:
 
     async def _finish_session(self, request: Request, owner: str) -> Response:
         session = request.path_params["session"]
+        # Clients repeat this at exit: a session that is over or unknown is not an error.
         with suppress(BadRequestError):
             self._check_session(session, owner)
             await self.end_session(session)
@@ -200,12 +203,14 @@ class TrainingApp:
 
     async def end_session(self, session: str) -> None:
         """Free what a session has; its checkpoints stay."""
+        # First, so that no model can be created in it from now on; then the models that it has.
         await asyncio.wrap_future(self._database.execute(("UPDATE sessions SET finished = 1 WHERE id = ?", (session,))))
         models = self._database.read("SELECT id FROM models WHERE session = ? AND state = 'open'", session)
         await self._training.end([row["id"] for row in models])
 
     async def keep_house(self, every_s: float = 10.0) -> None:
         """End sessions that give no sign of life, and remove what has expired, again and again."""
+        # Clients could send no signs of life while the service was down.
         await asyncio.wrap_future(self._database.execute(("UPDATE sessions SET seen = ? WHERE finished = 0", (time.time(),))))
         while True:
             await asyncio.sleep(every_s)
@@ -278,6 +283,7 @@ class TrainingApp:
     async def _forward_backward(self, request: Request, owner: str) -> Response:
         most = int(self._settings.max_body_mib * 2**20)
         encoding = request.headers.get("content-encoding", "")
+        # Decompressing and parsing take long enough to hold up the event loop, and with it all other clients.
         body = await asyncio.to_thread(decompressed, await request.body(), encoding, most)
         message = await asyncio.to_thread(parse_forward_backward, body)
         future = await self._training.submit(owner, message.model_id, message.seq_id, "forward_backward", body)
@@ -360,6 +366,7 @@ class TrainingApp:
             payload = failure(str(e), category="user")
 
         def create(connection: Any) -> str:
+            # In one transaction, so that two requests of the same number do not both insert.
             sql = "SELECT digest, future FROM losses WHERE id IN (?, ?)"
             before = connection.execute(sql, (name, refused)).fetchone()
             if before is None:
@@ -415,6 +422,7 @@ class TrainingApp:
         if new.model_path is not None:
             row = self._checkpoints.find(new.model_path, owner)
             folder, base = row["folder"], row["base"]
+            # A sampler loads files in Hugging Face format; the shards of an engine are not.
             if self._settings.full and row["kind"] == TRAINING:
                 raise BadRequestError(
                     f"{new.model_path[:200]} is a state of training in shards, which is not sampled from; save one with save_weights_for_sampler"
@@ -428,6 +436,8 @@ class TrainingApp:
                 raise BadRequestError(
                     f"sampling_session_seq_id={new.sampling_session_seq_id} was another sampler; number each anew"
                 )
+            # Looked up again in the transaction: since `find` the checkpoint may have been deleted, and its folder with
+            # it.
             known = connection.execute("SELECT 1 FROM checkpoints WHERE folder = ?", (folder,)).fetchone()
             if folder and before is None and known is None:
                 raise BadRequestError(f"the checkpoint {new.model_path} has been deleted", status=404)
@@ -469,6 +479,7 @@ class TrainingApp:
     async def _retrieve(self, request: Request, owner: str) -> Response:
         ask = wire.parse(await request.body(), wire.RetrieveFuture)
         result = await self._futures.wait(ask.request_id, owner, self._settings.poll_s)
+        # 408 is the protocol's word for not yet: the client asks again at once.
         if result.state == "pending":
             return JSONResponse({"queue_state": "active"}, status_code=408)
         return Response(result.payload, media_type=PROTOBUF if result.state == "protobuf" else "application/json")
@@ -584,4 +595,5 @@ def _page(request: Request) -> tuple[int, int]:
         limit, offset = int(request.query_params.get("limit", 20)), int(request.query_params.get("offset", 0))
     except ValueError as e:
         raise BadRequestError(f"limit and offset must be whole numbers: {e}", status=422) from e
+    # Bounded, because SQLite reads a negative limit as no limit, and its integers have 64 bits.
     return max(0, min(limit, 1000)), max(0, min(offset, 2**62))

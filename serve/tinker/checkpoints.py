@@ -59,6 +59,7 @@ class Checkpoints:
             path.kind,
             path.name,
         )
+        # One answer for all three cases: it must not tell that another key has such a checkpoint.
         mine = row is not None and row["owner"] == owner
         expired = row is not None and row["expires"] is not None and row["expires"] < time.time()
         if row is None or expired or not (mine or (row["public"] and not to_change)):
@@ -75,6 +76,7 @@ class Checkpoints:
         """
         self.find(text, owner, to_change=True)
         path = CheckpointPath.parse(text)
+        # `column` comes from the code of the routes, never from a request.
         sql = f"UPDATE checkpoints SET {column} = ? WHERE model = ? AND kind = ? AND name = ?"
         await asyncio.wrap_future(self._database.execute((sql, (value, path.model, path.kind, path.name))))
 
@@ -91,6 +93,8 @@ class Checkpoints:
         # By its folder too: meanwhile another one may have its name.
         sql = "DELETE FROM checkpoints WHERE model = ? AND kind = ? AND name = ? AND folder = ?"
         await asyncio.wrap_future(self._database.execute((sql, (row["model"], row["kind"], row["name"], row["folder"]))))
+        # After the row is gone, no new sampler can take the folder: `_create_sampler` looks for the row in its
+        # transaction.
         await self._remove_unused(row["folder"])
 
     async def _remove_unused(self, folder: str) -> None:
@@ -127,6 +131,7 @@ class Checkpoints:
         folder = exported(row["folder"])
         files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
         # Those that were issued before may be in use: the last of them is used again until half of its time is over.
+        # A client that asks again and again must not add a token each time.
         fresh = time.time() + DOWNLOAD_S / 2
         self._downloads = {one: known for one, known in self._downloads.items() if known[-1] > time.time()}
         for token, known in self._downloads.items():
@@ -169,6 +174,7 @@ class Checkpoints:
             "(SELECT COUNT(*) FROM published o WHERE o.model = p.model AND o.number > p.number) >= ?))"
         )
         for row in self._database.read(sql, ended_before, time.time() - REPLACED_S, KEPT):
+            # A request still uses them; the next round tries again.
             if row["folder"] in used and not row["is_over"]:
                 continue
             await asyncio.wrap_future(self._database.execute(("DELETE FROM published WHERE number = ?", (row["number"],))))

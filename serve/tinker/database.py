@@ -69,6 +69,8 @@ class Database:
     """
 
     def __init__(self, file: Path) -> None:
+        # A file beside the database: SQLite has locks of its own on the database, and closing another descriptor of it
+        # in this process would release them.
         self._lock_file = open(file.with_name(f"{file.name}.lock"), "w")  # noqa: SIM115  # it lives as long as this object
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,10 +95,13 @@ class Database:
             ConfigError: It is something else, which stays as it is.
         """
         try:
+            # Without `isolation_level`, Python would begin transactions by itself. The writer is opened here and used
+            # by the thread, which `check_same_thread` would refuse.
             self._writer = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=1.0)
             try:
                 # Before anything is changed.
                 self._check_format(file)
+                # Reads proceed while the writer commits.
                 self._writer.execute("PRAGMA journal_mode=WAL")
                 # A transaction is on disk when it is over.
                 self._writer.execute("PRAGMA synchronous=FULL")
@@ -116,6 +121,7 @@ class Database:
         row = None
         if "about" in tables:
             row = self._writer.execute("SELECT value FROM about WHERE name = 'format'").fetchone()
+        # An empty `about` without other tables is left by a creation that was interrupted; it is completed.
         if row is None and set(tables) - {"about"}:
             raise ConfigError(f"{file} is a database of another program; give another folder (--state)")
         if row is not None and row[0] != FORMAT:
@@ -131,6 +137,7 @@ class Database:
 
     def read(self, sql: str, *values: Any) -> list[sqlite3.Row]:
         """Return the rows of a query."""
+        # One connection serves all threads of the process, and a cursor must be read before the next query.
         with self._lock:
             return self._reader.execute(sql, values).fetchall()
 
@@ -156,6 +163,7 @@ class Database:
 
     def close(self) -> None:
         """Write what waits, and close the file."""
+        # Behind everything that waits, so that all of it is written first.
         self._queue.put(None)
         self._thread.join()
         self._reader.close()
@@ -168,6 +176,7 @@ class Database:
         Raises:
             ConfigError: It was something else.
         """
+        # The first value stays; a later one is compared with it.
         self.execute(("INSERT OR IGNORE INTO about VALUES (?, ?)", (name, value))).result()
         row = self.one("SELECT value FROM about WHERE name = ?", name)
         assert row is not None
@@ -177,6 +186,7 @@ class Database:
     def _run(self) -> None:
         over = False
         while not over:
+            # Waits for one change, and takes what has arrived meanwhile with it: they share one fsync.
             waiting = [self._queue.get()]
             while len(waiting) < _AT_ONCE and not self._queue.empty():
                 waiting.append(self._queue.get())
@@ -195,6 +205,8 @@ class Database:
                 with suppress(sqlite3.Error):
                     if self._writer.in_transaction:
                         self._writer.execute("ROLLBACK")
+                # Each try has waited for the lock for the connection's timeout already, so there is no pause between
+                # tries.
                 is_held = isinstance(e, sqlite3.OperationalError) and ("locked" in str(e) or "busy" in str(e))
                 if is_held and time.monotonic() < end:
                     continue
@@ -206,18 +218,23 @@ class Database:
     def _try_commit(self, changes: list[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]]) -> None:
         failed: list[tuple[Future[Any], BaseException]] = []
         done: list[tuple[Future[Any], Any]] = []
+        # Takes the write lock now: a file that another program holds is noticed before any change has run.
         self._writer.execute("BEGIN IMMEDIATE")
         for change, future in changes:
             self._writer.execute("SAVEPOINT change")
             try:
                 done.append((future, change(self._writer)))
+            # A full disk or a lock concerns all changes, and SQLite may have ended the transaction: the caller rolls
+            # back all of them.
             except sqlite3.OperationalError:
                 raise
             except BaseException as e:  # passed to the caller of the change
                 self._writer.execute("ROLLBACK TO change")
                 failed.append((future, e))
+            # Also after the rollback, which leaves the savepoint open.
             self._writer.execute("RELEASE change")
         self._writer.execute("COMMIT")
+        # Only now, after the commit: what a future stands for must be on disk before its caller continues.
         for future, error in failed:
             future.set_exception(error)
         for future, result in done:

@@ -18,4 +18,5 @@ class BadRequestError(DrivetrainError):
 
 def reason(error: BaseException) -> str:
     """Return the message of an error for a user, also of one in a process."""
+    # The message of a WorkerError contains the traceback of its process, which is not for the client.
     return str(error.__cause__ if isinstance(error, WorkerError) and error.__cause__ is not None else error)

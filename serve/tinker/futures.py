@@ -83,6 +83,7 @@ class Futures:
         result = self.get(future, owner)
         if result.state != "pending":
             return result
+        # One event for all who wait for this result; `wake` removes it.
         event = self._waiting.setdefault(future, asyncio.Event())
         # Between the look and the wait it may have come.
         result = self.get(future, owner)
@@ -91,6 +92,7 @@ class Futures:
                 await asyncio.wait_for(event.wait(), seconds)
             except TimeoutError:
                 return result
+            # The event says that something has changed; what it is, is on disk.
             result = self.get(future, owner)
         return result
 
@@ -100,6 +102,7 @@ class Futures:
         old = "SELECT id FROM futures WHERE state != 'pending' AND created < ?"
         await asyncio.wrap_future(
             self._database.execute(
+                # First the samples, which are found by the futures that the second statement removes.
                 (f"DELETE FROM samples WHERE future IN ({old})", (limit,)),
                 (f"DELETE FROM futures WHERE id IN ({old})", (limit,)),
             )

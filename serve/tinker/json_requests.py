@@ -32,6 +32,7 @@ DEFAULT_RANK = 32
 MOST_SEED = 2**63 - 1
 
 
+# msgspec ignores fields that a class does not have, so newer clients may send more.
 class CreateSession(msgspec.Struct):
     """A client begins."""
 
@@ -97,6 +98,7 @@ class AnyTarget(msgspec.Struct):
 class AdamParams(msgspec.Struct):
     """The settings of an optimizer step."""
 
+    # The protocol's defaults, which are not those of torch.
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -272,6 +274,7 @@ def parse(body: bytes, kind: type[S]) -> S:
     """
     try:
         return msgspec.json.decode(body, type=kind)
+    # msgspec raises the second for JSON that is nested too deeply, and the third for text that is not UTF-8.
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
         raise BadRequestError(f"the body is not a valid {kind.__name__}: {e}", status=422) from e
 
@@ -346,10 +349,12 @@ def optim_of(request: OptimStep) -> OptimConfig:
             betas=(params.beta1, params.beta2),
             eps=params.eps,
             weight_decay=params.weight_decay,
+            # In the protocol 0 stands for no clipping, which is None in the engine.
             clip_grad_norm=params.grad_clip_norm or None,
         )
     except ConfigError as e:
         text = str(e)
+        # The message names settings of the engine, which the client does not know.
         for ours, theirs in _ADAM_NAMES.items():
             text = text.replace(ours, theirs)
         raise ConfigError(text) from e
@@ -411,6 +416,7 @@ def sampling_of(request: SampleBody, adapter: str, room: int) -> tuple[SamplingO
         max_tokens=params.max_tokens if params.max_tokens is not None else max(room, 1),
         temperature=params.temperature,
         top_p=params.top_p,
+        # Here 0 stands for all tokens, which is -1 in the protocol.
         top_k=max(params.top_k, 0),
         stop_tokens=tokens,
         # An empty list ends at nothing; without one, at the tokens of the model.

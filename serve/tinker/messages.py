@@ -9,6 +9,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 PACKAGE = "tinker_public"
 _FILE = "drivetrain_tinker.proto"
+# The numbers below are those of `FieldDescriptorProto` in protobuf's descriptor.proto.
 _LABELS = {"": 1, "optional": 1, "repeated": 3}
 _TYPES = {
     "double": 1,
@@ -80,6 +81,7 @@ def _set_type(field: Any, kind: str) -> None:
     if kind in _TYPES:
         field.type = _TYPES[kind]
     else:
+        # 14 stands for an enum, 11 for a message. A leading dot makes the name absolute.
         field.type, field.type_name = (14 if kind in _ENUMS else 11), f".{PACKAGE}.{kind}"
 
 
@@ -89,6 +91,8 @@ def _add_field(message: Any, text: str) -> None:
     modifier = modifiers[0] if modifiers else ""
     field = message.field.add(name=name, number=int(number), label=_LABELS.get(modifier, 1))
     if modifier == "map":
+        # On the wire a map is a repeated message of key and value. Protobuf demands this name, the field's in camel
+        # case with Entry behind it.
         entry = message.nested_type.add(name="".join(part.capitalize() for part in name.split("_")) + "Entry")
         entry.options.map_entry = True
         entry.field.add(name="key", number=1, label=1, type=_TYPES["string"])
@@ -102,6 +106,7 @@ def _add_field(message: Any, text: str) -> None:
         if name_of_group not in names:
             message.oneof_decl.add(name=name_of_group)
             names.append(name_of_group)
+        # Fields of one group exclude each other; `WhichOneof` returns the one that is set.
         field.oneof_index = names.index(name_of_group)
 
 
@@ -111,6 +116,7 @@ def _add_presence(message: Any, fields: tuple[str, ...]) -> None:
         if text.startswith("optional "):
             name = text.partition(" = ")[0].split()[-1]
             field = next(field for field in message.field if field.name == name)
+            # In proto3 a scalar that is not set equals one that is 0; a group with one field tells them apart.
             message.oneof_decl.add(name=f"_{name}")
             field.proto3_optional, field.oneof_index = True, len(message.oneof_decl) - 1
 

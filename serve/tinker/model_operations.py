@@ -45,6 +45,8 @@ class ModelOperations:
 
     def prepare_folders(self) -> None:
         """Create the folders, and remove what was being written when the service died."""
+        # A folder is written before the transaction that names it, so a death in between leaves one that the database
+        # does not know.
         known = {
             Path(row["folder"]).parent.name
             for row in self._database.read(
@@ -72,6 +74,7 @@ class ModelOperations:
             OSError: The disk is full.
         """
         result, statements = await self._operations[request.kind](self, queue, request)
+        # Saved after optimizer steps, when there are no gradients: a checkpoint does not have them.
         queue.steps += request.kind == "optim_step"
         is_due = request.kind == "optim_step" and (queue.steps >= self._settings.steps_per_save or is_full)
         # A checkpoint that was loaded may be deleted, and then a restart could not load it again.
@@ -113,14 +116,18 @@ class ModelOperations:
         folder = await self._group.save(queue.model, str(self._states / secrets.token_hex(16)))
         before = self._database.one("SELECT saved_folder FROM models WHERE id = ?", queue.model)
         if before is not None and before["saved_folder"]:
+            # Removed only when the new state is in the database, see `remove_replaced`.
             self._replaced.append(before["saved_folder"])
+        # Requests that have arrived already, but come after the saved one, still count.
         queue.steps, queue.logged = 0, sum(request.size for seq, request in queue.waiting.items() if seq > last)
         return [
+            # Unless the session has ended while the state was written: an ended model must not name a folder again.
             ("UPDATE models SET saved_seq = ?, saved_folder = ? WHERE id = ? AND state = 'open'", (last, folder, queue.model)),
             ("UPDATE requests SET body = NULL WHERE model = ? AND seq <= ?", (queue.model, last)),
         ]
 
     async def _create_model(self, queue: ModelQueue, request: QueuedRequest) -> Outcome:
+        # Stored, because the settings of a model from a checkpoint are known only now.
         config = await self.build(queue.model)
         update = ("UPDATE models SET config = ? WHERE id = ?", (json.dumps(asdict(config)), queue.model))
         row = self._database.one("SELECT source, source_path FROM models WHERE id = ?", queue.model)
@@ -144,11 +151,13 @@ class ModelOperations:
     async def _save_weights(self, queue: ModelQueue, request: QueuedRequest) -> Outcome:
         path, settings = request.arguments
         root = str(self._checkpoints / secrets.token_hex(16))
+        # Only a state to continue from needs moments and the shards of the engine.
         write = self._group.save if path.kind == TRAINING else self._group.publish
         folder = await write(queue.model, root)
         if path.kind == EXTERNAL and not self._group.is_full:
             # What is downloaded is what peft loads.
             try:
+                # In a thread: it reads and writes whole files, and touches no process.
                 await asyncio.to_thread(merge, folder, Path(folder).parent / "peft", adapters="only")
             except DrivetrainError:
                 remove_folder(folder)
@@ -156,6 +165,7 @@ class ModelOperations:
         sql = "SELECT folder, bytes FROM checkpoints WHERE model = ? AND kind = ? AND name = ?"
         before = self._database.one(sql, path.model, path.kind, path.name)
         size = self._checked_size(folder, queue.owner, 0 if before is None else before["bytes"])
+        # A sampler may use the folder of the checkpoint that this one overwrites; it is then removed with the sampler.
         if before is not None and self._database.one("SELECT 1 FROM samplers WHERE folder = ?", before["folder"]) is None:
             self._replaced.append(before["folder"])
         now, ttl = time.time(), settings["ttl_seconds"]
@@ -172,6 +182,7 @@ class ModelOperations:
         Raises:
             BadRequestError: The key may not have as much; the checkpoint is removed again.
         """
+        # Measured after it was written, since the size is not known before.
         size = sum(file.stat().st_size for file in Path(folder).parent.rglob("*") if file.is_file())
         # What has become a sampler by its path is counted once, and weights that newer ones have replaced are not: they are removed soon.
         sql = (
@@ -192,12 +203,14 @@ class ModelOperations:
         session, number, base, is_live = request.arguments
         folder = await self._group.publish(queue.model, str(self._checkpoints / secrets.token_hex(16)))
         sampler = f"{session}:sample:{number}"
+        # Checked after the write, in which a sampler with this number may have been created.
         if self._database.one("SELECT 1 FROM samplers WHERE id = ?", sampler) is not None:
             remove_folder(folder)
             raise BadRequestError(f"there is a sampler {number} of this session already; number each anew")
         replaced = None
         if is_live:
             newest = "SELECT bytes FROM published WHERE model = ? ORDER BY number DESC LIMIT 1"
+            # These bytes become free when the new weights count, so they are not added to them.
             replaced = self._database.one(newest, queue.model)
         size = self._checked_size(folder, queue.owner, 0 if replaced is None else replaced["bytes"])
         insert = (
@@ -208,6 +221,7 @@ class ModelOperations:
             publish = "INSERT INTO published (model, owner, folder, bytes, created) VALUES (?, ?, ?, ?, ?)"
             rows = [
                 (publish, (queue.model, queue.owner, folder, size, time.time())),
+                # Without folder and size: it uses the newest row of `published`, where the size is counted.
                 (insert, (sampler, session, queue.owner, base, "", 0, queue.model)),
             ]
         else:
@@ -228,6 +242,7 @@ class ModelOperations:
 
 def exported(checkpoint: str) -> Path:
     """Return the folder with the files that are downloaded of a checkpoint: those of peft, or a whole model."""
+    # Written beside the checkpoint by `_save_weights`; a fully trained model has none.
     peft = Path(checkpoint).parent / "peft"
     return peft if peft.is_dir() else Path(checkpoint)
 

@@ -36,6 +36,7 @@ class Passes:
             DrivetrainError: It cannot be done.
         """
         request.pieces = self.pieces(model, body)
+        # Kept, because pieces are removed as they are computed, and the answer needs the shapes of all datums.
         request.shapes = [shape for piece in request.pieces for shape in _shapes(piece.batch)]
         request.counts = [piece.batch.num_sequences for piece in request.pieces]
         request.forward_only = request.pieces[0].forward_only
@@ -59,6 +60,7 @@ class Passes:
         for batch in batches:
             targets = batch.token_fields.get(TARGETS, batch.labels)
             for name, ids in (("model_input", batch.input_ids), ("target_tokens", targets)):
+                # Checked here, where the message can use the client's names; negative ids were refused before.
                 if int(ids.max()) >= self._vocabulary:
                     raise BadRequestError(
                         f"{name} has the token id {int(ids.max())}; the model has those below {self._vocabulary}"
@@ -90,6 +92,8 @@ def _metrics(request: QueuedRequest) -> dict[str, float]:
     totals: dict[str, float] = {}
     for reply, count in zip(request.replies, request.counts, strict=True):
         for name, mean in reply.metrics.items():
+            # Means are weighted by the datums of their piece, so that the result does not depend on how the request was
+            # cut.
             totals[name] = totals.get(name, 0.0) + mean * count
     return {name: total / sum(request.counts) if name.endswith(":mean") else total for name, total in totals.items()}
 

@@ -9,6 +9,7 @@ SCHEME = "tinker://"
 TRAINING, EXTERNAL = "weights", "external_weights"
 KINDS = {TRAINING: "training", "sampler_weights": "sampler", EXTERNAL: "external"}
 """The parts of a path that say what a checkpoint is for, with their names in lists."""
+# Names are parts of addresses, so they have nothing that would be escaped there, and do not begin with a dot.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 

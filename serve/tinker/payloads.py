@@ -40,9 +40,11 @@ REFUSED = {
     "stable_reinforce": "its formula is not published; use ppo or cispo",
 }
 
+# The limits of what a request may make the service allocate. At 8 bytes each, 2**25 numbers take 256 MiB.
 MOST_TARGETS_PER_TOKEN = 1024
 MOST_NUMBERS = 2**25
 """The largest number of targets of a request and numbers of these, of 4 or 8 bytes each."""
+# A block of zstd takes as few as 4 bytes and has up to 128 KiB, so a slice of 512 bytes becomes about 16 MiB.
 _SLICE = 512
 
 
@@ -61,6 +63,7 @@ def decompressed(body: bytes, encoding: str, most: int) -> bytes:
         return body
     if encoding != "zstd":
         raise BadRequestError(f"content-encoding {encoding[:40]!r} is not known; send zstd, or none")
+    # A header may ask for a window of gigabytes; 128 MiB is zstd's default limit.
     reader = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
     parts: list[bytes] = []
     size = 0
@@ -77,6 +80,7 @@ def decompressed(body: bytes, encoding: str, most: int) -> bytes:
                 break
     except zstandard.ZstdError as e:
         raise BadRequestError(f"the body is not zstd: {e}") from e
+    # Without this, a body that was cut off would be taken as a shorter one.
     if not reader.eof:
         raise BadRequestError("the body is not zstd, or only the beginning of it")
     return b"".join(parts)
@@ -171,6 +175,7 @@ def batches_of(data: Sequence[Any], loss: TokenSumLoss | TracedLoss, longest: in
                 raise BatchError(f"{title} lacks the loss_fn_input {name!r}, which {loss.name[:100]} reads")
         targets = _shape(inputs["target_tokens"], len(ids), f"target_tokens of {title}")
         shapes = [one.shape(inputs[one.name], targets, title) for one in read]
+        # Counted by shape, before any array of this datum is built.
         numbers += math.prod(targets) + sum(math.prod(shape) for shape in shapes)
         # What is sparse may be small, and large as soon as it is not.
         if numbers > MOST_NUMBERS:
@@ -183,6 +188,7 @@ def batches_of(data: Sequence[Any], loss: TokenSumLoss | TracedLoss, longest: in
         ]
         ids_of_targets = _token_ids(inputs["target_tokens"], targets, f"target_tokens of {title}")
         rows.append(_Row(f"datum {number}", ids, ids_of_targets, values))
+    # `groupby` joins neighbors only, so the order of datums, and of their results, is that of the request.
     groups = groupby(rows, key=lambda row: tuple(column.shape[1:] for column in (row.targets, *row.values)))
     return [_packed(list(group), read) for _, group in groups]
 
@@ -246,6 +252,7 @@ def _packed(rows: Sequence[_Row], read: Sequence[_Input]) -> PackedBatch:
         input_ids=_joined([row.ids for row in rows]),
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        # With several targets the loss reads `TARGETS`; labels are still needed, and the first target stands for them.
         labels=targets[:, 0] if several else targets,
         token_fields={**token_fields, **({TARGETS: targets} if several else {})},
         sequence_fields={name: column for name, (rank, column) in columns.items() if rank == 0},
@@ -370,6 +377,7 @@ def dense(
         or bool(((columns < 0) | (columns >= shape[1])).any())
     ):
         raise BatchError(f"{title} is not a sparse matrix (CSR) of shape {list(shape)} with {len(values)} values")
+    # The row of each entry. Checked above, so that no index below is out of bounds.
     rows = np.repeat(np.arange(shape[0]), np.diff(starts))
     if bool(((np.diff(columns) <= 0) & (np.diff(rows) == 0)).any()):
         raise BatchError(f"{title} is a sparse matrix whose columns do not ascend in each row")
@@ -398,6 +406,7 @@ def forward_backward_answer(
         record = answer.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(sizes))
         tensor = record.fields["logprobs"]
         tensor.data = data[start : start + sum(sizes)].tobytes()
+        # In bytes, from the beginning of `data`; one more than there are datums.
         tensor.offsets = np.cumsum([0, *(4 * size for size in sizes)]).astype("<i8").tobytes()
         tensor.dtype = messages.FLOAT32
         tensor.trailing_shape.extend(trailing)

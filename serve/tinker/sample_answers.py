@@ -89,8 +89,10 @@ def asked_targets(asked: TokenMatrix, positions: int) -> np.ndarray:
             np.asarray(part or [], dtype=np.int64)
             for part in (asked.data, asked.sparse_crow_indices, asked.sparse_col_indices)
         )
+    # NumPy raises it for an integer of more than 64 bits, which JSON can have.
     except OverflowError as e:
         raise BatchError(f"{title} has a number that is not an int64") from e
+    # -1 marks what was not asked for; in a dense matrix the client may send it itself.
     if asked.sparse_crow_indices is not None:
         values = dense(values, starts, columns, shape, title, missing=-1)
     elif len(values) != math.prod(shape):
@@ -118,6 +120,7 @@ def sample_answer(responses: Sequence[SampleResult], scores: PromptScores) -> by
 
 
 def _write_top(message: Any, top: TopTokens) -> None:
+    # `astype` copies, so that the next line does not change the arrays of the caller.
     tokens, log_probs = top.tokens.astype("<i4"), top.log_probs.astype("<f4")
     tokens[: top.empty], log_probs[: top.empty] = 0, _NO_LOG_PROB
     message.length, message.k = tokens.shape
@@ -133,6 +136,7 @@ def _write_targets(message: Any, values: np.ndarray, asked: TokenMatrix) -> None
         return
     starts = np.asarray(asked.sparse_crow_indices, dtype="<i8")
     columns = np.asarray(asked.sparse_col_indices or [], dtype="<i8")
+    # Answered at the entries that were asked for, with the same index arrays.
     rows = np.repeat(np.arange(len(values)), np.diff(starts))
     message.sparse_csr.values = values[rows, columns].astype("<f4").tobytes()
     message.sparse_csr.crow_indices, message.sparse_csr.col_indices = starts.tobytes(), columns.tobytes()

@@ -109,7 +109,9 @@ class AdapterSnapshots(SamplerWeights):
         while name not in self._folders and len(self._folders) >= self.at_a_time:
             unused = next(other for other in self._folders if not in_use(other))
             del self._folders[unused]
+            # A worker that was started again does not have it, so errors are ignored.
             await self._replicas.on_all(partial(_call, "drop_adapter", unused))
+        # Until all workers have it. A load that fails on one must be repeated on all.
         self._folders[name] = ""
         _raise_first(await self._replicas.on_all(partial(_call, "load_adapter", name, folder)))
         self._folders[name] = folder
@@ -158,8 +160,10 @@ class ModelSnapshots(SamplerWeights):
         loading = self.held_as(name), folder or self._own
         if self._loaded == loading:
             return
+        # From here on workers may differ, also if this is interrupted.
         self._loaded = None
         self._version += 1
+        # Before the load: tokens of this version may come while other workers still load.
         self._names[self._version] = loading[0]
         version = self._version
         _raise_first(await self._replicas.on_all(partial(_call, "load_folder", loading[1], version)))
@@ -179,5 +183,6 @@ async def _call(method: str, *args: Any) -> Any:
 
 def _raise_first(results: list[Any]) -> None:
     for result in results:
+        # Only after all workers have answered, so that none is still loading when the caller tries again.
         if isinstance(result, BaseException):
             raise result

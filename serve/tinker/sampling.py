@@ -113,6 +113,7 @@ class SamplingService:
         """How many requests use each checkpoint."""
         self._longest = longest
         self._refreshes: set[asyncio.Task[None]] = set()
+        # Weights are loaded by one request at a time: two could otherwise choose the same adapter to replace.
         self._lock = asyncio.Lock()
         self._places = AdapterPlaces(at_once, weights.at_a_time)
         self._matrices = FairPlaces(MATRICES_AT_ONCE)
@@ -129,6 +130,7 @@ class SamplingService:
             "SELECT s.sampler, s.body, s.future, f.owner FROM samples s JOIN futures f ON f.id = s.future WHERE f.state = 'pending'"
         )
         for row in rows:
+            # Bodies carry their seed in the first line, see `submit`.
             samples = 1
             # What is wrong with it is said by its result.
             with suppress(BadRequestError):
@@ -138,6 +140,7 @@ class SamplingService:
 
     async def close(self) -> None:
         """Stop all requests, which begin anew with the service."""
+        # Copied, because the tasks remove themselves as they end.
         tasks = [*self._tasks.values(), *self._refreshes]
         for task in tasks:
             task.cancel()
@@ -193,6 +196,7 @@ class SamplingService:
             "INSERT INTO samples (sampler, seq, body, digest, future) VALUES (?, ?, ?, ?, ?)",
             (request.sampling_session_id, number, b"%d\n" % seed + body, digest, future),
         )
+        # Counted before the write is waited for, so that requests that arrive meanwhile see it.
         self._count(owner, samples)
         try:
             await asyncio.wrap_future(self._database.execute(row, self._futures.row(future, owner, "sample")))
@@ -221,6 +225,7 @@ class SamplingService:
             row = self._database.one("SELECT sampler FROM samples WHERE future = ?", future)
             assert row is not None
             task.cancel()
+            # The task may have been writing its result, which then stands: `_finish` changes pending results only.
             await asyncio.wait([task])
             await self._finish(row["sampler"], future, "json", failure("the request was cancelled", category="user"))
 
@@ -238,6 +243,7 @@ class SamplingService:
         """
         if not 0 <= clone < _MOST_CLONES:
             raise BadRequestError(f"cloned_sampler_id={clone}; it must be from 0 to {_MOST_CLONES - 1}")
+        # The numbers of a copy are a range, which `CAST` compares as integers: the column holds text.
         sql = (
             "SELECT s.future, s.completed, f.state, LENGTH(f.payload) AS size FROM samples s JOIN futures f ON f.id = s.future "
             "WHERE s.sampler = ? AND s.completed > ? AND CAST(s.seq AS INTEGER) BETWEEN ? AND ? ORDER BY s.completed LIMIT ?"
@@ -268,6 +274,7 @@ class SamplingService:
             del self._pending[owner]
 
     def _uncount(self, future: str) -> None:
+        # Called when the result is written and again when the task ends; `pop` makes the second one do nothing.
         owner, samples = self._counted.pop(future, ("", 0))
         if samples:
             self._count(owner, -samples)
@@ -295,6 +302,7 @@ class SamplingService:
             payload, state = failure(f"{type(e).__name__}: {e}", category="server"), "json"
         # It is too late to cancel it now.
         write = asyncio.create_task(self._finish(sampler, future, state, payload))
+        # Kept, since the loop itself has only weak references to tasks.
         self._writes.add(write)
         write.add_done_callback(self._writes.discard)
         await asyncio.shield(write)
@@ -304,6 +312,8 @@ class SamplingService:
         sql, values = self._futures.finished(future, state, payload)  # type: ignore[arg-type]
 
         def change(connection: sqlite3.Connection) -> None:
+            # The counter of the sampler is the cursor of its clients. It grows in the transaction of the result, so
+            # that they see results in the order of their numbers.
             if connection.execute(sql, values).rowcount:
                 connection.execute("UPDATE samplers SET completed = completed + 1 WHERE id = ?", (sampler,))
                 number = "UPDATE samples SET body = NULL, completed = (SELECT completed FROM samplers WHERE id = ?) WHERE future = ?"
@@ -311,6 +321,7 @@ class SamplingService:
 
         await asyncio.wrap_future(self._database.write(change))
         self._uncount(future)
+        # After the write: those who are woken read the database.
         self._futures.wake(future)
         for news in self._news.get(sampler, ()):
             news.set()
@@ -323,6 +334,8 @@ class SamplingService:
         row = self._database.one("SELECT folder, owner, live FROM samplers WHERE id = ?", sampler)
         if row is None:
             raise BadRequestError(f"the sampler {sampler} has been deleted")
+        # A live sampler starts from the newest weights. They are held as in use below, so that they are not removed
+        # meanwhile.
         folder = self._published(row["live"]) if row["live"] else row["folder"]
         source = _Source(row["owner"], folder, row["live"])
         room = self._room - len(prompt)
@@ -336,6 +349,7 @@ class SamplingService:
         if stops and self._texts is None:
             raise BadRequestError("stop has texts, but the model has no tokenizer with which to see them; stop at token ids")
         if options.seed is None:
+            # Of all responses together: each differs by its number `sample`.
             options = replace(options, seed=int(seed))
         scores = asyncio.create_task(self._prompt_scores(source, prompt, request))
         responses = [
@@ -351,6 +365,8 @@ class SamplingService:
         ]
         try:
             # The first error is that of the request.
+            # `gather` raises the first error at once; the others are cancelled below, instead of being generated for
+            # nothing.
             with self._using(source.folder):
                 await asyncio.gather(scores, *responses)
             return sample_answer([one.result() for one in responses], scores.result())
@@ -399,6 +415,7 @@ class SamplingService:
     async def _prompt_scores(self, source: "_Source", prompt: Sequence[int], request: SampleBody) -> PromptScores:
         """Return what a request asks about its prompt."""
         last = request.prompt_logprobs_last_n
+        # The first token has no log-probability, so at least one position is hidden.
         hidden = 1 if last is None else max(1, len(prompt) - last)
         log_probs: list[float] | None = None
         top: TopTokens | None = None
@@ -421,6 +438,7 @@ class SamplingService:
             async with self._matrices.place(source.owner):
                 ids = asked_targets(asked, positions)
                 self._check_ids("target_prompt_logprobs", max(int(ids.min()), 0), int(ids.max(initial=0)))
+                # -1 stands for no target and is not an id: 0 is computed in its place, and dropped after the pass.
                 batch = _next_tokens(prompt).with_fields(**{TARGETS: torch.from_numpy(ids).clamp_min(0)})
                 reply = await self._scoring.score(source.owner, source.folder, batch)
                 assert reply.log_probs is not None
@@ -432,6 +450,8 @@ class SamplingService:
         reply = await self._scoring.score(source.owner, source.folder, _next_tokens([*prompt, *tokens]), top_k=k)
         assert reply.top_tokens is not None
         assert reply.top_log_probs is not None
+        # The output at a position is about the next token, so those of the response begin at the last token of the
+        # prompt.
         rows = slice(len(prompt) - 1, None)
         return TopTokens(tokens=reply.top_tokens[rows].numpy(), log_probs=reply.top_log_probs[rows].numpy())
 
@@ -439,12 +459,15 @@ class SamplingService:
         """Return a response, as soon as it is its user's turn. It begins anew if its worker dies."""
         async with self._places.place(source.owner, self._weights.held_as(source.name)):
             response = await self._generated(request, source, stops)
+        # Outside of the place: a pass of the trainer must not keep a place of the generator.
         if top_k and response.tokens:
             top = await self._top_of_response(source, request.prompt, response.tokens, top_k)
             response = replace(response, top=top)
         return response
 
     async def _generated(self, request: GenerationRequest, source: "_Source", stops: Sequence[str]) -> SampleResult:
+        # Workers that die are started again by their supervisor, which takes seconds; a client waits for that at most
+        # `TRIES * RETRY_S` seconds.
         for attempt in range(TRIES):
             try:
                 return await self._attempt(request, source, stops)
@@ -474,11 +497,14 @@ class SamplingService:
         text = None if not stops or self._texts is None else self._texts.stream(stops)
         with self._replicas.streams([request]) as (stream,):
             async for token in stream:
+                # Before the token is used: weights may be swapped while a response is generated.
                 self._weights.check(source.name, token.version)
                 tokens.append(token.token)
                 log_probs.append(token.log_prob)
                 if text is not None:
                     text.add(token.token)
+                    # A text may end within a token, which only the decoded text shows. Leaving the block cancels the
+                    # rest of the response.
                     if text.stopped:
                         return SampleResult(tokens=tokens, log_probs=log_probs, reason="stop")
             reason: FinishReason = "stop" if stream.finish_reason == "stop" else "length"
@@ -498,6 +524,7 @@ class SamplingService:
         async def run() -> None:
             source = _Source("", "", model)
             async with self._lock:
+                # Weights that no worker holds are loaded by the next request that needs them.
                 if self._weights.has(source.name):
                     try:
                         await self._load(source)
@@ -520,6 +547,7 @@ def _next_tokens(tokens: Sequence[int]) -> PackedBatch:
     """Return a document whose labels are the next tokens, the last one too."""
     ids = torch.tensor(tokens, dtype=torch.int64)
     return PackedBatch(
+        # Without the last token, whose output nothing is compared with.
         input_ids=ids[:-1],
         position_ids=torch.arange(len(ids) - 1),
         cu_seqlens=torch.tensor([0, len(ids) - 1]),

@@ -61,6 +61,7 @@ class Scoring:
         done: asyncio.Future[AdapterReply] = asyncio.get_running_loop().create_future()
         request = AdapterRequest(
             adapter=_name(folder) if folder else None,
+            # The loss is not used, only the log-probabilities; its formula still reads weights.
             batch=batch.with_fields(loss_weights=torch.zeros(output_shape("log_probs", batch))),
             loss=TokenSumLoss("cross_entropy"),
             forward_only=True,
@@ -87,6 +88,8 @@ class Scoring:
         """
         chosen: list[_Score] = []
         tokens = 0
+        # What is computed at a time has a limited number of tokens, and no more checkpoints than the processes hold.
+        # The first that exceeds a limit ends the choice, so that nothing is overtaken.
         for one in in_turn(self._waiting, [one.owner for one in self._waiting], self._last):
             folders = {other.folder for other in (*chosen, one)} - {""}
             tokens += one.request.batch.num_tokens
@@ -103,6 +106,7 @@ class Scoring:
                     raise
                 except DrivetrainError as e:
                     errors[folder] = reason(e)
+            # A checkpoint that cannot be loaded fails its own prompts only.
             sound = [one for one in chosen if one.folder not in errors]
             computed = iter(await self._group.forward_backward([one.request for one in sound]) if sound else [])
             replies = [
@@ -115,6 +119,7 @@ class Scoring:
                     one.done.set_exception(
                         BadRequestError(f"the processes have died under this prompt: {reason(e)}", status=500)
                     )
+            # The others stay, and are computed again after the restart.
             self._waiting = [one for one in self._waiting if not one.done.done()]
             raise
         except DrivetrainError as e:
@@ -122,6 +127,7 @@ class Scoring:
         done = set(chosen)
         self._waiting = [one for one in self._waiting if one not in done]
         for one, reply in zip(chosen, replies, strict=True):
+            # The request may have been cancelled meanwhile.
             if one.done.done():
                 continue
             if reply.error:
@@ -132,10 +138,12 @@ class Scoring:
     async def _hold(self, folder: str) -> None:
         name = _name(folder)
         if name in self._held:
+            # Inserted again at the end, as the one that was used last.
             self._held[name] = self._held.pop(name)
             return
         if len(self._held) >= self._group.snapshots:
             oldest = next(iter(self._held))
+            # Before the call, and below only after it: a call that fails must not leave a name here that is not held.
             del self._held[oldest]
             await self._group.drop(oldest)
         await self._group.evaluate(name, folder)

@@ -70,6 +70,7 @@ class TrainingServiceSettings:
             ("--session-s", self.session_s),
             ("--steps-per-save", self.steps_per_save),
         ):
+            # Written like this, since a NaN is not above 0 either.
             if not value > 0:
                 raise ConfigError(f"{name} {value}; it must be above 0")
 
@@ -98,9 +99,11 @@ def read_keys(file: Path) -> tuple[str, ...]:
     if not keys:
         raise ConfigError(f"--api-key-file {file} has no keys; write one on each line, such as {KEY_PREFIX}...")
     for number, key in enumerate(keys, 1):
+        # A key is sent in a header, which takes printable ASCII only.
         if not key.startswith(KEY_PREFIX) or not key.isascii() or not key.isprintable() or " " in key or len(key) < 16:
             raise ConfigError(
                 f"key {number} of --api-key-file {file} is one that the client refuses, or too short to be secret: it must begin with "
                 f"{KEY_PREFIX}, and have at least 16 letters, digits and signs"
             )
+    # From here on the keys themselves are not kept.
     return tuple(owner_of(key) for key in keys)

@@ -46,6 +46,7 @@ from .settings import TrainingServiceSettings, read_keys
 from .training import Training
 from .training_group import POOL, ROLE, FullTrainingGroup, TrainingGroup
 
+# Clients keep requests for results open for `poll_s` seconds; the end of the service does not wait for these.
 SHUTDOWN_S = 2
 DATABASE = "service.sqlite"
 
@@ -59,6 +60,7 @@ class ServiceEngine:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until the process is asked to end; return the exit code."""
+    # Intermixed, because names and settings may stand before and after options.
     args = _parser().parse_intermixed_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -193,15 +195,18 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
         options={"max_lora_rank": args.max_lora_rank} if args.generator == "vllm" and not settings.full else {},
     )
     replicas = Replicas(RolloutWorker, rollout, args.samplers, SupervisorSettings(name="sampler", environment=_QUIET))
+    # A datum is one document, which has to fit into a pass and into the positions of the model.
     longest = min(engine.micro_batch.max_tokens, context_of(config) or sys.maxsize)
     passes = Passes(database, config.vocab_size, longest)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     app: list[TrainingApp] = []
+    # The routes and what trains need each other; the list is filled before anything is asked.
     training = Training(settings, database, futures, group, passes, lambda *of: app[0].arguments(*of))
     try:
         await asyncio.gather(group.start(), replicas.start())
+        # A request may go to any worker, so the smallest limit counts.
         room = min([await worker.acall("largest_request") for worker in replicas.workers])
         room = min(room, context_of(config) or room)
         sampling = SamplingService(
@@ -225,9 +230,11 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
             await _listen_until(stop, app[0].build(), listener, settings)
         finally:
             house.cancel()
+            # Samples first: they wait for log-probabilities that training computes.
             await sampling.close()
             await training.close()
     finally:
+        # Shielded, so that an interrupt does not leave processes behind.
         await asyncio.shield(asyncio.gather(group.close(), replicas.close()))
         database.close()
     return 0
@@ -243,11 +250,13 @@ def _training_group(
     if settings.full:
         # What is trained is a sum over tokens, without the loss of a mixture's routers. Each step brings the settings of the optimizer.
         model = ModelConfig(path=folder)
+        # `FullTrainer` refuses a model with this loss.
         if router_aux_coef(read_config(model), model):
             model = replace(model, router_aux_loss_coef=0.0)
         config = WorkerConfig(model=model, engine=engine, optim=OptimConfig(lr=1e-5))
         return FullTrainingGroup(_group(FullTrainingWorker, config, args.group, args.nproc))
     open_models = database.read("SELECT COUNT(*) AS n FROM models WHERE state = 'open'")[0]["n"]
+    # With a smaller --max-adapters than before, all open models must still be brought back.
     adapters = max(settings.max_adapters, open_models) + TrainingGroup.snapshots
     config = WorkerConfig(model=ModelConfig(path=folder, max_adapters=adapters), engine=engine)
     return TrainingGroup(_group(AdapterWorker, config, args.group, args.nproc))
@@ -270,6 +279,7 @@ async def _listen_until(stop: asyncio.Event, app: Any, listener: Any, settings: 
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SHUTDOWN_S)
     server = HTTPServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    # uvicorn has no event for its start. The address is printed when requests are answered.
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host

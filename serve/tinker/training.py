@@ -144,6 +144,8 @@ class Training:
         model = f"{session}:train:{number}"
         if (known := self._known(model, 0, CREATE, body)) is not None:
             return model, known
+        # A refusal is a result of the request like any other: the number is used, and a repetition gets the same
+        # answer.
         mine = sum(queue.owner == owner for queue in self._queues.values())
         if not error and self._group.is_full and self._queues:
             error = (
@@ -164,6 +166,7 @@ class Training:
         request = QueuedRequest(0, CREATE, new_future_id("create"), len(body), error=error)
         queue = ModelQueue(model, owner)
         more: list[Statement] = [row]
+        # A model that is refused is never built, so its request needs no replay.
         if error:
             more.append(("UPDATE requests SET outcome = 'failed', body = NULL WHERE model = ? AND seq = 0", (model,)))
         else:
@@ -202,8 +205,11 @@ class Training:
         if (known := self._known(model, seq, kind, body)) is not None:
             return known
         request = QueuedRequest(seq, kind, new_future_id(kind), len(body))
+        # Other requests have no tensors, and an optimizer step is what makes room: it must never be refused for lack of
+        # it.
         if kind != FORWARD_BACKWARD:
             return await self._take(queue, request, body)
+        # In a thread, because parsing a large body would hold up all other clients.
         request.dense = await asyncio.to_thread(self._passes.dense_size, body)
         self._check_room(owner, request)
         # Until the queue counts it: others of this key arrive while this one is prepared and written.
@@ -231,6 +237,7 @@ class Training:
                 "optim_step, or less at a time",
                 status=429,
             )
+        # A single request may be larger than the limit if nothing else waits; otherwise it could never be sent.
         if dense and dense + request.dense > self._settings.max_queued_mib * 2**20:
             raise BadRequestError(
                 f"the requests of this key that wait take {dense} bytes as tensors, and this one takes {request.dense}: more than "
@@ -297,6 +304,8 @@ class Training:
         def change(connection: sqlite3.Connection) -> None:
             if session:
                 sql = "SELECT finished FROM sessions WHERE id = ?"
+                # In the transaction of the insert: a session that ends at the same time either sees the new model, or
+                # refuses it.
                 (finished,) = connection.execute(sql, (session,)).fetchone()
                 if finished:
                     raise BadRequestError(f"the session {session} has ended", status=410)
@@ -347,6 +356,7 @@ class Training:
                     ("DELETE FROM requests WHERE model = ?", (model,)),
                 )
             )
+            # Only noted: the processes are called by `_run` alone, which may be in the middle of a call.
             self._ended.append((model, row["saved_folder"] if row else ""))
         self._wake.set()
 
@@ -355,6 +365,8 @@ class Training:
     async def _run(self) -> None:
         try:
             while True:
+                # Clearing the flag below loses nothing: what has set it is in a queue already, and `_advance` looks at
+                # all of them.
                 if not await self._advance():
                     await self._wake.wait()
                 self._wake.clear()
@@ -376,6 +388,7 @@ class Training:
             if request is not None and (request.error or not request.pieces):
                 await self._guarded([request], self._operate, queue, request)
                 busy = True
+        # Prompts have a turn between the pieces of models, so that neither keeps the other waiting for long.
         if self.scoring.is_waiting:
             await self._guarded([], self.scoring.compute)
             busy = True
@@ -420,6 +433,7 @@ class Training:
             except WorkerLostError:
                 if attempt == RESTARTS - 1:
                     raise
+            # The pause doubles, to about 3 s before the last try: what killed the processes may need time to pass.
             await asyncio.sleep(0.05 * 2**attempt)
 
     async def _compute(self, chosen: Sequence[tuple[ModelQueue, QueuedRequest, AdapterRequest]]) -> None:
@@ -442,12 +456,15 @@ class Training:
             request.replies.append(reply)
             if reply.error and not request.error:
                 request.error = reply.error
+            # Several pieces of a request may be in one call; it is finished once.
             if (not request.pieces or request.error) and (queue, request) not in finished:
                 finished.append((queue, request))
         for queue, request in finished:
             if request.error:
                 # A loss that fails in the middle of full training takes all gradients since the last step with it.
                 has_begun = len(request.replies) > 1 or (self._group.is_full and not request.forward_only)
+                # What is left of it is not computed. It is written as failed first, so that the restore below leaves it
+                # out.
                 request.pieces = []
                 await self._finish(queue, request, failure(request.error, category="user"), "json", outcome="failed")
                 if has_begun:
@@ -465,6 +482,8 @@ class Training:
             if request.kind != CREATE:
                 request.arguments = self._arguments(queue.model, request.kind, request.arguments)
             queued = sum(other.logged for other in self._queues.values() if other.owner == queue.owner)
+            # From half of the limit on, states are saved earlier, so that a client is not refused before its bodies can
+            # be dropped.
             is_full = queued > self._settings.max_queued_mib * 2**20 / 2
             answer, statements = await self._operations.run(queue, request, is_full=is_full)
         except WorkerLostError:
@@ -479,6 +498,7 @@ class Training:
                 await self._restore(queue.model)
             return
         await self._finish(queue, request, json_result(answer), "json", statements)
+        # After the transaction: until then the database names the old folders, which a restart would load.
         self._operations.remove_replaced()
 
     async def _finish(
@@ -501,7 +521,9 @@ class Training:
         if request.kind == CREATE and outcome == "failed":
             done.append(("UPDATE models SET state = 'closed' WHERE id = ?", (queue.model,)))
         finished = self._futures.finished(request.future, state, payload)
+        # The result and all its effects are one transaction. Only then is the queue advanced and the client woken.
         await asyncio.wrap_future(self._database.execute(*done, finished, *more))
+        # Unless the session has ended meanwhile, which has emptied the queue.
         if request.seq in queue.waiting:
             queue.done(request)
         self._lost.pop(request.future, None)
@@ -539,6 +561,7 @@ class Training:
             await self._group.drop(model)
         row = self._database.one("SELECT saved_seq, saved_folder FROM models WHERE id = ?", model)
         assert row is not None
+        # From here on the queue is built again from what is on disk, beginning at the saved state.
         queue.steps = queue.logged = 0
         queue.next_seq = 0
         if row["saved_folder"]:
@@ -569,11 +592,14 @@ class Training:
             await self._operations.build(queue.model)
         elif kind == FORWARD_BACKWARD and body is not None:
             pieces = self._passes.pieces(queue.model, body)
+            # One piece at a time, in their order. With `engine.invariant` the gradient does not depend on what shares a
+            # pass.
             for piece in () if pieces[0].forward_only else pieces:
                 (reply,) = await self._group.forward_backward([piece])
                 if reply.error:
                     raise BadRequestError(reply.error)
         elif kind == "optim_step":
+            # A step whose gradient was not finite is repeated too: what it did was to drop the gradient.
             with suppress(NonFiniteError):
                 await self._optim_step(queue.model, self._arguments(queue.model, kind, body))
             queue.steps += 1
@@ -587,10 +613,12 @@ class Training:
         try:
             await self._group.optim_step(model, optim)
         except WorkerError as e:
+            # An error of a process arrives wrapped; the cause tells which one it was.
             if isinstance(e.__cause__, NonFiniteError):
                 raise e.__cause__ from e
             raise
 
 
 def _digest(kind: str, body: bytes) -> str:
+    # The kind belongs to the digest: a request of another kind with the same body is not a repetition.
     return hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()

@@ -34,6 +34,7 @@ class TrainingGroup:
     def __init__(self, build: Callable[[], WorkerGroup]) -> None:
         self._build = build
         self._group: WorkerGroup | None = None
+        # One thread: calls of a group are collective, so all ranks must get them in one order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
 
     async def start(self) -> None:
@@ -127,6 +128,7 @@ class TrainingGroup:
 class FullTrainingGroup(TrainingGroup):
     """The role of a group that trains all weights of one model: a `FullTrainingWorker`."""
 
+    # Each snapshot is an engine with a whole model.
     snapshots = 1
     is_full = True
 
@@ -150,6 +152,7 @@ class FullTrainingGroup(TrainingGroup):
 
     async def publish(self, name: str, root: str) -> str:
         """Write the model in Hugging Face format; return its folder."""
+        # In a folder of its own inside of `root`, because callers remove the parent of a checkpoint.
         folder: str = await self.call("export_model", name, str(Path(root) / "model"))
         return folder
 

@@ -99,6 +99,7 @@ def pieces_of(batch: PackedBatch, most: int, documents: int | None = None) -> It
     rows: list[int] = []
     used = 0
     for row, length in enumerate(batch.lengths):
+        # A document that is larger than the limit gets a piece of its own: documents are not split.
         if rows and (used + length > most or len(rows) == documents):
             yield batch.select(rows)
             rows, used = [], 0
@@ -127,11 +128,14 @@ class RoundRobin:
         ready = [(queue, request) for queue in queues.values() if (request := queue.ready()) is not None and request.pieces]
         names = [queue.model for queue, _ in ready]
         begin = names.index(self._last) + 1 if self._last in names else 0
+        # From here on `ready` begins with the model after the one that was served last.
         ready = ready[begin:] + ready[:begin]
         chosen: list[tuple[ModelQueue, QueuedRequest, AdapterRequest]] = []
         left = self._tokens
         depth = 0
         while ready and left > 0:
+            # In round `depth` each model gets the piece of this number, so that a long request does not take all the
+            # room before the others have some.
             with_more = [(queue, request) for queue, request in ready if depth < len(request.pieces)]
             if not with_more:
                 break
@@ -147,5 +151,6 @@ class RoundRobin:
 
 def _cost(piece: AdapterRequest) -> int:
     """Return what a piece counts as, in tokens: an operation of a traced loss as one."""
+    # A traced loss runs each operation once for each document, whatever its length, so short documents are not cheap.
     operations = piece.loss.operations * piece.batch.num_sequences if isinstance(piece.loss, TracedLoss) else 0
     return max(piece.batch.num_tokens, operations)

@@ -47,11 +47,13 @@ class FairPlaces:
     def _release(self) -> None:
         while self._waiting:
             owner = next(iter(self._waiting))
+            # A user with more requests returns to the end of the dict, behind all others who wait.
             queue = self._waiting.pop(owner)
             turn = queue.popleft()
             if queue:
                 self._waiting[owner] = queue
             if not turn.done():
+                # The place is passed on without becoming free, so that a new request cannot take it first.
                 turn.set_result(None)
                 return
         self._free += 1
@@ -116,8 +118,10 @@ class AdapterPlaces:
 
     def _use(self, adapter: str) -> None:
         if adapter not in self._held and len(self._held) >= self._adapters:
+            # There is one: `_next` admits an adapter only if there is room or one is unused.
             unused = next(name for name, users in self._held.items() if not users)
             del self._held[unused], self._served[unused]
+        # Removed and inserted again, so that the dict stays in the order of last use.
         self._held[adapter] = self._held.pop(adapter, 0) + 1
         self._served[adapter] += 1
 
@@ -126,9 +130,12 @@ class AdapterPlaces:
         self._forget_cancelled()
         is_full = len(self._held) >= self._adapters
         has_room = not is_full or not all(self._held.values())
+        # Somebody waits for an adapter that is not held, and there is no room: adapters that are held get no more than
+        # their share.
         is_missed = is_full and any(name and name not in self._held for queues in self._waiting.values() for name in queues)
         for owner, queues in self._waiting.items():
             for adapter, queue in queues.items():
+                # The empty name is never held and takes no room, so it needs a free place only.
                 if adapter in self._held:
                     can_go_on = not is_missed or self._served[adapter] < self._places
                 else:
@@ -148,6 +155,7 @@ class AdapterPlaces:
     def _forget_cancelled(self) -> None:
         for owner, queues in list(self._waiting.items()):
             for adapter, queue in list(queues.items()):
+                # Waiting futures are only ever done by cancellation: those that got a place have left the queue.
                 while queue and queue[0].done():
                     queue.popleft()
                 if not queue:

@@ -29,10 +29,13 @@ def warn_about_unknown_tokens(dataset: TokenDataset, tokenizer: Any, setting: st
         return
     ends = {tokenizer.bos_token_id, tokenizer.eos_token_id}
     checked, tokens, affected = 0, 0, list[tuple[str, float]]()
+    # A range is sampled without building a list of all indices. The seed is fixed, so that the warning does not come
+    # and go.
     for index in Random(0).sample(range(len(dataset)), min(MOST_SAMPLES, len(dataset))):
         documents = dataset[index]
         checked += 1
         tokens += sum(len(document.ids) for document in documents)
+        # A sample counts by its worst document: in a pair, one unreadable side is enough.
         name, share = max(((one.name, _share(one, unknown, ends)) for one in documents), key=lambda pair: pair[1])
         if share > 0.5:
             affected.append((name, share))
@@ -66,8 +69,10 @@ def _share(document: Sample, unknown: dict[int, str], ends: set[int | None]) -> 
     """Return the share of unknown tokens in a document or, if it is larger, in the part that is learned."""
 
     def share(ids: Sequence[int]) -> float:
+        # Tokens at the ends stand for no text. In a short document they would lower the share.
         counted = [i for i in ids if i not in ends]
         return sum(i in unknown for i in counted) / max(1, len(counted))
 
     learned = [i for i, is_learned in zip(document.ids, document.supervised, strict=True) if is_learned]
+    # A readable prompt may be much longer than its unreadable answer, and only the answer is learned.
     return max(share(document.ids), share(learned))

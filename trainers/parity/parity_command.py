@@ -350,6 +350,7 @@ def run(job: Job, json_file: str | None, timeout: int) -> int:
     if code:
         return code
     for nproc in sorted({row.nproc for row in job.rows}):
+        # Results that were written before the limit still count; rows without one fail below.
         if not _run_rows(job, module, nproc, timeout):
             print(f"error: the rows with {nproc} processes took more than {timeout} s (--timeout)", file=sys.stderr)
     references = json.loads((folder / "references.json").read_text())
@@ -364,6 +365,7 @@ def run(job: Job, json_file: str | None, timeout: int) -> int:
     print(f"{agreeing} rows agree, {others}, over {job.steps} steps in {job.dtype}")
     if json_file:
         Path(json_file).write_text("[\n" + ",\n".join(json.dumps(row) for row in judged) + "\n]\n")
+    # A run in which nothing could be compared has shown nothing, so it does not pass.
     return 1 if failed or not agreeing else 0
 
 
@@ -388,6 +390,7 @@ def _run_rows(job: Job, module: Sequence[str], nproc: int, timeout: int) -> bool
         try:
             launched.wait(timeout=max(0.0, deadline - time.monotonic()))
         except BaseException as e:
+            # Also on an interrupt: a worker that waits in a collective for a dead peer would not end by itself.
             os.killpg(launched.pid, signal.SIGKILL)
             launched.wait()
             if not isinstance(e, subprocess.TimeoutExpired):

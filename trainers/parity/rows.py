@@ -179,6 +179,7 @@ def make_reference(job: Job) -> None:
             steps = [reference.step(*step) for step in documents_of(samples, config, job.steps)]
             steps_by_dtype[dtype] = [{"loss": s.loss, "grad_norm": s.grad_norm} for s in steps]
             if dtype == "float32":
+                # `save_file` refuses tensors that are not contiguous.
                 weights = {name: value.cpu().contiguous() for name, value in reference.weights().items()}
                 save_file(weights, str(_weights_file(job, row)))
         references[row.model] = {"steps": steps_by_dtype["float32"]}
@@ -224,6 +225,7 @@ def run_row(job: Job, row: Row) -> dict[str, Any]:
         method = SFTMethod(config)
         samples = load_data(config.model, config.data, kind=method.kind, budget=method.budget).train
         engine.initialize()
+    # An engine raises its errors on every rank, so all ranks return here and meet again at the next row.
     except DrivetrainError as e:
         return {"error": str(e)}
     try:
@@ -235,6 +237,7 @@ def run_row(job: Job, row: Row) -> dict[str, Any]:
             steps.append({"loss": result.loss, "grad_norm": result.grad_norm})
             shared, tokens = shared + result.shared_tokens, tokens + result.tokens
         reference_weights = load_file(str(_weights_file(job, row)))
+        # Every rank reads the whole stream, because gathering a tensor is collective.
         with engine.named_weights() as stream:
             # One tensor after another, so that the engine never gathers all of its weights at once.
             largest_difference = max(
@@ -260,6 +263,7 @@ def run_rows(job: Job, nproc: int) -> None:
         except Exception as e:  # a backend may raise anything; other ranks may wait for this one, so all processes restart
             job.result(i).write_text(json.dumps({"error": f"{type(e).__name__}: {e}"}))
             raise
+        # The file is also the mark that a row is done, so exactly one rank writes it.
         if dist.get_rank() == 0:
             job.result(i).write_text(json.dumps(result))
     close_distributed()

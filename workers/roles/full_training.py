@@ -56,6 +56,7 @@ class FullTrainingWorker(Worker):
         """Build the engine again, unless it is as new."""
         if self._is_fresh:
             return
+        # Closed before the new one is built, so that memory never holds the gradients and moments of two engines.
         self.engine.close()
         self.engine = self._new_engine(self.config)
         self._is_fresh = True
@@ -74,6 +75,7 @@ class FullTrainingWorker(Worker):
         if name in self._evaluated:
             self._evaluated.pop(name).engine.close()
         elif self._trainer is not None and self._trainer.name == name:
+            # The engine stays as it is: the next `create_model` builds it again. Its memory is in use until then.
             self._trainer = None
         else:
             raise ConfigError(f"there is no model {name!r}")
@@ -95,6 +97,8 @@ class FullTrainingWorker(Worker):
             The reply to each request.
         """
         replies: dict[int, AdapterReply] = {}
+        # Each name has an engine of its own, so only requests of one name can share passes. All ranks iterate in the
+        # same order.
         for name in dict.fromkeys(request.adapter for request in requests):
             numbers = [number for number, request in enumerate(requests) if request.adapter == name]
             computed = compute_requests(self._model(name), [requests[number] for number in numbers])
@@ -104,6 +108,8 @@ class FullTrainingWorker(Worker):
     def _model(self, name: str | None) -> FullTrainer:
         if self._trainer is not None and self._trainer.name == name:
             return self._trainer
+        # Loaded on first use: a service that is never asked about the model's own weights does not pay for another copy
+        # of them.
         if name is None and None not in self._evaluated:
             self.load_snapshot(None, self.config.model.path)
         if name not in self._evaluated:
@@ -149,15 +155,20 @@ class FullTrainingWorker(Worker):
             ConfigError: Another model is being trained.
             CheckpointError, ModelError: The folder is damaged, or belongs to another model. The weights can be incomplete then.
         """
+        # The name is released, so that `create_model` builds a fresh engine: moments and the step count must not remain
+        # if `optimizer` is false.
         if self._trainer is not None and self._trainer.name == name:
             self._trainer = None
         self.create_model(name)
         try:
+            # A checkpoint of the engine has a manifest; a folder in Hugging Face format does not. A URL can only be a
+            # checkpoint.
             if Path(folder).is_dir() and not (Path(folder) / MANIFEST).exists():
                 self.engine.load_weights(stored_weights(folder))
             else:
                 self.engine.load_checkpoint(folder, optimizer=optimizer)
         except BaseException:
+            # Weights that were loaded in part must not be trained under this name.
             self._trainer = None
             raise
 
@@ -166,6 +177,7 @@ class FullTrainingWorker(Worker):
         """Build an engine without an optimizer on the weights of a folder in Hugging Face format, which evaluates calls of this name."""
         if name in self._evaluated:
             self._evaluated.pop(name).engine.close()
+        # Without an optimizer the engine holds neither gradients nor moments.
         config = replace(self.config, model=replace(self.config.model, path=folder), optim=None)
         self._evaluated[name] = FullTrainer(self._new_engine(config), name)
 

@@ -60,6 +60,8 @@ def sums(user: Connection, other: Connection) -> None:
     expect_close([twice.run([*datums, *datums]).loss], [2 * result.loss], "the loss of all datums twice")
     lengths = user.create(), user.create()
     small = scaled(datums, 0.1)
+    # Adam's step hardly depends on the size of a gradient, so a mean could pass for a sum. With LINEAR it is
+    # proportional, and half of the rate must make up for twice the gradient.
     for one, batch, rate in ((lengths[0], small, 10.0), (lengths[1], [*small, *small], 5.0)):
         one.run(batch)
         one.step(**{**LINEAR, "learning_rate": rate})
@@ -94,6 +96,7 @@ def order(user: Connection, other: Connection) -> None:
         1: lambda: second.send(datums[:2], seq=1),
     }
     futures = {seq: send() for seq, send in sent.items()}
+    # Results are waited for in the order of numbers. `number` keeps the client's own count in step.
     for seq in (1, 2, 3, 4):
         second.connection.result(futures[seq])
         second.number()
@@ -110,6 +113,7 @@ def repetition(user: Connection, other: Connection) -> None:
     expect_close(again.passed(futures[0]).all, expected.all, "log-probabilities of a request that was repeated")
     again.number()
     for model in (once, again):
+        # A large eps makes the step proportional to the gradient, so that a gradient that was added twice shows.
         model.step(eps=1e3, learning_rate=1.0)
     expect_close(after(again, datums), after(once, datums), "log-probabilities after a step on a request that was repeated")
 
@@ -142,6 +146,7 @@ def adam(user: Connection, other: Connection) -> None:
         return after(model, datums)
 
     still = after(user.create(), datums)
+    # Without memory and with a tiny eps, a step is the learning rate times the sign of the gradient.
     sign = {"beta1": 0.0, "beta2": 0.0, "eps": 1e-30}
     expect_close(
         stepped((scaled(datums, 8.0), sign)),
@@ -155,6 +160,7 @@ def adam(user: Connection, other: Connection) -> None:
         "a step with a large eps, which is as long as the gradient, with 8 times the weights and an eighth of the rate",
     )
     expect(max(abs(a - b) for a, b in zip(stepped((datums, sign)), still, strict=True)) > 1e-3, "a step changes nothing")
+    # The second step has weights of 0, so its gradient is exactly 0: what it changes comes from the settings.
     resting = stepped((datums, sign), (nothing, {**sign, "eps": 1e-8}))
     expect_close(resting, stepped((datums, sign)), "a step with beta1 0 and no gradient, which must change nothing")
     carried = stepped((datums, {**sign, "beta1": 0.9}), (nothing, {**sign, "eps": 1e-8, "beta1": 0.9}))
@@ -165,6 +171,7 @@ def adam(user: Connection, other: Connection) -> None:
     )
     decayed = stepped((datums, sign), (nothing, {**sign, "eps": 1e-8, "weight_decay": 50.0}))
     expect(max(abs(a - b) for a, b in zip(decayed, resting, strict=True)) > 1e-4, "weight_decay changes nothing")
+    # Two gradients of the same direction that are longer than the bound are equal once they are clipped.
     clipped = {**LINEAR, "eps": 1.0, "grad_clip_norm": 1e-2}
     expect_close(
         stepped((large, clipped)), stepped((small, clipped)), "a step with a small grad_clip_norm, with 8 times the weights"
@@ -189,6 +196,7 @@ def log_prob_order(user: Connection, other: Connection) -> None:
 def ratios(user: Connection, other: Connection) -> None:
     """The losses of sampled tokens are their formulas: ratios are not truncated, and bounds are those of the request."""
     model = user.create()
+    # The second shift makes all ratios 400 times as large, where an implementation that truncates them differs.
     for shift in (0.0, 6.0):
         datums = [
             Datum(d.tokens, d.targets, {**d.fields, "logprobs": [q - shift for q in d.fields["logprobs"]]})
@@ -246,6 +254,7 @@ def saved(user: Connection, other: Connection) -> None:
     expected = after(model, datums)
     for one in (with_optimizer, without):
         expect_close(after(one, datums), expected, "log-probabilities of a model from a checkpoint")
+    # A step without a gradient moves a model by its moments alone, which shows whether they were loaded.
     nothing = scaled(datums, 0.0)
     for one in (model, with_optimizer, without):
         one.run(nothing)
@@ -297,6 +306,7 @@ def tenants(user: Connection, other: Connection) -> None:
             theirs.step(wait=False, learning_rate=0.5),
             mine.step(wait=False),
         ]
+        # Sent before any result is waited for, so that the service has requests of both users at the same time.
         for number, future in enumerate(pending):
             (mine if number in (0, 3) else theirs).connection.result(future)
     expect_close(after(mine, datums), expected, "log-probabilities of a model beside that of another user")

@@ -43,6 +43,7 @@ def send_to(url: str) -> Send:
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
 
     def send(method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, bytes]:
+        # A new connection each time: there is none that the service could have closed in between.
         connection = kind(parts.hostname or "", parts.port, timeout=SECONDS)
         try:
             connection.request(method, parts.path.rstrip("/") + path, body, headers)
@@ -127,6 +128,7 @@ class Connection:
         begin = time.monotonic()
         while time.monotonic() - begin < SECONDS:
             status, kind, answer = self.request("POST", "/retrieve_future", body)
+            # A service waits by itself before it answers 408, so there is no pause before the next try.
             if status == 408:
                 continue
             expect(status == 200, f"retrieve_future is answered with {status}: {answer[:300]!r}")
@@ -237,6 +239,7 @@ class Model:
         log_probs: list[list[float]] = []
         for record in output.loss_fn_outputs:
             tensor = record.fields["logprobs"]
+            # Offsets are in bytes, of 4 for each number.
             values, offsets = np.frombuffer(tensor.data, dtype="<f4"), np.frombuffer(tensor.offsets, dtype="<i8") // 4
             log_probs += [values[a:b].tolist() for a, b in pairwise(offsets.tolist())]
         return Passed(float(output.metrics["loss:sum"]), log_probs)
