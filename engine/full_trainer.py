@@ -67,7 +67,9 @@ class FullTrainer(CallTrainer):
         try:
             result = self.engine.optimizer_step(optim=optim)
         except NonFiniteError as e:
+            self._has_gradients = False
             raise NonFiniteError(message) from e
+        self._has_gradients = False
         # With engine.non_finite=skip there is no error, but the caller must know that this step was not made.
         if result.skipped:
             raise NonFiniteError(message)

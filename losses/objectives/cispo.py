@@ -38,7 +38,7 @@ class CISPOObjective(Objective):
         check_not_negative(self, "clip_low", "clip_high")
         # Unlike in `clipped`, exactly 1 is valid: here it stands for a weight without a lower bound, as in the paper.
         if self.clip_low > 1:
-            raise ConfigError(f"clip_low={self.clip_low}; ratios are always positive, so it must be less than 1")
+            raise ConfigError(f"clip_low={self.clip_low}; ratios are always positive, so it must be at most 1")
 
     def token_losses(self, x: PolicyTokens, ratio: Tensor) -> TokenLosses:
         low, high = clip_bounds(self.clip_low, self.clip_high)

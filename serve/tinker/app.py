@@ -211,14 +211,19 @@ class TrainingApp:
     async def keep_house(self, every_s: float = 10.0) -> None:
         """End sessions that give no sign of life, and remove what has expired, again and again."""
         # Clients could send no signs of life while the service was down.
-        await asyncio.wrap_future(self._database.execute(("UPDATE sessions SET seen = ? WHERE finished = 0", (time.time(),))))
+        is_awake = False
         while True:
-            await asyncio.sleep(every_s)
             try:
+                if not is_awake:
+                    seen = ("UPDATE sessions SET seen = ? WHERE finished = 0", (time.time(),))
+                    await asyncio.wrap_future(self._database.execute(seen))
+                    is_awake = True
+                await asyncio.sleep(every_s)
                 await self._clean()
             except Exception:
                 # The disk may be full, or the database busy: the next round tries again.
                 log.exception("the service cannot clean up")
+                await asyncio.sleep(every_s)
 
     async def _clean(self) -> None:
         silent = time.time() - self._settings.session_s

@@ -159,7 +159,7 @@ class ModelOperations:
             try:
                 # In a thread: it reads and writes whole files, and touches no process.
                 await asyncio.to_thread(merge, folder, Path(folder).parent / "peft", adapters="only")
-            except DrivetrainError:
+            except (DrivetrainError, OSError):
                 remove_folder(folder)
                 raise
         sql = "SELECT folder, bytes FROM checkpoints WHERE model = ? AND kind = ? AND name = ?"

@@ -443,6 +443,13 @@ class Training:
         except WorkerLostError:
             raise
         except DrivetrainError as e:
+            if len(chosen) > 1 and self._group.is_full:
+                # Full training keeps no copy of the gradients of before. They are computed again, and then one piece
+                # at a time.
+                for request in {id(request): request for _, request, _ in chosen}.values():
+                    self._lost[request.future] = self._lost.get(request.future, 0) + 1
+                await self._restore_or_end(chosen[0][0].model)
+                return
             # No gradient has changed. Each request is tried alone, so that only those that cause the error fail.
             if len(chosen) > 1:
                 for one in chosen:
@@ -461,15 +468,16 @@ class Training:
                 finished.append((queue, request))
         for queue, request in finished:
             if request.error:
-                # A loss that fails in the middle of full training takes all gradients since the last step with it.
-                has_begun = len(request.replies) > 1 or (self._group.is_full and not request.forward_only)
+                # A pass that fails in full training takes all gradients since the last step with it, also one that only
+                # evaluates.
+                has_begun = len(request.replies) > 1 or self._group.is_full
                 # What is left of it is not computed. It is written as failed first, so that the restore below leaves it
                 # out.
                 request.pieces = []
                 await self._finish(queue, request, failure(request.error, category="user"), "json", outcome="failed")
                 if has_begun:
                     # What its first pieces have added to the gradient goes.
-                    await self._restore(queue.model)
+                    await self._restore_or_end(queue.model)
             else:
                 await self._finish(queue, request, self._passes.answer(request), "protobuf")
 
@@ -495,9 +503,14 @@ class Training:
             await self._finish(queue, request, failure(reason(e), category=category), "json", outcome=outcome)
             if self._group.is_full and request.kind == "load_weights":
                 # What was loaded in part is not what was there before.
-                await self._restore(queue.model)
+                await self._restore_or_end(queue.model)
             return
-        await self._finish(queue, request, json_result(answer), "json", statements)
+        try:
+            await self._finish(queue, request, json_result(answer), "json", statements)
+        except sqlite3.IntegrityError:
+            # A request of another kind has taken the id while this one was at work.
+            taken = failure(f"what {request.kind} was to create exists already; number each anew", category="user")
+            await self._finish(queue, request, taken, "json", outcome="failed")
         # After the transaction: until then the database names the old folders, which a restart would load.
         self._operations.remove_replaced()
 
@@ -543,14 +556,21 @@ class Training:
 
     async def _restore_all(self) -> None:
         for model in list(self._queues):
-            try:
-                await self._restore(model)
-            except WorkerLostError:
-                raise
-            except (DrivetrainError, OSError) as e:
-                # One model that is damaged does not stop the others.
-                log.error("the model %s cannot be brought back, and ends: %s", model, reason(e))
-                await self.end([model])
+            await self._restore_or_end(model)
+
+    async def _restore_or_end(self, model: str) -> None:
+        """Bring a model back to where it was; one that is damaged ends, and does not stop the others.
+
+        Raises:
+            WorkerLostError: The processes have died.
+        """
+        try:
+            await self._restore(model)
+        except WorkerLostError:
+            raise
+        except (DrivetrainError, OSError) as e:
+            log.error("the model %s cannot be brought back, and ends: %s", model, reason(e))
+            await self.end([model])
 
     async def _restore(self, model: str) -> None:
         """Bring a model's adapter back to where it was: its saved state, and all requests after it that have been done."""

@@ -32,7 +32,7 @@ class TrainingGroup:
     """Whether all weights of one model are trained."""
 
     def __init__(self, build: Callable[[], WorkerGroup]) -> None:
-        self._build = build
+        self.build = build
         self._group: WorkerGroup | None = None
         # One thread: calls of a group are collective, so all ranks must get them in one order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
@@ -46,7 +46,7 @@ class TrainingGroup:
         await self._run(self._start)
 
     def _start(self) -> None:
-        self._group = self._build()
+        self._group = self.build()
 
     async def restart(self) -> None:
         """Start the processes anew, after some of them were lost. They have no adapters then."""
@@ -55,7 +55,7 @@ class TrainingGroup:
     def _restart(self) -> None:
         if self._group is not None:
             self._group.close()
-        self._group = self._build()
+        self._group = self.build()
 
     async def close(self) -> None:
         """End the processes."""

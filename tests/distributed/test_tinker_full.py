@@ -1,7 +1,7 @@
 """The training service that trains all weights (`--full`): the numbers of plain transformers, one model at a time, and what errors leave behind."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,7 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.config import OptimConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.errors import WorkerError
+from drivetrain.serve.tinker.model_operations import ModelOperations
 from drivetrain.serve.tinker.sampler_weights import ModelSnapshots
+from drivetrain.serve.tinker.training_group import FullTrainingGroup
+from drivetrain.workers.roles.adapters import AdapterReply, AdapterRequest
 from helpers.adapters import PlainModel
 from helpers.tinker_replicas import LocalReplicas
 from helpers.tinker_service import (
@@ -44,9 +48,10 @@ def serve(model: Path, *tests: Callable[[Service, Any], Coroutine[Any, Any, None
 
     async def run(test: Callable[[Service, Any], Coroutine[Any, Any, None]]) -> None:
         replicas = LocalReplicas(model, adapters=0)
+        group = settings.pop("group", None) or full_group_of(model)
         options = {"replicas": replicas, "weights": ModelSnapshots(replicas, str(model)), "full": True, **settings}  # type: ignore[arg-type]
         try:
-            async with running(model, model.parent / "state", group=full_group_of(model), **options) as service:
+            async with running(model, model.parent / "state", group=group, **options) as service:
                 await test(service, replicas)
         finally:
             replicas.close()
@@ -141,6 +146,26 @@ def test_one_model_at_a_time_and_no_adapters(model: Path) -> None:
     serve(model, test)
 
 
+async def failing_loss(service: Service, session: str) -> str:
+    """Create a loss that fails for documents of fewer than 17 tokens, which have no such row; return its id."""
+    nodes = [
+        {"op": "placeholder", "name": "p", "target": "logprobs", "args": []},
+        {"op": "call_function", "name": "t", "target": "operator.getitem", "args": [{"ref": "p"}, 16]},
+        {"op": "output", "name": "output", "target": "output", "args": [{"tuple": [{"ref": "t"}, {"dict": {}}]}]},
+    ]
+    loss = {
+        "session_id": session,
+        "custom_loss_seq_id": 0,
+        "name": "one",
+        "inputs": [{"name": "logprobs", "rank": 1}],
+        "graph": {"format": 1, "nodes": nodes},
+    }
+    return str((await service.result(await service.post("/create_custom_loss", loss)))["loss_id"])
+
+
+LONG_AND_SHORT = [{"tokens": [1] * n, "target_tokens": [2] * n} for n in (20, 3)]
+
+
 def test_an_error_takes_nothing_of_earlier_requests_with_it(model: Path) -> None:
     """Gradients of before a loss that fails in the middle, weights of before a damaged checkpoint, and a step that is not finite."""
 
@@ -149,24 +174,10 @@ def test_an_error_takes_nothing_of_earlier_requests_with_it(model: Path) -> None
         name = await service.model(session, **FULL)
         reference, random = PlainModel(model), Random(2)
         first, second = datums(random, 3), datums(random, 2)
-        nodes = [
-            {"op": "placeholder", "name": "p", "target": "logprobs", "args": []},
-            # Documents of fewer than 17 tokens have no such row.
-            {"op": "call_function", "name": "t", "target": "operator.getitem", "args": [{"ref": "p"}, 16]},
-            {"op": "output", "name": "output", "target": "output", "args": [{"tuple": [{"ref": "t"}, {"dict": {}}]}]},
-        ]
-        loss = {
-            "session_id": session,
-            "custom_loss_seq_id": 0,
-            "name": "one",
-            "inputs": [{"name": "logprobs", "rank": 1}],
-            "graph": {"format": 1, "nodes": nodes},
-        }
-        created = await service.result(await service.post("/create_custom_loss", loss))
+        loss = await failing_loss(service, session)
         await service.result(await service.post("/forward_backward", forward_backward(name, 1, first)))
-        long = [{"tokens": [1] * n, "target_tokens": [2] * n} for n in (20, 3)]
         failed = await service.result(
-            await service.post("/forward_backward", forward_backward(name, 2, long, "custom", loss_id=created["loss_id"]))
+            await service.post("/forward_backward", forward_backward(name, 2, LONG_AND_SHORT, "custom", loss_id=loss))
         )
         assert "error" in failed, failed
         reference.forward_backward(plain(first), "cross_entropy")
@@ -240,5 +251,80 @@ def test_samples_come_from_the_weights_that_were_asked_for(model: Path) -> None:
         assert "save_weights_for_sampler" in (await service.post("/create_sampling_session", body, status=400))["detail"]
         answer = await service.post("/forward_backward", forward_backward(name, 8, datums(Random(5), 1)))
         assert log_probs(await service.result(answer))
+
+    serve(model, test)
+
+
+class Flaky(FullTrainingGroup):
+    """A group whose first call of several pieces fails after it has changed the gradients."""
+
+    has_failed = False
+
+    async def forward_backward(self, requests: Sequence[AdapterRequest]) -> list[AdapterReply]:
+        replies = await super().forward_backward(requests)
+        if len(requests) > 1 and not self.has_failed:
+            self.has_failed = True
+            raise WorkerError("no memory was left")
+        return replies
+
+
+def test_an_error_that_passes_leaves_the_gradients_of_all_requests(model: Path) -> None:
+    """Those of a request before it, and each of its own pieces once."""
+    group = Flaky(full_group_of(model).build)
+
+    async def test(service: Service, _: Any) -> None:
+        name = await service.model(await service.session(), **FULL)
+        random, reference = Random(3), PlainModel(model)
+        first = datums(random, 2)
+        many = [{"tokens": [n % 250] * 110, "target_tokens": [7] * 110, "weights": [0.01] * 110} for n in range(40)]
+        await service.result(await service.post("/forward_backward", forward_backward(name, 1, first)))
+        answer = await service.result(await service.post("/forward_backward", forward_backward(name, 2, many)))
+        assert group.has_failed
+        expected = [reference.forward_backward(plain(data), "cross_entropy")[0] for data in (first, many)]
+        assert answer.metrics["loss:sum"] == pytest.approx(expected[1], rel=1e-4)
+        step = await service.result(await service.step(name, 3, **ADAM))
+        assert step["metrics"]["grad_norm:mean"] == pytest.approx(reference.step(OPTIM), rel=1e-4)
+
+    serve(model, test, group=group)
+
+
+def test_a_model_whose_state_is_damaged_ends_alone(model: Path) -> None:
+    async def test(service: Service, _: Any) -> None:
+        session = await service.session()
+        name = await service.model(session, **FULL)
+        await train(service, name, 1, datums(Random(4), 2))
+        (row,) = service.database.read("SELECT saved_folder FROM models")
+        for file in Path(row["saved_folder"]).rglob("*.safetensors"):
+            file.write_bytes(file.read_bytes()[:-100])
+        body = forward_backward(name, 3, LONG_AND_SHORT, "custom", loss_id=await failing_loss(service, session))
+        assert "error" in await service.result(await service.post("/forward_backward", body))
+        for _ in range(100):
+            if service.database.read("SELECT 1 FROM models WHERE state = 'closed'"):
+                break
+            await asyncio.sleep(0.05)
+        await service.post("/forward_backward", forward_backward(name, 4, datums(Random(4), 1)), status=404)
+        assert await service.model(await service.session(), **FULL)
+
+    serve(model, test, steps_per_save=1)
+
+
+def test_an_id_that_is_taken_while_weights_are_saved_is_an_error_of_the_request(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked_size = ModelOperations._checked_size
+
+    async def test(service: Service, _: Any) -> None:
+        session = await service.session()
+        name = await service.model(session, **FULL)
+
+        def taken_meanwhile(self: ModelOperations, folder: str, owner: str, freed: int) -> int:
+            sql = "INSERT INTO samplers (id, session, owner, base, path, folder) VALUES (?, ?, ?, 'tiny', NULL, '')"
+            service.database.execute((sql, (f"{session}:sample:5", session, owner))).result()
+            return checked_size(self, folder, owner, freed)
+
+        monkeypatch.setattr(ModelOperations, "_checked_size", taken_meanwhile)
+        save = {"model_id": name, "seq_id": 1, "sampling_session_seq_id": 5}
+        assert "number each anew" in (await service.result(await service.post("/save_weights_for_sampler", save)))["error"]
+        assert (await train(service, name, 2, datums(Random(6), 1)))[1] > 0
 
     serve(model, test)

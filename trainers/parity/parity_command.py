@@ -6,6 +6,7 @@ a plain transformers loop, which processes one document at a time, within the bo
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -198,8 +199,8 @@ class Job:
 
 
 def relative(values: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest relative difference between two sequences."""
-    return max(abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True))
+    """Return the largest relative difference between two sequences; infinity for a value beside an expected 0."""
+    return max((0.0 if a == b else abs(a - b) / abs(b) if b else math.inf) for a, b in zip(values, expected, strict=True))
 
 
 def compare_with_reference(row: Row, result: dict[str, Any] | None, reference: dict[str, Any], dtype: str) -> dict[str, Any]:

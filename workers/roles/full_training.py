@@ -97,11 +97,12 @@ class FullTrainingWorker(Worker):
             The reply to each request.
         """
         replies: dict[int, AdapterReply] = {}
-        # Each name has an engine of its own, so only requests of one name can share passes. All ranks iterate in the
-        # same order.
-        for name in dict.fromkeys(request.adapter for request in requests):
+        # All names first: an error must not come after gradients were added. All ranks iterate in the same order.
+        models = {name: self._model(name) for name in dict.fromkeys(request.adapter for request in requests)}
+        # Each name has an engine of its own, so only requests of one name can share passes.
+        for name, model in models.items():
             numbers = [number for number, request in enumerate(requests) if request.adapter == name]
-            computed = compute_requests(self._model(name), [requests[number] for number in numbers])
+            computed = compute_requests(model, [requests[number] for number in numbers])
             replies |= dict(zip(numbers, computed, strict=True))
         return [replies[number] for number in range(len(requests))]
 
