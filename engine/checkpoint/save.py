@@ -19,7 +19,7 @@ from .manifest import FORMAT, MODEL, merge_index, write_manifest
 from .retention import folder_name
 from .rng import rng_state
 from .safetensors_io import TensorWriter, digests_of
-from .storage import Store
+from .storage import TEMPORARY, Store
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -176,9 +176,10 @@ def write_snapshot(
         # Also a barrier: no rank returns before the checkpoint has its final name.
         return str(all_gather_object(final, group)[0])
     except Exception:
-        # A local folder has a temporary name until it is complete. A complete folder stays even if `commit` or `after` has
-        # failed: `commit` may have deleted the older attempt at this step, so it may be the only checkpoint.
-        if main and not complete and folder.name != name:
+        # A local folder keeps its temporary name until `commit` has succeeded, and an older attempt at this step is still
+        # there. In an object store a complete folder stays even if `commit` or `after` has failed: `commit` may have
+        # deleted the older attempt, so it may be the only checkpoint.
+        if main and folder.name != name and (not complete or folder.name.startswith(TEMPORARY)):
             with suppress(OSError):
                 root.remove(folder.name)
         raise
