@@ -61,13 +61,13 @@ class ModelOperations:
                 if folder.name not in known:
                     shutil.rmtree(folder, ignore_errors=True)
 
-    async def run(self, queue: ModelQueue, request: QueuedRequest, *, is_full: bool) -> Outcome:
+    async def run(self, queue: ModelQueue, request: QueuedRequest, *, makes_room: bool) -> Outcome:
         """Do a request; return its result, and what changes in the database with it.
 
         Args:
             queue: The requests of the model.
             request: The request.
-            is_full: Whether the requests of its key take much room, so that it is time to save.
+            makes_room: Whether the requests of its key take much room, so that it is time to save.
 
         Raises:
             DrivetrainError: It cannot be done.
@@ -76,7 +76,7 @@ class ModelOperations:
         result, statements = await self._operations[request.kind](self, queue, request)
         # Saved after optimizer steps, when there are no gradients: a checkpoint does not have them.
         queue.steps += request.kind == "optim_step"
-        is_due = request.kind == "optim_step" and (queue.steps >= self._settings.steps_per_save or is_full)
+        is_due = request.kind == "optim_step" and (queue.steps >= self._settings.steps_per_save or makes_room)
         # A checkpoint that was loaded may be deleted, and then a restart could not load it again.
         if request.loads:
             statements = [*statements, *await self._save_state(queue, request.seq)]

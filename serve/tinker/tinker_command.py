@@ -184,8 +184,7 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
     # Requests are computed again after a restart, on the weights that they were computed on.
     database.claim("model", fingerprint(str(folder)), "model")
     futures = Futures(database)
-    # Requests of the state's models are computed again, which takes what they were computed with.
-    database.claim("trains", "all weights (--full)" if settings.full else "adapters", "kind of training")
+    _claim_kind(database, settings)
     group = _training_group(args, settings, engine, database)
     rollout = RolloutConfig(
         model=ModelConfig(path=str(folder)),
@@ -241,6 +240,19 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
 
 
 _QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+def _claim_kind(database: Database, settings: TrainingServiceSettings) -> None:
+    """Note whether a state is of adapters or of all weights, because its models are computed again as they were.
+
+    Raises:
+        ConfigError: It is of the other kind.
+    """
+    what = "kind of training (adapters, or all weights with --full)"
+    if database.one("SELECT 1 FROM about WHERE name = 'trains'") is None and database.one("SELECT 1 FROM models") is not None:
+        # Written before there was another kind.
+        database.claim("trains", "adapters", what)
+    database.claim("trains", "all weights" if settings.full else "adapters", what)
 
 
 def _training_group(

@@ -150,7 +150,7 @@ class Training:
         if not error and self._group.is_full and self._queues:
             error = (
                 "a model is being trained already; a service that trains all weights (--full) trains one at a time. Try again when its session "
-                "has ended, or train an adapter at a service without --full"
+                f"has ended, which it has {self._settings.session_s:g} s after the last sign of life at the latest (--session-s)"
             )
         elif not error and len(self._queues) >= self._settings.max_adapters:
             error = f"the service trains {len(self._queues)} adapters already, as many as it may (--max-adapters); try again when a session has ended"
@@ -345,8 +345,10 @@ class Training:
             if queue is None:
                 continue
             row = self._database.one("SELECT saved_folder FROM models WHERE id = ?", model)
-            # From here on no request finds it, whatever this method waits for.
+            # From here on no request finds it, whatever this method waits for. Its place is free before another model
+            # can be created.
             del self._queues[model]
+            self._ended.append((model, ""))
             waiting = list(queue.waiting.values())
             queue.waiting.clear()
             await self._answer_all(waiting, "the session has ended")
@@ -489,20 +491,27 @@ class Training:
         try:
             if request.kind != CREATE:
                 request.arguments = self._arguments(queue.model, request.kind, request.arguments)
-            queued = sum(other.logged for other in self._queues.values() if other.owner == queue.owner)
-            # From half of the limit on, states are saved earlier, so that a client is not refused before its bodies can
-            # be dropped.
-            is_full = queued > self._settings.max_queued_mib * 2**20 / 2
-            answer, statements = await self._operations.run(queue, request, is_full=is_full)
+        except DrivetrainError as e:
+            # Nothing has been done, so there is nothing to do again after a restart.
+            await self._finish(queue, request, failure(reason(e), category="user"), "json", outcome="failed")
+            return
+        queued = sum(other.logged for other in self._queues.values() if other.owner == queue.owner)
+        # From half of the limit on, states are saved earlier, so that a client is not refused before its bodies can
+        # be dropped.
+        makes_room = queued > self._settings.max_queued_mib * 2**20 / 2
+        try:
+            answer, statements = await self._operations.run(queue, request, makes_room=makes_room)
         except WorkerLostError:
             raise
         except (DrivetrainError, OSError) as e:
             # A step whose gradient is not finite has dropped it, which has to be done again after a restart.
-            outcome = "done" if request.kind == "optim_step" else "failed"
+            is_dropped = isinstance(e, NonFiniteError) or isinstance(e.__cause__, NonFiniteError)
             category: Literal["user", "server"] = "server" if isinstance(e, OSError) else "user"
+            outcome = "done" if is_dropped else "failed"
             await self._finish(queue, request, failure(reason(e), category=category), "json", outcome=outcome)
-            if self._group.is_full and request.kind == "load_weights":
-                # What was loaded in part is not what was there before.
+            is_partial = self._group.is_full and request.kind == "load_weights"
+            if is_partial or (request.kind == "optim_step" and not is_dropped):
+                # What a step or a load has changed before it failed is not known.
                 await self._restore_or_end(queue.model)
             return
         try:

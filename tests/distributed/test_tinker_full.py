@@ -120,6 +120,48 @@ def test_steps_are_those_of_plain_transformers_also_after_a_death(model: Path) -
     serve(model, first, second, steps_per_save=2)
 
 
+def test_a_step_that_was_refused_is_not_made_after_a_death_either(model: Path) -> None:
+    reference, data, names = PlainModel(model), datums(Random(7), 3), []
+
+    async def first(service: Service, _: Any) -> None:
+        names.append(await service.model(await service.session(), **FULL))
+        await service.result(await service.post("/forward_backward", forward_backward(names[0], 1, data)))
+        refused = await service.result(await service.step(names[0], 2, **{**ADAM, "learning_rate": 100.0}))
+        assert "learning_rate" in refused["error"]
+
+    async def second(service: Service, _: Any) -> None:
+        reference.forward_backward(plain(data), "cross_entropy")
+        step = await service.result(await service.step(names[0], 3, **ADAM))
+        # The gradient is still there: the refused step has not used it.
+        assert step["metrics"]["grad_norm:mean"] == pytest.approx(reference.step(OPTIM), rel=1e-4)
+
+    serve(model, first, second)
+
+
+def test_a_place_is_free_when_a_session_has_ended(model: Path) -> None:
+    """Models are created one after the other, each while the session of the one before ends with a request that waits."""
+
+    async def test(service: Service, _: Any) -> None:
+        session = await service.session()
+        name = await service.model(session, **FULL)
+        for _round in range(4):
+            body = forward_backward(name, 2, datums(Random(1), 2))
+            await service.post("/forward_backward", body)
+            following = await service.session()
+            path, key = f"/api/v1/sessions/{session}/finish", {"x-api-key": "tml-a-key-of-a-test"}
+
+            async def create(session: str = following) -> str:
+                # From the moment on at which the place is free.
+                while service.training._queues:
+                    await asyncio.sleep(0)
+                return await service.model(session, **FULL)
+
+            _, name = await asyncio.gather(service.http.post(path, json={}, headers=key), create())
+            session = following
+
+    serve(model, test)
+
+
 def test_one_model_at_a_time_and_no_adapters(model: Path) -> None:
     async def test(service: Service, _: Any) -> None:
         session = await service.session()

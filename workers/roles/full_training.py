@@ -153,9 +153,14 @@ class FullTrainingWorker(Worker):
             optimizer: Whether to load the moments and the step count as well; otherwise they start from zero.
 
         Raises:
-            ConfigError: Another model is being trained.
-            CheckpointError, ModelError: The folder is damaged, or belongs to another model. The weights can be incomplete then.
+            ConfigError: Another model is being trained, or the moments of a folder in Hugging Face format are requested.
+            CheckpointError, ModelError: The folder is damaged, or belongs to another model. There is no model of this name then.
         """
+        is_exported = Path(folder).is_dir() and not (Path(folder) / MANIFEST).exists()
+        if is_exported and optimizer:
+            raise ConfigError(
+                "the checkpoint has weights only, because it was saved for samplers; load it without the optimizer, or one of save_state"
+            )
         # The name is released, so that `create_model` builds a fresh engine: moments and the step count must not remain
         # if `optimizer` is false.
         if self._trainer is not None and self._trainer.name == name:
@@ -164,7 +169,7 @@ class FullTrainingWorker(Worker):
         try:
             # A checkpoint of the engine has a manifest; a folder in Hugging Face format does not. A URL can only be a
             # checkpoint.
-            if Path(folder).is_dir() and not (Path(folder) / MANIFEST).exists():
+            if is_exported:
                 self.engine.load_weights(stored_weights(folder))
             else:
                 self.engine.load_checkpoint(folder, optimizer=optimizer)
