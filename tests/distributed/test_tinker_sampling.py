@@ -425,7 +425,9 @@ def test_more_snapshots_than_the_samplers_hold(model: Path) -> None:
         assert (await service.http.delete(run, headers={"x-api-key": KEY})).status_code == 204
         again = {"model_id": name, "seq_id": seq, "path": "s1", "overwrite": True}
         assert "error" not in await service.result(await service.post("/save_weights_for_sampler", again))
-        assert await all_scores(1) == first
+        # Which prompts share a pass depends on time, and roundings on which do.
+        for scores, expected in zip(await all_scores(1), first, strict=True):
+            assert scores == pytest.approx(expected, abs=1e-5)
 
     serve(model, test)
 
