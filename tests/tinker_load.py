@@ -80,7 +80,8 @@ class LoadClient:
             lora = {"rank": 2 + self._number % 5, "seed": self._number}
             creation = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
             created = await self._send("/create_model", creation)
-            assert "error" not in await self._result(created)
+            answer = await self._result(created)
+            assert "error" not in answer, answer
             self.model = created["model_id"]
             requests = self._requests()
             for begin in range(0, self._count, GROUP):
@@ -209,6 +210,9 @@ async def _disturbed(
         while report.requests < total * (kill + 1) // (kills + 1) and not everyone.done():
             await asyncio.sleep(0.02)
         await asyncio.sleep(random.uniform(0.0, 0.3))
+        if everyone.done():
+            # The error of a client, if that is why.
+            everyone.result()
         assert not everyone.done(), "the clients were done before the last kill"
         await asyncio.to_thread(_kill, process, kill, report, random)
     await everyone

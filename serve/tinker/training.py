@@ -146,14 +146,16 @@ class Training:
             return model, known
         # A refusal is a result of the request like any other: the number is used, and a repetition gets the same
         # answer.
-        mine = sum(queue.owner == owner for queue in self._queues.values())
-        if not error and self._group.is_full and self._queues:
+        # A copy of this request may be on its way to the disk; it has taken the place.
+        others = [queue for name, queue in self._queues.items() if name != model]
+        mine = sum(queue.owner == owner for queue in others)
+        if not error and self._group.is_full and others:
             error = (
                 "a model is being trained already; a service that trains all weights (--full) trains one at a time. Try again when its session "
                 f"has ended, which it has {self._settings.session_s:g} s after the last sign of life at the latest (--session-s)"
             )
-        elif not error and len(self._queues) >= self._settings.max_adapters:
-            error = f"the service trains {len(self._queues)} adapters already, as many as it may (--max-adapters); try again when a session has ended"
+        elif not error and len(others) >= self._settings.max_adapters:
+            error = f"the service trains {len(others)} adapters already, as many as it may (--max-adapters); try again when a session has ended"
         elif not error and mine >= self._settings.max_adapters_per_key:
             error = f"this key trains {mine} adapters already, as many as it may (--max-adapters-per-key); end a session first"
         now, state = time.time(), "closed" if error else "open"
@@ -164,7 +166,7 @@ class Training:
             (model, session, owner, base, settings, source, path, int(optimizer), json.dumps(metadata), now, now, state),
         )
         request = QueuedRequest(0, CREATE, new_future_id("create"), len(body), error=error)
-        queue = ModelQueue(model, owner)
+        queue = self._queues.get(model) or ModelQueue(model, owner)
         more: list[Statement] = [row]
         # A model that is refused is never built, so its request needs no replay.
         if error:

@@ -89,6 +89,23 @@ def test_a_run_with_all_its_requests(model: Path) -> None:
     serve(model, test)
 
 
+def test_a_model_is_created_once_however_often_it_is_asked_for_at_the_same_time(model: Path) -> None:
+    async def test(service: Service) -> None:
+        session = await service.session()
+        for number in range(6):
+            body = {"session_id": session, "model_seq_id": number, "base_model": "tiny", "lora_config": {"rank": 2}}
+            created = await asyncio.gather(*(service.post("/create_model", body) for _ in range(4)))
+            assert all(one == created[0] for one in created)
+            assert (await service.result(created[0]))["type"] == "create_model"
+        # A copy does not count as another model.
+        assert (
+            "as many as it may"
+            in (await service.result(await service.post("/create_model", {**body, "model_seq_id": 6})))["error"]
+        )
+
+    serve(model, test, max_adapters=6)
+
+
 def test_requests_run_in_the_order_of_their_numbers_and_once(model: Path) -> None:
     """As the client sends them: the chunks of a batch in any order, the first one last, each twice, and the next step before they are done."""
 

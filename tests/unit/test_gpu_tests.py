@@ -94,7 +94,7 @@ def test_every_test_of_the_gpu_is_collected_without_packages_of_other_tests(tmp_
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = [line for line in done.stdout.splitlines() if "::" in line]
+    found = [line for line in done.stdout.splitlines() if "<Function " in line]
     assert sum("test_cuda_kernels_agree_with_the_reference" in line for line in found) == 28
     assert sum("test_the_host_seldom_waits_for_the_device" in line for line in found) == 3
     assert sum("test_engines_agree_in_bfloat16_on_one_gpu" in line for line in found) == 1
