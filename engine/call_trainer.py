@@ -1,6 +1,7 @@
 """Forward and backward passes of many calls at once, each with a batch, a loss and a model of its own.
 
-A call's loss is a sum: nothing is divided by tokens, documents or ranks. Its documents share passes with those of other calls where they can.
+A call's loss is a sum: nothing is divided by tokens, documents or ranks. Its documents share passes with those of other calls where they can;
+documents with media share them with others that have media of the same kinds.
 The gradients of a model add up over calls until its optimizer step. What a model is, is for subclasses to say: one of several adapters of a
 frozen model, or all weights.
 
@@ -33,12 +34,13 @@ from .loss import (
     combine,
     expected_gradient,
 )
+from .media import MediaSummary, check_media, items_of, positions_of
 from .ops.expert_routes import ExpertRoutes
-from .packing.batch import PackedBatch
+from .packing.batch import Kind, PackedBatch
 from .packing.convert import unsupervised
 from .rank_slice import PADDING_DOCUMENT
 from .step import MicroBatchConsumer, unused
-from .step_plan import MicroBatch, TokenBudget, check_ids
+from .step_plan import MediaModel, MicroBatch, TokenBudget, check_ids
 
 REQUEST = OutputRequest(log_probs=True)
 """What every call is answered: log-probabilities at a temperature of 1, of which losses are functions."""
@@ -152,32 +154,32 @@ class CallTrainer(ABC):
 
     def _forward_backward(self, calls: Sequence[AdapterCall], before: Mapping[str, Tensor | None]) -> list[AdapterCallResult]:
         topology = self.engine.topology
-        checked = [self._error_of(call) for call in calls]
+        checked = [self._checked(call) for call in calls]
         # A call is wrong if it is on any rank, and its documents are all elsewhere.
         # First all ranks learn which calls are valid everywhere: each rank has checked its own documents only, and all
         # must run the same calls, or the collectives of the passes would not match.
-        by_rank = topology.all_gather_object(
-            [
-                (None if e is None else str(e), None if call.batch is None else _targets(call.batch))
-                for e, call in zip(checked, calls, strict=True)
-            ]
-        )
+        by_rank: list[list[_Checked]] = topology.all_gather_object(checked)
         errors: dict[int, DrivetrainError] = {}
-        for index in range(len(calls)):
-            messages = [of_rank[index][0] for of_rank in by_rank if of_rank[index][0] is not None]
+        runs: dict[int, _CallRun] = {}
+        for index, call in enumerate(calls):
+            of_ranks = [of_rank[index] for of_rank in by_rank]
+            # A rank without documents of a call knows neither the number of targets of its tokens nor the media, but
+            # needs both: for the outputs of the head, and for the collectives of the encoders.
+            kinds = tuple(dict.fromkeys(kind for one in of_ranks for kind in one.media.kinds))
+            stray = [what for one in of_ranks for kind, what in one.media.stray.items() if kind in kinds]
+            messages = [one.error for one in of_ranks if one.error is not None] + stray
             if messages:
                 errors[index] = BatchError(messages[0])
-            elif all(of_rank[index][1] is None for of_rank in by_rank):
+            elif all(one.targets is None for one in of_ranks):
                 errors[index] = BatchError("the call has no documents")
-        # A rank without documents of a call does not know how many targets its tokens have, but needs the number for
-        # the outputs of the head.
-        targets = {index: max(of_rank[index][1] or 0 for of_rank in by_rank) for index in range(len(calls))}
-        runs = {index: _CallRun(call, targets[index]) for index, call in enumerate(calls) if index not in errors}
+            else:
+                positions = self._positions(call, kinds, checked[index])
+                runs[index] = _CallRun(call, max(one.targets or 0 for one in of_ranks), kinds, positions)
         # Evaluations and training never share passes, because the modes of the model differ. Their order does not
         # affect results: weights change only at optimizer steps.
         for forward_only in (True, False):
             part = {index: run for index, run in runs.items() if run.call.forward_only == forward_only}
-            for group in _groups_sharing_passes(part, in_turns=self.in_turns):
+            for group in _groups_sharing_passes(part, self._pass_key):
                 self._run(group, backward=not forward_only)
         # The passes are over. Sums are added up over ranks, and a call that failed on one rank fails on all. The ranks
         # of one shard compute equal sums, so only its output rank contributes.
@@ -225,7 +227,8 @@ class CallTrainer(ABC):
             return {}
         return dict(zip(again, self._forward_backward([calls[index] for index in again], first), strict=True))
 
-    def _error_of(self, call: AdapterCall) -> DrivetrainError | None:
+    def _checked(self, call: AdapterCall) -> "_Checked":
+        """Return what this rank knows of a call."""
         try:
             self.check_model(call)
             if call.loss.request != REQUEST:
@@ -237,15 +240,15 @@ class CallTrainer(ABC):
                 raise ConfigError(
                     f"top_k={call.top_k}; it must be from 0 to the {self.engine.model_shape.vocabulary} tokens of the model"
                 )
-            if call.batch is not None:
-                self._check_batch(call.batch)
+            return _Checked() if call.batch is None else self._checked_batch(call.batch)
         except DrivetrainError as e:
-            return e
-        return None
+            return _Checked(error=str(e))
 
-    def _check_batch(self, batch: PackedBatch) -> None:
-        if batch.media or batch.position_ids.dim() > 1:
-            raise BatchError("documents with media cannot be trained by calls; leave the media out")
+    def _checked_batch(self, batch: PackedBatch) -> "_Checked":
+        if batch.position_ids.dim() > 1:
+            raise BatchError(
+                f"position_ids is {list(batch.position_ids.shape)}; give [T]: the other axes of documents with media are computed"
+            )
         if not batch.num_tokens:
             raise BatchError("the call has no documents")
         check_ids(batch, self.engine.model_shape.vocabulary)
@@ -256,6 +259,24 @@ class CallTrainer(ABC):
             raise BatchError(
                 f"a document has {batch.max_seqlen} tokens, more than {self._limits.setting}={limit}; shorten it, or raise the budget"
             )
+        model = self.engine.media
+        media = check_media(batch, None if model is None else model.family, self.engine.model_config.path or "the model")
+        positions = None
+        if model is not None and media.kinds and model.family.axes > 1:
+            positions = positions_of(batch, model.family, model.base, media.kinds)
+        return _Checked(targets=_targets(batch), media=media, positions=positions)
+
+    def _positions(self, call: AdapterCall, kinds: Sequence[Kind], checked: "_Checked") -> Tensor | None:
+        """Return the positions `[A, T]` of this rank's documents of a call; None for those of its batch."""
+        model = self.engine.media
+        if checked.positions is not None or model is None or not kinds or model.family.axes == 1 or call.batch is None:
+            return checked.positions
+        # Only other ranks have media of this call. In its passes there may be documents of other calls that have.
+        return call.batch.position_ids.expand(model.family.axes, -1)
+
+    def _pass_key(self, run: "_CallRun") -> tuple[Any, ...]:
+        """Return what calls that share passes have in common."""
+        return run.targets, run.call.top_k, run.kinds, run.call.adapter if self.in_turns else None
 
     @property
     def _limits(self) -> PassLimits:
@@ -277,19 +298,53 @@ class CallTrainer(ABC):
         count = max(topology.all_gather_object(len(passes)))
         accumulator = CallAccumulator([runs[index] for index in indices], passes, backward=backward)
         micro_batches = [
-            _micro_batch(accumulator, number, count, topology.device, backward=backward, in_turns=self.in_turns)
+            _micro_batch(
+                accumulator, number, count, topology.device, self.engine.media, backward=backward, in_turns=self.in_turns
+            )
             for number in range(count)
         ]
         names = {call.adapter for run in runs.values() if (call := run.call).adapter is not None} if backward else set()
         self.accumulate(micro_batches, accumulator, names, backward=backward)
 
 
-class _CallRun:
-    """A call that is running on this rank."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Checked:
+    """What a rank knows of a call.
 
-    def __init__(self, call: AdapterCall, targets: int) -> None:
+    Args:
+        error: What is wrong with it; None if nothing is.
+        targets: The number of targets of each token, 0 if these are the labels; None without documents here.
+        media: The media of this rank's documents.
+        positions: `[A, T]`, the positions of this rank's documents, if they have media and the model has several axes.
+    """
+
+    error: str | None = None
+    targets: int | None = None
+    media: MediaSummary = MediaSummary()
+    positions: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Other ranks need no positions, which may be large.
+        return {**self.__dict__, "positions": None}
+
+
+class _CallRun:
+    """A call that is running on this rank.
+
+    Args:
+        call: The call.
+        targets: The number of targets of each token; 0 if these are the labels.
+        kinds: The kinds of media that the call has on any rank.
+        positions: `[A, T]`, the positions of this rank's documents; None for those of the batch.
+    """
+
+    def __init__(self, call: AdapterCall, targets: int, kinds: tuple[Kind, ...], positions: Tensor | None) -> None:
         self.call = call
         self.targets = targets
+        self.kinds = kinds
+        self._computed = call.batch if call.batch is None or positions is None else call.batch.with_position_ids(positions)
+        # Losses read no media, so that these are not copied to the device again.
+        self._text = None if call.batch is None else call.batch.without_media()
         self.terms: dict[str, list[Tensor]] = defaultdict(list)
         self.metrics: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
         self.outputs: list[tuple[tuple[int, ...], dict[str, Tensor]]] = []
@@ -326,9 +381,14 @@ class _CallRun:
         return None
 
     def part(self, segment: Segment) -> PackedBatch:
-        """Return the documents of a segment."""
-        assert self.call.batch is not None
-        return self.call.batch.select(segment.documents)
+        """Return the documents of a segment, without their media."""
+        assert self._text is not None
+        return self._text.select(segment.documents)
+
+    def computed(self, segment: Segment) -> PackedBatch:
+        """Return what the model reads of the documents of a segment."""
+        assert self._computed is not None
+        return _only_model_inputs(self._computed.select(segment.documents))
 
     def sums(self) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
         """Return the sums of this rank's documents."""
@@ -448,22 +508,23 @@ def _check_targets(targets: Tensor, vocabulary: int) -> None:
         raise BatchError(f"targets are from {lowest} to {highest}; they must be ids that the model has, 0 to {vocabulary - 1}")
 
 
-def _groups_sharing_passes(runs: "Mapping[int, _CallRun]", *, in_turns: bool) -> "Iterator[dict[int, _CallRun]]":
-    """Yield calls of which the head computes the same outputs, which share passes. Those of one adapter stay in their order.
+def _groups_sharing_passes(
+    runs: "Mapping[int, _CallRun]", pass_key: "Callable[[_CallRun], tuple[Any, ...]]"
+) -> "Iterator[dict[int, _CallRun]]":
+    """Yield calls that share passes. Those of one adapter stay in their order.
 
     Args:
         runs: The calls.
-        in_turns: Whether only those of one adapter share passes.
+        pass_key: A function that returns what calls that share passes have in common.
     """
     left = dict(runs)
     while left:
-        first = next(iter(left.values()))
-        key = _pass_key(first, in_turns)
+        key = pass_key(next(iter(left.values())))
         # Once a call of an adapter must wait for a later group, so must its later calls, or they would overtake it.
         held: set[str | None] = set()
         chosen: dict[int, _CallRun] = {}
         for index, run in left.items():
-            if _pass_key(run, in_turns) == key and run.call.adapter not in held:
+            if pass_key(run) == key and run.call.adapter not in held:
                 chosen[index] = run
             else:
                 held.add(run.call.adapter)
@@ -471,32 +532,45 @@ def _groups_sharing_passes(runs: "Mapping[int, _CallRun]", *, in_turns: bool) ->
         left = {index: run for index, run in left.items() if index not in chosen}
 
 
-def _pass_key(run: "_CallRun", in_turns: bool) -> tuple[Any, ...]:
-    return run.targets, run.call.top_k, run.call.adapter if in_turns else None
-
-
 def _unit_weights(loss: Loss, part: PackedBatch) -> dict[str, float]:
     return dict.fromkeys(loss.weights(part), 1.0)
 
 
 def _micro_batch(
-    accumulator: CallAccumulator, number: int, count: int, device: torch.device, *, backward: bool, in_turns: bool
+    accumulator: CallAccumulator,
+    number: int,
+    count: int,
+    device: torch.device,
+    media: MediaModel | None,
+    *,
+    backward: bool,
+    in_turns: bool,
 ) -> MicroBatch:
+    kinds = accumulator.runs[0].kinds
+
+    def of(batch: PackedBatch, rows: Sequence[AdapterRows], *, is_dummy: bool = False) -> MicroBatch:
+        # With media on any rank, encoders run in all passes: they have collectives too.
+        items = {} if media is None else {kind: items_of(batch, media.family, kind) for kind in kinds}
+        # A rank may encode only a part of the items, and only these are moved to its device.
+        on_device = batch.without_media().to(device)
+        return MicroBatch(batch=on_device, index=number, count=count, is_dummy=is_dummy, adapters=tuple(rows), media=items)
+
     if number >= len(accumulator.passes):
         # Where adapters take turns, it has that of the other ranks' passes.
         adapter = accumulator.runs[0].call.adapter
         none = AdapterRows(start=0, end=1, adapter=adapter, train=backward)
-        rows_of_dummy = (none,) if in_turns and adapter is not None else ()
-        return MicroBatch(batch=unsupervised(1, device), index=number, count=count, is_dummy=True, adapters=rows_of_dummy)
+        return of(unsupervised(1, "cpu"), (none,) if in_turns and adapter is not None else (), is_dummy=True)
     parts: list[PackedBatch] = []
     rows: list[AdapterRows] = []
     start = 0
     for segment in accumulator.passes[number]:
         run = accumulator.runs[segment.call]
-        parts.append(_only_tokens(run.part(segment)))
+        parts.append(run.computed(segment))
         # Short documents, because the cost of attention is quadratic in their length.
         for begin in range(0, segment.padding, PADDING_DOCUMENT):
-            parts.append(_only_tokens(unsupervised(min(PADDING_DOCUMENT, segment.padding - begin), "cpu")))
+            padding = _only_model_inputs(unsupervised(min(PADDING_DOCUMENT, segment.padding - begin), "cpu"))
+            axes = parts[0].position_ids.shape[:-1]
+            parts.append(padding.with_position_ids(padding.position_ids.expand(*axes, -1)))
         rows.append(
             AdapterRows(
                 start=start,
@@ -507,15 +581,16 @@ def _micro_batch(
             )
         )
         start += segment.rows
-    return MicroBatch(batch=PackedBatch.concat(parts).to(device), index=number, count=count, adapters=tuple(rows))
+    return of(PackedBatch.concat(parts), rows)
 
 
-def _only_tokens(batch: PackedBatch) -> PackedBatch:
+def _only_model_inputs(batch: PackedBatch) -> PackedBatch:
     """Return a batch without what losses read."""
     return PackedBatch(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
         cu_seqlens=batch.cu_seqlens,
         labels=batch.labels,
+        media=batch.media,
         free_labels=True,
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from ..adapters.bank import AdapterBank, RunningPass
 from ..adapters.slot import AdaptedLayer, AdapterSlot
@@ -24,16 +25,19 @@ from .lora import set_adapters_enabled
 from .param_shards import ParamShard
 
 
-def adaptable_layers(config: Any, model: ModelConfig, dtype: torch.dtype, *, tied: bool) -> tuple[AdaptedLayer, ...]:
+def adaptable_layers(
+    config: Any, model: ModelConfig, dtype: torch.dtype, media: PreTrainedConfig | None, *, tied: bool
+) -> tuple[AdaptedLayer, ...]:
     """Return the layers that adapters can adapt.
 
     Args:
         config: The Hugging Face config of the decoder.
         model: The settings of the model.
         dtype: The dtype of its parameters.
+        media: The config of the whole model, if it takes media.
         tied: Whether the head is the embeddings, which is then no layer of its own.
     """
-    lm, _, _ = empty_lm(config, model, dtype)
+    lm, _, _ = empty_lm(config, model, dtype, media=media)
     return tuple(layer for layer in adapted_layers(lm) if not (tied and layer.target == "unembedding"))
 
 

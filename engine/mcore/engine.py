@@ -147,7 +147,8 @@ class MCoreEngine(BaseEngine):
     @cached_property
     def _adaptable(self) -> tuple[AdaptedLayer, ...]:
         dtype = getattr(torch, self.config.precision.params)
-        return adaptable_layers(self.hf_config, self.model_config, dtype, tied=self._architecture.decoder.tied)
+        tied = self._architecture.decoder.tied
+        return adaptable_layers(self.hf_config, self.model_config, dtype, self._media_config, tied=tied)
 
     @property
     def _model_with_places(self) -> ModelConfig:

@@ -18,13 +18,14 @@ from drivetrain.engine.call_trainer import AdapterCall, CallTrainer
 from drivetrain.engine.config import OptimConfig
 from drivetrain.engine.hf.lora import as_peft_stores
 from drivetrain.engine.hf.names import expert_factor
-from drivetrain.engine.packing.batch import PackedBatch
+from drivetrain.engine.packing.batch import PackedBatch, media_fields
 from drivetrain.engine.packing.microbatch import balance
 from drivetrain.losses.token_sums import TokenSumLoss
 from helpers.engines import build
 
 Document = dict[str, Any]
-"""The lists `tokens`, `targets` and, by the name of the field, what a loss reads, all of one length."""
+"""The lists `tokens`, `targets` and, by the name of the field, what a loss reads, all of one length; and the items of `media`, if any."""
+MEDIA = "media"
 ADAM = OptimConfig(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_grad_norm=1.0)
 ALL = ("attention", "mlp", "unembedding")
 
@@ -65,7 +66,7 @@ def packed(documents: Sequence[Document]) -> PackedBatch:
     def flat(name: str, dtype: torch.dtype) -> Tensor:
         return torch.tensor([value for document in documents for value in document[name]], dtype=dtype)
 
-    fields = [name for name in documents[0] if name not in ("tokens", "targets")]
+    fields = [name for name in documents[0] if name not in ("tokens", "targets", MEDIA)]
     targets = flat("targets", torch.int64)
     several = {"targets": targets} if targets.dim() == 2 else {}
     return PackedBatch(
@@ -74,6 +75,7 @@ def packed(documents: Sequence[Document]) -> PackedBatch:
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
         labels=targets[:, 0] if several else targets,
         token_fields={**{name: flat(name, torch.float32) for name in fields}, **several},
+        media=media_fields([document.get(MEDIA, ()) for document in documents]),
         free_labels=True,
     )
 
@@ -94,12 +96,19 @@ class PlainModel:
 
     def __init__(self, folder: Path | str) -> None:
         torch.manual_seed(0)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
-        )
+        self.model = self.load(folder)
         # The model's own dropout has no place in the comparison.
         self.model.eval()
         self._optimizer: torch.optim.AdamW | None = None
+
+    def load(self, folder: Path | str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
+
+    def logits(self, document: Document) -> Tensor:
+        logits: Tensor = self.model(input_ids=torch.tensor([document["tokens"]]), use_cache=False).logits[0]
+        return logits
 
     def trained(self) -> list[tuple[torch.nn.Parameter, bool]]:
         """The parameters that are trained, and whether weight decay applies to each."""
@@ -109,10 +118,14 @@ class PlainModel:
         """Add the gradients of a call; return its loss and the log-probabilities of each document."""
         total, found = 0.0, []
         for document in documents:
-            logits = self.model(input_ids=torch.tensor([document["tokens"]]), use_cache=False).logits[0]
             targets = torch.tensor(document["targets"])
-            p = torch.log_softmax(logits.double(), -1).gather(1, targets.view(len(targets), -1)).view(targets.shape)
-            value = plain_loss(loss, p, {k: torch.tensor(v, dtype=torch.float64) for k, v in document.items()})
+            p = (
+                torch.log_softmax(self.logits(document).double(), -1)
+                .gather(1, targets.view(len(targets), -1))
+                .view(targets.shape)
+            )
+            fields = {k: torch.tensor(v, dtype=torch.float64) for k, v in document.items() if k != MEDIA}
+            value = plain_loss(loss, p, fields)
             value.backward()
             total += float(value)
             found.append(p.detach())
