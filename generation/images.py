@@ -1,6 +1,7 @@
 """Images of requests, as data URIs: the fields that a model's encoder reads, and their tokens in a prompt."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -49,30 +50,50 @@ class PromptImages:
         return list(ids), fields
 
     def _read(self, prompt: Sequence[int], uris: Sequence[str]) -> tuple[list[int], Mapping[str, Tensor]]:
-        try:
-            self._processor.check("image")
-            placeholder = self._token(self._processor.placeholder("image"))
-            if (count := list(prompt).count(placeholder)) != len(uris):
-                raise ConfigError(f"the prompt has {count} image tokens (id {placeholder}) for {len(uris)} images")
-            # Errors of one image name it by its number; the others concern the model.
-            processed = []
-            for i, uri in enumerate(uris):
-                try:
-                    processed.append(self._processor.process(read_source("image", uri, OVER_NETWORK), LIMITS))
-                except MediaError as e:
-                    raise ConfigError(f"image {i}: {e}") from e
-        except MediaError as e:
-            raise ConfigError(str(e)) from e
-        texts = iter([self._tokenizer(media.text, add_special_tokens=False)["input_ids"] for media in processed])
+        placeholder = self.placeholder
+        if (count := list(prompt).count(placeholder)) != len(uris):
+            raise ConfigError(f"the prompt has {count} image tokens (id {placeholder}) for {len(uris)} images")
+        # Errors of one image name it by its number; the others concern the model.
+        processed = []
+        for i, uri in enumerate(uris):
+            try:
+                processed.append(self.process(uri))
+            except MediaError as e:
+                raise ConfigError(f"image {i}: {e}") from e
+        texts = iter([tokens for tokens, _ in processed])
         # Each placeholder is replaced by the text of the next image; their numbers are equal, as checked above.
         ids = [one for token in prompt for one in (next(texts) if token == placeholder else [token])]
-        fields = media_fields([[media.fields for media in processed]])
+        fields = media_fields([[fields for _, fields in processed]])
         return ids, {name: field.values for name, field in fields.items()}
 
-    def _token(self, text: str) -> int:
+    @cached_property
+    def placeholder(self) -> int:
+        """The token that stands for an image in a prompt.
+
+        Raises:
+            ConfigError: The model takes no images, or its tokenizer has no such token.
+        """
+        try:
+            self._processor.check("image")
+        except MediaError as e:
+            raise ConfigError(str(e)) from e
+        text = self._processor.placeholder("image")
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
             raise ConfigError(
                 f"the placeholder {text!r} of an image is {len(ids)} tokens of the model's tokenizer; it must be one"
             )
         return ids[0]
+
+    def process(self, image: str | bytes) -> tuple[list[int], Mapping[str, Tensor]]:
+        """Return the tokens of an image in a prompt, and the fields that the encoder reads.
+
+        Args:
+            image: A data URI, or the content of an image file.
+
+        Raises:
+            MediaError: The image cannot be decoded or processed.
+        """
+        media = self._processor.process(read_source("image", image, OVER_NETWORK), LIMITS)
+        tokens: list[int] = self._tokenizer(media.text, add_special_tokens=False)["input_ids"]
+        return tokens, media.fields

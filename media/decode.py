@@ -109,6 +109,18 @@ def decode_image(source: MediaSource, limits: MediaLimits) -> Image.Image:
         )
 
 
+def image_size(content: bytes) -> tuple[int, int] | None:
+    """Return the width and height of an image in pixels, of which only the header is read; None if it is not an image."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            size: tuple[int, int] = Image.open(io.BytesIO(content), formats=FORMATS).size
+    # PIL raises errors of many types on damaged files; `decode_image` says what is wrong with one.
+    except Exception:
+        return None
+    return size
+
+
 def _eight_bits(image: Image.Image) -> Image.Image:
     """Scale an image of 16 bits or floating point to 8 bits; PIL would clip it instead."""
     values = np.asarray(image, np.float64)

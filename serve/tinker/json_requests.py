@@ -187,6 +187,9 @@ class PromptChunk(msgspec.Struct):
 
     type: str = "encoded_text"
     tokens: list[int] = []
+    data: str = ""
+    format: str = ""
+    expected_tokens: int | None = None
 
 
 class SamplePrompt(msgspec.Struct):

@@ -72,7 +72,13 @@ _MESSAGES = {
         "oneof:chunk DmelChunk dmel = 3",
     ),
     "EncodedTextChunk": ("bytes tokens = 1",),
-    "ImageChunk": ("bytes data = 1", "string format = 2"),
+    "ImageChunk": (
+        "bytes data = 1",
+        "string format = 2",
+        "optional int32 expected_tokens = 3",
+        "optional ImageDimensions override_dimensions = 4",
+    ),
+    "ImageDimensions": ("uint32 width = 1", "uint32 height = 2"),
     "DmelChunk": ("bytes dmel = 1",),
 }
 

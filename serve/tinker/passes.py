@@ -5,6 +5,7 @@ from ...engine.loss import TARGETS
 from ...engine.packing.batch import PackedBatch
 from ...losses.traced_loss import TracedLoss
 from ...workers.roles.adapters import AdapterRequest
+from .chunks import ImageReader
 from .database import Database
 from .errors import BadRequestError
 from .json_requests import CreateCustomLoss, loss_of_graph, parse
@@ -24,10 +25,11 @@ class Passes:
         database: Where the losses are that clients have created.
         vocabulary: The number of tokens of the model.
         longest: The largest number of tokens of a datum.
+        reader: What reads images.
     """
 
-    def __init__(self, database: Database, vocabulary: int, longest: int) -> None:
-        self._database, self._vocabulary, self._longest = database, vocabulary, longest
+    def __init__(self, database: Database, vocabulary: int, longest: int, reader: ImageReader) -> None:
+        self._database, self._vocabulary, self._longest, self._reader = database, vocabulary, longest, reader
 
     def prepare(self, request: QueuedRequest, model: str, body: bytes) -> None:
         """Give a request what its body asks.
@@ -56,7 +58,7 @@ class Passes:
         """
         message = parse_forward_backward(body)
         loss = loss_of(message, lambda name: self._custom_loss(model, name))
-        batches = batches_of(message.data, loss, self._longest)
+        batches = batches_of(message.data, loss, self._longest, self._reader)
         for batch in batches:
             targets = batch.token_fields.get(TARGETS, batch.labels)
             for name, ids in (("model_input", batch.input_ids), ("target_tokens", targets)):

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ...engine.errors import BatchError, ConfigError
 from ...engine.loss import TARGETS
-from ...engine.packing.batch import PackedBatch
+from ...engine.packing.batch import PackedBatch, media_fields
 from ...losses.token_sums import FORMULAS, TokenSumLoss
 from ...losses.traced_loss import FIELD, TracedLoss
 from . import messages
+from .chunks import ImageReader, datum_tokens, processed_bytes
 from .errors import BadRequestError
 
 FIELDS = {
@@ -103,14 +104,16 @@ def dense_size(request: Any) -> int:
 
     What has more numbers than a request may have is refused before anything is built, and counts as much as the largest that is built.
     """
-    tokens = sum(len(chunk.encoded_text.tokens) for datum in request.data for chunk in datum.model_input)
+    chunks = [chunk for datum in request.data for chunk in datum.model_input]
+    tokens = sum(len(chunk.encoded_text.tokens) for chunk in chunks)
+    images = sum(processed_bytes(chunk.image.data) for chunk in chunks if chunk.WhichOneof("chunk") == "image")
     numbers = 0
     for datum in request.data:
         for tensor in datum.loss_fn_inputs.values():
             size = 4 if tensor.dtype == messages.FLOAT32 else 8
             numbers += size * max(math.prod(tensor.shape), 0) if tensor.shape else len(tensor.dense) * size // 4
     # Ids and positions of tokens, of 8 bytes each, which come as 4.
-    return 4 * tokens + min(numbers, 8 * MOST_NUMBERS)
+    return 4 * tokens + min(numbers + images, 8 * MOST_NUMBERS)
 
 
 def loss_of(request: Any, custom: Callable[[str], TracedLoss]) -> TokenSumLoss | TracedLoss:
@@ -142,13 +145,14 @@ def loss_of(request: Any, custom: Callable[[str], TracedLoss]) -> TokenSumLoss |
     return TokenSumLoss(name, settings)
 
 
-def batches_of(data: Sequence[Any], loss: TokenSumLoss | TracedLoss, longest: int) -> list[PackedBatch]:
+def batches_of(data: Sequence[Any], loss: TokenSumLoss | TracedLoss, longest: int, reader: ImageReader) -> list[PackedBatch]:
     """Return the datums of a request as batches, in order: those in a row that have as many numbers for each token are one.
 
     Args:
         data: The datums.
         loss: The loss.
         longest: The largest number of tokens of a datum.
+        reader: What reads images.
 
     Raises:
         BatchError: A datum cannot be used; the message names it by its number.
@@ -161,7 +165,8 @@ def batches_of(data: Sequence[Any], loss: TokenSumLoss | TracedLoss, longest: in
     numbers = 0
     for number, datum in enumerate(data):
         title = f"datum {number}"
-        ids = input_tokens(datum.model_input, title)
+        tokens = datum_tokens(datum.model_input, reader, title)
+        ids = tokens.ids
         if len(ids) > longest:
             raise BatchError(f"{title} has {len(ids)} tokens, more than this service takes, {longest}")
         inputs = datum.loss_fn_inputs
@@ -177,17 +182,18 @@ def batches_of(data: Sequence[Any], loss: TokenSumLoss | TracedLoss, longest: in
         shapes = [one.shape(inputs[one.name], targets, title) for one in read]
         # Counted by shape, before any array of this datum is built.
         numbers += math.prod(targets) + sum(math.prod(shape) for shape in shapes)
+        numbers += sum(value.numel() for item in tokens.items for value in item.values())
         # What is sparse may be small, and large as soon as it is not.
         if numbers > MOST_NUMBERS:
             raise BatchError(
-                f"the datums up to {number} have {numbers} targets and numbers of these, more than {MOST_NUMBERS}; send fewer datums at a time"
+                f"the datums up to {number} have {numbers} targets, numbers of these and of images, more than {MOST_NUMBERS}; send fewer datums at a time"
             )
         values = [
             _values(inputs[one.name], shape, f"{one.name} of {title}", exact=one.exact)
             for one, shape in zip(read, shapes, strict=True)
         ]
         ids_of_targets = _token_ids(inputs["target_tokens"], targets, f"target_tokens of {title}")
-        rows.append(_Row(f"datum {number}", ids, ids_of_targets, values))
+        rows.append(_Row(f"datum {number}", ids, ids_of_targets, values, tokens.items))
     # `groupby` joins neighbors only, so the order of datums, and of their results, is that of the request.
     groups = groupby(rows, key=lambda row: tuple(column.shape[1:] for column in (row.targets, *row.values)))
     return [_packed(list(group), read) for _, group in groups]
@@ -226,12 +232,13 @@ class _Input:
 
 @dataclass(frozen=True, eq=False)
 class _Row:
-    """A datum: its name, its tokens, its targets, and what else the loss reads."""
+    """A datum: its name, its tokens, its targets, what else the loss reads, and its images."""
 
     name: str
     ids: np.ndarray
     targets: np.ndarray
     values: list[np.ndarray]
+    items: Sequence[Mapping[str, Tensor]]
 
 
 def _read(loss: TokenSumLoss | TracedLoss) -> list[_Input]:
@@ -256,6 +263,7 @@ def _packed(rows: Sequence[_Row], read: Sequence[_Input]) -> PackedBatch:
         labels=targets[:, 0] if several else targets,
         token_fields={**token_fields, **({TARGETS: targets} if several else {})},
         sequence_fields={name: column for name, (rank, column) in columns.items() if rank == 0},
+        media=media_fields([row.items for row in rows]),
         names=tuple(row.name for row in rows),
         free_labels=True,
     )
@@ -263,28 +271,6 @@ def _packed(rows: Sequence[_Row], read: Sequence[_Input]) -> PackedBatch:
 
 def _joined(parts: Sequence[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts))
-
-
-def input_tokens(chunks: Sequence[Any], title: str) -> np.ndarray:
-    """Return the token ids of a datum's `model_input`.
-
-    Raises:
-        BatchError: It has none, or chunks that are not text.
-    """
-    parts: list[np.ndarray] = []
-    for chunk in chunks:
-        kind = chunk.WhichOneof("chunk")
-        if kind != "encoded_text":
-            raise BatchError(f"{title} has a chunk of {kind or 'nothing'}; this service takes encoded_text alone")
-        if len(chunk.encoded_text.tokens) % 4:
-            raise BatchError(f"{title}: the tokens of a chunk are not int32")
-        parts.append(np.frombuffer(chunk.encoded_text.tokens, dtype="<i4").astype(np.int64))
-    ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-    if not len(ids):
-        raise BatchError(f"{title} has no tokens")
-    if ids.min() < 0:
-        raise BatchError(f"{title} has the token id {ids.min()}")
-    return ids
 
 
 def _shape(tensor: Any, length: int, title: str) -> tuple[int, ...]:

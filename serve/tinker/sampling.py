@@ -18,11 +18,12 @@ import torch
 
 from ...engine.errors import DrivetrainError, QueueFullError, WorkerError, WorkerLostError
 from ...engine.loss import TARGETS
-from ...engine.packing.batch import PackedBatch
+from ...engine.packing.batch import PackedBatch, media_fields
 from ...generation.result import FinishReason
 from ...generation.token_scheduler import GenerationRequest
 from ..openai.replicas import Replicas
 from ..openai.text import Texts
+from .chunks import ChunkTokens, ImageReader, prompt_tokens
 from .database import Database
 from .errors import BadRequestError, reason
 from .futures import Futures, failure, new_future_id
@@ -88,6 +89,7 @@ class SamplingService:
         room: The largest number of tokens of a prompt and its response.
         vocabulary: The number of the model's tokens.
         weights: What the workers hold.
+        reader: What reads images.
         at_once: How many responses are generated at a time; users whose requests wait are served in turn.
         longest: The largest number of tokens of a pass that computes log-probabilities (`engine.micro_batch.max_tokens`).
     """
@@ -102,6 +104,7 @@ class SamplingService:
         room: int,
         vocabulary: int,
         weights: SamplerWeights,
+        reader: ImageReader,
         at_once: int = AT_ONCE,
         longest: int = sys.maxsize,
     ) -> None:
@@ -111,7 +114,7 @@ class SamplingService:
         """By sampler, what those wait for who ask which of its requests are done."""
         self._in_use: Counter[str] = Counter()
         """How many requests use each checkpoint."""
-        self._longest = longest
+        self._longest, self._reader = longest, reader
         self._refreshes: set[asyncio.Task[None]] = set()
         # Weights are loaded by one request at a time: two could otherwise choose the same adapter to replace.
         self._lock = asyncio.Lock()
@@ -330,7 +333,8 @@ class SamplingService:
         seed, _, body = stored.partition(b"\n")
         request = parse(body, SampleBody)
         _check(request)
-        prompt = [token for chunk in request.prompt.chunks for token in chunk.tokens]
+        # In a thread, because images are decoded and processed.
+        prompt = await asyncio.to_thread(prompt_tokens, request.prompt.chunks, self._reader)
         row = self._database.one("SELECT folder, owner, live FROM samplers WHERE id = ?", sampler)
         if row is None:
             raise BadRequestError(f"the sampler {sampler} has been deleted")
@@ -338,13 +342,16 @@ class SamplingService:
         # meanwhile.
         folder = self._published(row["live"]) if row["live"] else row["folder"]
         source = _Source(row["owner"], folder, row["live"])
-        room = self._room - len(prompt)
-        if not prompt or room < 1:
+        tokens = len(prompt.ids)
+        room = self._room - tokens
+        if room < 1:
+            raise BadRequestError(f"the prompt has {tokens} tokens; a prompt and its response have from 2 to {self._room}")
+        self._check_ids("the prompt", int(prompt.ids.min()), int(prompt.ids.max()))
+        if request.target_prompt_logprobs is not None and tokens < 2:
             raise BadRequestError(
-                f"the prompt has {len(prompt)} tokens; a prompt and its response have from 2 to {self._room}"
+                "target_prompt_logprobs of a prompt of one token, before which there is nothing; leave it out"
             )
-        self._check_ids("the prompt", min(prompt), max(prompt))
-        room = self._room_for_scores(request, len(prompt), room)
+        room = self._room_for_scores(request, tokens, room)
         options, stops = sampling_of(request, self._weights.adapter(source.name), room)
         if stops and self._texts is None:
             raise BadRequestError("stop has texts, but the model has no tokenizer with which to see them; stop at token ids")
@@ -355,8 +362,9 @@ class SamplingService:
         responses = [
             asyncio.create_task(
                 self._response(
-                    GenerationRequest(prompt=prompt, options=options, sample=number),
+                    GenerationRequest(prompt=prompt.collapsed, options=options, sample=number, images=prompt.images),
                     source,
+                    prompt,
                     stops,
                     request.topk_sample_logprobs,
                 )
@@ -412,26 +420,31 @@ class SamplingService:
                 f"{title} has token ids from {lowest} to {highest}; the model has those below {self._vocabulary}"
             )
 
-    async def _prompt_scores(self, source: "_Source", prompt: Sequence[int], request: SampleBody) -> PromptScores:
+    async def _prompt_scores(self, source: "_Source", prompt: ChunkTokens, request: SampleBody) -> PromptScores:
         """Return what a request asks about its prompt."""
-        last = request.prompt_logprobs_last_n
+        last, tokens = request.prompt_logprobs_last_n, len(prompt.ids)
         # The first token has no log-probability, so at least one position is hidden.
-        hidden = 1 if last is None else max(1, len(prompt) - last)
+        hidden = 1 if last is None else max(1, tokens - last)
         log_probs: list[float] | None = None
         top: TopTokens | None = None
         targets: np.ndarray | None = None
-        positions, asked = len(prompt) - 1, request.target_prompt_logprobs
+        positions, asked = tokens - 1, request.target_prompt_logprobs
         if request.prompt_logprobs or request.topk_prompt_logprobs:
-            log_probs = [math.nan] * len(prompt)
+            log_probs = [math.nan] * tokens
             k = request.topk_prompt_logprobs
-            top_tokens, top_log_probs = np.zeros((len(prompt), k), dtype=np.int64), np.zeros((len(prompt), k))
+            top_tokens, top_log_probs = np.zeros((tokens, k), dtype=np.int64), np.zeros((tokens, k))
             if positions:
                 reply = await self._scoring.score(source.owner, source.folder, _next_tokens(prompt), top_k=k)
                 assert reply.log_probs is not None
-                log_probs[1:] = reply.log_probs.tolist()
+                # The tokens of an image are not predicted, so they have no log-probability.
+                of_text = np.where(prompt.is_image[1:], math.nan, reply.log_probs.numpy()[:positions])
+                log_probs[1:] = of_text.tolist()
                 if reply.top_tokens is not None and reply.top_log_probs is not None:
-                    top_tokens[1:], top_log_probs[1:] = reply.top_tokens.numpy(), reply.top_log_probs.numpy()
-            log_probs[:hidden] = [math.nan] * min(hidden, len(prompt))
+                    top_tokens[1:], top_log_probs[1:] = (
+                        reply.top_tokens.numpy()[:positions],
+                        reply.top_log_probs.numpy()[:positions],
+                    )
+            log_probs[:hidden] = [math.nan] * min(hidden, tokens)
             top = TopTokens(tokens=top_tokens, log_probs=top_log_probs, empty=hidden) if k else None
         if asked is not None:
             # They may be large, however small the request is.
@@ -439,29 +452,33 @@ class SamplingService:
                 ids = asked_targets(asked, positions)
                 self._check_ids("target_prompt_logprobs", max(int(ids.min()), 0), int(ids.max(initial=0)))
                 # -1 stands for no target and is not an id: 0 is computed in its place, and dropped after the pass.
-                batch = _next_tokens(prompt).with_fields(**{TARGETS: torch.from_numpy(ids).clamp_min(0)})
-                reply = await self._scoring.score(source.owner, source.folder, batch)
+                batch = _next_tokens(prompt)
+                of_rows = torch.zeros(batch.num_tokens, ids.shape[1], dtype=torch.int64)
+                of_rows[:positions] = torch.from_numpy(ids).clamp_min(0)
+                reply = await self._scoring.score(source.owner, source.folder, batch.with_fields(**{TARGETS: of_rows}))
                 assert reply.log_probs is not None
-                targets = np.where(ids < 0, 0.0, reply.log_probs.numpy())
+                targets = np.where(ids < 0, 0.0, reply.log_probs.numpy()[:positions])
         return PromptScores(log_probs=log_probs if request.prompt_logprobs else None, top=top, targets=targets, asked=asked)
 
-    async def _top_of_response(self, source: "_Source", prompt: Sequence[int], tokens: Sequence[int], k: int) -> TopTokens:
+    async def _top_of_response(self, source: "_Source", prompt: ChunkTokens, tokens: Sequence[int], k: int) -> TopTokens:
         """Return the most likely tokens in the place of each token of a response, of a pass over all of it."""
-        reply = await self._scoring.score(source.owner, source.folder, _next_tokens([*prompt, *tokens]), top_k=k)
+        reply = await self._scoring.score(source.owner, source.folder, _next_tokens(prompt, tokens), top_k=k)
         assert reply.top_tokens is not None
         assert reply.top_log_probs is not None
         # The output at a position is about the next token, so those of the response begin at the last token of the
         # prompt.
-        rows = slice(len(prompt) - 1, None)
+        rows = slice(len(prompt.ids) - 1, None)
         return TopTokens(tokens=reply.top_tokens[rows].numpy(), log_probs=reply.top_log_probs[rows].numpy())
 
-    async def _response(self, request: GenerationRequest, source: "_Source", stops: Sequence[str], top_k: int) -> SampleResult:
+    async def _response(
+        self, request: GenerationRequest, source: "_Source", prompt: ChunkTokens, stops: Sequence[str], top_k: int
+    ) -> SampleResult:
         """Return a response, as soon as it is its user's turn. It begins anew if its worker dies."""
         async with self._places.place(source.owner, self._weights.held_as(source.name)):
             response = await self._generated(request, source, stops)
         # Outside of the place: a pass of the trainer must not keep a place of the generator.
         if top_k and response.tokens:
-            top = await self._top_of_response(source, request.prompt, response.tokens, top_k)
+            top = await self._top_of_response(source, prompt, response.tokens, top_k)
             response = replace(response, top=top)
         return response
 
@@ -543,15 +560,21 @@ class SamplingService:
             await self._weights.load(source.name, folder, self._places.holds)
 
 
-def _next_tokens(tokens: Sequence[int]) -> PackedBatch:
-    """Return a document whose labels are the next tokens, the last one too."""
-    ids = torch.tensor(tokens, dtype=torch.int64)
+def _next_tokens(prompt: ChunkTokens, completion: Sequence[int] = ()) -> PackedBatch:
+    """Return a prompt and its completion as a document whose labels are the next tokens, the last one too.
+
+    It lacks the last token, or has one row more if that is one of an image, which must be whole.
+    """
+    # A label behind the image that nothing is compared with.
+    behind = [0] if prompt.is_image[-1] and not completion else []
+    ids = torch.cat([torch.from_numpy(prompt.ids), torch.tensor([*completion, *behind], dtype=torch.int64)])
     return PackedBatch(
         # Without the last token, whose output nothing is compared with.
         input_ids=ids[:-1],
         position_ids=torch.arange(len(ids) - 1),
         cu_seqlens=torch.tensor([0, len(ids) - 1]),
         labels=ids[1:],
+        media=media_fields([prompt.items]),
         free_labels=True,
     )
 
@@ -563,9 +586,5 @@ def _check(request: SampleBody) -> None:
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if not 0 <= getattr(request, name) <= MOST_TOP_K:
             raise BadRequestError(f"{name}={getattr(request, name)}; it must be from 0 to {MOST_TOP_K}")
-    if request.target_prompt_logprobs is not None and sum(len(chunk.tokens) for chunk in request.prompt.chunks) < 2:
-        raise BadRequestError("target_prompt_logprobs of a prompt of one token, before which there is nothing; leave it out")
     if request.prompt_logprobs_last_n is not None and request.prompt_logprobs_last_n < 0:
         raise BadRequestError(f"prompt_logprobs_last_n={request.prompt_logprobs_last_n}; it must be at least 0")
-    if other := [chunk.type for chunk in request.prompt.chunks if chunk.type != "encoded_text"]:
-        raise BadRequestError(f"the prompt has a chunk of {other[0][:40]}; this service takes encoded_text alone")

@@ -21,6 +21,7 @@ import uvicorn
 from ...engine.config import EngineConfig, ModelConfig, OptimConfig
 from ...engine.errors import ConfigError, DrivetrainError, ModelError
 from ...engine.hf.config import read_config
+from ...engine.hf.media import media_config
 from ...engine.hf.model_path import fingerprint
 from ...engine.hf.shape import context_of, router_aux_coef
 from ...generation.options import RolloutConfig
@@ -37,6 +38,7 @@ from ..openai.listening import HTTPServer, listen
 from ..openai.replicas import Replicas
 from ..openai.text import Texts
 from .app import TrainingApp
+from .chunks import ModelImages
 from .database import Database
 from .futures import Futures
 from .passes import Passes
@@ -173,7 +175,8 @@ def _settings(args: argparse.Namespace, sources: Sequence[str]) -> TrainingServi
 
 async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, engine: EngineConfig) -> int:
     folder = next(iter(settings.models.values()))
-    config = read_config(ModelConfig(path=str(folder)))
+    model = ModelConfig(path=str(folder))
+    config = read_config(model)
     # Before anything takes time.
     listener = listen(settings.host, settings.port)
     try:
@@ -187,7 +190,7 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
     _claim_kind(database, settings)
     group = _training_group(args, settings, engine, database)
     rollout = RolloutConfig(
-        model=ModelConfig(path=str(folder)),
+        model=model,
         generator=args.generator,
         max_batch_total_tokens=args.max_batch_total_tokens,
         max_adapters=0 if settings.full else settings.max_adapters,
@@ -196,7 +199,8 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
     replicas = Replicas(RolloutWorker, rollout, args.samplers, SupervisorSettings(name="sampler", environment=_QUIET))
     # A datum is one document, which has to fit into a pass and into the positions of the model.
     longest = min(engine.micro_batch.max_tokens, context_of(config) or sys.maxsize)
-    passes = Passes(database, config.vocab_size, longest)
+    images = ModelImages(model, media_config(model, config))
+    passes = Passes(database, config.vocab_size, longest, images)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -217,6 +221,7 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
             room,
             config.vocab_size,
             ModelSnapshots(replicas, str(folder)) if settings.full else AdapterSnapshots(replicas, settings.max_adapters),
+            images,
             AT_ONCE * args.samplers,
             engine.micro_batch.max_tokens,
         )

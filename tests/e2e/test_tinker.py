@@ -339,3 +339,40 @@ def test_what_the_command_refuses(folder: Path, tmp_path: Path, capsys: pytest.C
     ):
         assert main([str(folder), "--state", str(tmp_path / "state"), *options]) == 1
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_images_are_trained_and_sampled(tmp_path: Path) -> None:
+    """Two pictures with two names: an adapter learns which is which, and tells it in samples, also after a kill of the service."""
+    from helpers.media import png, save_media_model
+
+    folder = save_media_model(tmp_path / "model", "qwen3_vl")
+    names = {png(16, 16, seed=1): 101, png(16, 16, seed=2): 102}
+    start, end, ask = 248, 249, 50
+
+    def chunks(content: bytes) -> Any:
+        text, image = tinker.EncodedTextChunk, tinker.types.ImageChunk(data=content, format="png", expected_tokens=4)
+        return tinker.ModelInput(chunks=[text(tokens=[start]), image, text(tokens=[end, ask])])
+
+    def example(content: bytes, name: int) -> Any:
+        prompt = chunks(content)
+        length = prompt.length
+        targets = tinker.TensorData(data=[0] * (length - 1) + [name], dtype="int64", shape=[length])
+        weights = tinker.TensorData(data=[0.0] * (length - 1) + [1.0], dtype="float32", shape=[length])
+        return tinker.Datum(model_input=prompt, loss_fn_inputs={"target_tokens": targets, "weights": weights})
+
+    with service(folder, tmp_path / "state") as process, client(process) as holder:
+        training = holder.create_lora_training_client(base_model="tiny", rank=8, seed=3).result()
+        for step in range(100):
+            passed = training.forward_backward([example(*pair) for pair in names.items()], "cross_entropy")
+            training.optim_step(tinker.AdamParams(**ADAM)).result()
+            if step == 1:
+                process.kill()
+                process.start()
+            if passed.result().metrics["loss:sum"] < 0.1:
+                break
+        sampler = training.save_weights_and_get_sampling_client()
+        for content, name in names.items():
+            params = tinker.SamplingParams(max_tokens=1, temperature=0.0)
+            result = sampler.sample(chunks(content), num_samples=1, sampling_params=params).result()
+            assert result.sequences[0].tokens == [name]

@@ -47,9 +47,16 @@ class LocalReplicas:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     def generate(self, request: GenerationRequest) -> Any:
-        return self.generator.generate([request.prompt], request.options, rows=[request.row], first_samples=[request.sample])[
-            0
-        ][0]
+        prompt, media = request.prompt, None
+        if request.images:
+            prompt, media = self.generator.read_images(prompt, request.images)
+        return self.generator.generate(
+            [prompt],
+            request.options,
+            rows=[request.row],
+            first_samples=[request.sample],
+            media=None if media is None else [media],
+        )[0][0]
 
     @contextmanager
     def streams(self, requests: Sequence[GenerationRequest]) -> Iterator[list[LocalStream]]:

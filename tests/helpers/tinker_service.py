@@ -12,8 +12,11 @@ import httpx
 import numpy as np
 
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig
+from drivetrain.engine.hf.config import read_config
+from drivetrain.engine.hf.media import media_config
 from drivetrain.serve.tinker import messages
 from drivetrain.serve.tinker.app import PREFIX, TrainingApp
+from drivetrain.serve.tinker.chunks import ModelImages
 from drivetrain.serve.tinker.database import Database
 from drivetrain.serve.tinker.futures import Futures
 from drivetrain.serve.tinker.passes import Passes
@@ -122,7 +125,9 @@ async def running(
     futures = Futures(database)
     group = group or TrainingGroup(build or group_of(folder))
     app: list[TrainingApp] = []
-    passes = Passes(database, VOCABULARY, 128)
+    model = ModelConfig(path=str(folder))
+    images = ModelImages(model, media_config(model, read_config(model)))
+    passes = Passes(database, VOCABULARY, 128, images)
     training = training_class(options, database, futures, group, passes, lambda *of: app[0].arguments(*of))
     sampling = sampling_class(
         database,
@@ -133,6 +138,7 @@ async def running(
         256,
         VOCABULARY,
         weights or AdapterSnapshots(replicas, 4),
+        images,
         longest=128,
     )
     app.append(TrainingApp(options, database, futures, training, sampling, lambda: 7))
@@ -186,7 +192,13 @@ def forward_backward(
     request = messages.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn=loss, forward_only=forward_only)
     for datum in data:
         one = request.data.add()
-        one.model_input.add().encoded_text.tokens = np.asarray(datum["tokens"], dtype="<i4").tobytes()
+        # Of text alone, or of text and the files of images.
+        for part in datum["tokens"] if isinstance(datum["tokens"][0], list | bytes) else [datum["tokens"]]:
+            chunk = one.model_input.add()
+            if isinstance(part, bytes):
+                chunk.image.data, chunk.image.format = part, "png"
+            else:
+                chunk.encoded_text.tokens = np.asarray(part, dtype="<i4").tobytes()
         for name, values in datum.items():
             if name == "tokens":
                 continue
@@ -224,12 +236,13 @@ async def sampler_of(service: Service, session: str, number: int, path: str | No
     return str((await service.post("/create_sampling_session", body))["sampling_session_id"])
 
 
-def body_of(sampler: str, seq: int, prompt: list[int], **options: Any) -> dict[str, Any]:
+def body_of(sampler: str, seq: int, prompt: list[Any], **options: Any) -> dict[str, Any]:
+    """The body of a sample request: its prompt is tokens, or chunks as the protocol has them."""
     params = {"max_tokens": 4, "temperature": 1.0, "stop": [], **options.pop("params", {})}
     return {
         "sampling_session_id": sampler,
         "seq_id": seq,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
+        "prompt": {"chunks": prompt if isinstance(prompt[0], dict) else [{"type": "encoded_text", "tokens": prompt}]},
         "sampling_params": params,
         "num_samples": 1,
         **options,

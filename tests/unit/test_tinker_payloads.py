@@ -5,9 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.errors import BatchError
 from drivetrain.losses.token_sums import TokenSumLoss
 from drivetrain.serve.tinker import messages, payloads, sample_answers
+from drivetrain.serve.tinker.chunks import ModelImages
 from drivetrain.serve.tinker.json_requests import TokenMatrix
 from drivetrain.serve.tinker.payloads import batches_of, dense, dense_size, parse_forward_backward
 from drivetrain.serve.tinker.sample_answers import asked_targets
@@ -15,6 +17,7 @@ from drivetrain.serve.tinker.training_queue import ModelQueue, QueuedRequest
 from helpers.tinker_service import forward_backward
 
 LOSS = TokenSumLoss("cross_entropy")
+TEXT_ALONE = ModelImages(ModelConfig(path="tiny"), None)
 DATUM = {"tokens": [1, 2], "target_tokens": [[0, 5, 0], [7, 0, 9]], "weights": [[0.0, 1.0, 0.0], [2.0, 0.0, -1.0]]}
 
 
@@ -28,7 +31,7 @@ def indices(*values: int) -> bytes:
 
 def test_a_sparse_matrix_is_the_dense_one() -> None:
     for sparse in (False, True):
-        (batch,) = batches_of(request(sparse=sparse).data, LOSS, 8)
+        (batch,) = batches_of(request(sparse=sparse).data, LOSS, 8, TEXT_ALONE)
         assert batch.token_fields["targets"].tolist() == DATUM["target_tokens"]
         assert batch.token_fields["loss_weights"].tolist() == DATUM["weights"]
         assert batch.labels.tolist() == [0, 7]
@@ -37,7 +40,7 @@ def test_a_sparse_matrix_is_the_dense_one() -> None:
 def test_datums_in_a_row_with_as_many_targets_are_one_batch() -> None:
     one: dict[str, Any] = {"tokens": [1], "target_tokens": [3], "weights": [1.0]}
     data = [parse_forward_backward(forward_backward("m", 1, [d])).data[0] for d in (one, one, DATUM, DATUM, one)]
-    batches = batches_of(data, LOSS, 8)
+    batches = batches_of(data, LOSS, 8, TEXT_ALONE)
     assert [(batch.lengths, batch.names) for batch in batches] == [
         ([1, 1], ("datum 0", "datum 1")),
         ([2, 2], ("datum 2", "datum 3")),
@@ -66,7 +69,7 @@ def test_a_damaged_sparse_matrix_is_refused(change: dict[str, bytes], message: s
     for name, value in change.items():
         setattr(damaged.data[0].loss_fn_inputs["target_tokens"].sparse_csr, name, value)
     with pytest.raises(BatchError, match=message):
-        batches_of(damaged.data, LOSS, 8)
+        batches_of(damaged.data, LOSS, 8, TEXT_ALONE)
 
 
 def test_differences_that_wrap_around_do_not_pass_for_counts() -> None:
@@ -99,22 +102,22 @@ def test_shapes_that_do_not_fit() -> None:
         for tensor in wrong.data[0].loss_fn_inputs.values():
             tensor.shape[:] = shape
         with pytest.raises(BatchError, match=message):
-            batches_of(wrong.data, LOSS, 8)
+            batches_of(wrong.data, LOSS, 8, TEXT_ALONE)
     with pytest.raises(BatchError, match="more than this service takes, 1"):
-        batches_of(request().data, LOSS, 1)
+        batches_of(request().data, LOSS, 1, TEXT_ALONE)
     other = request()
     other.data[0].loss_fn_inputs["weights"].dtype = messages.INT32
     other.data[0].loss_fn_inputs["weights"].shape[:] = [2, 2]
     with pytest.raises(BatchError, match=r"weights of datum 0 is \[2, 2\]"):
-        batches_of(other.data, LOSS, 8)
+        batches_of(other.data, LOSS, 8, TEXT_ALONE)
 
 
 def test_what_is_small_because_it_is_sparse_is_not_built_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payloads, "MOST_NUMBERS", 23)
     data = request().data
-    assert len(batches_of(data, LOSS, 8)) == 1
-    with pytest.raises(BatchError, match="the datums up to 1 have 24 targets and numbers of these, more than 23"):
-        batches_of([*data, *data], LOSS, 8)
+    assert len(batches_of(data, LOSS, 8, TEXT_ALONE)) == 1
+    with pytest.raises(BatchError, match="the datums up to 1 have 24 targets, numbers of these and of images, more than 23"):
+        batches_of([*data, *data], LOSS, 8, TEXT_ALONE)
 
 
 def test_what_is_sparse_counts_as_what_it_is_built_to() -> None:
@@ -122,7 +125,7 @@ def test_what_is_sparse_counts_as_what_it_is_built_to() -> None:
     body = forward_backward("m", 1, [{"tokens": [1] * 128, "target_tokens": zeros, "weights": zeros}], sparse=True)
     assert len(body) < 4096
     message = parse_forward_backward(body)
-    (batch,) = batches_of(message.data, LOSS, 128)
+    (batch,) = batches_of(message.data, LOSS, 128, TEXT_ALONE)
     fields = [batch.input_ids, batch.position_ids, *batch.token_fields.values()]
     assert dense_size(message) == sum(field.nbytes for field in fields) == 2 * 8 * 128 + (8 + 4) * 128 * 1024
     assert dense_size(request()) == dense_size(request(sparse=False)) == 2 * 8 * 2 + (8 + 4) * 6
