@@ -115,7 +115,7 @@ def image_size(content: bytes) -> tuple[int, int] | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             size: tuple[int, int] = Image.open(io.BytesIO(content), formats=FORMATS).size
-    # PIL raises errors of many types on damaged files; `decode_image` says what is wrong with one.
+    # PIL raises many kinds of errors on damaged files; `decode_image` reports what is wrong with one.
     except Exception:
         return None
     return size

@@ -41,7 +41,7 @@ class ChunkTokens:
     is_image: np.ndarray
 
 
-class ImageReader(Protocol):
+class ChunkImageReader(Protocol):
     """What reads the images of chunks."""
 
     def read(self, data: bytes, title: str) -> tuple[list[int], Mapping[str, Tensor], int]:
@@ -67,7 +67,7 @@ class ModelImages:
         self._lock = threading.Lock()
 
     def read(self, data: bytes, title: str) -> tuple[list[int], Mapping[str, Tensor], int]:
-        """See `ImageReader.read`."""
+        """See `ChunkImageReader.read`."""
         if self._config is None:
             raise BatchError(f"{title} has an image, but {self._model.path} takes none; send encoded_text alone")
         with self._lock:
@@ -82,7 +82,7 @@ class ModelImages:
 
 
 @dataclass
-class _Parts:
+class _ReadChunks:
     """What has been read of some chunks."""
 
     ids: list[np.ndarray] = field(default_factory=list)
@@ -96,7 +96,7 @@ class _Parts:
         self.collapsed += ids.tolist()
         self.is_image.append(np.zeros(len(ids), dtype=bool))
 
-    def add_image(self, data: bytes, kind: str, expected: int | None, reader: ImageReader, title: str) -> None:
+    def add_image(self, data: bytes, kind: str, expected: int | None, reader: ChunkImageReader, title: str) -> None:
         if kind not in FORMATS:
             raise BatchError(f"{title} has an image of the format {kind[:40]!r}; send {' or '.join(FORMATS)}")
         tokens, fields, placeholder = reader.read(data, title)
@@ -122,7 +122,7 @@ class _Parts:
         return ChunkTokens(ids=ids, items=self.items, collapsed=self.collapsed, images=self.images, is_image=is_image)
 
 
-def datum_tokens(chunks: Sequence[Any], reader: ImageReader, title: str) -> ChunkTokens:
+def datum_tokens(chunks: Sequence[Any], reader: ChunkImageReader, title: str) -> ChunkTokens:
     """Return the tokens of a datum's `model_input`.
 
     Args:
@@ -133,7 +133,7 @@ def datum_tokens(chunks: Sequence[Any], reader: ImageReader, title: str) -> Chun
     Raises:
         BatchError: It has no tokens, or a chunk that cannot be used.
     """
-    parts = _Parts()
+    parts = _ReadChunks()
     for chunk in chunks:
         kind = chunk.WhichOneof("chunk")
         if kind == "encoded_text":
@@ -153,7 +153,7 @@ def datum_tokens(chunks: Sequence[Any], reader: ImageReader, title: str) -> Chun
     return parts.tokens(title)
 
 
-def prompt_tokens(chunks: Sequence[PromptChunk], reader: ImageReader) -> ChunkTokens:
+def prompt_tokens(chunks: Sequence[PromptChunk], reader: ChunkImageReader) -> ChunkTokens:
     """Return the tokens of a prompt.
 
     Args:
@@ -163,7 +163,7 @@ def prompt_tokens(chunks: Sequence[PromptChunk], reader: ImageReader) -> ChunkTo
     Raises:
         BatchError: It has no tokens, or a chunk that cannot be used.
     """
-    parts, title = _Parts(), "the prompt"
+    parts, title = _ReadChunks(), "the prompt"
     for chunk in chunks:
         if chunk.type == "encoded_text":
             parts.add_text(np.asarray(chunk.tokens, dtype=np.int64))

@@ -233,6 +233,12 @@ class SampleBody(msgspec.Struct):
     prompt_logprobs_last_n: int | None = None
     target_prompt_logprobs: TokenMatrix | None = None
 
+    @property
+    def completions(self) -> int:
+        """The number of completions that are generated, including those of one token that are alternatives in the prompt."""
+        tokens = sum(len(chunk.tokens) for chunk in self.prompt.chunks)
+        return self.num_samples + max(0, self.prompt_alt_tokens_k) * max(0, tokens - 1)
+
 
 class RetrieveFuture(msgspec.Struct):
     """Ask for a result."""

@@ -33,7 +33,9 @@ _MESSAGES = {
         "optional TopkLogprobs topk_prompt_logprobs = 3",
         "int32 prompt_cache_hit_tokens = 4",
         "optional Tensor target_prompt_logprobs = 5",
+        "optional PromptAltTokens prompt_alt_tokens = 6",
     ),
+    "PromptAltTokens": ("Tensor tokens = 1", "Tensor logprobs = 2"),
     "SampledSequence": (
         "StopReason stop_reason = 1",
         "bytes tokens = 2",

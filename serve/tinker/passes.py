@@ -5,7 +5,7 @@ from ...engine.loss import TARGETS
 from ...engine.packing.batch import PackedBatch
 from ...losses.traced_loss import TracedLoss
 from ...workers.roles.adapters import AdapterRequest
-from .chunks import ImageReader
+from .chunks import ChunkImageReader
 from .database import Database
 from .errors import BadRequestError
 from .json_requests import CreateCustomLoss, loss_of_graph, parse
@@ -28,7 +28,7 @@ class Passes:
         reader: What reads images.
     """
 
-    def __init__(self, database: Database, vocabulary: int, longest: int, reader: ImageReader) -> None:
+    def __init__(self, database: Database, vocabulary: int, longest: int, reader: ChunkImageReader) -> None:
         self._database, self._vocabulary, self._longest, self._reader = database, vocabulary, longest, reader
 
     def prepare(self, request: QueuedRequest, model: str, body: bytes) -> None:

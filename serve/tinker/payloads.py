@@ -21,7 +21,7 @@ from ...engine.packing.batch import PackedBatch, media_fields
 from ...losses.token_sums import FORMULAS, TokenSumLoss
 from ...losses.traced_loss import FIELD, TracedLoss
 from . import messages
-from .chunks import ImageReader, datum_tokens, processed_bytes
+from .chunks import ChunkImageReader, datum_tokens, processed_bytes
 from .errors import BadRequestError
 
 FIELDS = {
@@ -145,7 +145,9 @@ def loss_of(request: Any, custom: Callable[[str], TracedLoss]) -> TokenSumLoss |
     return TokenSumLoss(name, settings)
 
 
-def batches_of(data: Sequence[Any], loss: TokenSumLoss | TracedLoss, longest: int, reader: ImageReader) -> list[PackedBatch]:
+def batches_of(
+    data: Sequence[Any], loss: TokenSumLoss | TracedLoss, longest: int, reader: ChunkImageReader
+) -> list[PackedBatch]:
     """Return the datums of a request as batches, in order: those in a row that have as many numbers for each token are one.
 
     Args:

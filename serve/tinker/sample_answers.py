@@ -58,12 +58,14 @@ class PromptScores:
         top: The most likely tokens in the place of each.
         targets: `[N - 1, K]`, the log-probabilities of the tokens that it names, from the second position on.
         asked: The tokens that it names.
+        alternatives: Two arrays `[N - 1, k]`: tokens drawn at each position from the second on, and their log-probabilities.
     """
 
     log_probs: Sequence[float] | None = None
     top: TopTokens | None = None
     targets: np.ndarray | None = None
     asked: TokenMatrix | None = None
+    alternatives: tuple[np.ndarray, np.ndarray] | None = None
 
 
 def asked_targets(asked: TokenMatrix, positions: int) -> np.ndarray:
@@ -115,6 +117,13 @@ def sample_answer(responses: Sequence[SampleResult], scores: PromptScores) -> by
         _write_top(answer.topk_prompt_logprobs, scores.top)
     if scores.targets is not None and scores.asked is not None:
         _write_targets(answer.target_prompt_logprobs, scores.targets, scores.asked)
+    if scores.alternatives is not None:
+        tokens, log_probs = scores.alternatives
+        message = answer.prompt_alt_tokens
+        message.tokens.dtype, message.tokens.dense = messages.INT64, tokens.astype("<i8").tobytes()
+        message.logprobs.dtype, message.logprobs.dense = messages.FLOAT32, log_probs.astype("<f4").tobytes()
+        for tensor in (message.tokens, message.logprobs):
+            tensor.shape.extend(tokens.shape)
     result: bytes = answer.SerializeToString()
     return result
 

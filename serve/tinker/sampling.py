@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import logging
-import math
 import secrets
 import sqlite3
 import sys
@@ -13,37 +12,30 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from ...engine.errors import DrivetrainError, QueueFullError, WorkerError, WorkerLostError
-from ...engine.loss import TARGETS
-from ...engine.packing.batch import PackedBatch, media_fields
 from ...generation.result import FinishReason
 from ...generation.token_scheduler import GenerationRequest
 from ..openai.replicas import Replicas
 from ..openai.text import Texts
-from .chunks import ChunkTokens, ImageReader, prompt_tokens
+from .chunks import ChunkImageReader, ChunkTokens, prompt_tokens
 from .database import Database
 from .errors import BadRequestError, reason
 from .futures import Futures, failure, new_future_id
 from .json_requests import SampleBody, parse, sampling_of
-from .sample_answers import PromptScores, SampleResult, TopTokens, asked_targets, sample_answer
+from .prompt_scores import PromptScorer
+from .sample_answers import SampleResult, sample_answer
 from .sampler_weights import SamplerWeights, is_passing
 from .scoring import Scoring
-from .turns import AdapterPlaces, FairPlaces
+from .turns import AdapterPlaces
 
 log = logging.getLogger(__name__)
 
-MOST_TOP_K = 1024
 MOST_PENDING = 16384
 """The largest number of responses that a key waits for."""
 AT_ONCE = 256
 """The number of responses at a time for each worker that samples."""
 CLOSE_S = 10.0
 """For how many seconds the end of the service waits for results that are being written."""
-MATRICES_AT_ONCE = 16
-"""Of how many requests the tokens that they name are held at a time."""
 MOST_SAMPLES = 1024
 """The largest number of responses to a request."""
 RETRY_S = 0.5
@@ -104,22 +96,22 @@ class SamplingService:
         room: int,
         vocabulary: int,
         weights: SamplerWeights,
-        reader: ImageReader,
+        reader: ChunkImageReader,
         at_once: int = AT_ONCE,
         longest: int = sys.maxsize,
     ) -> None:
-        self._database, self._futures, self._replicas, self._scoring = database, futures, replicas, scoring
-        self._texts, self._room, self._vocabulary, self._weights = texts, room, vocabulary, weights
+        self._database, self._futures, self._replicas = database, futures, replicas
+        self._texts, self._room, self._weights = texts, room, weights
+        self._scorer = PromptScorer(scoring, longest, vocabulary)
         self._news: dict[str, set[asyncio.Event]] = {}
         """By sampler, what those wait for who ask which of its requests are done."""
         self._in_use: Counter[str] = Counter()
         """How many requests use each checkpoint."""
-        self._longest, self._reader = longest, reader
+        self._reader = reader
         self._refreshes: set[asyncio.Task[None]] = set()
         # Weights are loaded by one request at a time: two could otherwise choose the same adapter to replace.
         self._lock = asyncio.Lock()
         self._places = AdapterPlaces(at_once, weights.at_a_time)
-        self._matrices = FairPlaces(MATRICES_AT_ONCE)
         self._pending: Counter[str] = Counter()
         self._counted: dict[str, tuple[str, int]] = {}
         """By request, who waits for how many responses."""
@@ -137,7 +129,7 @@ class SamplingService:
             samples = 1
             # What is wrong with it is said by its result.
             with suppress(BadRequestError):
-                samples = parse(row["body"].partition(b"\n")[2], SampleBody).num_samples
+                samples = parse(row["body"].partition(b"\n")[2], SampleBody).completions
             self._count(row["owner"], samples)
             self._begin(row["owner"], row["future"], row["sampler"], row["body"], samples)
 
@@ -185,7 +177,7 @@ class SamplingService:
         number = str(request.seq_id)
         if (known := self._known(request.sampling_session_id, number, digest)) is not None:
             return known, request.num_samples
-        pending, samples = self._pending[owner], request.num_samples
+        pending, samples = self._pending[owner], request.completions
         if pending + samples > MOST_PENDING:
             raise BadRequestError(
                 f"{pending} responses of this key are not there yet, and this request asks for {samples}, together more than {MOST_PENDING}; send it "
@@ -211,7 +203,7 @@ class SamplingService:
             assert known is not None
             return known, request.num_samples
         self._begin(owner, future, request.sampling_session_id, b"%d\n" % seed + body, samples)
-        return future, samples
+        return future, request.num_samples
 
     def _known(self, sampler: str, number: str, digest: str) -> str | None:
         row = self._database.one("SELECT digest, future FROM samples WHERE sampler = ? AND seq = ?", sampler, number)
@@ -332,7 +324,6 @@ class SamplingService:
     async def _sample(self, sampler: str, stored: bytes) -> bytes:
         seed, _, body = stored.partition(b"\n")
         request = parse(body, SampleBody)
-        _check(request)
         # In a thread, because images are decoded and processed.
         prompt = await asyncio.to_thread(prompt_tokens, request.prompt.chunks, self._reader)
         row = self._database.one("SELECT folder, owner, live FROM samplers WHERE id = ?", sampler)
@@ -346,22 +337,24 @@ class SamplingService:
         room = self._room - tokens
         if room < 1:
             raise BadRequestError(f"the prompt has {tokens} tokens; a prompt and its response have from 2 to {self._room}")
-        self._check_ids("the prompt", int(prompt.ids.min()), int(prompt.ids.max()))
-        if request.target_prompt_logprobs is not None and tokens < 2:
-            raise BadRequestError(
-                "target_prompt_logprobs of a prompt of one token, before which there is nothing; leave it out"
-            )
-        room = self._room_for_scores(request, tokens, room)
+        room = self._scorer.check(request, prompt, room)
         options, stops = sampling_of(request, self._weights.adapter(source.name), room)
         if stops and self._texts is None:
             raise BadRequestError("stop has texts, but the model has no tokenizer with which to see them; stop at token ids")
         if options.seed is None:
             # Of all responses together: each differs by its number `sample`.
             options = replace(options, seed=int(seed))
-        scores = asyncio.create_task(self._prompt_scores(source, prompt, request))
+
+        async def draw(before: int, number: int) -> int:
+            # The row tells the seed of a draw from those of the completions, which have row 0.
+            one = replace(options, max_tokens=1, top_p=1.0, top_k=0, stop_tokens=(), ignore_eos=True)
+            of_prefix = GenerationRequest(prompt=prompt.collapsed[:before], options=one, row=before, sample=number)
+            return (await self._completion(of_prefix, source, prompt, (), 0)).tokens[0]
+
+        scores = asyncio.create_task(self._scorer.scores(source.owner, source.folder, prompt, request, draw))
         responses = [
             asyncio.create_task(
-                self._response(
+                self._completion(
                     GenerationRequest(prompt=prompt.collapsed, options=options, sample=number, images=prompt.images),
                     source,
                     prompt,
@@ -372,7 +365,6 @@ class SamplingService:
             for number in range(request.num_samples)
         ]
         try:
-            # The first error is that of the request.
             # `gather` raises the first error at once; the others are cancelled below, instead of being generated for
             # nothing.
             with self._using(source.folder):
@@ -382,95 +374,7 @@ class SamplingService:
             for task in (scores, *responses):
                 task.cancel()
 
-    def _room_for_scores(self, request: SampleBody, tokens: int, room: int) -> int:
-        """Return for how many tokens of a response there is room if log-probabilities are computed of it too.
-
-        Args:
-            request: The request.
-            tokens: The number of tokens of its prompt.
-            room: For how many there is room otherwise.
-
-        Raises:
-            BadRequestError: What is asked about the prompt or the response cannot be computed.
-        """
-        for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-            if getattr(request, name) > self._vocabulary:
-                raise BadRequestError(f"{name}={getattr(request, name)}; the model has {self._vocabulary} tokens")
-        # The last token is not one that anything is computed at.
-        left = self._longest + 1 - tokens
-        limit = f"the service computes log-probabilities of at most {self._longest + 1} tokens (engine.micro_batch.max_tokens={self._longest})"
-        is_asked = request.prompt_logprobs or request.topk_prompt_logprobs or request.target_prompt_logprobs is not None
-        if is_asked and left < 0:
-            raise BadRequestError(
-                f"the prompt has {tokens} tokens, and {limit}; ask for none of the prompt, or raise the service's setting"
-            )
-        if not request.topk_sample_logprobs or left >= room:
-            return room
-        most = request.sampling_params.max_tokens
-        if left < 1 or (most is not None and most > left):
-            raise BadRequestError(
-                f"topk_sample_logprobs with a prompt of {tokens} tokens and max_tokens={most}: {limit}; lower max_tokens, leave "
-                "topk_sample_logprobs out, or raise the service's setting"
-            )
-        return left
-
-    def _check_ids(self, title: str, lowest: int, highest: int) -> None:
-        if not 0 <= lowest <= highest < self._vocabulary:
-            raise BadRequestError(
-                f"{title} has token ids from {lowest} to {highest}; the model has those below {self._vocabulary}"
-            )
-
-    async def _prompt_scores(self, source: "_Source", prompt: ChunkTokens, request: SampleBody) -> PromptScores:
-        """Return what a request asks about its prompt."""
-        last, tokens = request.prompt_logprobs_last_n, len(prompt.ids)
-        # The first token has no log-probability, so at least one position is hidden.
-        hidden = 1 if last is None else max(1, tokens - last)
-        log_probs: list[float] | None = None
-        top: TopTokens | None = None
-        targets: np.ndarray | None = None
-        positions, asked = tokens - 1, request.target_prompt_logprobs
-        if request.prompt_logprobs or request.topk_prompt_logprobs:
-            log_probs = [math.nan] * tokens
-            k = request.topk_prompt_logprobs
-            top_tokens, top_log_probs = np.zeros((tokens, k), dtype=np.int64), np.zeros((tokens, k))
-            if positions:
-                reply = await self._scoring.score(source.owner, source.folder, _next_tokens(prompt), top_k=k)
-                assert reply.log_probs is not None
-                # The tokens of an image are not predicted, so they have no log-probability.
-                of_text = np.where(prompt.is_image[1:], math.nan, reply.log_probs.numpy()[:positions])
-                log_probs[1:] = of_text.tolist()
-                if reply.top_tokens is not None and reply.top_log_probs is not None:
-                    top_tokens[1:], top_log_probs[1:] = (
-                        reply.top_tokens.numpy()[:positions],
-                        reply.top_log_probs.numpy()[:positions],
-                    )
-            log_probs[:hidden] = [math.nan] * min(hidden, tokens)
-            top = TopTokens(tokens=top_tokens, log_probs=top_log_probs, empty=hidden) if k else None
-        if asked is not None:
-            # They may be large, however small the request is.
-            async with self._matrices.place(source.owner):
-                ids = asked_targets(asked, positions)
-                self._check_ids("target_prompt_logprobs", max(int(ids.min()), 0), int(ids.max(initial=0)))
-                # -1 stands for no target and is not an id: 0 is computed in its place, and dropped after the pass.
-                batch = _next_tokens(prompt)
-                of_rows = torch.zeros(batch.num_tokens, ids.shape[1], dtype=torch.int64)
-                of_rows[:positions] = torch.from_numpy(ids).clamp_min(0)
-                reply = await self._scoring.score(source.owner, source.folder, batch.with_fields(**{TARGETS: of_rows}))
-                assert reply.log_probs is not None
-                targets = np.where(ids < 0, 0.0, reply.log_probs.numpy()[:positions])
-        return PromptScores(log_probs=log_probs if request.prompt_logprobs else None, top=top, targets=targets, asked=asked)
-
-    async def _top_of_response(self, source: "_Source", prompt: ChunkTokens, tokens: Sequence[int], k: int) -> TopTokens:
-        """Return the most likely tokens in the place of each token of a response, of a pass over all of it."""
-        reply = await self._scoring.score(source.owner, source.folder, _next_tokens(prompt, tokens), top_k=k)
-        assert reply.top_tokens is not None
-        assert reply.top_log_probs is not None
-        # The output at a position is about the next token, so those of the response begin at the last token of the
-        # prompt.
-        rows = slice(len(prompt.ids) - 1, None)
-        return TopTokens(tokens=reply.top_tokens[rows].numpy(), log_probs=reply.top_log_probs[rows].numpy())
-
-    async def _response(
+    async def _completion(
         self, request: GenerationRequest, source: "_Source", prompt: ChunkTokens, stops: Sequence[str], top_k: int
     ) -> SampleResult:
         """Return a response, as soon as it is its user's turn. It begins anew if its worker dies."""
@@ -478,7 +382,7 @@ class SamplingService:
             response = await self._generated(request, source, stops)
         # Outside of the place: a pass of the trainer must not keep a place of the generator.
         if top_k and response.tokens:
-            top = await self._top_of_response(source, prompt, response.tokens, top_k)
+            top = await self._scorer.top_of_completion(source.owner, source.folder, prompt, response.tokens, top_k)
             response = replace(response, top=top)
         return response
 
@@ -558,33 +462,3 @@ class SamplingService:
         folder = self._published(source.live) if source.live else source.folder
         with self._using(folder):
             await self._weights.load(source.name, folder, self._places.holds)
-
-
-def _next_tokens(prompt: ChunkTokens, completion: Sequence[int] = ()) -> PackedBatch:
-    """Return a prompt and its completion as a document whose labels are the next tokens, the last one too.
-
-    It lacks the last token, or has one row more if that is one of an image, which must be whole.
-    """
-    # A label behind the image that nothing is compared with.
-    behind = [0] if prompt.is_image[-1] and not completion else []
-    ids = torch.cat([torch.from_numpy(prompt.ids), torch.tensor([*completion, *behind], dtype=torch.int64)])
-    return PackedBatch(
-        # Without the last token, whose output nothing is compared with.
-        input_ids=ids[:-1],
-        position_ids=torch.arange(len(ids) - 1),
-        cu_seqlens=torch.tensor([0, len(ids) - 1]),
-        labels=ids[1:],
-        media=media_fields([prompt.items]),
-        free_labels=True,
-    )
-
-
-def _check(request: SampleBody) -> None:
-    """Refuse what the service cannot answer, instead of leaving it out."""
-    if request.prompt_alt_tokens_k:
-        raise BadRequestError("prompt_alt_tokens_k is not supported by this service; leave it out")
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-        if not 0 <= getattr(request, name) <= MOST_TOP_K:
-            raise BadRequestError(f"{name}={getattr(request, name)}; it must be from 0 to {MOST_TOP_K}")
-    if request.prompt_logprobs_last_n is not None and request.prompt_logprobs_last_n < 0:
-        raise BadRequestError(f"prompt_logprobs_last_n={request.prompt_logprobs_last_n}; it must be at least 0")

@@ -120,7 +120,7 @@ def test_numbers_are_those_of_plain_transformers_and_peft(tmp_path: Path, family
     assert worst_difference(str(folder), family, micro_batch=MicroBatchConfig(max_tokens=64)) < 1e-4
 
 
-def rank_layout(folder: str, layout: dict[str, int], backend: str) -> float:
+def rank_layout(folder: str, layout: dict[str, Any], backend: str) -> float:
     settings: dict[str, Any] = {"backend": backend, "micro_batch": MicroBatchConfig(max_tokens=64)}
     return worst_difference(folder, "qwen3_vl", parallel=ParallelConfig(**layout), **settings)
 

@@ -123,6 +123,46 @@ def test_what_is_asked_about_the_prompt_and_the_response(model: Path) -> None:
     serve(model, test)
 
 
+def test_alternatives_to_the_tokens_of_a_prompt(model: Path) -> None:
+    """Draws from the model's distribution at each position, with replacement and at the temperature of the request."""
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    prompt, k, temperature = [5, 6, 7, 8, 250], 64, 0.02
+    with torch.no_grad():
+        logits = plain(input_ids=torch.tensor([prompt])).logits[0, :-1]
+    probability, likeliest = (logits / temperature).softmax(-1).max(-1)
+    # Far from certain, and from as likely as the others.
+    assert 2 / 300 < float(probability.mean()) < 0.9
+
+    async def test(service: Service) -> None:
+        sampler = await sampler_of(service, await service.session(), 0)
+
+        async def drawn(seq: int, count: int, **params: Any) -> tuple[Any, Any, list[list[int]]]:
+            body = body_of(sampler, seq, prompt, prompt_alt_tokens_k=count, params={"max_tokens": 2, **params})
+            answer = await answer_of(service, await service.post("/asample", body))
+            got = answer.prompt_alt_tokens
+            assert list(got.tokens.shape) == list(got.logprobs.shape) == [4, count]
+            tokens = np.frombuffer(got.tokens.dense, dtype="<i8").reshape(4, count)
+            log_probs = np.frombuffer(got.logprobs.dense, dtype="<f4").reshape(4, count)
+            # Of the model itself, whatever the temperature of the draws.
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens))
+            np.testing.assert_allclose(log_probs, expected, rtol=1e-5, atol=1e-5)
+            return tokens, log_probs, tokens_of(answer)
+
+        tokens, _, completions = await drawn(0, k, temperature=temperature, seed=1)
+        share = float((tokens == likeliest[:, None].numpy()).mean())
+        expected = float(probability.mean())
+        assert abs(share - expected) < 5 * (expected * (1 - expected) / (4 * k)) ** 0.5
+        again, _, same = await drawn(1, k, temperature=temperature, seed=1)
+        other, _, _ = await drawn(2, k, temperature=temperature, seed=2)
+        assert (tokens == again).all()
+        assert completions == same
+        assert (tokens != other).any()
+        greedy, _, _ = await drawn(3, 1, temperature=0.0)
+        assert greedy[:, 0].tolist() == likeliest.tolist()
+
+    serve(model, test)
+
+
 async def polled(service: Service, sampler: str, cursor: int, clone: int = 0, timeout: float | None = None) -> Any:
     target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": clone}
     return await service.post("/retrieve_futures", {"target": target, "prev_cursor": cursor, "timeout": timeout})
@@ -248,18 +288,21 @@ def test_samples_and_what_is_refused(model: Path) -> None:
         wrong: list[tuple[dict[str, Any], str]] = [
             ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs=-1"),
             ({"topk_sample_logprobs": 2000}, "topk_sample_logprobs=2000"),
-            ({"topk_sample_logprobs": 400}, "topk_sample_logprobs=400; the model has 300 tokens"),
-            ({"topk_prompt_logprobs": 301}, "topk_prompt_logprobs=301; the model has 300 tokens"),
+            ({"topk_sample_logprobs": 400}, "topk_sample_logprobs=400; it must be from 0 to 300"),
+            ({"topk_prompt_logprobs": 301}, "topk_prompt_logprobs=301; it must be from 0 to 300"),
             ({"prompt_logprobs": True, "prompt": {"chunks": [{"tokens": [1] * 130}]}}, "engine.micro_batch.max_tokens=128"),
             (
                 {"topk_sample_logprobs": 1, "params": {"max_tokens": 128}},
                 "at most 129 tokens (engine.micro_batch.max_tokens=128)",
             ),
             ({"topk_sample_logprobs": 1, "prompt": {"chunks": [{"tokens": [1] * 129}]}}, "with a prompt of 129 tokens"),
-            ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k is not supported"),
+            ({"prompt_alt_tokens_k": -1}, "prompt_alt_tokens_k=-1"),
+            ({"prompt_alt_tokens_k": 9000}, "draws 9000 tokens, more than 8192"),
+            ({"prompt_alt_tokens_k": 1, "prompt": {"chunks": [{"tokens": [1]}]}}, "has no alternatives"),
             ({"target_prompt_logprobs": {"data": [1, 2], "shape": [2, 1]}}, "must be [1, K]"),
             ({"target_prompt_logprobs": {"data": [1], "shape": [1, 2]}}, "has 1 numbers"),
             ({"target_prompt_logprobs": {"data": [300], "shape": [1, 1]}}, "has token ids from 300 to 300"),
+            ({"target_prompt_logprobs": {"data": [-2], "shape": [1, 1]}}, "has token ids from -2 to 0"),
             (
                 {
                     "target_prompt_logprobs": {
@@ -290,8 +333,9 @@ def test_samples_and_what_is_refused(model: Path) -> None:
             ({"params": {"max_tokens": 0}}, "max_tokens=0"),
             ({"params": {"stop": ["x"]}}, "no tokenizer"),
             ({"params": {"stop": ""}}, "empty text"),
-            ({"prompt": {"chunks": [{"type": "image", "tokens": []}]}}, "a chunk of image"),
-            ({"prompt": {"chunks": []}}, "the prompt has 0 tokens"),
+            ({"prompt": {"chunks": [{"type": "image", "format": "png"}]}}, "takes none; send encoded_text alone"),
+            ({"prompt": {"chunks": [{"type": "dmel"}]}}, "a chunk of dmel"),
+            ({"prompt": {"chunks": []}}, "the prompt has no tokens"),
             ({"prompt": {"chunks": [{"tokens": [1] * 400}]}}, "the prompt has 400 tokens"),
             ({"prompt": {"chunks": [{"tokens": [10**6]}]}}, "10"),
         ]

@@ -1,0 +1,207 @@
+"""What a sample request asks about its prompt: log-probabilities, the most likely tokens, and alternatives to its tokens."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+import torch
+
+from ...engine.loss import TARGETS
+from ...engine.packing.batch import PackedBatch, media_fields
+from .chunks import ChunkTokens
+from .errors import BadRequestError
+from .json_requests import SampleBody
+from .sample_answers import PromptScores, TopTokens, asked_targets
+from .scoring import Scoring
+from .turns import FairPlaces
+
+MOST_TOP_K = 1024
+MOST_ALTERNATIVES = 8192
+"""The maximum number of alternative tokens that a request may draw, over all positions of its prompt."""
+MATRICES_AT_ONCE = 16
+"""The number of requests whose matrices of named tokens are in memory at the same time."""
+
+Draw = Callable[[int, int], Awaitable[int]]
+"""Returns a token sampled after so many tokens of the prompt; the second number tells draws at one position apart."""
+
+
+class PromptScorer:
+    """Computes what sample requests ask about their prompts.
+
+    Args:
+        scoring: Computes log-probabilities.
+        longest: The maximum number of tokens of a pass (`engine.micro_batch.max_tokens`).
+        vocabulary: The number of tokens in the model's vocabulary.
+    """
+
+    def __init__(self, scoring: Scoring, longest: int, vocabulary: int) -> None:
+        self._scoring, self._longest, self._vocabulary = scoring, longest, vocabulary
+        self._matrices = FairPlaces(MATRICES_AT_ONCE)
+
+    def check(self, request: SampleBody, prompt: ChunkTokens, room: int) -> int:
+        """Check what a request asks about its prompt; return the maximum number of tokens of its completion.
+
+        Args:
+            request: The request.
+            prompt: Its prompt.
+            room: The number of tokens that a completion may have otherwise.
+
+        Raises:
+            BadRequestError: Something that the request asks cannot be computed.
+        """
+        self._check_ids("the prompt", int(prompt.ids.min()), int(prompt.ids.max()))
+        tokens = len(prompt.ids)
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+            most = min(MOST_TOP_K, self._vocabulary)
+            if not 0 <= getattr(request, name) <= most:
+                raise BadRequestError(f"{name}={getattr(request, name)}; it must be from 0 to {most}")
+        if request.prompt_logprobs_last_n is not None and request.prompt_logprobs_last_n < 0:
+            raise BadRequestError(f"prompt_logprobs_last_n={request.prompt_logprobs_last_n}; it must be at least 0")
+        if request.target_prompt_logprobs is not None and tokens < 2:
+            raise BadRequestError(
+                "target_prompt_logprobs with a prompt of one token, which nothing predicts; leave target_prompt_logprobs out"
+            )
+        self._check_alternatives(request, prompt)
+        # The last token predicts nothing that is compared, so it is not computed.
+        left = self._longest + 1 - tokens
+        limit = f"the service computes log-probabilities of at most {self._longest + 1} tokens (engine.micro_batch.max_tokens={self._longest})"
+        asks = request.prompt_logprobs or request.topk_prompt_logprobs or request.prompt_alt_tokens_k
+        if (asks or request.target_prompt_logprobs is not None) and left < 0:
+            raise BadRequestError(
+                f"the prompt has {tokens} tokens, but {limit}; ask for no log-probabilities of the prompt, or raise the setting of the service"
+            )
+        if not request.topk_sample_logprobs or left >= room:
+            return room
+        most_tokens = request.sampling_params.max_tokens
+        if left < 1 or (most_tokens is not None and most_tokens > left):
+            raise BadRequestError(
+                f"topk_sample_logprobs with a prompt of {tokens} tokens and max_tokens={most_tokens}: {limit}; lower max_tokens, leave "
+                "topk_sample_logprobs out, or raise the setting of the service"
+            )
+        return left
+
+    def _check_alternatives(self, request: SampleBody, prompt: ChunkTokens) -> None:
+        k = request.prompt_alt_tokens_k
+        if k < 0:
+            raise BadRequestError(f"prompt_alt_tokens_k={k}; it must be at least 0")
+        if k and prompt.images:
+            raise BadRequestError("prompt_alt_tokens_k is not supported for prompts with images; leave it out")
+        if k and len(prompt.ids) < 2:
+            raise BadRequestError("prompt_alt_tokens_k with a prompt of one token, which has no alternatives; leave it out")
+        if k * (len(prompt.ids) - 1) > MOST_ALTERNATIVES:
+            raise BadRequestError(
+                f"prompt_alt_tokens_k={k} with a prompt of {len(prompt.ids)} tokens draws {k * (len(prompt.ids) - 1)} tokens, more than "
+                f"{MOST_ALTERNATIVES}; lower it"
+            )
+
+    def _check_ids(self, title: str, lowest: int, highest: int) -> None:
+        if not 0 <= lowest <= highest < self._vocabulary:
+            raise BadRequestError(
+                f"{title} has token ids from {lowest} to {highest}; the model's ids are from 0 to {self._vocabulary - 1}"
+            )
+
+    async def scores(self, owner: str, folder: str, prompt: ChunkTokens, request: SampleBody, draw: Draw) -> PromptScores:
+        """Return what a request asks about its prompt.
+
+        Args:
+            owner: The key whose request it is.
+            folder: The folder of the checkpoint; empty for the base model.
+            prompt: The prompt.
+            request: The request, which has been checked.
+            draw: Samples alternative tokens.
+        """
+        log_probs: list[float] | None = None
+        top: TopTokens | None = None
+        targets: np.ndarray | None = None
+        asked, k = request.target_prompt_logprobs, request.prompt_alt_tokens_k
+        if request.prompt_logprobs or request.topk_prompt_logprobs:
+            log_probs, top = await self._predictions(owner, folder, prompt, request)
+        if asked is not None:
+            # They may be large, however small the request is.
+            async with self._matrices.place(owner):
+                ids = asked_targets(asked, len(prompt.ids) - 1)
+                # -1 stands for no target; other negative numbers are not ids.
+                self._check_ids("target_prompt_logprobs", 0 if ids.min() == -1 else int(ids.min()), max(0, int(ids.max())))
+                targets = await self._log_probs_of(owner, folder, prompt, ids)
+        alternatives: tuple[np.ndarray, np.ndarray] | None = None
+        if k:
+            tokens = await _drawn(draw, len(prompt.ids), k)
+            alternatives = tokens, await self._log_probs_of(owner, folder, prompt, tokens)
+        return PromptScores(
+            log_probs=log_probs if request.prompt_logprobs else None,
+            top=top,
+            targets=targets,
+            asked=asked,
+            alternatives=alternatives,
+        )
+
+    async def _predictions(
+        self, owner: str, folder: str, prompt: ChunkTokens, request: SampleBody
+    ) -> tuple[list[float], TopTokens | None]:
+        """Return the log-probability of each token of a prompt, and the most likely tokens in its place."""
+        last, tokens, k = request.prompt_logprobs_last_n, len(prompt.ids), request.topk_prompt_logprobs
+        # The first token has no log-probability, so at least one position is hidden.
+        hidden = 1 if last is None else max(1, tokens - last)
+        log_probs = [math.nan] * tokens
+        top_tokens, top_log_probs = np.zeros((tokens, k), dtype=np.int64), np.zeros((tokens, k))
+        if tokens > 1:
+            reply = await self._scoring.score(owner, folder, _next_tokens(prompt), top_k=k)
+            assert reply.log_probs is not None
+            rows = slice(tokens - 1)
+            # The tokens of an image are not predicted, so they have no log-probability.
+            log_probs[1:] = np.where(prompt.is_image[1:], math.nan, reply.log_probs.numpy()[rows]).tolist()
+            if reply.top_tokens is not None and reply.top_log_probs is not None:
+                top_tokens[1:], top_log_probs[1:] = reply.top_tokens.numpy()[rows], reply.top_log_probs.numpy()[rows]
+        log_probs[:hidden] = [math.nan] * min(hidden, tokens)
+        return log_probs, TopTokens(tokens=top_tokens, log_probs=top_log_probs, empty=hidden) if k else None
+
+    async def _log_probs_of(self, owner: str, folder: str, prompt: ChunkTokens, ids: np.ndarray) -> np.ndarray:
+        """Return the log-probabilities `[N - 1, K]` of tokens at the positions of a prompt from the second on; 0 where an id is -1."""
+        batch = _next_tokens(prompt)
+        # -1 is not an id: 0 is computed in its place, and replaced after the pass.
+        of_rows = torch.zeros(batch.num_tokens, ids.shape[1], dtype=torch.int64)
+        of_rows[: len(ids)] = torch.from_numpy(ids).clamp_min(0)
+        reply = await self._scoring.score(owner, folder, batch.with_fields(**{TARGETS: of_rows}))
+        assert reply.log_probs is not None
+        return np.where(ids < 0, 0.0, reply.log_probs.numpy()[: len(ids)])
+
+    async def top_of_completion(
+        self, owner: str, folder: str, prompt: ChunkTokens, completion: Sequence[int], k: int
+    ) -> TopTokens:
+        """Return the most likely tokens in the place of each token of a completion, from one pass over all of it."""
+        reply = await self._scoring.score(owner, folder, _next_tokens(prompt, completion), top_k=k)
+        assert reply.top_tokens is not None
+        assert reply.top_log_probs is not None
+        # The output at a position is about the next token, so the completion begins at the last token of the prompt.
+        rows = slice(len(prompt.ids) - 1, None)
+        return TopTokens(tokens=reply.top_tokens[rows].numpy(), log_probs=reply.top_log_probs[rows].numpy())
+
+
+async def _drawn(draw: Draw, length: int, k: int) -> np.ndarray:
+    """Return `k` tokens drawn at each position of a prompt from the second on, `[length - 1, k]` int64."""
+    tasks = [asyncio.ensure_future(draw(before, number)) for before in range(1, length) for number in range(k)]
+    try:
+        return np.asarray(await asyncio.gather(*tasks), dtype=np.int64).reshape(length - 1, k)
+    finally:
+        # After an error the others would be generated for nothing.
+        for task in tasks:
+            task.cancel()
+
+
+def _next_tokens(prompt: ChunkTokens, completion: Sequence[int] = ()) -> PackedBatch:
+    """Return a prompt and its completion as a document whose labels are the next tokens, including the last one.
+
+    The document lacks the last token. After an image, which cannot be cut, it has all tokens, and one more label than there are next tokens.
+    """
+    behind = [0] if prompt.is_image[-1] and not completion else []
+    ids = torch.cat([torch.from_numpy(prompt.ids), torch.tensor([*completion, *behind], dtype=torch.int64)])
+    return PackedBatch(
+        # Without the last token, whose output is not compared with anything.
+        input_ids=ids[:-1],
+        position_ids=torch.arange(len(ids) - 1),
+        cu_seqlens=torch.tensor([0, len(ids) - 1]),
+        labels=ids[1:],
+        media=media_fields([prompt.items]),
+        free_labels=True,
+    )
