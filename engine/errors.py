@@ -21,6 +21,14 @@ class CapabilityError(ConfigError):
     """The chosen backend does not support a value in the configuration."""
 
 
+class NoAdapterError(ConfigError):
+    """There is no adapter of a name; it must be loaded or created first."""
+
+
+class TooManyAdaptersError(ConfigError):
+    """The maximum number of adapters is reached; one must be dropped first."""
+
+
 class TopologyError(ConfigError):
     """A parallel layout does not fit the number of processes or the model."""
 

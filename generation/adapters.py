@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ..engine.adapter_checkpoint import read_adapter
 from ..engine.adapters.bank import AdapterBank, AdapterRows, RunningPass
-from ..engine.errors import ConfigError
+from ..engine.errors import ConfigError, NoAdapterError
 from ..engine.hf.adapted_layers import MultiAdapterLinear, adapted_layers, install_adapters
 from .options import RolloutConfig
 
@@ -54,7 +54,7 @@ class GeneratorAdapters:
             ConfigError: There is no adapter of this name.
         """
         if name not in self.names:
-            raise ConfigError(f"there is no adapter {name!r}; there are {', '.join(self.names) or 'none'}")
+            raise NoAdapterError(f"there is no adapter {name!r}; there are {', '.join(self.names) or 'none'}")
 
     def load(self, name: str, folder: Path | str) -> int:
         """Load the factors of an adapter checkpoint, replacing any of the same name; return their version.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..engine import progress
 from ..engine.cancellation import cancelled
-from ..engine.errors import ConfigError, ModelError, is_out_of_memory
+from ..engine.errors import ConfigError, ModelError, NoAdapterError, is_out_of_memory
 from .options import RolloutConfig, SamplingOptions, check_prompts
 from .placement import GeneratorPlacement
 from .readiness import Readiness
@@ -315,7 +315,7 @@ class BaseGenerator(ABC):
         if options.adapter and options.adapter not in self.adapter_names():
             if not self.config.max_adapters:
                 raise self._without_adapters(options.adapter)
-            raise ConfigError(
+            raise NoAdapterError(
                 f"there is no adapter {options.adapter!r}; there are {', '.join(self.adapter_names()) or 'none'}: load it first"
             )
         limits = self.limits()

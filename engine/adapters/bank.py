@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, ModelError
+from ..errors import ConfigError, ModelError, NoAdapterError, TooManyAdaptersError
 from ..ops.adapter_products import Factors, FactorSpan
 from .config import AdapterConfig
 from .slot import AdaptedLayer, AdapterSlot
@@ -131,7 +131,7 @@ class AdapterBank:
 
     def __getitem__(self, name: str) -> AdapterSlot:
         if name not in self._slots:
-            raise ConfigError(f"there is no adapter {name!r}; there are {', '.join(self._slots) or 'none'}")
+            raise NoAdapterError(f"there is no adapter {name!r}; there are {', '.join(self._slots) or 'none'}")
         return self._slots[name]
 
     def create(self, name: str, config: AdapterConfig) -> AdapterSlot:
@@ -159,7 +159,7 @@ class AdapterBank:
 
     def _check_room(self) -> None:
         if len(self._slots) >= self._most:
-            raise ConfigError(
+            raise TooManyAdaptersError(
                 f"max_adapters={self._most}: the maximum number of adapters is reached; drop one first, or raise the number"
             )
 

@@ -10,7 +10,7 @@ import torch
 
 from ...checkpoint_tools import merge
 from ...engine.adapter_checkpoint import adapter_config_of, check_adapter
-from ...engine.errors import ConfigError
+from ...engine.errors import ConfigError, NoAdapterError, TooManyAdaptersError
 
 DEFAULT_RANK = 32
 """The largest rank of an adapter, unless `options.max_lora_rank` says another."""
@@ -57,7 +57,7 @@ class VLLMAdapters:
             ConfigError: There is none of this name.
         """
         if name not in self._requests:
-            raise ConfigError(f"there is no adapter {name!r}; there are {', '.join(self._requests) or 'none'}")
+            raise NoAdapterError(f"there is no adapter {name!r}; there are {', '.join(self._requests) or 'none'}")
         return self._requests[name]
 
     def version(self, name: str) -> int:
@@ -81,13 +81,13 @@ class VLLMAdapters:
         from vllm.lora.request import LoRARequest
 
         if name not in self._requests and len(self._requests) >= self._most:
-            raise ConfigError(
+            raise TooManyAdaptersError(
                 f"max_adapters={self._most}: there are as many adapters already; drop one first, or raise the number"
             )
         # First, because this may free the place that the new one needs.
         self.free_unused(engine, used)
         if len(self._requests) + len(self._replaced) >= self._most + SPARE:
-            raise ConfigError(
+            raise TooManyAdaptersError(
                 f"max_adapters={self._most}: {len(self._replaced)} adapters that were dropped or replaced are still in use; load {name!r} when "
                 "their last responses have ended"
             )

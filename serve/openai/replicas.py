@@ -154,7 +154,12 @@ class Replicas:
             self._active[number] -= len(texts)
 
     async def on_all(self, run: Callable[[SupervisedWorker], Awaitable[Any]]) -> list[Any]:
-        """Run a call on all workers, one such call at a time; return the results, with errors among them."""
+        """Run a call on all workers, one such call at a time; return the results, with errors among them.
+
+        Workers that have ended for good are left out, unless all have.
+        """
         # One at a time, so that all workers get calls such as new weights in the same order.
         async with self._lock:
-            return list(await asyncio.gather(*(run(worker) for worker in self.workers), return_exceptions=True))
+            # A worker that is being restarted is called, and fails: what it must load is decided by the caller.
+            workers = [worker for worker in self.workers if not worker.control.is_completed()] or self.workers
+            return list(await asyncio.gather(*(run(worker) for worker in workers), return_exceptions=True))

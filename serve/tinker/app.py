@@ -150,7 +150,7 @@ class TrainingApp:
     # ---- clients and sessions ----------------------------------------------------------------------------------------
 
     async def _health(self, request: Request) -> Response:
-        healthy = self._failed() is None
+        healthy = self._failed() is None and self._sampling.failed is None
         return JSONResponse({"status": "ok" if healthy else "failed"}, status_code=200 if healthy else 503)
 
     async def _config(self, request: Request, owner: str) -> Response:

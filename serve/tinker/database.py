@@ -105,8 +105,10 @@ class Database:
                 self._writer.execute("PRAGMA journal_mode=WAL")
                 # A transaction is on disk when it is over.
                 self._writer.execute("PRAGMA synchronous=FULL")
-                self._writer.executescript(_SCHEMA)
-                self._writer.execute("INSERT OR IGNORE INTO about VALUES ('format', ?)", (FORMAT,))
+                # One transaction: a service that is killed in it leaves an empty file, not a part of the tables.
+                self._writer.executescript(
+                    f"BEGIN IMMEDIATE; {_SCHEMA} INSERT OR IGNORE INTO about VALUES ('format', '{FORMAT}'); COMMIT;"
+                )
                 self._reader = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
             except BaseException:
                 self._writer.close()

@@ -22,7 +22,7 @@ MOST_ALTERNATIVES = 8192
 MATRICES_AT_ONCE = 16
 """The number of requests whose matrices of named tokens are in memory at the same time."""
 
-Draw = Callable[[int, int], Awaitable[int]]
+DrawToken = Callable[[int, int], Awaitable[int]]
 """Returns a token sampled after so many tokens of the prompt; the second number tells draws at one position apart."""
 
 
@@ -101,7 +101,7 @@ class PromptScorer:
                 f"{title} has token ids from {lowest} to {highest}; the model's ids are from 0 to {self._vocabulary - 1}"
             )
 
-    async def scores(self, owner: str, folder: str, prompt: ChunkTokens, request: SampleBody, draw: Draw) -> PromptScores:
+    async def scores(self, owner: str, folder: str, prompt: ChunkTokens, request: SampleBody, draw: DrawToken) -> PromptScores:
         """Return what a request asks about its prompt.
 
         Args:
@@ -178,7 +178,7 @@ class PromptScorer:
         return TopTokens(tokens=reply.top_tokens[rows].numpy(), log_probs=reply.top_log_probs[rows].numpy())
 
 
-async def _drawn(draw: Draw, length: int, k: int) -> np.ndarray:
+async def _drawn(draw: DrawToken, length: int, k: int) -> np.ndarray:
     """Return `k` tokens drawn at each position of a prompt from the second on, `[length - 1, k]` int64."""
     tasks = [asyncio.ensure_future(draw(before, number)) for before in range(1, length) for number in range(k)]
     try:

@@ -5,18 +5,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ...engine.errors import WorkerError
+from ...engine.errors import NoAdapterError, TooManyAdaptersError, WorkerError
 from ..openai.replicas import Replicas
 
 BASE = "the model's own weights"
-_STALE = "other weights than those that were loaded"
-_PASSING = ("there is no adapter", "max_adapters=", _STALE)
-"""What errors say of workers whose weights are not yet, or still, those that they should be."""
+
+KEPT_VERSIONS = 64
+"""The number of versions whose names are kept. Tokens of older ones come from requests that have ended."""
 
 
-def is_passing(error: WorkerError) -> bool:
-    """Return whether an error ends when weights are loaded again: a worker that was started again has none of them."""
-    return any(text in str(error) for text in _PASSING)
+class StaleWeightsError(WorkerError):
+    """A worker has sampled with other weights than those that were loaded last."""
+
+
+def is_cured_by_load(error: WorkerError) -> bool:
+    """Return whether an error ends when weights are loaded again: a restarted worker has none, and a request that ends frees room."""
+    return isinstance(error, StaleWeightsError) or isinstance(error.__cause__, NoAdapterError | TooManyAdaptersError)
 
 
 class SamplerWeights(ABC):
@@ -165,6 +169,9 @@ class ModelSnapshots(SamplerWeights):
         self._version += 1
         # Before the load: tokens of this version may come while other workers still load.
         self._names[self._version] = loading[0]
+        if self._version > KEPT_VERSIONS:
+            # Version 0 always stays, because restarted workers have it.
+            self._names.pop(self._version - KEPT_VERSIONS, None)
         version = self._version
         _raise_first(await self._replicas.on_all(partial(_call, "load_folder", loading[1], version)))
         self._loaded = loading
@@ -172,7 +179,9 @@ class ModelSnapshots(SamplerWeights):
     def check(self, name: str, version: int) -> None:
         """See `SamplerWeights.check`."""
         if self._names.get(version) != self.held_as(name):
-            raise WorkerError(f"a worker has sampled with {_STALE}: version {version} of {self._version}")
+            raise StaleWeightsError(
+                f"a worker has sampled with other weights than those that were loaded: version {version} of {self._version}"
+            )
 
 
 async def _call(method: str, *args: Any) -> Any:

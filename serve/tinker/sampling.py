@@ -24,7 +24,7 @@ from .futures import Futures, failure, new_future_id
 from .json_requests import SampleBody, parse, sampling_of
 from .prompt_scores import PromptScorer
 from .sample_answers import SampleResult, sample_answer
-from .sampler_weights import SamplerWeights, is_passing
+from .sampler_weights import SamplerWeights, is_cured_by_load
 from .scoring import Scoring
 from .turns import AdapterPlaces
 
@@ -143,6 +143,11 @@ class SamplingService:
         if self._writes:
             # What is not written by then begins anew too.
             await asyncio.wait(self._writes, timeout=CLOSE_S)
+
+    @property
+    def failed(self) -> str | None:
+        """Why nothing can be sampled any more; None if that is not so."""
+        return "all workers that sample have ended; restart the service" if self._replicas.is_over() else None
 
     @property
     def folders_in_use(self) -> set[str]:
@@ -403,7 +408,7 @@ class SamplingService:
                     raise
             except WorkerError as e:
                 # A worker that was started again has no adapters, and one whose last response was cancelled still has it for a moment.
-                if not is_passing(e) or attempt == TRIES - 1:
+                if not is_cured_by_load(e) or attempt == TRIES - 1:
                     raise
                 self._weights.forget(source.name)
             await asyncio.sleep(RETRY_S)

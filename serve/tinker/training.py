@@ -12,13 +12,11 @@ import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Literal
 
 from ...engine.adapters.config import AdapterConfig
-from ...engine.config import OptimConfig
-from ...engine.errors import DrivetrainError, NonFiniteError, WorkerError, WorkerLostError
+from ...engine.errors import DrivetrainError, NonFiniteError, WorkerLostError
 from ...workers.roles.adapters import AdapterReply, AdapterRequest
 from .database import Database
 from .errors import BadRequestError, reason
@@ -26,6 +24,7 @@ from .futures import Futures, failure, json_result, new_future_id
 from .json_requests import FullTraining
 from .model_operations import ModelOperations, Statement, remove_folder
 from .passes import PIECE_TOKENS, Passes
+from .replay import Replay
 from .scoring import ATTEMPTS, Scoring
 from .settings import TrainingServiceSettings
 from .training_group import TrainingGroup
@@ -71,6 +70,7 @@ class Training:
         self._lost: dict[str, int] = {}
         self._ended: list[tuple[str, str]] = []
         self._operations = ModelOperations(settings, database, group)
+        self._replay = Replay(database, group, passes, self._operations, arguments)
         self.scoring = Scoring(group, AT_ONCE, self._wake.set)
         """What computes the log-probabilities of prompts."""
         self._task: asyncio.Task[None] | None = None
@@ -584,70 +584,16 @@ class Training:
             await self.end([model])
 
     async def _restore(self, model: str) -> None:
-        """Bring a model's adapter back to where it was: its saved state, and all requests after it that have been done."""
+        """Bring a model back to where it was: its saved state, and all requests after it that have been done."""
         queue = self._queues.get(model)
         if queue is None:
             return
-        if model in await self._group.names():
-            await self._group.drop(model)
-        row = self._database.one("SELECT saved_seq, saved_folder FROM models WHERE id = ?", model)
-        assert row is not None
-        # From here on the queue is built again from what is on disk, beginning at the saved state.
-        queue.steps = queue.logged = 0
-        queue.next_seq = 0
-        if row["saved_folder"]:
-            await self._group.load(model, row["saved_folder"], optimizer=True)
-            queue.next_seq = row["saved_seq"] + 1
-        requests = self._database.read(
-            "SELECT seq, kind, body, future, outcome FROM requests WHERE model = ? AND seq > ? ORDER BY seq",
-            model,
-            row["saved_seq"],
-        )
-        queue.waiting.clear()
-        for one in requests:
-            queue.logged += len(one["body"] or b"")
-            if one["outcome"] != "pending":
-                if one["outcome"] == "done":
-                    await self._repeat(queue, one["kind"], one["body"])
-                queue.next_seq = one["seq"] + 1
-                continue
-            request = QueuedRequest(one["seq"], one["kind"], one["future"], len(one["body"]))
-            if one["kind"] == FORWARD_BACKWARD:
-                request.dense = self._passes.dense_size(one["body"])
-            await self._prepare(request, model, one["body"])
-            queue.waiting[one["seq"]] = request
-
-    async def _repeat(self, queue: ModelQueue, kind: str, body: Any) -> None:
-        """Do what a request has done to an adapter once more; after one that loads a checkpoint the state was saved."""
-        if kind == CREATE:
-            await self._operations.build(queue.model)
-        elif kind == FORWARD_BACKWARD and body is not None:
-            pieces = self._passes.pieces(queue.model, body)
-            # One piece at a time, in their order. With `engine.invariant` the gradient does not depend on what shares a
-            # pass.
-            for piece in () if pieces[0].forward_only else pieces:
-                (reply,) = await self._group.forward_backward([piece])
-                if reply.error:
-                    raise BadRequestError(reply.error)
-        elif kind == "optim_step":
-            # A step whose gradient was not finite is repeated too: what it did was to drop the gradient.
-            with suppress(NonFiniteError):
-                await self._optim_step(queue.model, self._arguments(queue.model, kind, body))
-            queue.steps += 1
-
-    async def _optim_step(self, model: str, optim: OptimConfig) -> None:
-        """Make a step of an adapter again.
-
-        Raises:
-            NonFiniteError: The gradient is not finite, as it was then.
-        """
-        try:
-            await self._group.optim_step(model, optim)
-        except WorkerError as e:
-            # An error of a process arrives wrapped; the cause tells which one it was.
-            if isinstance(e.__cause__, NonFiniteError):
-                raise e.__cause__ from e
-            raise
+        for row in await self._replay.restore(queue):
+            request = QueuedRequest(row["seq"], row["kind"], row["future"], len(row["body"]))
+            if row["kind"] == FORWARD_BACKWARD:
+                request.dense = self._passes.dense_size(row["body"])
+            await self._prepare(request, model, row["body"])
+            queue.waiting[row["seq"]] = request
 
 
 def _digest(kind: str, body: bytes) -> str:

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.conformance.tiny import save_tiny_model
-from drivetrain.engine.errors import QueueFullError, WorkerError
+from drivetrain.engine.errors import NoAdapterError, QueueFullError, WorkerError
 from drivetrain.serve.tinker import sampling
 from drivetrain.serve.tinker.sampling import SamplingService
 from drivetrain.serve.tinker.turns import AdapterPlaces
@@ -566,9 +566,16 @@ def test_samplers_that_are_busy_or_were_started_again(model: Path, monkeypatch: 
         assert "raise --samplers or --max-batch-total-tokens" in answer["error"]
         assert Failing.loads == 1
         # One that was started again gets its adapters again.
-        Failing.errors = [WorkerError("there is no adapter")]
+        missing = WorkerError("a worker failed")
+        missing.__cause__ = NoAdapterError("there is no adapter 'x'")
+        Failing.errors = [missing]
         answer = await answer_of(service, await service.post("/asample", body_of(sampler, 1, [5, 6])))
         assert [len(tokens) for tokens in tokens_of(answer)] == [4]
+        assert Failing.loads == 2
+        # Another error is that of the request, whatever its words.
+        Failing.errors = [WorkerError("there is no adapter")]
+        answer = await answer_of(service, await service.post("/asample", body_of(sampler, 2, [5, 6])))
+        assert "there is no adapter" in answer["error"]
         assert Failing.loads == 2
 
     serve(model, test, replicas=Failing)
@@ -602,6 +609,22 @@ def test_cancelling_while_the_result_is_written_is_too_late(model: Path) -> None
         assert (await service.get("/healthz"))["status"] == "ok"
 
     serve(model, test, sampling_class=Finishing)
+
+
+class Ended(LocalReplicas):
+    """Workers that have ended for good."""
+
+    def is_over(self) -> bool:
+        return True
+
+
+def test_a_service_whose_samplers_have_ended_is_not_healthy(model: Path) -> None:
+    async def test(service: Service) -> None:
+        assert (await service.get("/healthz", status=503))["status"] == "failed"
+        # What is trained can still be saved.
+        await service.model(await service.session())
+
+    serve(model, test, replicas=Ended)
 
 
 def test_a_service_whose_database_writes_nothing_says_so(model: Path) -> None:

@@ -62,6 +62,9 @@ class LocalReplicas:
     def streams(self, requests: Sequence[GenerationRequest]) -> Iterator[list[LocalStream]]:
         yield [LocalStream(self, request) for request in requests]
 
+    def is_over(self) -> bool:
+        return False
+
     async def on_all(self, run: Callable[[Any], Awaitable[Any]]) -> list[Any]:
         return [await run(self)]
 

@@ -4,13 +4,17 @@ import asyncio
 import json
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 
+from drivetrain.engine.errors import WorkerLostError
 from drivetrain.losses.traced_loss import TracedLoss
+from drivetrain.serve.openai.replicas import Replicas
 from drivetrain.serve.tinker.training_queue import ModelQueue, QueuedRequest, RoundRobin, pieces_of
 from drivetrain.serve.tinker.turns import AdapterPlaces, FairPlaces, in_turn
 from drivetrain.workers.roles.adapters import AdapterRequest
+from drivetrain.workers.supervision.supervisor import SupervisorSettings
 from helpers.adapters import packed
 
 
@@ -164,3 +168,30 @@ def test_those_who_give_up_waiting_for_an_adapter_hold_up_nobody() -> None:
             pass
 
     asyncio.run(run())
+
+
+class SamplingWorker:
+    """A worker that has ended, or answers with its name."""
+
+    def __init__(self, name: str, *, has_ended: bool) -> None:
+        self.name, self.control = name, self
+        self._has_ended = has_ended
+
+    def is_completed(self) -> bool:
+        return self._has_ended
+
+
+def test_a_worker_that_has_ended_for_good_does_not_hold_up_loads() -> None:
+    async def name_of(worker: Any) -> str:
+        if worker.is_completed():
+            raise WorkerLostError("it has ended")
+        return str(worker.name)
+
+    def results_of(*ended: bool) -> list[Any]:
+        replicas = Replicas(lambda config: None, None, 0, SupervisorSettings(name="sampler"))
+        replicas.workers = [SamplingWorker(str(i), has_ended=one) for i, one in enumerate(ended)]  # type: ignore[misc]
+        return asyncio.run(replicas.on_all(name_of))
+
+    assert results_of(False, True, False) == ["0", "2"]
+    # If all have, whoever calls must see it.
+    assert [type(result) for result in results_of(True, True)] == [WorkerLostError, WorkerLostError]
