@@ -190,6 +190,28 @@ def test_wrong_media_fail_their_own_call(tmp_path: Path) -> None:
     assert results[0].loss == pytest.approx(alone.loss, rel=1e-5)
 
 
+def rank_stray(folder: str) -> list[str]:
+    engine = bank_engine(folder)
+    try:
+        trainer = AdapterTrainer(engine)
+        trainer.create("a", config())
+        text = with_media("qwen3_vl", 3)
+        stray = {**text, "tokens": [IMAGE, *text["tokens"][1:]]}
+        mine = [with_media("qwen3_vl", 1, 1)] if engine.topology.dp_rank == 0 else [stray]
+        wrong, good = trainer.forward_backward([call("a", mine), call("a", [text])])
+    finally:
+        engine.close()
+    return [str(wrong.error), str(good.error)]
+
+
+def test_a_placeholder_on_one_rank_and_an_image_on_the_other(tmp_path: Path) -> None:
+    """Each rank alone has a valid call: of images, and of text. Together it is not."""
+    folder = save_tiny_model(tmp_path / "model", "qwen3_vl")
+    for wrong, good in run_ranks(rank_stray, 2, str(folder)):
+        assert "1 image tokens (id 250), but 0 images" in wrong
+        assert good == "None"
+
+
 def test_all_weights_are_trained_with_images_too(tmp_path: Path) -> None:
     """Of the encoders too: their gradients are a part of the norm."""
     folder = save_tiny_model(tmp_path / "model", "qwen3_vl")
