@@ -3,8 +3,8 @@
 A row has a `prompt`, which is a text or a list of messages, or `messages` that end with a user message. OUT has the same rows with
 `response` and `finish_reason`. If the command is killed, its completions are kept next to OUT, and the same command continues from there.
 
-  drivetrain generate runs/mine prompts.jsonl answers.jsonl --max-tokens 512
-  drivetrain generate MODEL questions.csv answers.jsonl data.columns={prompt: question} --temperature 0.7 --samples 4
+  drivetrain generate runs/mine prompts.jsonl completions.jsonl --max-tokens 512
+  drivetrain generate MODEL questions.csv completions.jsonl data.columns={prompt: question} --temperature 0.7 --samples 4
 """
 
 import argparse
