@@ -145,7 +145,9 @@ def _check_out(out: Path, *, overwrite: bool) -> None:
     if out.exists() and not overwrite:
         raise ConfigError(f"{out} exists; give another name, or --overwrite")
     if not out.absolute().parent.is_dir():
-        raise ConfigError(f"{out} cannot be written: the folder {out.absolute().parent} does not exist")
+        raise ConfigError(
+            f"{out} cannot be written: the folder {out.absolute().parent} does not exist; create it, or give another path"
+        )
 
 
 def _generate(args: argparse.Namespace, data: PromptsConfig, options: SamplingOptions, folder: Path, out: Path) -> None:

@@ -271,8 +271,8 @@ def test_pairs_in_memory_train_a_policy_and_a_reward_model(tmp_path: Path) -> No
 # ---- metrics of answers ----------------------------------------------------------------------------------------------
 
 
-def length(answer: str) -> int:
-    return len(answer)
+def length(completion: str) -> int:
+    return len(completion)
 
 
 def without_marks(text: str) -> str:

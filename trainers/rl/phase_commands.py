@@ -332,7 +332,9 @@ def _inside(folder: Path, relative: str) -> Path:
     """
     path = (folder / relative).resolve()
     if not path.is_relative_to(folder.resolve()):
-        raise ConfigError(f"the bundle names the checkpoint {relative}, which is outside of {folder}")
+        raise ConfigError(
+            f"the bundle names the checkpoint {relative}, which is outside of {folder}; give a bundle whose checkpoint is beside it"
+        )
     return path
 
 

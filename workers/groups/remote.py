@@ -136,7 +136,7 @@ class RemoteWorkerGroup(WorkerGroup):
                 raise ConfigError(f"role {name!r} is on pool {role.pool!r}; the pools are {', '.join(pools)}")
             if role.ranks is not None and role.ranks[-1] >= pools[role.pool]:
                 raise ConfigError(
-                    f"role {name!r} is on ranks {list(role.ranks)}, but pool {role.pool!r} has {pools[role.pool]} processes"
+                    f"role {name!r} is on ranks {list(role.ranks)}, but pool {role.pool!r} has {pools[role.pool]} processes; make the pool larger, or choose ranks below its size"
                 )
         self._sizes, self._limits = dict(pools), limits
         self._comm_backend: CommBackend = ""
