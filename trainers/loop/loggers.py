@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...engine.errors import ConfigError
+from ...engine.errors import ConfigError, install_command
 from ..config.trainer import LoopConfig
 from .console import Console, Lines
 from .samples import HeldOutCompletion
@@ -170,7 +170,7 @@ def check_loggers(names: Sequence[str]) -> None:
             raise ConfigError(f"trainer.loggers names {name!r}; the loggers are {', '.join(LOGGERS)}")
     if "wandb" in names and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            "trainer.loggers names 'wandb', which is not installed; pip install 'drivetrain[wandb]', or leave it out"
+            f"trainer.loggers names 'wandb', which is not installed: {install_command('wandb')}, or leave it out"
         )
 
 
