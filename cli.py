@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from .commands import COMMANDS, Command
+from .engine.errors import install_command
 
 PACKAGE = __package__ or "drivetrain"
 LAUNCHER_OPTIONS = (
@@ -94,7 +95,7 @@ def _call(name: str, command: Command, arguments: list[str]) -> int:
         # Any other missing module is an error of the installation, or of Drivetrain, and shows its traceback.
         if not command.extra or e.name not in OPTIONAL:
             raise
-        print(f"error: drivetrain {name} needs {e.name}: pip install 'drivetrain[{command.extra}]'", file=sys.stderr)
+        print(f"error: drivetrain {name} needs {e.name}: {install_command(command.extra)}", file=sys.stderr)
         return 2
     code: int = module.main(name, arguments) if command.names_itself else module.main(arguments)
     return code

@@ -14,7 +14,7 @@ class Command:
         names_itself: Whether `main` takes the command's name before the arguments, because its module implements several commands.
         is_launched: Whether the command replaces this process, through a launcher if it runs several processes.
         starts_workers: Whether the command starts its processes itself, unless `group.kind=local`.
-        extra: The optional dependencies it needs, as in `pip install 'drivetrain[NAME]'`; empty if it needs none.
+        extra: The optional dependencies it needs, as in `pip install -e '.[NAME]'`; empty if it needs none.
         config: For a trainer, the class of its settings, as MODULE:CLASS.
         trainer: For a trainer, the class that trains, as MODULE:CLASS. It is imported only after the settings are validated, so that
             `--help` and typos do not wait seconds for torch.

@@ -470,7 +470,9 @@ class BaseEngine(Backend):
 
     def _require_optimizer(self) -> OptimConfig:
         if self.optim_config is None:
-            raise ConfigError("this engine was built without optim, so it can infer but not train")
+            raise ConfigError(
+                "this engine was built without optim, so it can infer but not train; pass optim=OptimConfig(...) when it is built"
+            )
         return self.optim_config
 
     def zero_grad(self) -> None:

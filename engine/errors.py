@@ -145,3 +145,12 @@ def is_out_of_memory(error: BaseException) -> bool:
         or type(error).__name__ == "OutOfMemoryError"
         or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
     )
+
+
+def install_command(extras: str) -> str:
+    """Return how to install optional dependencies, for a message. Drivetrain is on no package index, so it is installed from its clone.
+
+    Args:
+        extras: The names of the extras in `pyproject.toml`, separated by commas; empty for none.
+    """
+    return f"pip install -e '.{f'[{extras}]' if extras else ''}' in the clone of Drivetrain"

@@ -45,7 +45,9 @@ def unregister_head(name: str) -> None:
         ConfigError: No type of this name was registered.
     """
     if name in _BUILT_IN or name not in _HEADS:
-        raise ConfigError(f"model.head={name} was not added by register_head")
+        raise ConfigError(
+            f"model.head={name} was not added by register_head, so it cannot be removed; built-in heads and those of entry points stay"
+        )
     del _HEADS[name]
 
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .config import EngineConfig, ModelConfig
-from .errors import CapabilityError, ConfigError, ModelError, TopologyError
+from .errors import CapabilityError, ConfigError, ModelError, TopologyError, install_command
 
 if TYPE_CHECKING:
     from .base import BaseEngine
@@ -170,7 +170,7 @@ def engine_class(name: str) -> "type[BaseEngine]":
     spec = spec_of(name)
     if not is_installed(name):
         raise ConfigError(
-            f"engine.backend={name} needs {spec.needs}, which is not installed: pip install 'drivetrain[{spec.extra}]', or "
+            f"engine.backend={name} needs {spec.needs}, which is not installed: {install_command(spec.extra or '')}, or "
             "use another engine.backend"
         )
     engine: type[BaseEngine] = _resolve(spec.engine)

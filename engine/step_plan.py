@@ -248,7 +248,7 @@ class StepPlanner:
         if not set(outputs.names) <= set(has) or (self.head is not None and not outputs.names):
             raise ConfigError(
                 f"{', '.join(outputs.names) or 'nothing'} requested from a model with model.head={self._model.head}, which returns "
-                f"{', '.join(has)}"
+                f"{', '.join(has)}; request some of these"
             )
         if 0 < self._shape.vocabulary < outputs.top_k:
             raise ConfigError(

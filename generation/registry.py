@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ..engine.errors import ConfigError
+from ..engine.errors import ConfigError, install_command
 from ..engine.registry import print_list
 from .options import RolloutConfig
 
@@ -96,7 +96,7 @@ def generator_class(name: str) -> "type[BaseGenerator]":
     # Found without importing it, which takes seconds for vLLM.
     if spec.needs is not None and find_spec(spec.needs) is None:
         raise ConfigError(
-            f"generator={name} needs {spec.needs}, which is not installed: pip install 'drivetrain[{spec.extra}]', or use another "
+            f"generator={name} needs {spec.needs}, which is not installed: {install_command(spec.extra or '')}, or use another "
             "generator"
         )
     module, _, attribute = spec.generator.partition(":")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from ..engine.errors import ConfigError, MediaError
+from ..engine.errors import ConfigError, MediaError, install_command
 from .sources import MediaSource
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
@@ -174,7 +174,7 @@ def _av() -> Any:
         import av
     except ImportError as e:
         raise ConfigError(
-            "video and audio need PyAV; install it with: pip install 'drivetrain[vision]' or 'drivetrain[audio]'"
+            f"video and audio need PyAV; install it with: {install_command('vision')}, or with the extra audio"
         ) from e
     return av
 

@@ -3,8 +3,8 @@
 A row has a `prompt`, which is a text or a list of messages, or `messages` that end with a user message. OUT has the same rows with
 `response` and `finish_reason`. If the command is killed, its completions are kept next to OUT, and the same command continues from there.
 
-  drivetrain generate runs/mine prompts.jsonl answers.jsonl --max-tokens 512
-  drivetrain generate MODEL questions.csv answers.jsonl data.columns={prompt: question} --temperature 0.7 --samples 4
+  drivetrain generate runs/mine prompts.jsonl completions.jsonl --max-tokens 512
+  drivetrain generate MODEL questions.csv completions.jsonl data.columns={prompt: question} --temperature 0.7 --samples 4
 """
 
 import argparse
@@ -145,7 +145,9 @@ def _check_out(out: Path, *, overwrite: bool) -> None:
     if out.exists() and not overwrite:
         raise ConfigError(f"{out} exists; give another name, or --overwrite")
     if not out.absolute().parent.is_dir():
-        raise ConfigError(f"{out} cannot be written: the folder {out.absolute().parent} does not exist")
+        raise ConfigError(
+            f"{out} cannot be written: the folder {out.absolute().parent} does not exist; create it, or give another path"
+        )
 
 
 def _generate(args: argparse.Namespace, data: PromptsConfig, options: SamplingOptions, folder: Path, out: Path) -> None:

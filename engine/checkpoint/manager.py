@@ -279,7 +279,11 @@ class CheckpointManager:
     def restore_step(self, step: int) -> RestoredState:
         """Load the checkpoint of a step, after waiting for the save that is being written."""
         self.wait()
-        names = [name for name in self.present() if (step_of(name) or (-1, 0))[0] == step]
+        present = self.present()
+        names = [name for name in present if (step_of(name) or (-1, 0))[0] == step]
         if not names:
-            raise CheckpointError(f"{self.root} has no checkpoint of step {step}")
+            steps = ", ".join(str(number[0]) for name in present if (number := step_of(name)) is not None)
+            raise CheckpointError(
+                f"{self.root} has no checkpoint of step {step}; it has {f'those of {steps}' if steps else 'none'}"
+            )
         return self._engine.load_checkpoint(str(self.root.child(names[-1])), verify=self._verify)

@@ -206,6 +206,8 @@ def build(
     meta_model = described.meta_model
     # The meta model stays whole: weights are drawn from its modules, and this rank keeps only its part.
     root = copy.deepcopy(meta_model)
+    # Experts come first, so that everything below sees only this rank's. Recomputation comes before compilation, so that one
+    # graph covers both passes of a layer.
     experts = cut_experts(root, config, topology)
     root.compute = getattr(torch, engine.precision.compute)
     recompute(root.lm, engine.recompute)
@@ -275,6 +277,7 @@ def fill(
         # Factors of adapters are not in the model's folder; they are drawn below.
         if not local_shard.name.startswith("base_model.model.")
     ]
+    # A damaged file may fail on only one rank, and the others would wait for it in the gather below.
     with topology.collective_errors():
         weights = WeightFolder(resolve_folder(model.path), layout.canonical)
         check_head(weights.names, model)

@@ -102,6 +102,7 @@ def cut_experts(root: nn.Module, config: PreTrainedConfig, topology: Topology) -
     # The ranks as `[replica, expert dp, ep]`: an expert-parallel group consists of neighbors.
     grid = topology.grid[0].reshape(p.dp_replicate, -1, p.ep)
     replica, edp, index = (grid == topology.ranks[topology.rank]).nonzero()[0].tolist()
+    # All ranks create these two groups in this order, so that the members of each group meet.
     group = topology.group(grid[replica, edp])
     kind = topology.device.type
     same_experts = topology.group(grid[replica, :, index])

@@ -138,6 +138,7 @@ def _optimizer(
         if (targets := [target for name, target in part if decayed[name] == weight])
     ]
     if optim.name == "adamw":
+        # One kernel for all shards; other implementations read each shard's step count on the host.
         return torch.optim.AdamW(settings, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     return torch.optim.SGD(settings, lr=optim.lr, fused=True)
 

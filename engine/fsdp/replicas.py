@@ -16,6 +16,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> No
 
     Every rank must have gradients for the same parameters.
     """
+    # The buckets are collectives, so their order and their sizes must be those of the other replicas. They are, because both
+    # follow from the order, the sizes and the dtypes of the parameters alone.
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:

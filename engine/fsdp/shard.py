@@ -25,6 +25,7 @@ from .torch_private import local_shape_and_offset
 
 def build_mesh(topology: Topology) -> DeviceMesh:
     """Return the mesh for sharding parameters: dp_shard x cp, replicated over dp_replicate if there are several replicas."""
+    # From the engine's own groups: a mesh that creates groups needs all ranks of the job, of which an engine may have a part.
     kind = topology.device.type
     if topology.replicate is None:
         return DeviceMesh.from_group(topology.shard, kind, mesh_dim_names=("shard",))
@@ -101,6 +102,7 @@ def shard(root: Any, mesh: DeviceMesh, experts: ExpertShards | None, config: Eng
         # A single rank has no mean to avoid, and FSDP would allocate extra memory to divide its gradients by 1.
         if isinstance(module, FSDPModule) and mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
+            # FSDP2 could otherwise ask for averages or scaled sums, which not every backend has.
             module.set_force_sum_reduction_for_comms(True)
 
 

@@ -217,7 +217,7 @@ def freeze(root: HFModel, patterns: Sequence[str]) -> None:
         ):
             parameter.requires_grad_(False)
     if not any(p.requires_grad for p in root.parameters()):
-        raise ModelError(f"model.freeze={list(patterns)} leaves nothing to train")
+        raise ModelError(f"model.freeze={list(patterns)} leaves nothing to train; remove a pattern")
 
 
 def encoder_parameters(root: HFModel) -> set[str]:

@@ -188,6 +188,7 @@ def wrap_chunks(
         grad_reduce_in_fp32=engine.precision.reduce == "float32",
         overlap_grad_reduce=options.overlap_grad_reduce,
         bucket_size=options.bucket_size,
+        # In every layout, also on one data-parallel rank: `ShardedOptimizer` reads only the shards of this optimizer.
         use_distributed_optimizer=True,
     )
     chunks = [

@@ -364,6 +364,8 @@ class MCoreEngine(BaseEngine):
         return balancing_loss(scores, router, real_tokens, self._state.groups.tp_cp if p.tp_sequence else self.topology.cp)
 
     def _finish_gradients(self, model: Any, num_tokens: Any = None, **options: Any) -> None:
+        # None instead of a token count: the loss is divided already, by the weight of the global batch, which a loss may choose and
+        # which need not be an integer.
         finalize_model_grads(model, None, pg_collection=self._state.groups)
         p = self.topology.parallel
         if p.tp > 1 and not p.tp_sequence:

@@ -45,12 +45,14 @@ def make_groups(topology: Topology) -> ProcessGroupCollection:
         "tp_cp": topology.group(grid[stage, dp, :, :]),
         "tp_dp_cp": topology.group(grid[stage]),
         "embd": topology.group(end_ranks) if stage in (0, len(grid) - 1) else None,
+        # For learned positions, which a decoder with rotary embeddings does not have.
         "pos_embd": None,
         "ep": topology.group(experts[stage, edp, :, etp]),
         "expt_tp": topology.group(experts[stage, edp, ep, :]),
         "tp_ep": topology.group(experts[stage, edp]),
         "tp_ep_pp": topology.group(experts[:, edp]),
         "expt_dp": topology.group(experts[stage, :, ep, etp]),
+        # The optimizer's sums over ranks, such as that of the gradient norm, use this group, so it has every rank of the engine.
         "intra_dist_opt": world,
         "inter_dist_opt": None,
     }
@@ -74,9 +76,13 @@ class MegatronState:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Install this engine's groups and random states inside the block, then restore the previous ones."""
+        # Methods of an engine call each other. Only the outermost may restore the previous state: its caller continues with
+        # this engine's.
         if self._inside:
             yield
             return
+        # All globals, although most modules are passed their groups: what still reads a global of another engine does not fail
+        # but hangs, in a collective with the wrong ranks (megatron-core 0.16.1).
         previous = read_state(self._values)
         write_state(self._values)
         self._inside = True

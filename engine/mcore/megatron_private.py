@@ -15,6 +15,8 @@ from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor, nn
 from torch.distributed import get_process_group_ranks
 
+from ..errors import install_command
+
 State = dict[tuple[ModuleType, str], Any]
 """Values of megatron's globals, by module and name."""
 
@@ -85,7 +87,7 @@ _missing = [
 if _missing:
     raise ImportError(
         f"megatron-core {megatron.core.__version__} has no {', '.join(_missing)}, which Drivetrain needs; install a "
-        "version that Drivetrain's pyproject.toml allows: pip install 'drivetrain[mcore]'"
+        f"version that Drivetrain's pyproject.toml allows: {install_command('mcore')}"
     )
 
 # As they are before any engine: a global that an engine does not set must not keep the value of another engine.

@@ -132,7 +132,9 @@ class Topology:
             raise TopologyError("no default process group; call drivetrain.engine.init_distributed() first")
         members = tuple(sorted(ranks)) if ranks is not None else tuple(range(dist.get_world_size()))
         if dist.get_rank() not in members:
-            raise TopologyError(f"rank {dist.get_rank()} is not among the engine's ranks {members}")
+            raise TopologyError(
+                f"rank {dist.get_rank()} is not among the engine's ranks {members}; build the engine on these ranks only, or add this one"
+            )
         sizes = resolve_parallel(parallel, len(members))
         assert sizes.dp_shard is not None
         rank = members.index(dist.get_rank())

@@ -86,13 +86,13 @@ class Case:
 
 
 def expect(condition: bool, message: str) -> None:
-    """Raise a ConformanceError unless a condition holds."""
+    """Raise a GeneratorConformanceError unless a condition holds."""
     if not condition:
         raise GeneratorConformanceError(message)
 
 
 def expect_error(kinds: type[Exception], what: str, run: Callable[[], Any]) -> None:
-    """Raise a ConformanceError unless a call raises an error of a kind."""
+    """Raise a GeneratorConformanceError unless a call raises an error of a kind."""
     try:
         run()
     except kinds:

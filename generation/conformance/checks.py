@@ -1,6 +1,6 @@
 """The checks of a generator against plain transformers, one document at a time.
 
-Each check takes a `Case` and raises a ConformanceError if the generator does not do what `BaseGenerator` says.
+Each check takes a `Case` and raises a GeneratorConformanceError if the generator does not do what `BaseGenerator` says.
 """
 
 from collections.abc import Callable
@@ -21,24 +21,25 @@ DRAWS = 2000
 """The number of tokens that are drawn to compare their frequencies with their probabilities."""
 
 
-def expect_answer(case: Case, answer: Generation, what: str, *, model: int = 0) -> None:
+def expect_completion(case: Case, completion: Generation, what: str, *, model: int = 0) -> None:
     """Check that a completion is the greedy one, and as long as `GREEDY` lets it be."""
-    expect_greedy(case, answer.prompt, answer.response, answer.log_probs, what, model=model)
+    expect_greedy(case, completion.prompt, completion.response, completion.log_probs, what, model=model)
     expect(
-        answer.finished or len(answer.response) == GREEDY.max_tokens, f"{what}: it ends after {len(answer.response)} tokens"
+        completion.finished or len(completion.response) == GREEDY.max_tokens,
+        f"{what}: it ends after {len(completion.response)} tokens",
     )
 
 
 def greedy(case: Case) -> None:
     """At temperature 0, completions and log-probabilities are those of plain transformers."""
     with case.generator() as generator:
-        for prompt, (answer,) in zip(PROMPTS, generator.generate(PROMPTS, GREEDY), strict=True):
-            expect(answer.prompt == prompt, f"the prompt of a completion is {answer.prompt[:8]}, not {prompt[:8]}")
+        for prompt, (completion,) in zip(PROMPTS, generator.generate(PROMPTS, GREEDY), strict=True):
+            expect(completion.prompt == prompt, f"the prompt of a completion is {completion.prompt[:8]}, not {prompt[:8]}")
             expect(
-                answer.versions == [0] * len(answer.response),
-                f"versions {answer.versions} of a completion of the first weights",
+                completion.versions == [0] * len(completion.response),
+                f"versions {completion.versions} of a completion of the first weights",
             )
-            expect_answer(case, answer, f"to {prompt[:8]}")
+            expect_completion(case, completion, f"to {prompt[:8]}")
 
 
 def log_probs(case: Case) -> None:
@@ -48,11 +49,11 @@ def log_probs(case: Case) -> None:
         for more in ({}, {"top_k": 40}, {"top_p": 0.8}, {"top_k": 50, "top_p": 0.9, "temperature": 0.6}):
             settings = replace(options, **more)
             for samples in generator.generate(PROMPTS, settings):
-                for answer in samples:
-                    reference = case.log_probs(answer.prompt, answer.response, settings.temperature)
+                for completion in samples:
+                    reference = case.log_probs(completion.prompt, completion.response, settings.temperature)
                     # Dividing logits by a temperature below 1 also magnifies their rounding errors.
                     tolerance = case.tolerance / min(settings.temperature, 1.0)
-                    expect_log_probs(answer.log_probs, reference, str(more), tolerance)
+                    expect_log_probs(completion.log_probs, reference, str(more), tolerance)
 
 
 def frequencies(case: Case) -> None:
@@ -71,8 +72,11 @@ def frequencies(case: Case) -> None:
             expected = torch.zeros_like(probabilities)
             expected[ordered.indices[:count]] = ordered.values[:count] / ordered.values[:count].sum()
             options = SamplingOptions(max_tokens=1, temperature=temperature, samples=DRAWS, seed=1, **more)
-            (answers,) = generator.generate([prompt], options)
-            drawn = torch.bincount(torch.tensor([answer.response[0] for answer in answers]), minlength=len(expected)) / DRAWS
+            (completions,) = generator.generate([prompt], options)
+            drawn = (
+                torch.bincount(torch.tensor([completion.response[0] for completion in completions]), minlength=len(expected))
+                / DRAWS
+            )
             expect(not drawn[expected == 0].any(), f"{name}: tokens outside the support were sampled")
             # Five standard deviations, and some draws of tokens that are expected less than once.
             limit = 5 * (expected * (1 - expected) / DRAWS).sqrt() + 4 / DRAWS
@@ -108,20 +112,20 @@ def stops(case: Case) -> None:
         stop = expected[3]
         length = expected.index(stop) + 1
         ((stopped,),) = generator.generate([prompt], replace(GREEDY, stop_tokens=(stop,)))
-        expect(stopped.response == expected[:length], f"with stop token {stop} it answers {stopped.response}")
+        expect(stopped.response == expected[:length], f"with stop token {stop} it generates {stopped.response}")
         expect(stopped.finish_reason == "stop", f"the finish reason at a stop token is {stopped.finish_reason}")
         ((short,),) = generator.generate([prompt], replace(GREEDY, max_tokens=1))
         expect(len(short.response) == 1, f"max_tokens=1 gives {len(short.response)} tokens")
         expect(short.finish_reason == "length", f"the finish reason at the length limit is {short.finish_reason}")
         # The model's own end token, which a temperature this high soon draws.
         hot = SamplingOptions(max_tokens=100, temperature=100.0, samples=16, seed=1)
-        (answers,) = generator.generate([prompt], hot)
-        ended = [answer for answer in answers if answer.finished]
+        (completions,) = generator.generate([prompt], hot)
+        ended = [completion for completion in completions if completion.finished]
         expect(bool(ended), "no completion of 100 random tokens ends with the end token of the model")
         # 2 is the end token of all tiny models.
         expect(all(a.response.index(2) == len(a.response) - 1 for a in ended), "tokens follow the end token")
         (ignoring,) = generator.generate([prompt], replace(hot, ignore_eos=True))
-        expect(all(len(answer.response) == 100 for answer in ignoring), "ignore_eos=True: a completion ended early")
+        expect(all(len(completion.response) == 100 for completion in ignoring), "ignore_eos=True: a completion ended early")
 
 
 def streams(case: Case) -> None:
@@ -194,14 +198,14 @@ def begun(case: Case) -> None:
             parts = generator.generate(PROMPTS, options)
         stats = generator.stats()
         expect((stats.waiting, stats.running) == (0, 0), f"after a call that was cancelled requests are left: {stats}")
-        lengths = [len(answer.response) for samples in parts for answer in samples]
+        lengths = [len(completion.response) for samples in parts for completion in samples]
         expect(
             0 < sum(lengths) < most * len(lengths),
             f"a call that is cancelled after {steps} steps ends with {lengths} tokens of {most}",
         )
         with cancellable(lambda: True):
             step = generator.generate(PROMPTS, options, begun=parts)
-        for part, one in zip((a for answers in parts for a in answers), (a for answers in step for a in answers), strict=True):
+        for part, one in zip((c for samples in parts for c in samples), (c for samples in step for c in samples), strict=True):
             count = len(part.response)
             expect(one.response[:count] == part.response, "a call that is cancelled at once changes tokens")
             expect(len(one.response) <= count + 1, f"a call that is cancelled at once adds {len(one.response) - count} tokens")
@@ -216,18 +220,18 @@ def begun(case: Case) -> None:
                 expect(
                     part.finish_reason == reason, f"the finish reason after {count} tokens of {most} is {part.finish_reason}"
                 )
-                for what, answer, model in (("the same weights", rest, 0), ("new weights", other, 1)):
-                    expect(answer.finish_reason == "length", f"{what}: the finish reason is {answer.finish_reason}")
-                    expect(answer.response[:count] == part.response, f"{what}: the tokens so far have changed")
-                    expect(answer.log_probs[:count] == part.log_probs, f"{what}: their log-probabilities have changed")
+                for what, completion, model in (("the same weights", rest, 0), ("new weights", other, 1)):
+                    expect(completion.finish_reason == "length", f"{what}: the finish reason is {completion.finish_reason}")
+                    expect(completion.response[:count] == part.response, f"{what}: the tokens so far have changed")
+                    expect(completion.log_probs[:count] == part.log_probs, f"{what}: their log-probabilities have changed")
                     expect(
-                        answer.versions == [0] * count + [model] * (most - count),
-                        f"{what}: after {count} tokens of version 0, versions are {answer.versions}",
+                        completion.versions == [0] * count + [model] * (most - count),
+                        f"{what}: after {count} tokens of version 0, versions are {completion.versions}",
                     )
                     reference = case.log_probs(
-                        [*answer.prompt, *part.response], answer.response[count:], options.temperature, model=model
+                        [*completion.prompt, *part.response], completion.response[count:], options.temperature, model=model
                     )
-                    expect_log_probs(answer.log_probs[count:], reference, f"{what}, after {count} tokens", case.tolerance)
+                    expect_log_probs(completion.log_probs[count:], reference, f"{what}, after {count} tokens", case.tolerance)
                 if case.exact:
                     expect(rest.response == one.response, "a completion that is continued is not what it would have been")
         expect(mixed != continued, "new weights change nothing")
@@ -295,8 +299,8 @@ def weights_in_flight(case: Case) -> None:
                     expect_greedy(case, so_far, part, stream.log_probs[start:end], what, model=model)
         # The same values again: only the version changes.
         generator.load_weights(case.weights(), version=12)
-        ((answer,),) = generator.generate([PROMPTS[0]], GREEDY)
-        expect(set(answer.versions) == {12}, f"versions {answer.versions} of weights that were given version 12")
+        ((completion,),) = generator.generate([PROMPTS[0]], GREEDY)
+        expect(set(completion.versions) == {12}, f"versions {completion.versions} of weights that were given version 12")
 
 
 def incomplete_weights(case: Case) -> None:
@@ -320,8 +324,8 @@ def incomplete_weights(case: Case) -> None:
             expect_error(ModelError, f"generate after {what}", lambda: generator.generate(PROMPTS, GREEDY))
             expect_error(ModelError, f"step after {what}", generator.step)
         generator.load_weights(case.weights(), version=1)
-        ((answer,),) = generator.generate([PROMPTS[0]], GREEDY)
-        expect_answer(case, answer, "after a complete set", model=1)
+        ((completion,),) = generator.generate([PROMPTS[0]], GREEDY)
+        expect_completion(case, completion, "after a complete set", model=1)
         while not waiting.ended:
             generator.step()
         expect(waiting.error is None, f"a request that waited for a complete set fails: {waiting.error}")
@@ -344,8 +348,8 @@ def prompts(case: Case) -> None:
         stats = generator.stats()
         expect((stats.waiting, stats.running) == (0, 0), f"after a refusal requests are left: {stats}")
         expect(generator.generate([], GREEDY) == [], "no prompts give completions")
-        ((answer,),) = generator.generate([PROMPTS[0]], GREEDY)
-        expect_answer(case, answer, "after a refusal")
+        ((completion,),) = generator.generate([PROMPTS[0]], GREEDY)
+        expect_completion(case, completion, "after a refusal")
 
 
 def places(case: Case) -> None:
@@ -365,15 +369,15 @@ def places(case: Case) -> None:
         generator.to("device", "parameters")
         expect_error(ConfigError, "generate() without a cache", lambda: generator.generate(PROMPTS, GREEDY))
         generator.to("device", "cache")
-        ((answer,),) = generator.generate([PROMPTS[2]], GREEDY)
-        expect_answer(case, answer, "after a move in two steps")
+        ((completion,),) = generator.generate([PROMPTS[2]], GREEDY)
+        expect_completion(case, completion, "after a move in two steps")
         generator.to("absent")
         expect_error(ConfigError, "new weights without parameters", lambda: generator.load_weights(case.weights()))
         generator.to("device", "parameters")
         generator.load_weights(case.weights())
         generator.to("device", "cache")
-        ((answer,),) = generator.generate([PROMPTS[2]], GREEDY)
-        expect_answer(case, answer, "with new parameters after none", model=1)
+        ((completion,),) = generator.generate([PROMPTS[2]], GREEDY)
+        expect_completion(case, completion, "with new parameters after none", model=1)
         generator.to("absent")
         generator.to("device")
         expect_error(ModelError, "generate() with parameters that were absent", lambda: generator.generate(PROMPTS, GREEDY))

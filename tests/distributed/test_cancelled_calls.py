@@ -38,7 +38,7 @@ def begun_in(batch: PackedBatch) -> list[list[Generation]]:
             finished = bool(batch.sequence_fields["finished"][row])
             completions.append(Completion(prompt=named, group=number, tokens=tokens, text="", finished=finished))
         kept = KeptCompletions(batch=batch.select(rows), rows=tuple(completions))
-        begun.append(kept.begun(OPTIONS.max_tokens))
+        begun.append(kept.resumable(OPTIONS.max_tokens))
     return begun
 
 

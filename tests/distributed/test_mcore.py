@@ -618,7 +618,7 @@ def test_a_missing_megatron_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
     from drivetrain.engine import registry
 
     monkeypatch.setattr(registry, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'drivetrain\[mcore\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[mcore\]'"):
         engine_class("mcore")
 
 

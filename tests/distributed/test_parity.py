@@ -152,7 +152,7 @@ def test_rows_by_default() -> None:
         (["--rows", "mcore:xp=2"], "'xp' is not an axis"),
         (["--rows", "mcore:tp"], "'tp' has no valid size"),
         (["--rows", "mcore:tp=2,tp=4"], "tp is given twice"),
-        (["--rows", "mcore:share=yes"], "share is auto, on, off, not 'yes'"),
+        (["--rows", "mcore:share=yes"], "share=yes; it must be one of auto, on, off"),
         (["--rows", "mcore:share=on,share=off"], "share is given twice"),
         (["--steps", "0"], "--steps=0; it must be at least 1"),
         (["--data", "nowhere.jsonl"], "--data nowhere.jsonl does not exist"),

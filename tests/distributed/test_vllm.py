@@ -67,9 +67,7 @@ def test_models_fit_their_processes(tp: Any, processes: int, message: str) -> No
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_vllm_the_extra_is_named(folder: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"generator=vllm needs vllm, which is not installed: pip install 'drivetrain\[vllm\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"generator=vllm needs vllm, which is not installed: pip install -e '\.\[vllm\]'"):
         build_generator(RolloutConfig(model=ModelConfig(path=str(folder)), generator="vllm"))
 
 

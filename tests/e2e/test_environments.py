@@ -142,7 +142,7 @@ def test_limits_end_episodes(task: Path, tmp_path: Path, caplog: pytest.LogCaptu
     train(task, tmp_path / "turns", *endless, "environment.max_turns=3", "environment.max_tokens=60", "trainer.max_steps=1")
     (record,) = records(tmp_path / "turns")
     assert (record["turns"], record["max_turns"], record["truncated"]) == (3.0, 1.0, 1.0)
-    assert (record["answers"], record["reward/environment"]) == (16.0, 0.0)
+    assert (record["completions"], record["reward/environment"]) == (16.0, 0.0)
     assert "all episodes of a step reached a limit: environment.max_turns=3 (100%)" in caplog.text
     # The model has 64 positions.
     train(
@@ -168,7 +168,7 @@ def test_a_failure_is_counted_and_never_a_reward(
     failed = [row for _, rows in stored for row in rows if row.episode is not None and row.episode.failure]
     assert 0 < len(failed) < 16
     assert record[f"{kind}/episode"] == record["dropped"] == len(failed)
-    assert record["answers"] == 16 - len(failed)
+    assert record["completions"] == 16 - len(failed)
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_a_task_set_of_verifiers(task: Path, tmp_path: Path, monkeypatch: pytest
     command = f"environment.settings.command=[{python_of('verifiers')},{AGENTS / 'verifiers_agent.py'},digits_taskset]"
     train(task, tmp_path / "run", *MORE, command)
     (record,) = records(tmp_path / "run")
-    assert (record["answers"], record.get("dropped", 0.0), record["turns"]) == (8.0, 0.0, 1.0)
+    assert (record["completions"], record.get("dropped", 0.0), record["turns"]) == (8.0, 0.0, 1.0)
     assert check_log_probs(task, stored) > 8
     for _, rows in stored:
         for row in rows:
@@ -83,7 +83,7 @@ def test_an_environment_of_openenv_over_http(
     words = f"{python_of('openenv')},{AGENTS / 'openenv_agent.py'},{openenv},message,text"
     train(task, tmp_path / "run", *MORE, f"environment.settings.command=[{words}]")
     (record,) = records(tmp_path / "run")
-    assert (record["answers"], record.get("dropped", 0.0), record["turns"], record["documents"]) == (8.0, 0.0, 3.0, 1.0)
+    assert (record["completions"], record.get("dropped", 0.0), record["turns"], record["documents"]) == (8.0, 0.0, 3.0, 1.0)
     assert (record["reward/environment"], record["environment/steps"]) == (0.75, 3.0)
     assert check_log_probs(task, stored) > 8
     for _, rows in stored:

@@ -52,7 +52,7 @@ def test_an_agent_learns_what_an_environment_that_does_the_same_learns(task: Pat
 def test_branches_are_documents_that_share_their_reward(task: Path, tmp_path: Path, stored: Stored) -> None:
     train(task, tmp_path / "run", *GATEWAY, f"{AGENT}branches", "trainer.max_steps=1")
     (record,) = records(tmp_path / "run")
-    assert (record["answers"], record["groups"]) == (16.0, 4.0)
+    assert (record["completions"], record["groups"]) == (16.0, 4.0)
     assert check_log_probs(task, stored) > 200
     tokenizer = AutoTokenizer.from_pretrained(task / "model")
     for batch, rows in stored:
@@ -111,7 +111,7 @@ def test_agents_that_run_elsewhere_are_given_prompts(task: Path, tmp_path: Path,
     (record,) = records(tmp_path / "run")
     assert len(prompts) == 2 * 4 + 1
     assert prompts.count(prompts[0]) == 4 + 1
-    assert (record["reward/environment"], record["answers"], record.get("dropped", 0.0)) == (0.25, 8.0, 0.0)
+    assert (record["reward/environment"], record["completions"], record.get("dropped", 0.0)) == (0.25, 8.0, 0.0)
     assert check_log_probs(task, stored) > 8
     # Tokens as they were asked for.
     assert [row.prompt.ids for _, rows in stored for row in rows].count([6, 7]) == 1
@@ -126,7 +126,7 @@ def test_agents_that_fail(task: Path, tmp_path: Path, caplog: pytest.LogCaptureF
         errors += record.get("error/episode", 0.0)
         invalid += record.get("invalid/episode", 0.0)
         assert record["reward/environment"] == 0.5
-        assert record["answers"] + record["dropped"] == 32.0
+        assert record["completions"] + record["dropped"] == 32.0
     assert errors > 0
     assert invalid > 0
     assert "the agent ended without a request to the policy" in caplog.text or "must return a finite number" in caplog.text

@@ -271,8 +271,8 @@ def test_pairs_in_memory_train_a_policy_and_a_reward_model(tmp_path: Path) -> No
 # ---- metrics of answers ----------------------------------------------------------------------------------------------
 
 
-def length(answer: str) -> int:
-    return len(answer)
+def length(completion: str) -> int:
+    return len(completion)
 
 
 def without_marks(text: str) -> str:
@@ -286,11 +286,11 @@ def test_answers_are_measured_and_select_the_best_checkpoint(task: Path) -> None
     )  # fmt: skip
     SFTTrainer(config, train_data=rows_of(task), eval_data=rows_of(task, "eval"), metrics=[length]).train()
     evaluations = [record for record in records(task / "run") if record.get("split") == "eval"]
-    answers = [json.loads(line) for line in (task / "run" / "answers.jsonl").read_text().splitlines()]
+    answers = [json.loads(line) for line in (task / "run" / "completions.jsonl").read_text().splitlines()]
     assert len(answers) == 12 * 3
     for evaluation in evaluations:
         of_step = [answer for answer in answers if answer["step"] == evaluation["step"]]
-        plain = [without_marks(answer["answer"]) for answer in of_step]
+        plain = [without_marks(answer["completion"]) for answer in of_step]
         assert evaluation["length"] == pytest.approx(sum(map(len, plain)) / 12)
         right = [a == without_marks(b["wanted"]) for a, b in zip(plain, of_step, strict=True)]
         assert evaluation["exact_match"] == pytest.approx(sum(right) / 12)
@@ -309,18 +309,22 @@ def test_metrics_are_checked_before_the_run_and_on_every_answer() -> None:
         (["json:__name__"], [], r"is a str and cannot be called"),
         (["metrics.py:f1"], [], r"give module:function"),
         (["exact_match"], [exact_match], r"two metrics of an evaluation are called exact_match"),
-        ([], [lambda text: 1.0], r"the metric <lambda> needs 'text'; a metric is a function of any of prompt, answer, wanted"),
+        (
+            [],
+            [lambda text: 1.0],
+            r"the metric <lambda> needs 'text'; a metric is a function of any of prompt, completion, wanted",
+        ),
     ):
         with pytest.raises(ConfigError, match=told):
             CompletionMetrics.of(names, functions)
     with pytest.raises(
         DrivetrainError, match=r"the metric <lambda> returned 'yes' for the completion for a.jsonl:1; it must be a number"
     ):
-        CompletionMetrics.of([], [lambda answer: "yes"]).measure([answer])  # type: ignore[return-value, list-item]
+        CompletionMetrics.of([], [lambda completion: "yes"]).measure([answer])  # type: ignore[return-value, list-item]
     with pytest.raises(
         DrivetrainError, match=r"the metric <lambda> failed on the completion for a.jsonl:1 with ZeroDivisionError"
     ):
-        CompletionMetrics.of([], [lambda answer: 1 / 0]).measure([answer])
+        CompletionMetrics.of([], [lambda completion: 1 / 0]).measure([answer])
 
 
 # ---- dry runs --------------------------------------------------------------------------------------------------------

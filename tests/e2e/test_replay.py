@@ -207,7 +207,7 @@ def answers(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 def write_answers(models: dict[str, Path], folder: Path) -> Path:
     """Write a bundle of answers without rewards."""
-    prompts, answers = folder / "prompts.jsonl", folder / "answers.safetensors"
+    prompts, answers = folder / "prompts.jsonl", folder / "rollouts.safetensors"
     rows = [{"prompt": question(3 + 11 * i, 7 * i), "judged": judged} for i, judged in enumerate(JUDGED)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [

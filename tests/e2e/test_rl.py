@@ -40,7 +40,7 @@ def test_a_run_evaluates_trains_saves_and_exports(task: Path, tmp_path: Path) ->
     assert [record["step"] for record in steps] == [1, 2, 3]
     assert [record["step"] for record in evaluations] == [0, 3]
     first = steps[0]
-    assert first["answers"] == 16
+    assert first["completions"] == 16
     assert first["groups"] == 4
     assert 0 < first["reward"] == first["reward/format"] <= 1
     # On policy: before the first update of a step the ratio is 1, and the generator agrees with the actor.
@@ -49,7 +49,7 @@ def test_a_run_evaluates_trains_saves_and_exports(task: Path, tmp_path: Path) ->
     assert {"kl", "entropy", "clip_fraction", "truncated", "equal_groups", "length", "grad_norm", "lr"} <= first.keys()
     assert {"accuracy", "avg@2", "pass@2", "reward"} <= evaluations[0].keys()
     assert evaluations[0]["pass@2"] >= evaluations[0]["avg@2"]
-    written = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
+    written = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
     assert {row["step"] for row in written} == {0, 3}
     assert set(written[0]["rewards"]) == {"reward", "format"}
     assert (run / "rewards.png").stat().st_size > 1000
@@ -94,7 +94,7 @@ def test_a_step_is_repeated_from_its_bundle(task: Path, tmp_path: Path, capfd: p
 
 
 def test_the_phases_by_themselves(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    answers, scored, model = (str(tmp_path / name) for name in ("answers.safetensors", "scored.safetensors", "model"))
+    answers, scored, model = (str(tmp_path / name) for name in ("rollouts.safetensors", "scored.safetensors", "model"))
     settings = words(task, tmp_path / "unused", "rl.loss.kl_coef=0.04", "group.offload=host")
     for phase in ("rollout", "score", "train"):
         assert phases([phase, "--help"]) == 0
@@ -112,7 +112,7 @@ def test_the_phases_by_themselves(task: Path, tmp_path: Path, capfd: pytest.Capt
 
 @pytest.mark.slow
 def test_the_phases_of_ppo_train_the_policy(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    answers, scored, model = (str(tmp_path / name) for name in ("answers.safetensors", "scored.safetensors", "model"))
+    answers, scored, model = (str(tmp_path / name) for name in ("rollouts.safetensors", "scored.safetensors", "model"))
     assert phases(["rollout", answers, *words(task, tmp_path / "unused", "rl.algorithm=ppo", "rl.group_size=1")]) == 0
     assert phases(["score", answers, scored]) == 0
     capfd.readouterr()
@@ -311,7 +311,7 @@ def test_the_page_can_be_typed(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", command + typed], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert '"answer": "' in done.stdout
-    for name in ("hf", "checkpoints", "metrics.jsonl", "answers.jsonl", "rewards.png", "tensorboard", "config.yaml"):
+    for name in ("hf", "checkpoints", "metrics.jsonl", "completions.jsonl", "rewards.png", "tensorboard", "config.yaml"):
         assert (tmp_path / "runs" / "first" / "grpo" / name).exists(), name
     assert "memory of a process, as estimated:\n  all the time: device: actor parameters" in done.stderr
     assert "step 3/3  reward" in done.stdout
@@ -358,7 +358,7 @@ def test_answers_in_parts_are_trained_on_and_repeated_alike(
     train(task, tmp_path, *settings)
     (record,) = records(tmp_path)
     # Not a group at a time: with mini-batches of answers the parts make no difference.
-    assert record["updates"] == record["answers"] / 2
+    assert record["updates"] == record["completions"] / 2
     assert phases(["train", str(tmp_path / "bundles" / "step-00000001.safetensors")]) == 0
 
 
@@ -465,7 +465,7 @@ def test_a_bundle_cannot_read_the_environment_and_keeps_its_distribution(
 ) -> None:
     import dataclasses
 
-    answers = tmp_path / "answers.safetensors"
+    answers = tmp_path / "rollouts.safetensors"
     regex = "rewards.settings.format.regex='[0-4].*|(${a})?'"
     assert phases(["rollout", str(answers), *words(task, tmp_path / "unused", "rewards.settings.format.regex='x'")]) == 0
     assert phases(["score", str(answers), str(tmp_path / "scored"), "rollout.temperature=0.5"]) == 1
@@ -488,7 +488,7 @@ def test_a_bundle_cannot_read_the_environment_and_keeps_its_distribution(
 def test_functions_of_a_bundle_are_not_run_unless_repeated(
     task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    answers = str(tmp_path / "answers.safetensors")
+    answers = str(tmp_path / "rollouts.safetensors")
     own = "rewards.use=[format,helpers.reward_functions:equal]"
     assert phases(["rollout", answers, *words(task, tmp_path / "unused", own)]) == 0
     settings, ignored = settings_of(Bundle.read(Path(answers)))

@@ -399,9 +399,9 @@ def test_answers_are_those_of_plain_generation(task: Path, capfd: pytest.Capture
 
     asked = ("trainer.generate=3", "trainer.generate_tokens=4", "trainer.max_steps=12", "trainer.eval_every=6")
     assert main(words(task, held_out(task), *asked)) == 0
-    told = [json.loads(line) for line in (task / "run" / "answers.jsonl").read_text().splitlines()]
+    told = [json.loads(line) for line in (task / "run" / "completions.jsonl").read_text().splitlines()]
     assert [t["step"] for t in told] == [6, 6, 6, 12, 12, 12]
-    assert f"answer {told[-1]['answer']!r}" in capfd.readouterr().out
+    assert f"completion {told[-1]['completion']!r}" in capfd.readouterr().out
     model: Any = AutoModelForCausalLM.from_pretrained(task / "run" / "hf", dtype=torch.float32).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(task / "run" / "hf")
     lines = (task / "data" / "eval.jsonl").read_text().splitlines()
@@ -411,7 +411,7 @@ def test_answers_are_those_of_plain_generation(task: Path, capfd: pytest.Capture
         assert answer["wanted"] == chat[1]["content"] + "<end>"
         ids = tokenizer(answer["prompt"], return_tensors="pt", add_special_tokens=False)["input_ids"]
         out = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
-        assert answer["answer"] == tokenizer.decode(out[0, ids.shape[1] :])
+        assert answer["completion"] == tokenizer.decode(out[0, ids.shape[1] :])
 
 
 def test_metrics_tell_the_work(task: Path) -> None:

@@ -99,7 +99,7 @@ class FakePhases:
         # What more would be held than may be: the oldest is given up.
         self.used = max(self.used, version - self.held_versions + 1)
 
-    def begin_rollout(self, prompts: Any, numbers: Any, *, version: int, oldest: int, begun: Any) -> Any:
+    def begin_rollout(self, prompts: Any, numbers: Any, *, version: int, oldest: int, resumable: Any) -> Any:
         assert oldest == version or self.held_versions == 1
         assert not self.busy
         self.ask()

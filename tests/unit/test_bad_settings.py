@@ -71,7 +71,7 @@ sft data.weights=[0]  =>  data.weights=[0.0]; weights must be more than 0: to le
 sft data.weights=[nan]  =>  data.weights=[nan]; weights must be more than 0: to leave a source out, remove it from data.train
 sft data.weights=[-1]  =>  data.weights=[-1.0]; weights must be more than 0: to leave a source out, remove it from data.train
 sft data.seed=-1  =>  data.seed=-1; it must be at least 0
-sft data.learn=prompt  =>  data.learn=prompt; it must be one of answers, last_answer, all
+sft data.learn=prompt  =>  data.learn=prompt; it must be one of completions, last_completion, all
 sft data.format=chatml  =>  data.format=chatml; it must be one of auto, messages, prompt_completion, shar
 sft data.turns=none  =>  data.turns=none; it must be one of auto, single, per_turn
 sft data.too_long=truncate  =>  data.too_long=truncate; it must be one of error, skip, truncate_left, truncat

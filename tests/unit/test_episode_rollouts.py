@@ -159,8 +159,8 @@ class FakeTurnPhases(FakePhases):
         assert self.busy
         self.busy, turns = False, []
         for one in running.episodes:
-            tokens = list(one.begun.response) if one.begun else []
-            versions = list(one.begun.versions) if one.begun else []
+            tokens = list(one.resumable.response) if one.resumable else []
+            versions = list(one.resumable.versions) if one.resumable else []
             length = length_of(one.number, one.sample, len(one.turns))
             while len(tokens) < length and not (self.is_cancelled and self.chance.random() < 0.4):
                 tokens.append(STARTS * running.version + len(tokens))

@@ -60,7 +60,7 @@ FORBIDDEN_PHRASES = (
     r"(?<!there )\b(?:is|are) no (?!longer\b|more\b|less\b|larger\b|smaller\b|later\b|faster\b|slower\b)",
 )
 ALLOWED = {
-    # The name of an argument that metrics of users have as well, and of a field in answers.jsonl.
+    # The name of an argument that metrics of users have as well, and of a field in completions.jsonl.
     "trainers/loop/completion_metrics.py": {"wanted"},
     "trainers/loop/samples.py": {"wanted"},
     # The name of a field in messages.

@@ -172,7 +172,7 @@ class FakeTokenPhases(FakePhases):
     """A generator that can be cancelled. A token is made of its version and its place; the last one ends a completion, unless there are as many as possible."""
 
     cancels: int = 0
-    begun: Any = None
+    resumable: Any = None
     finished: Any = None
 
     def cancel(self, call: Call) -> bool:
@@ -183,11 +183,11 @@ class FakeTokenPhases(FakePhases):
         self.is_cancelled = self.chance.random() < 0.9
         return self.chance.random() < 0.9 or self.is_cancelled
 
-    def begin_rollout(self, prompts: Any, numbers: Any, *, version: int, oldest: int, begun: Any) -> Any:
-        self.is_cancelled, self.begun = False, begun
-        assert all(generation.versions <= [version] * MAX_TOKENS for ones in begun.values() for generation in ones)
-        assert begun.keys() <= {*numbers}
-        return super().begin_rollout(prompts, numbers, version=version, oldest=oldest, begun=begun)
+    def begin_rollout(self, prompts: Any, numbers: Any, *, version: int, oldest: int, resumable: Any) -> Any:
+        self.is_cancelled, self.resumable = False, resumable
+        assert all(generation.versions <= [version] * MAX_TOKENS for ones in resumable.values() for generation in ones)
+        assert resumable.keys() <= {*numbers}
+        return super().begin_rollout(prompts, numbers, version=version, oldest=oldest, resumable=resumable)
 
     def finish_rollout(self, running: Any) -> Completions:
         self.ask()
@@ -195,7 +195,7 @@ class FakeTokenPhases(FakePhases):
         self.finished, rows = [], []
         for prompt, number in zip(running.prompts, running.numbers, strict=True):
             for k in range(GROUP):
-                before = self.begun[number][k] if number in self.begun else None
+                before = self.resumable[number][k] if number in self.resumable else None
                 tokens = list(before.response) if before else []
                 versions = list(before.versions) if before else []
                 if before:
@@ -275,7 +275,7 @@ def test_new_weights_take_over_inside_completions(
             assert not phases.busy
         if chance.random() < 0.2:
             tickets.state(rollouts.kept())
-            assert rollouts._begun.keys() <= {one.number for one in tickets.waiting if one.version == tickets.version}
+            assert rollouts._resumable.keys() <= {one.number for one in tickets.waiting if one.version == tickets.version}
     assert consumed == list(range(len(consumed)))
 
 

@@ -175,7 +175,12 @@ def test_an_episode_that_branches() -> None:
     assert judged_only(rows) == rows[2:]
     assert [len(row.written) for row in rows] == [2 * len(turn), len(turn), len(turn)]
     numbers = completion_metrics(rows)
-    assert (numbers["answers"], numbers["turns"], numbers["documents"], numbers["length"]) == (1.0, 4.0, 3.0, 4.0 * len(turn))
+    assert (numbers["completions"], numbers["turns"], numbers["documents"], numbers["length"]) == (
+        1.0,
+        4.0,
+        3.0,
+        4.0 * len(turn),
+    )
     columns = turn_columns(rows, [15.0] * 3, 1.0)
     # A turn has the number that it has in its conversation, and what is left of the total is at the end of each document.
     assert [int(number) for number in columns["turns"].unique()] == [-1, 0, 1]

@@ -135,9 +135,9 @@ class DataConfig(SourcesConfig):
         "auto",
         "how a chat's assistant turns become samples; single: all in one sample; per_turn: one sample per assistant turn, with the messages before it; auto: per_turn if the chat template requires it",
     )
-    learn: Literal["answers", "last_answer", "all"] = setting(
-        "answers",
-        "tokens that the loss is computed on; answers: those of assistant turns or completions; last_answer: only the last assistant turn of a chat; all: those of the prompts too",
+    learn: Literal["completions", "last_completion", "all"] = setting(
+        "completions",
+        "tokens that the loss is computed on; completions: those of completions or assistant turns; last_completion: only the last assistant turn of a chat; all: those of the prompts too",
     )
     max_length: int | None = setting(None, "maximum number of tokens in a sample; null: engine.micro_batch.max_tokens")
     streaming: bool = setting(
@@ -172,9 +172,9 @@ class DataConfig(SourcesConfig):
             raise ConfigError(
                 "data.weights with data.streaming=true, which reads the sources one after another; mix the rows beforehand, or unset one of them"
             )
-        if self.learn == "last_answer" and self.turns == "per_turn":
+        if self.learn == "last_completion" and self.turns == "per_turn":
             raise ConfigError(
-                "data.learn=last_answer with data.turns=per_turn, which makes one sample of every assistant turn; unset one of them"
+                "data.learn=last_completion with data.turns=per_turn, which makes one sample of every assistant turn; unset one of them"
             )
 
 

@@ -343,12 +343,14 @@ def _recipe(name: str, built_in: Sequence[str], depth: int = 0) -> DictConfig:
         line, problem = yaml_error(e, text)
         raise ConfigError(f"recipe={name}: {f'line {line} of ' if line else ''}{path} is not valid YAML: {problem}") from e
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"recipe={name}: {path} contains no settings")
+        raise ConfigError(f"recipe={name}: {path} contains no settings; write them as lines of NAME: VALUE")
     base = loaded.pop("recipe", None)
     if base is None:
         return loaded
     if depth > 4:
-        raise ConfigError(f"recipe={name}: the recipes that it is based on form a cycle")
+        raise ConfigError(
+            f"recipe={name}: the recipes that it is based on form a cycle, or more than four levels; remove a line `recipe:`"
+        )
     return DictConfig(OmegaConf.merge(_recipe(str(base), built_in, depth + 1), loaded))
 
 

@@ -140,7 +140,7 @@ def _encode_answers(context: _Context, row: Mapping[str, Any], form: str) -> lis
             f"{name} is a chat, but the model's tokenizer has no chat template; set model.chat_template=FILE, or use texts "
             "(prompt and completion)"
         )
-    last_only = data.learn == "last_answer"
+    last_only = data.learn == "last_completion"
     chat_row = read_chat(row, name, data.chat_template_kwargs, last_only=last_only, media=context.media)
     samples = encode_chat(tokenizer, chat_row, data.turns, context.ends)
     if form in ("preference", "unpaired") and len(samples) > 1:

@@ -63,7 +63,7 @@ class PythonData:
                     f"{name} is a {type(data).__name__}; give a list of rows or a datasets.Dataset, and names of files in DataConfig"
                 )
             if not len(data):
-                raise ConfigError(f"{name} has no rows")
+                raise ConfigError(f"{name} has no rows; give at least one, or leave {name} out")
         if formatting is not None and not callable(formatting):
             raise ConfigError(f"formatting is a {type(formatting).__name__}; give a function of a row")
         return cls(rows=rows, formatting=formatting)

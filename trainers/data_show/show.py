@@ -37,7 +37,9 @@ def show(config: RunConfig, kind: DataKind | None, *, samples: int, picture: Pat
     """
     configure_logging()
     if picture is not None and not picture.absolute().parent.is_dir():
-        raise ConfigError(f"--png {picture}: the folder {picture.absolute().parent} does not exist")
+        raise ConfigError(
+            f"--png {picture}: the folder {picture.absolute().parent} does not exist; create it, or give another path"
+        )
     _limit(config)
     tokenizer = load_tokenizer(config.model)
     ends = ends_to_learn(config.model)

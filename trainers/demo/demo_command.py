@@ -19,6 +19,7 @@ import sys
 import time
 from pathlib import Path
 
+from ...engine.errors import install_command
 from ...engine.registry import is_installed
 from ..parity.parity_command import SHORT
 from .preferences import run_preference_demo
@@ -146,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         print("     asking the merged model held-out questions in plain transformers", flush=True)
         after[backend] = measured(*run, "answer", str(run_folder / "merged"), str(test), "4")
     if "mcore" not in engines:
-        print("     megatron-core is not installed (pip install 'drivetrain[mcore]'): its half of the demo is skipped")
+        print(f"     megatron-core is not installed ({install_command('mcore')}): its half of the demo is skipped")
     # The engines may stop at different evaluations: rounding differences grow.
     relative_differences = [abs(a - b) / abs(b) for a, b in zip(losses[engines[-1]], losses["fsdp"], strict=False)]
 
@@ -158,7 +159,8 @@ def main(argv: list[str] | None = None) -> int:
     served: float | None = None
     if lacking := missing():
         print(
-            f"5/6  skipped: serving the model needs {', '.join(lacking)} (pip install 'drivetrain[serve]' openai)", flush=True
+            f"5/6  skipped: serving the model needs {', '.join(lacking)} ({install_command('serve')}, and pip install openai)",
+            flush=True,
         )
     else:
         print("5/6  asking the exported model over HTTP, as a client of OpenAI's interface", flush=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ...engine.errors import install_command
 from ..tasks.addition import DIGITS, write_model
 from .processes import python_environment
 
@@ -47,7 +48,7 @@ class _Learner:
 def run_training_service_demo(root: Path, steps: int | None, seed: int) -> int:
     """Run the demo; return 0 if both adapters have reached the goal."""
     if lacking := [name for name in _NEEDS if find_spec(name.partition(".")[0]) is None]:
-        print(f"this demo needs {', '.join(lacking)}: pip install 'drivetrain[tinker]' tinker")
+        print(f"this demo needs {', '.join(lacking)}: {install_command('tinker')}, and pip install tinker")
         return 1
     start = time.monotonic()
     print("1/3  creating an untrained model, and starting a training service", flush=True)

@@ -13,20 +13,20 @@ from ...engine.errors import ConfigError, DataError
 from .samples import HeldOutCompletion
 
 Metric: TypeAlias = Callable[..., float]
-"""A function of any of `prompt`, `answer` and `wanted`, which are texts without special tokens; higher is better."""
-GIVEN = ("prompt", "answer", "wanted")
+"""A function of any of `prompt`, `completion` and `wanted`, which are texts without special tokens; higher is better."""
+GIVEN = ("prompt", "completion", "wanted")
 TAKEN = ("step", "split", "loss", "accuracy", "tokens", "seconds", "reward_accuracy", "reward_margin")
 """Names that evaluation records already use."""
 
 
-def exact_match(answer: str, wanted: str) -> float:
+def exact_match(completion: str, wanted: str) -> float:
     """Return 1 if both texts are equal except for white space around them, and otherwise 0."""
-    return float(answer.strip() == wanted.strip())
+    return float(completion.strip() == wanted.strip())
 
 
-def contains(answer: str, wanted: str) -> float:
-    """Return 1 if the answer contains the expected text, and otherwise 0."""
-    return float(wanted.strip() in answer)
+def contains(completion: str, wanted: str) -> float:
+    """Return 1 if the completion contains the expected text, and otherwise 0."""
+    return float(wanted.strip() in completion)
 
 
 BUILT_IN: Mapping[str, Metric] = {"exact_match": exact_match, "contains": contains}
@@ -71,17 +71,17 @@ class CompletionMetrics:
         """The names of the metrics."""
         return tuple(self.functions)
 
-    def measure(self, answers: Sequence[HeldOutCompletion]) -> dict[str, float]:
+    def measure(self, completions: Sequence[HeldOutCompletion]) -> dict[str, float]:
         """Return the mean of every metric. Not collective.
 
         Args:
-            answers: The completions; at least one.
+            completions: The completions; at least one.
 
         Raises:
             DataError: A function failed, or did not return a number.
         """
         return {
-            title: sum(_value(function, title, answer) for answer in answers) / len(answers)
+            title: sum(_value(function, title, completion) for completion in completions) / len(completions)
             for title, function in self.functions.items()
         }
 
@@ -124,15 +124,21 @@ def _check_signature(function: Metric, title: str) -> None:
         raise ConfigError(f"the metric {title} needs {unknown[0]!r}; a metric is a function of any of {', '.join(GIVEN)}")
 
 
-def _value(function: Metric, title: str, answer: HeldOutCompletion) -> float:
+def _value(function: Metric, title: str, completion: HeldOutCompletion) -> float:
     parameters = inspect.signature(function).parameters
     everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    arguments = {"prompt": answer.plain_prompt, "answer": answer.plain_completion, "wanted": answer.plain_wanted}
+    arguments = {
+        "prompt": completion.plain_prompt,
+        "completion": completion.plain_completion,
+        "wanted": completion.plain_wanted,
+    }
     try:
         value = function(**{name: text for name, text in arguments.items() if everything or name in parameters})
     except Exception as e:
-        raise DataError(f"the metric {title} failed on the completion for {answer.name} with {type(e).__name__}: {e}") from e
+        raise DataError(
+            f"the metric {title} failed on the completion for {completion.name} with {type(e).__name__}: {e}"
+        ) from e
     # numpy does not register its bool as a number, unlike its other types.
     if not isinstance(value, Real | np.bool_):
-        raise DataError(f"the metric {title} returned {value!r} for the completion for {answer.name}; it must be a number")
+        raise DataError(f"the metric {title} returned {value!r} for the completion for {completion.name}; it must be a number")
     return float(value)

@@ -16,7 +16,7 @@ from .samples import HeldOutCompletion
 
 BAR_WIDTH = 12
 SHOWN_COMPLETIONS = 10
-"""An evaluation may generate hundreds of completions; `answers.jsonl` has all of them."""
+"""An evaluation may generate hundreds of completions; `completions.jsonl` has all of them."""
 SHOWN = ("accuracy", "reward_accuracy", "reward_margin")
 """Metrics that a progress line shows when they are present."""
 
@@ -129,7 +129,7 @@ class Console:
             # Completions that were scored have rewards instead of an expected text.
             last = f"expected {completion.wanted!r}" if completion.rewards is None else f"rewards {completion.shown_rewards}"
             self._out.print(
-                f"  {completion.prompt!r}\n    answer {completion.completion!r}\n    {last}", markup=False, soft_wrap=True
+                f"  {completion.prompt!r}\n    completion {completion.completion!r}\n    {last}", markup=False, soft_wrap=True
             )
 
     def close(self) -> None:

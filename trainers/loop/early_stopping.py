@@ -36,10 +36,12 @@ class EarlyStopping:
         if metric is not None and metric not in lower_is_better:
             raise ConfigError(f"trainer.best_metric={metric}; the metrics of an evaluation are {', '.join(lower_is_better)}")
         if patience is not None and metric is None:
-            raise ConfigError(f"trainer.patience={patience} needs trainer.best_metric, the metric that has to improve")
+            raise ConfigError(
+                f"trainer.patience={patience} needs trainer.best_metric, the metric that has to improve; set it (for example to loss), or remove trainer.patience"
+            )
         if threshold is not None and metric is None:
             raise ConfigError(
-                f"trainer.stopping_threshold={threshold} needs trainer.best_metric, the metric that has to reach it"
+                f"trainer.stopping_threshold={threshold} needs trainer.best_metric, the metric that has to reach it; set it (for example to loss), or remove trainer.stopping_threshold"
             )
         self.metric, self._patience, self._data, self._lower_is_better = metric, patience, data, lower_is_better
         self._threshold = threshold

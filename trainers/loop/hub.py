@@ -46,5 +46,7 @@ def push(folder: Path, repo: str) -> str:
         repository = api.create_repo(repo, private=True, exist_ok=True)
         api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Trained with Drivetrain")
     except (HfHubHTTPError, OSError) as e:
-        raise ConfigError(f"trainer.push_to_hub={repo}: {folder} was exported, but could not be uploaded: {e}") from e
+        raise ConfigError(
+            f"trainer.push_to_hub={repo}: {folder} was exported, but could not be uploaded: {e}; upload the folder yourself, for example with `hf upload {repo} {folder}`"
+        ) from e
     return str(repository)

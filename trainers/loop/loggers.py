@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...engine.errors import ConfigError
+from ...engine.errors import ConfigError, install_command
 from ..config.trainer import LoopConfig
 from .console import Console, Lines
 from .samples import HeldOutCompletion
@@ -44,7 +44,7 @@ class JSONL:
     def __init__(self, folder: Path, resumed_step: int) -> None:
         self._metrics = _reopened(folder / "metrics.jsonl", resumed_step)
         self._folder, self._resumed = folder, resumed_step
-        self._answers: Any = None
+        self._completions: Any = None
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a line. NaN, which JSON does not have, becomes null."""
@@ -53,19 +53,19 @@ class JSONL:
         self._metrics.flush()
 
     def log_completions(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
-        """Append the completions to `answers.jsonl`."""
+        """Append the completions to `completions.jsonl`."""
         # Opened late, since most runs generate no completions.
-        if self._answers is None:
-            self._answers = _reopened(self._folder / "answers.jsonl", self._resumed)
+        if self._completions is None:
+            self._completions = _reopened(self._folder / "completions.jsonl", self._resumed)
         for completion in completions:
-            self._answers.write(json.dumps({"step": step, **completion.record()}, ensure_ascii=False) + "\n")
-        self._answers.flush()
+            self._completions.write(json.dumps({"step": step, **completion.record()}, ensure_ascii=False) + "\n")
+        self._completions.flush()
 
     def close(self) -> None:
         """Close the files."""
         self._metrics.close()
-        if self._answers is not None:
-            self._answers.close()
+        if self._completions is not None:
+            self._completions.close()
 
 
 class TensorBoard:
@@ -86,7 +86,7 @@ class TensorBoard:
         """Write the completions as text."""
         for i, completion in enumerate(completions):
             self._writer.add_text(
-                f"answers/{i}",
+                f"completions/{i}",
                 f"{completion.prompt}\n\n**{completion.completion}**\n\n({completion.wanted or completion.shown_rewards})",
                 step,
             )
@@ -125,7 +125,7 @@ class WandB:
         """Write the completions as a table."""
         rows = [{**a.record(), **({} if a.rewards is None else {"rewards": a.shown_rewards})} for a in completions]
         columns = list(rows[0]) if rows else []
-        self._run.log({"answers": self._table(columns=columns, data=[list(row.values()) for row in rows])}, step=step)
+        self._run.log({"completions": self._table(columns=columns, data=[list(row.values()) for row in rows])}, step=step)
 
     def close(self) -> None:
         """Send all pending data and finish the run."""
@@ -170,7 +170,7 @@ def check_loggers(names: Sequence[str]) -> None:
             raise ConfigError(f"trainer.loggers names {name!r}; the loggers are {', '.join(LOGGERS)}")
     if "wandb" in names and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            "trainer.loggers names 'wandb', which is not installed; pip install 'drivetrain[wandb]', or leave it out"
+            f"trainer.loggers names 'wandb', which is not installed: {install_command('wandb')}, or leave it out"
         )
 
 

@@ -69,7 +69,7 @@ def make_folder(folder: Path, setting: str = "trainer.output_dir") -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ConfigError(f"{setting}={folder} cannot be created: {e.strerror or e}") from e
+        raise ConfigError(f"{setting}={folder} cannot be created: {e.strerror or e}; choose another folder") from e
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"{setting}={folder} cannot be written by this user; choose another folder")
 

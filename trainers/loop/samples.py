@@ -52,7 +52,7 @@ class HeldOutCompletion:
 
     def record(self) -> dict[str, Any]:
         """Return the fields that are set, for a file or a table."""
-        fields = {"name": self.name, "prompt": self.prompt, "answer": self.completion}
+        fields = {"name": self.name, "prompt": self.prompt, "completion": self.completion}
         return fields | ({"wanted": self.wanted} if self.rewards is None else {"rewards": dict(self.rewards)})
 
 

@@ -92,7 +92,7 @@ class TrainingMethod(ABC):
             for name, value, usual in (
                 ("too_long", data.too_long, "split"),
                 ("learn", data.learn, "all"),
-                ("learn", data.learn, "last_answer"),
+                ("learn", data.learn, "last_completion"),
             ):
                 if value == usual:
                     raise ConfigError(f"data.{name}={value}: {self.name} compares entire completions; unset it")

@@ -102,10 +102,10 @@ def parse_row(word: str, model: str) -> Row:
         axis, _, value = part.partition("=")
         axes_fields = ParallelConfig.__dataclass_fields__
         if axis in axes or (axis == "share" and share is not None):
-            raise ConfigError(f"--rows {word}: {axis} is given twice")
+            raise ConfigError(f"--rows {word}: {axis} is given twice; remove one of the two")
         if axis == "share":
             if value not in get_args(SharePrefixes):
-                raise ConfigError(f"--rows {word}: share is {', '.join(get_args(SharePrefixes))}, not {value!r}")
+                raise ConfigError(f"--rows {word}: share={value}; it must be one of {', '.join(get_args(SharePrefixes))}")
             share = cast("SharePrefixes", value)
             continue
         if axis not in axes_fields:

@@ -57,13 +57,13 @@ class Collector:
                 for name, count in counts.items():
                     totals[name] = totals.get(name, 0.0) + count
                 completions = self._rollouts.completions(number)
-                teaches = bool(completions.rows) and not equal_groups(completions.rows)
+                has_signal = bool(completions.rows) and not equal_groups(completions.rows)
                 # Past the bound, groups with equal rewards are kept, so that the step ends.
-                if not teaches and replaced < most:
+                if not has_signal and replaced < most:
                     self._phases.discard(self._rollouts.drop().ref)
                     replaced += 1
                     continue
-                equal += not teaches
+                equal += not has_signal
                 parts.append(self._rollouts.keep())
         if equal:
             self._warn_once(

@@ -118,7 +118,7 @@ class Completion:
             return self.tokens
         return [token for begin, end in self.episode.spans for token in self.tokens[begin:end]]
 
-    def goes_on(self, max_tokens: int) -> bool:
+    def is_unfinished(self, max_tokens: int) -> bool:
         """Return whether it ended because its call was cancelled: neither by the model nor by the length limit."""
         return not self.finished and len(self.tokens) < max_tokens
 

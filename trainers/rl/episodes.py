@@ -108,7 +108,7 @@ class Episode:
     metrics: dict[str, float] = field(default_factory=dict)
     unread: set[int] = field(default_factory=set)
     """The numbers of turns that are not trained on."""
-    begun: Generation | None = None
+    resumable: Generation | None = None
     """The tokens of a turn whose call was cancelled."""
 
     @property
@@ -252,7 +252,7 @@ class Episodes:
             # Neither the model nor the limit has ended it, so the cancellation has:
             # the next call continues from its tokens.
             if cancelled and not turn.finished and len(turn.response) < self.room(episode):
-                episode.begun, episode.is_due = replace(turn, finish_reason="aborted"), True
+                episode.resumable, episode.is_due = replace(turn, finish_reason="aborted"), True
                 continue
             self._add_turn(episode, turn)
 
@@ -272,7 +272,7 @@ class Episodes:
             routed_experts=turn.routed_experts,
         )
         episode.turns.append(added)
-        episode.begun = None
+        episode.resumable = None
         argument = Turn(
             number=added.number,
             tokens=turn.response,

@@ -35,7 +35,7 @@ class KeptCompletions:
     batch: PackedBatch
     rows: tuple[Completion, ...]
 
-    def begun(self, max_tokens: int) -> list[Generation]:
+    def resumable(self, max_tokens: int) -> list[Generation]:
         """Return the completions of a cancelled call, for the generator to continue.
 
         Args:
@@ -43,7 +43,7 @@ class KeptCompletions:
         """
         generations = generations_of(self.batch, [len(row.prompt.ids) for row in self.rows])
         return [
-            replace(one, finish_reason="aborted") if row.goes_on(max_tokens) else one
+            replace(one, finish_reason="aborted") if row.is_unfinished(max_tokens) else one
             for one, row in zip(generations, self.rows, strict=True)
         ]
 

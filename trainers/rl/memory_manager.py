@@ -210,7 +210,10 @@ class MemoryManager:
         """
         allocation = self._allocations.get((role, part))
         if allocation is None:
-            raise ConfigError(f"the memory manager has no {part} of {role}")
+            raise ConfigError(
+                f"the memory manager has no {part} of {role}; it has "
+                + ", ".join(f"{kind} of {name}" for name, kind in self._allocations)
+            )
         if place not in PLACES:
             raise ConfigError(
                 f"the memory manager cannot move {part} of {role} to {place!r}; the places are {', '.join(PLACES)}"
@@ -234,7 +237,7 @@ class MemoryManager:
             if mine[0] != theirs[0] and not (part == kind == "parameters" and {role, other} == {"actor", "rollout"}):
                 raise ConfigError(
                     f"{part} of {role} cannot be moved to the device while {kind} of {other} are there: the generator and the other "
-                    f"roles take turns (group.offload={self._offload_to})"
+                    f"roles take turns (group.offload={self._offload_to}); move these away first"
                 )
 
     # ---- reporting ---------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     Returns:
         The mean and the standard deviation of the `reward`; the mean of each reward, `reward/NAME`, over the completions that have it; mean
         and maximum `length` in tokens, without observations; the fraction of completions that are `truncated`; the number of completions,
-        `answers`, and of `groups`; the fraction of groups in which all rewards are equal, `equal_groups`; and with an environment, those of
+        `completions`, and of `groups`; the fraction of groups in which all rewards are equal, `equal_groups`; and with an environment, those of
         `episode_metrics`.
     """
     documents, places = completions, episodes_of(completions)
@@ -51,7 +51,7 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         "length": sum(lengths) / count,
         "length_max": float(max(lengths, default=0)),
         "truncated": sum(not completion.finished for completion in completions) / count,
-        "answers": float(len(completions)),
+        "completions": float(len(completions)),
         "groups": float(groups),
         "equal_groups": len(equal_groups(completions)) / max(1, groups),
         **episode_metrics(documents),
@@ -181,7 +181,7 @@ class RLSummary:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Collect what the summary needs from a record."""
-        kept = ("step", "reward", "seconds", "answers", "skipped", "peak_gib", "accuracy")
+        kept = ("step", "reward", "seconds", "completions", "skipped", "peak_gib", "accuracy")
         target = self._evaluated if record.get("split") == "eval" else self._records
         target.append({name: record[name] for name in kept if name in record})
 
@@ -202,12 +202,12 @@ class RLSummary:
             first, last = self._records[0], self._records[-1]
             # The first step allocates and compiles.
             seconds = statistics.median([record["seconds"] for record in self._records[1:] or self._records])
-            completions = sum(record["answers"] for record in self._records)
+            completions = sum(record["completions"] for record in self._records)
             rows = {
                 "steps": f"{first['step']} to {last['step']} of {self._total}",
                 "time": f"{duration(time.monotonic() - self._start)}, {seconds:.2f} s per step (median)",
                 "reward": f"{first['reward']:.4g} at the first step, {last['reward']:.4g} at the last",
-                "answers": f"{completions:.0f}",
+                "completions": f"{completions:.0f}",
                 "peak memory": f"{max(record.get('peak_gib', 0.0) for record in self._records):.2f} GiB in a worker",
             }
         if self._evaluated:

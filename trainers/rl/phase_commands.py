@@ -53,14 +53,14 @@ HELP = {
 Generates completions of all prompts of data.train once, in order, and writes them with their tokens, log-probabilities and versions to
 the replay bundle OUT. Takes the settings of drivetrain grpo.
 
-  drivetrain rl rollout answers.safetensors recipe=grpo model.path=MODEL data.train=prompts.jsonl rewards.use=[answer]""",
+  drivetrain rl rollout rollouts.safetensors recipe=grpo model.path=MODEL data.train=prompts.jsonl rewards.use=[answer]""",
     "score": """drivetrain rl score BUNDLE OUT key=value ...
 
 Scores the completions of a bundle, and writes them to OUT with their rewards. If the algorithm needs them, it adds the log-probabilities of
 the reference, the values of the critic and the rewards of the reward model. Takes the settings of the bundle, changed by key=value. Names
 of code in the bundle are ignored unless they are repeated here.
 
-  drivetrain rl score answers.safetensors scored.safetensors""",
+  drivetrain rl score rollouts.safetensors scored.safetensors""",
     "train": """drivetrain rl train BUNDLE [OUT] key=value ...
 
 Makes one update of the policy with the scored completions of a bundle, in this process. With OUT, the updated model is written to that folder.
@@ -332,7 +332,9 @@ def _inside(folder: Path, relative: str) -> Path:
     """
     path = (folder / relative).resolve()
     if not path.is_relative_to(folder.resolve()):
-        raise ConfigError(f"the bundle names the checkpoint {relative}, which is outside of {folder}")
+        raise ConfigError(
+            f"the bundle names the checkpoint {relative}, which is outside of {folder}; give a bundle whose checkpoint is beside it"
+        )
     return path
 
 

@@ -221,7 +221,7 @@ class Phases:
         *,
         version: int | None,
         oldest: int | None = None,
-        begun: Mapping[int, Sequence[Generation]] | None = None,
+        resumable: Mapping[int, Sequence[Generation]] | None = None,
     ) -> RunningRollout:
         """Start to generate completions; see `rollout`. The processes of the generator do nothing else until `finish_rollout`.
 
@@ -230,15 +230,15 @@ class Phases:
             numbers: The number of each prompt in the run, which seeds its completions.
             version: The version that the weights must have; None accepts any.
             oldest: The oldest version among the tokens of continued completions; None if all tokens are of `version`.
-            begun: Unfinished completions to continue, by the number of their prompt.
+            resumable: Unfinished completions to continue, by the number of their prompt.
         """
         sampled = replace(self.sampling_options, samples=self.config.rl.group_size)
         greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0, samples=1)
         kinds = [sampled, *([greedy] if self.algorithm.needs_baselines else [])]
         # The seed of a completion depends on the number of its prompt, and not on its place in the call.
         columns: dict[str, list[Any]] = {"number": list(numbers)}
-        if begun:
-            columns["begun"] = [begun.get(number) for number in numbers]
+        if resumable:
+            columns["begun"] = [resumable.get(number) for number in numbers]
         with self.timed("rollout"):
             prompt_ref = self.group.data.put(packed_prompts(prompts), role="rollout")
             calls = [
@@ -332,8 +332,8 @@ class Phases:
             "first_samples": [len(episode.turns) * TURNS + episode.sample for episode in due],
             "max_tokens": [episodes.room(episode) for episode in due],
         }
-        if any(episode.begun is not None for episode in due):
-            columns["begun"] = [None if episode.begun is None else [episode.begun] for episode in due]
+        if any(episode.resumable is not None for episode in due):
+            columns["begun"] = [None if episode.resumable is None else [episode.resumable] for episode in due]
         with self.timed("rollout"):
             prompt_ref = self.group.data.put(packed_prompts([episode.context for episode in due]), role="rollout")
             call = self.group.submit("rollout", "generate", prompt_ref, options, version=version, columns=columns)

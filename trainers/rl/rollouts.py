@@ -52,7 +52,7 @@ class Rollouts:
         """The completions of unconsumed tickets, whose rewards are being computed."""
         self._kept: dict[int, KeptCompletions] = {}
         """With K > 0: the completions of all tickets of the current step and later ones."""
-        self._begun: dict[int, KeptCompletions] = {}
+        self._resumable: dict[int, KeptCompletions] = {}
         """The unfinished completions of tickets that wait again because their call was cancelled."""
         self._cancelled = False
         """Whether the running call was cancelled."""
@@ -103,7 +103,7 @@ class Rollouts:
         numbers = [ticket.number for ticket in tickets]
         prompts = [self._prompts.of_ticket(number) for number in numbers]
         most = self._config.rollout.max_tokens
-        begun = {number: self._begun[number].begun(most) for number in numbers if number in self._begun}
+        resumable = {number: self._resumable[number].resumable(most) for number in numbers if number in self._resumable}
         with self._no_advance(), self._replacing_generator():
             if not self._overlaps:
                 self._phases.memory_manager.enter("rollout")
@@ -111,7 +111,7 @@ class Rollouts:
             self._verify(version)
             self._cancelled = False
             self._running = self._phases.begin_rollout(
-                prompts, numbers, version=version, oldest=tickets[0].version, begun=begun
+                prompts, numbers, version=version, oldest=tickets[0].version, resumable=resumable
             )
 
     def _verify(self, version: int) -> None:
@@ -136,7 +136,7 @@ class Rollouts:
             if completions.rows:
                 self._deaths = 0
             for number, one in split(completions).items():
-                self._begun.pop(number, None)
+                self._resumable.pop(number, None)
                 self._add(number, one)
 
     def _cancel(self) -> None:
@@ -174,8 +174,8 @@ class Rollouts:
         complete: list[int] = []
         for number, rows in numbers.items():
             kept = KeptCompletions(batch=batch.select(rows), rows=tuple(completions.rows[row] for row in rows))
-            if self._cancelled and any(row.goes_on(most) for row in kept.rows):
-                self._begun[number] = kept
+            if self._cancelled and any(row.is_unfinished(most) for row in kept.rows):
+                self._resumable[number] = kept
                 self.tickets.give_back(number)
             else:
                 if self._overlaps:

@@ -205,7 +205,7 @@ class WorkerGroup(ABC):
     def submit_hooks(self, *hooks: CallHook) -> GroupCall:
         """Submit hooks without a call; they run with the next `flush`."""
         if not hooks:
-            raise ConfigError("submit_hooks needs at least one hook")
+            raise ConfigError("submit_hooks() has no hooks; pass at least one, such as Offload, Save or SyncParams")
         return self._submit_hooks(hooks, "")
 
     def _submit_hooks(self, hooks: Sequence[CallHook], title: str) -> GroupCall:
@@ -271,7 +271,9 @@ class WorkerGroup(ABC):
         """
         with self._lock:
             if call not in self._submitted:
-                raise ConfigError(f"{call.title} is not waiting for a flush, so it cannot be withdrawn")
+                raise ConfigError(
+                    f"{call.title} is not waiting for a flush, so it cannot be withdrawn; wait for its result instead"
+                )
             self._submitted.remove(call)
             call.fail(ConfigError(f"{call.title} was withdrawn"))
 
@@ -425,7 +427,9 @@ class WorkerGroup(ABC):
             WorkerLostError: The group cannot be used, or the new processes died; the pool is then lost.
             WorkerError: A role cannot be built.
         """
-        raise ConfigError(f"{type(self).__name__} does not start processes, so pool {pool!r} cannot be restarted")
+        raise ConfigError(
+            f"{type(self).__name__} does not start processes, so pool {pool!r} cannot be restarted; use a ProcessWorkerGroup or RayWorkerGroup"
+        )
 
     @abstractmethod
     def ask(self, what: str, requests: Mapping[WorkerId, Sequence[Request]]) -> dict[WorkerId, list[Any]]:

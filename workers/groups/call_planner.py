@@ -92,7 +92,7 @@ class CallPlanner:
                 after=[self._plan_hook(hook) for hook in after],
             )
         if not args:
-            raise ConfigError(f"{title} needs a batch")
+            raise ConfigError(f"{title} needs a batch; pass it as the first argument")
         self._check_temperature(title, (*args, *options.values()))
         if spec.generates(method):
             # Generators work independently of each other, whatever the layout of the role's engine.
@@ -167,7 +167,9 @@ class CallPlanner:
                 # Tried here, because in the workers it would fail in the middle of writing a checkpoint.
                 json.dumps(save.extra)
             except (TypeError, ValueError) as e:
-                raise ConfigError(f"Save(extra=...) cannot be written as JSON: {e}") from None
+                raise ConfigError(
+                    f"Save(extra=...) cannot be written as JSON: {e}; give plain numbers, texts, lists and dicts"
+                ) from None
             return PlannedHook(message=save, workers=group.workers(hook.role))
         if isinstance(hook, SyncParams):
             return self._plan_sync(hook)

@@ -384,7 +384,9 @@ class GroupData:
         if not isinstance(ref, DataRef):
             raise ConfigError(f"{type(ref).__name__} is not a reference; put() the batch first, and pass the DataRef")
         if ref.buffer is not self.buffer:
-            raise ConfigError("the reference belongs to another group, or to this one before it was rebuilt")
+            raise ConfigError(
+                "the reference belongs to another group, or to this one before it was rebuilt; put() the batch into this group"
+            )
 
     def _role_with_data(self, role: str | None) -> str:
         if role is not None:

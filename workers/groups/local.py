@@ -49,7 +49,9 @@ class LocalWorkerGroup(WorkerGroup):
         size = dist.get_world_size()
         for name, role in roles.items():
             if role.ranks is not None and role.ranks[-1] >= size:
-                raise ConfigError(f"role {name!r} is on ranks {list(role.ranks)}, but there are {size} processes")
+                raise ConfigError(
+                    f"role {name!r} is on ranks {list(role.ranks)}, but there are {size} processes; start {role.ranks[-1] + 1} or more (torchrun --nproc-per-node), or choose lower ranks"
+                )
         # The processes of a program may reach a call minutes apart.
         self._worker = ModelWorker(
             WorkerSettings(rank=dist.get_rank(), world_size=size, flush_s=timeout_s, timeout_s=timeout_s)

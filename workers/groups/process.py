@@ -103,6 +103,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         return self._allowed_names
 
     def _start_pool(self, pool: str) -> Sequence[Channel]:
+        # A finalizer that has run has closed the controller and killed all processes: a group that is built again listens anew.
         if self._finalizer is None or self._finalizer.peek() is None:
             self._controller = listen(self._address, self._allowed_names, self._ids)
             self._processes, self._curve_keys = {}, None

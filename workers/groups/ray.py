@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ...engine.errors import ConfigError, WorkerLostError
+from ...engine.errors import ConfigError, WorkerLostError, install_command
 from ..data_plane.links import new_keys
 from ..data_plane.plan import CurveKeySet
 from ..process.loop import RequestLoop
@@ -182,7 +182,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         try:
             import ray
         except ImportError as e:
-            raise ConfigError("RayWorkerGroup needs Ray; install it with: pip install 'drivetrain[ray]'") from e
+            raise ConfigError(f"RayWorkerGroup needs Ray; install it with: {install_command('ray')}") from e
         self._ray = ray
         if not ray.is_initialized():
             ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)

@@ -136,7 +136,7 @@ class RemoteWorkerGroup(WorkerGroup):
                 raise ConfigError(f"role {name!r} is on pool {role.pool!r}; the pools are {', '.join(pools)}")
             if role.ranks is not None and role.ranks[-1] >= pools[role.pool]:
                 raise ConfigError(
-                    f"role {name!r} is on ranks {list(role.ranks)}, but pool {role.pool!r} has {pools[role.pool]} processes"
+                    f"role {name!r} is on ranks {list(role.ranks)}, but pool {role.pool!r} has {pools[role.pool]} processes; make the pool larger, or choose ranks below its size"
                 )
         self._sizes, self._limits = dict(pools), limits
         self._comm_backend: CommBackend = ""
@@ -216,6 +216,7 @@ class RemoteWorkerGroup(WorkerGroup):
             self._channels[pool] = list(self._start_pool(pool))
         new = self._members(pools)
         hello = {pool: messages.Hello(protocol=messages.PROTOCOL, world_size=self._sizes[pool], pool=pool) for pool in pools}
+        # First, because a process with another version of the protocol refuses it, before any rank waits for the others.
         self._exchange("starting", {name: [hello[pool_of(name)]] for name in new}, limit_s=self._limits.start_s)
         # `init` has no limit here: after `start_s`, each worker itself reports which ranks are missing.
         meet = {pool: messages.Init(comm_id=self._comm_id(pool)) for pool in pools}
@@ -271,6 +272,7 @@ class RemoteWorkerGroup(WorkerGroup):
         Args:
             checkpoints: The folder returned by `save_checkpoint`, by role; other roles start from their model's weights.
         """
+        # A name that does not exist is refused here, while the processes still run.
         for role in checkpoints or {}:
             self.role(role).dispatch("load_checkpoint")
         with self._lock:
@@ -317,6 +319,7 @@ class RemoteWorkerGroup(WorkerGroup):
             for call in [call for call in self._submitted if any(pool_of(worker) == pool for worker in call.members)]:
                 self.withdraw(call)
             self.data.forget_workers(self._members([pool]))
+            # New processes lack the weights of the last synchronization, so changes to these cannot be sent to them.
             self._kept_weights = {
                 roles: kept for roles, kept in self._kept_weights.items() if not requests.keys() & set(roles)
             }

@@ -217,6 +217,7 @@ def read_replies(
         deadline = min(limit, failed_at + patience.grace_s, silent_since + patience.grace_s)
         if now >= deadline:
             break
+        # At least 0.05 s, so that waiting for the last moment before a deadline is not a busy loop.
         ready, waiting = wait(waiting, timeout=min(_POLL_S, max(0.05, deadline - now)), return_when=FIRST_COMPLETED)
         for future in ready:
             name = names[future]

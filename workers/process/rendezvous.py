@@ -91,7 +91,9 @@ def open_store(comm_id: CommId, rank: int, wait_s: float, listener: socket.socke
         store = _connect(comm_id, wait_s)
         store.wait(["run"], timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
     except (dist.DistError, TimeoutError) as e:
-        raise TopologyError(f"rank 0 did not come to {where} within {wait_s:g} s: {first_line(e)}") from e
+        raise TopologyError(
+            f"rank 0 did not come to {where} within {wait_s:g} s: {first_line(e)}; start it, or check that this machine reaches that address"
+        ) from e
     if store.get("run").decode() != comm_id.run.hex():
         raise TopologyError(f"the comm_id is of another run than the one that meets at {where}; give all ranks the same")
     return store

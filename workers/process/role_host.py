@@ -159,7 +159,9 @@ class RoleHost:
         joined = dist.is_initialized()
         rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
         if ranks and max(ranks) >= size:
-            raise ConfigError(f"ranks={list(ranks)}, but the pool has {size} processes")
+            raise ConfigError(
+                f"ranks={list(ranks)}, but the pool has {size} processes; make the pool larger, or choose ranks below its size"
+            )
         group = self._groups.get(ranks, "gloo") if ranks else None
         with collective_errors(group) if joined else nullcontext():
             # An error in one process is raised on all, which would otherwise wait for it in the collectives of
@@ -221,7 +223,9 @@ class RoleHost:
         """
         engine = getattr(self._workers[role], "engine", None)
         if engine is None:
-            raise ConfigError(f"role {role!r} has no engine, so it has no model configuration")
+            raise ConfigError(
+                f"role {role!r} has no engine, so it has no model configuration; ask a role that has one, such as the actor"
+            )
         text: str = engine.hf_config.to_json_string(use_diff=False)
         return text
 

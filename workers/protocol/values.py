@@ -57,7 +57,7 @@ def dump(message: M, names: Names, *, inline: bool = False, copy: bool = True) -
     try:
         plain = {name: writer.plain(getattr(message, name), name) for name in message.values}
     except RecursionError:
-        raise ConfigError("a value contains itself, or is nested too deeply to be sent to a worker") from None
+        raise ConfigError("a value contains itself, or is nested too deeply to be sent to a worker; make it flatter") from None
     return (msgspec.structs.replace(message, **plain) if plain else message), parts
 
 
@@ -213,7 +213,7 @@ def _is_unicode(value: str) -> bool:
 
 def _dtype_name(dtype: torch.dtype, where: str) -> str:
     if dtype not in DTYPE_NAMES:
-        raise ConfigError(f"{where} has the data type {dtype}, which cannot be sent to a worker")
+        raise ConfigError(f"{where} has the data type {dtype}, which cannot be sent to a worker; convert it first")
     return DTYPE_NAMES[dtype]
 
 

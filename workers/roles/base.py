@@ -62,7 +62,9 @@ class Worker:
     def __init__(self, config: WorkerConfig, ranks: Sequence[int] | None = None) -> None:
         role = type(self).__name__
         if config.model.head != self.head:
-            raise ConfigError(f"model.head={config.model.head}: {role} needs model.head={self.head}")
+            raise ConfigError(
+                f"model.head={config.model.head}: {role} needs model.head={self.head}; set that, or use the worker of the other head"
+            )
         if self.trainable != (config.optim is not None):
             problem = "is trained and needs optim" if self.trainable else "is never trained; remove optim"
             raise ConfigError(f"optim={config.optim}: {role} {problem}")

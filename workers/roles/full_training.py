@@ -78,7 +78,7 @@ class FullTrainingWorker(Worker):
             # The engine stays as it is: the next `create_model` builds it again. Its memory is in use until then.
             self._trainer = None
         else:
-            raise ConfigError(f"there is no model {name!r}")
+            raise ConfigError(f"there is no model {name!r} to drop; there are {', '.join(self.model_names()) or 'none'}")
 
     @register("all")
     def model_names(self) -> list[str]:
@@ -129,7 +129,8 @@ class FullTrainingWorker(Worker):
 
     def _trained(self, name: str) -> FullTrainer:
         if self._trainer is None or self._trainer.name != name:
-            raise ConfigError(f"there is no model {name!r} that is trained")
+            trained = "no model is" if self._trainer is None else f"{self._trainer.name!r} is"
+            raise ConfigError(f"there is no model {name!r} that is trained ({trained}); call create_model({name!r}) first")
         return self._trainer
 
     @register("all")

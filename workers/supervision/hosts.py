@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ...engine.errors import ConfigError, WorkerLostError
+from ...engine.errors import ConfigError, WorkerLostError, install_command
 from ..protocol import comm_id
 from ..protocol.names import program_arguments
 from ..protocol.transports.base import WorkerKeys
@@ -133,7 +133,7 @@ class RayHost:
         try:
             import ray
         except ImportError as e:
-            raise ConfigError("workers on Ray need Ray; install it with: pip install 'drivetrain[ray]'") from e
+            raise ConfigError(f"workers on Ray need Ray; install it with: {install_command('ray')}") from e
         self._ray: Any = ray
         if not ray.is_initialized():
             handler = signal.getsignal(signal.SIGTERM)

@@ -132,7 +132,7 @@ class TensorParallelGenerator(BaseGenerator):
         """
         model = self._stepped()
         if not model.lm.sees_images or self._image_token is None:
-            raise ConfigError(f"{self.config.model.path} takes no images")
+            raise ConfigError(f"{self.config.model.path} takes no images; leave them out, or use a vision-language model")
         return model.reader.expand(prompt, self._image_token, model.reader.read(images).tokens), {}
 
     def run_step(self) -> None:

@@ -25,7 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from ...engine.checkpoint.local_shards import cut_local_shards
 from ...engine.checkpoint.tensor_slices import whole
-from ...engine.errors import CapabilityError, ConfigError, ModelError, first_line
+from ...engine.errors import CapabilityError, ConfigError, ModelError, first_line, install_command
 from ...engine.hf.layout import DiskLayout
 from ...engine.hf.weights import WeightFolder
 from ...engine.offload import free_memory
@@ -376,7 +376,7 @@ def _quantizer(quant: str | None) -> Callable[[nn.Module, nn.Module], None] | No
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError as e:
-        raise ModelError("quant=int8 needs torchao, which is not installed: pip install 'drivetrain[quant]'") from e
+        raise ModelError(f"quant=int8 needs torchao, which is not installed: {install_command('quant')}") from e
 
     def quantize(model: nn.Module, linear: nn.Module) -> None:
         quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: module is linear)
