@@ -127,7 +127,7 @@ class PlainModel:
             fields = {k: torch.tensor(v, dtype=torch.float64) for k, v in document.items() if k != MEDIA}
             value = plain_loss(loss, p, fields)
             value.backward()
-            total += float(value)
+            total += float(value.detach())
             found.append(p.detach())
         return total, found
 
