@@ -9,17 +9,17 @@ import pytest
 
 from drivetrain.losses.traced_loss import TracedLoss
 from drivetrain.serve.tinker.training_queue import ModelQueue, QueuedRequest, RoundRobin, pieces_of
-from drivetrain.serve.tinker.turns import AdapterPlaces, FairPlaces, in_turn
+from drivetrain.serve.tinker.turns import AdapterSemaphore, FairSemaphore, round_robin
 from drivetrain.workers.roles.adapters import AdapterRequest
 from helpers.adapters import packed
 
 
 def test_users_are_served_in_turn_however_much_one_of_them_asks() -> None:
     async def run() -> list[str]:
-        turns, order = FairPlaces(2), []
+        turns, order = FairSemaphore(2), []
 
         async def work(owner: str) -> None:
-            async with turns.place(owner):
+            async with turns.slot(owner):
                 order.append(owner)
                 await asyncio.sleep(0)
 
@@ -33,16 +33,16 @@ def test_users_are_served_in_turn_however_much_one_of_them_asks() -> None:
 
 def test_a_place_is_not_lost_when_those_who_wait_give_up() -> None:
     async def run() -> None:
-        turns = FairPlaces(1)
+        turns = FairSemaphore(1)
         began = asyncio.Event()
 
         async def hold() -> None:
-            async with turns.place("a"):
+            async with turns.slot("a"):
                 began.set()
                 await asyncio.sleep(0.01)
 
         async def wait(owner: str) -> None:
-            async with turns.place(owner):
+            async with turns.slot(owner):
                 await asyncio.sleep(10)
 
         first = asyncio.create_task(hold())
@@ -56,7 +56,7 @@ def test_a_place_is_not_lost_when_those_who_wait_give_up() -> None:
         await asyncio.gather(*waiting[:2], return_exceptions=True)
         waiting[2].cancel()
         await asyncio.gather(waiting[2], return_exceptions=True)
-        async with asyncio.timeout(1), turns.place("e"):
+        async with asyncio.timeout(1), turns.slot("e"):
             pass
 
     asyncio.run(run())
@@ -68,7 +68,7 @@ def test_a_place_is_not_lost_when_those_who_wait_give_up() -> None:
 )
 def test_an_order_in_turn(last: str, expected: str) -> None:
     waiting = ["a1", "a2", "b1", "a3", "c1", "b2"]
-    assert " ".join(in_turn(waiting, [one[0] for one in waiting], last)) == expected
+    assert " ".join(round_robin(waiting, [one[0] for one in waiting], last)) == expected
 
 
 def test_pieces_of_traced_losses_are_as_long_as_they_compute() -> None:
@@ -98,11 +98,11 @@ def order_of(places: int, adapters: int, requests: str) -> str:
     """The order in which requests of users have their turn, each a letter for the user and a digit for the adapter (0: none)."""
 
     async def run() -> list[str]:
-        turns, order, users = AdapterPlaces(places, adapters), [], Counter[str]()
+        turns, order, users = AdapterSemaphore(places, adapters), [], Counter[str]()
 
         async def work(request: str) -> None:
             owner, adapter = request[0], request[1].strip("0")
-            async with turns.place(owner, adapter):
+            async with turns.slot(owner, adapter):
                 order.append(request)
                 users[adapter] += bool(adapter)
                 assert len(+users) <= adapters
@@ -137,16 +137,16 @@ def test_all_adapters_have_their_turn_in_the_end() -> None:
 
 def test_those_who_give_up_waiting_for_an_adapter_hold_up_nobody() -> None:
     async def run() -> None:
-        turns = AdapterPlaces(1, 1)
+        turns = AdapterSemaphore(1, 1)
         entered = asyncio.Event()
 
         async def hold() -> None:
-            async with turns.place("a", "1"):
+            async with turns.slot("a", "1"):
                 entered.set()
                 await asyncio.sleep(0.01)
 
         async def wait(owner: str, adapter: str) -> None:
-            async with turns.place(owner, adapter):
+            async with turns.slot(owner, adapter):
                 await asyncio.sleep(10)
 
         first = asyncio.create_task(hold())
@@ -160,7 +160,7 @@ def test_those_who_give_up_waiting_for_an_adapter_hold_up_nobody() -> None:
         await asyncio.gather(*waiting[:2], return_exceptions=True)
         waiting[2].cancel()
         await asyncio.gather(waiting[2], return_exceptions=True)
-        async with asyncio.timeout(1), turns.place("e", "1"):
+        async with asyncio.timeout(1), turns.slot("e", "1"):
             pass
 
     asyncio.run(run())
