@@ -66,8 +66,8 @@ class FairSemaphore:
 class AdapterSemaphore:
     """A semaphore for work with adapters, of which only a limited number is loaded at a time. It serves users round-robin.
 
-    While a request waits for an adapter that cannot be loaded because all are in use, each loaded adapter is granted at most `slots` slots
-    since it was loaded, and then none until it is unused and can be replaced. A steady stream of requests therefore cannot keep an adapter
+    While a request waits for an adapter for which there is no room, each loaded adapter is granted at most `slots` slots, counted from when it
+    was loaded. After that it gets none until it is unused and can be replaced, so that a steady stream of requests cannot keep an adapter
     loaded forever.
 
     Args:

@@ -495,7 +495,7 @@ def test_a_request_is_cancelled_or_goes_on_after_a_restart(model: Path) -> None:
 
 
 class Narrow(SamplingService):
-    """Has one adapter in its workers at a time, and four places."""
+    """Has one adapter in its workers at a time, and four slots."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)

@@ -1,4 +1,4 @@
-"""Whose turn it is among users who share places."""
+"""Whose turn it is among users who share slots."""
 
 import asyncio
 import json
@@ -27,11 +27,11 @@ def test_users_are_served_in_turn_however_much_one_of_them_asks() -> None:
         return order
 
     order = asyncio.run(run())
-    # The first two found free places; from then on each has one after the other.
+    # The first two found free slots; from then on each has one after the other.
     assert "".join(order) == "aaabcabcaaaa"
 
 
-def test_a_place_is_not_lost_when_those_who_wait_give_up() -> None:
+def test_a_slot_is_not_lost_when_those_who_wait_give_up() -> None:
     async def run() -> None:
         turns = FairSemaphore(1)
         began = asyncio.Event()
@@ -51,7 +51,7 @@ def test_a_place_is_not_lost_when_those_who_wait_give_up() -> None:
         await asyncio.sleep(0)
         waiting[0].cancel()
         await first
-        # The second was given the place at this moment, before it could go on.
+        # The second was given the slot at this moment, before it could continue.
         waiting[1].cancel()
         await asyncio.gather(*waiting[:2], return_exceptions=True)
         waiting[2].cancel()
@@ -94,11 +94,11 @@ def test_pieces_of_traced_losses_are_as_long_as_they_compute() -> None:
     assert [queue.model for queue, _, _ in RoundRobin(4000).take(queues)] == ["a"]
 
 
-def order_of(places: int, adapters: int, requests: str) -> str:
+def order_of(slots: int, adapters: int, requests: str) -> str:
     """The order in which requests of users have their turn, each a letter for the user and a digit for the adapter (0: none)."""
 
     async def run() -> list[str]:
-        turns, order, users = AdapterSemaphore(places, adapters), [], Counter[str]()
+        turns, order, users = AdapterSemaphore(slots, adapters), [], Counter[str]()
 
         async def work(request: str) -> None:
             owner, adapter = request[0], request[1].strip("0")
@@ -119,7 +119,7 @@ def order_of(places: int, adapters: int, requests: str) -> str:
 
 
 def test_nobody_keeps_an_adapter_by_asking_for_more() -> None:
-    # b waits until the first adapter has had two places, and has the next as soon as these are free.
+    # b waits until the first adapter has had two slots, and has the next as soon as these are free.
     assert order_of(2, 1, "a1 a1 a1 a1 a1 a1 b2") == "a1 a1 b2 a1 a1 a1 a1"
     # As much as b asks, a is not kept waiting either.
     assert order_of(2, 1, "a1 a1 a1 a1 b2 b2 b2 b2") == "a1 a1 b2 b2 a1 a1 b2 b2"
@@ -130,9 +130,9 @@ def test_nobody_keeps_an_adapter_by_asking_for_more() -> None:
 
 def test_all_adapters_have_their_turn_in_the_end() -> None:
     random = Random(0)
-    for places, adapters in ((1, 1), (3, 2), (8, 3), (4, 9)):
+    for slots, adapters in ((1, 1), (3, 2), (8, 3), (4, 9)):
         requests = [random.choice("aaaab") + str(random.randrange(7)) for _ in range(200)]
-        assert sorted(order_of(places, adapters, " ".join(requests)).split()) == sorted(requests)
+        assert sorted(order_of(slots, adapters, " ".join(requests)).split()) == sorted(requests)
 
 
 def test_those_who_give_up_waiting_for_an_adapter_hold_up_nobody() -> None:
@@ -155,7 +155,7 @@ def test_those_who_give_up_waiting_for_an_adapter_hold_up_nobody() -> None:
         await asyncio.sleep(0)
         waiting[0].cancel()
         await first
-        # The second was given the place at this moment, before it could go on.
+        # The second was given the slot at this moment, before it could continue.
         waiting[1].cancel()
         await asyncio.gather(*waiting[:2], return_exceptions=True)
         waiting[2].cancel()
