@@ -78,10 +78,11 @@ class ModelOperations:
             OSError: A file cannot be written, for example because the disk is full.
         """
         result, statements = await self._operations[request.kind](self, queue, request)
-        # States are saved only after optimizer steps, when no gradients are accumulated, because checkpoints have none.
+        # Apart from loads (below), states are saved only after optimizer steps, when there are no accumulated gradients, because
+        # checkpoints do not contain them.
         queue.steps += request.kind == "optim_step"
         is_due = request.kind == "optim_step" and (queue.steps >= self._settings.steps_per_save or makes_room)
-        # Also after a checkpoint was loaded: it may be deleted before a restart, which could then not load it again.
+        # A loaded checkpoint may be deleted before a restart, which could then not load it again.
         if request.loads:
             statements = [*statements, *await self._save_state(queue, request.seq)]
         elif is_due:

@@ -134,7 +134,7 @@ def loss_of(request: Any, custom: Callable[[str], TracedLoss]) -> TokenSumLoss |
     if name == "custom":
         if set(request.loss_fn_config_v2) != {"loss_id"}:
             raise ConfigError(
-                f"loss_fn='custom' has the settings {sorted(request.loss_fn_config_v2)[:8]}; it needs loss_id, which create_custom_loss returns, "
+                f"loss_fn='custom' has the settings {[key[:100] for key in sorted(request.loss_fn_config_v2)[:8]]}; it needs loss_id, which create_custom_loss returns, "
                 "and no other"
             )
         return custom(request.loss_fn_config_v2["loss_id"].text)
