@@ -1,6 +1,6 @@
-"""Checkpoints of one of several adapters, in the format of a run that trains only that adapter.
+"""Checkpoints of one of several adapters, in the format of a run that trains only that adapter (`model.lora`).
 
-Any backend with that adapter can resume from them.
+A run of any backend with the same adapter settings can resume from them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ def save_adapter(engine: "BaseEngine", slot: AdapterSlot, root: Path | str, extr
     Args:
         engine: The engine.
         slot: The adapter.
-        root: A folder for checkpoints of this adapter, or its URL.
+        root: The folder for checkpoints of this adapter, or its URL.
         extra: JSON-serializable state of the caller.
 
     Returns:
@@ -46,9 +46,9 @@ def save_adapter(engine: "BaseEngine", slot: AdapterSlot, root: Path | str, extr
     Raises:
         CheckpointError: The checkpoint cannot be written; earlier checkpoints are unchanged.
     """
-    # Every rank holds the whole adapter, so one of them writes it.
+    # Every rank holds the full adapter, so one rank writes it.
     shards = list(_shards(slot, engine.topology.is_main))
-    # As in a run's checkpoint, the model settings describe the adapter.
+    # As in the checkpoint of a run with `model.lora`, the model settings describe the adapter.
     model = asdict(engine.model_config)
     # The experts of a layer are adapted together, under the name of their module.
     targets = dict.fromkeys(one.name if one.experts is None else one.name.rpartition(".")[0] for one in slot.layers)
@@ -75,13 +75,13 @@ def adapter_config_of(folder: Path | str) -> AdapterConfig:
     """Return the settings of the adapter in a checkpoint. Not collective.
 
     Raises:
-        CheckpointError: It is damaged, or not a checkpoint of one of several adapters.
+        CheckpointError: The checkpoint is damaged, or was not written by `save_adapter`.
     """
     return _config_of(CheckpointManifest.read(open_store(folder)), folder)
 
 
 def check_adapter(folder: Path | str, *, path: str, fingerprint: str) -> int:
-    """Check that a checkpoint is of an adapter of a model, and return its number of optimizer steps. Not collective.
+    """Check that a checkpoint belongs to an adapter of a model, and return its number of optimizer steps. Not collective.
 
     Args:
         folder: The folder of the checkpoint, or its URL.
@@ -89,7 +89,7 @@ def check_adapter(folder: Path | str, *, path: str, fingerprint: str) -> int:
         fingerprint: The fingerprint of the model.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, of another model, or not one of several adapters.
+        CheckpointError: The checkpoint is damaged, belongs to another model, or was not written by `save_adapter`.
     """
     manifest = CheckpointManifest.read(open_store(folder))
     _check_model(manifest, folder, path, fingerprint)
@@ -110,7 +110,7 @@ def read_adapter(
         fingerprint: The fingerprint of the model.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, of another model, or not one of several adapters.
+        CheckpointError: The checkpoint is damaged, belongs to another model, or was not written by `save_adapter`.
     """
     manifest = CheckpointManifest.read(open_store(folder))
     _check_model(manifest, folder, path, fingerprint)
@@ -125,7 +125,9 @@ def _config_of(manifest: CheckpointManifest, folder: Path | str) -> AdapterConfi
     try:
         return AdapterConfig(**{**settings, "targets": tuple(settings["targets"])})
     except TypeError as e:
-        raise CheckpointError(f"{folder} is not a checkpoint of one of several adapters, or it was changed: {e}") from e
+        raise CheckpointError(
+            f"{folder} has no valid settings of an adapter ({e}); use a checkpoint that was saved with model.max_adapters"
+        ) from e
 
 
 def load_adapter(
@@ -144,8 +146,8 @@ def load_adapter(
         The `extra` state that was saved with it.
 
     Raises:
-        CheckpointError: The checkpoint is incomplete, damaged, of another model, or of an adapter with other settings. The adapter is then
-            unchanged, unless the damage is only detected while reading.
+        CheckpointError: The checkpoint is incomplete or damaged, or belongs to another model or to an adapter with other settings. The adapter
+            is unchanged, unless the damage is only detected while the tensors are read.
     """
     store = open_store(folder)
     with engine.topology.collective_errors():
@@ -155,7 +157,8 @@ def load_adapter(
         saved = data["model"].get("lora") or {}
         if saved.get("alpha") != slot.config.alpha:
             raise CheckpointError(
-                f"{folder} was saved with alpha={saved.get('alpha')}, but the adapter has alpha={slot.config.alpha}; use the same alpha"
+                f"{folder} was saved with alpha={saved.get('alpha')}, but the adapter has alpha={slot.config.alpha}; create the adapter with "
+                "the alpha of the checkpoint"
             )
     kinds = ("value", "exp_avg", "exp_avg_sq") if optimizer else ("value",)
     manifest = load_state(
@@ -174,8 +177,8 @@ def _check_model(manifest: CheckpointManifest, folder: Path | str, path: str, fi
     data = manifest.data
     if data.get("fingerprint") not in (None, fingerprint):
         raise CheckpointError(
-            f"{folder} is a checkpoint of an adapter of another model ({data['model'].get('path')}), not of model.path={path}; its factors "
-            "would be added to weights that they were not trained with"
+            f"{folder} is a checkpoint of an adapter of another model ({data['model'].get('path')}), not of model.path={path}; set model.path to "
+            "the model that the adapter was trained on"
         )
 
 

@@ -1,4 +1,4 @@
-"""Training several adapters of one frozen model: forward and backward passes of many calls at once, and one optimizer step for each."""
+"""Training of several adapters on one frozen model: their calls share forward and backward passes, and each has its own optimizer steps."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,23 +19,24 @@ from .step_plan import MicroBatch
 
 
 class AdapterTrainer(CallTrainer):
-    """What creates and trains the adapters of an engine. All methods are collective over the engine's ranks.
+    """Creates and trains the adapters of an engine. All methods are collective over the engine's ranks.
 
     Args:
-        engine: An initialized engine with `model.max_adapters`.
+        engine: An initialized engine with `model.max_adapters` above 0.
 
     Raises:
-        ConfigError: The engine has no adapters that are trained side by side.
+        ConfigError: The engine was built without `model.max_adapters`.
     """
 
     def __init__(self, engine: BaseEngine) -> None:
         if engine.adapters is None:
             raise ConfigError(
-                f"model.max_adapters={engine.model_config.max_adapters}: the engine has no adapters that are created while it runs; set it"
+                f"model.max_adapters={engine.model_config.max_adapters}: the engine cannot create adapters while it runs; set model.max_adapters "
+                "to their maximum number"
             )
         super().__init__(engine)
         self.bank: AdapterBank = engine.adapters
-        """The adapters."""
+        """The adapters of the engine."""
         self.in_turns = self.bank.in_turns
 
     def create(self, name: str, config: AdapterConfig) -> None:
@@ -44,7 +45,11 @@ class AdapterTrainer(CallTrainer):
             self.bank.create(name, config)
 
     def drop(self, name: str) -> None:
-        """Free an adapter."""
+        """Free an adapter.
+
+        Raises:
+            ConfigError: There is no adapter with this name.
+        """
         self.bank.drop(name)
 
     def save(self, name: str, root: Path | str, extra: Mapping[str, Any] | None = None) -> str:
@@ -56,24 +61,26 @@ class AdapterTrainer(CallTrainer):
         load_adapter(self.engine, self.bank[name], folder, optimizer=optimizer)
 
     def optim_step(self, name: str, optim: OptimConfig) -> AdapterStep:
-        """Make an optimizer step of an adapter; see `AdapterSlot.optim_step`.
+        """Run an optimizer step of an adapter; see `AdapterSlot.optim_step`.
 
         Raises:
             ConfigError: There is no such adapter, or the optimizer is not AdamW.
             NonFiniteError: The gradient is not finite.
         """
         if optim.name != "adamw":
-            raise ConfigError(f"optim.name={optim.name}: adapters that are trained side by side are trained with adamw")
+            raise ConfigError(f"optim.name={optim.name} is not supported with model.max_adapters; use adamw")
         return self.bank[name].optim_step(optim, self.engine.topology.world)
 
-    # ---- what calls train --------------------------------------------------------------------------------------------
+    # ---- the interface of CallTrainer --------------------------------------------------------------------------------
 
     def check_model(self, call: AdapterCall) -> None:
         """See `CallTrainer.check_model`."""
         if call.adapter is not None:
             self.bank[call.adapter]
         elif not call.forward_only:
-            raise ConfigError("a call without an adapter trains nothing; name one, or set forward_only")
+            raise ConfigError(
+                "a call without an adapter (adapter=None) has nothing to train, because the model is frozen; name an adapter, or set forward_only"
+            )
 
     def gradients(self, names: Collection[str]) -> dict[str, Tensor | None]:
         """See `CallTrainer.gradients`."""
@@ -93,5 +100,5 @@ class AdapterTrainer(CallTrainer):
         with self.engine.train_mode() if backward else self.engine.eval_mode():
             self.engine.run_micro_batches(micro_batches, consumer, backward=backward)
         for name in names if backward else ():
-            # Ranks without documents of an adapter add zeros at its step.
+            # A rank without documents of an adapter contributes zeros to the sum in the adapter's next step.
             self.bank[name].require_gradients()

@@ -1,1 +1,1 @@
-"""Several low-rank adapters (LoRA) on one frozen model, created, trained and dropped while it runs."""
+"""Several low-rank adapters (LoRA) on one frozen model, which are created, trained and dropped while the engine runs."""

@@ -1,4 +1,4 @@
-"""The adapters of a model by name, and those of the running pass's rows."""
+"""The adapters of a model, and the assignment of the rows of a pass to adapters."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class AdapterRows:
     Args:
         start: The first row.
         end: The row after the last one.
-        adapter: The name of the adapter; None for the model without any.
+        adapter: The name of the adapter; None for the frozen model without an adapter.
         train: Whether gradients are accumulated.
         linear: Whether the loss is linear in the outputs, so that the head's gradient is known in advance.
     """
@@ -33,26 +33,29 @@ class AdapterRows:
 
 @dataclass(eq=False)
 class RunningPass:
-    """The rows of the running pass on this rank, which the adapted layers read. All layers of a model share one object."""
+    """The rows of the current pass on this rank, which the adapted layers read. All layers of a model share one object."""
 
     rows: tuple[AdapterRows, ...] = ()
+    """The rows of each call, in order."""
     count: int = 0
+    """The number of rows."""
     head: str = ""
-    """The name of the head among the layers."""
+    """The layer name of the head."""
     slots: Mapping[str, AdapterSlot] = field(default_factory=dict)
+    """The adapters by name."""
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     """The scalar that lets the backward pass reach layers whose input requires no gradient."""
 
     def factors(self, rows: AdapterRows, layer: str, dtype: torch.dtype) -> Factors | None:
-        """Return the factors of the rows' adapter for a layer; None if there are none."""
+        """Return the factors of the rows' adapter for a layer; None if the rows have no adapter, or it does not adapt the layer."""
         return None if rows.adapter is None else self.slots[rows.adapter].factors(layer, dtype, train=rows.train)
 
     def spans(self, layer: str, x_ti: Tensor) -> list[FactorSpan]:
-        """Return the rows with factors for a layer.
+        """Return the spans of rows that have factors for a layer.
 
         Args:
             layer: The name of the layer.
-            x_ti: The input of the layer.
+            x_ti: `[T, I]`, the input of the layer.
 
         Raises:
             ModelError: The input has a different number of rows than the pass, so its rows cannot be assigned to adapters.
@@ -66,18 +69,18 @@ class RunningPass:
         return [FactorSpan(one.start, one.end, factors) for one, factors in with_factors if factors is not None]
 
     def expert_spans(self, layer: str, dtype: torch.dtype, experts_s: Tensor, tokens_s: Tensor) -> list[FactorSpan]:
-        """Return the spans of token-expert pairs with the experts' factors. Pairs are ordered by expert, then by token.
+        """Return the spans of token-expert pairs that have factors, with the factors of their expert.
 
         Args:
             layer: The name of the layer.
             dtype: The dtype of the layer's input.
-            experts_s: The expert of each pair.
-            tokens_s: The row of each pair's token.
+            experts_s: `[S]`, the expert of each pair. Pairs are ordered by expert, then by token.
+            tokens_s: `[S]`, the row of each pair's token.
         """
         if not self.rows:
             return []
-        # The rows of a pass as regions between edges; pairs of an expert and a region are contiguous, because tokens
-        # ascend within an expert.
+        # Edges divide the rows of the pass into regions, each with one adapter. The pairs of an expert and a region are
+        # contiguous, because tokens ascend within an expert.
         edges = sorted({edge for one in self.rows for edge in (one.start, one.end)})
         of_region = {edges.index(one.start) + 1: one for one in self.rows}
         # Region n begins with edge n - 1.
@@ -100,10 +103,10 @@ class AdapterBank:
 
     Args:
         layers: The layers that can be adapted.
-        running: The running pass, which the layers read.
+        running: The assignment of rows to adapters, which the layers read.
         device: The device of the adapters.
-        most: The maximum number of adapters at a time.
-        in_turns: Whether a pass has the rows of only one adapter.
+        most: The maximum number of adapters at a time (`model.max_adapters`).
+        in_turns: Whether each pass has the rows of only one adapter.
     """
 
     def __init__(
@@ -141,7 +144,7 @@ class AdapterBank:
             ConfigError: The name is taken, the maximum number is reached, or the settings do not fit the model.
         """
         if name in self._slots:
-            raise ConfigError(f"there already is an adapter {name!r}; drop it first, or choose another name")
+            raise ConfigError(f"an adapter {name!r} already exists; drop it first, or choose another name")
         self._check_room()
         slot = AdapterSlot(config, self.layers, self._device)
         self._slots[name] = slot
@@ -160,7 +163,8 @@ class AdapterBank:
     def _check_room(self) -> None:
         if len(self._slots) >= self._most:
             raise TooManyAdaptersError(
-                f"max_adapters={self._most}: the maximum number of adapters is reached; drop one first, or raise the number"
+                f"there are {len(self._slots)} adapters, which is the maximum (model.max_adapters={self._most}); drop one first, or raise the "
+                "maximum"
             )
 
     def drop(self, name: str) -> None:
@@ -174,14 +178,14 @@ class AdapterBank:
         del self._slots[name]
 
     def select(self, rows: Sequence[AdapterRows], first: int, count: int) -> None:
-        """Choose the adapters of the rows of the next pass.
+        """Assign the rows of the next pass to adapters.
 
         Args:
             rows: The rows of the complete pass, in order and without overlap.
             first: The first row of this rank's slice.
-            count: The number of rows of the slice.
+            count: The number of rows in this rank's slice.
         """
-        # In the coordinates of this rank's slice; calls outside of it become empty and are left out.
+        # Shifted to the coordinates of this rank's slice. Calls outside of the slice become empty and are dropped below.
         clipped = [
             AdapterRows(
                 start=max(one.start - first, 0),

@@ -1,4 +1,4 @@
-"""The division of several calls' documents into passes. Imports no torch.
+"""The division of the documents of several calls into passes. Imports no torch.
 
 A segment is a run of documents of one call, with contiguous rows. With `EngineConfig.invariant`, a call is divided into segments
 independently of other calls, and each segment is padded to a multiple of rows.
@@ -17,10 +17,10 @@ class PassLimits:
 
     Args:
         tokens: The maximum number of tokens, `engine.micro_batch.max_tokens`.
-        setting: The name of the setting that determines it, for messages.
-        invariant_size: With `EngineConfig.invariant`, the maximum number of rows in a segment that documents share; 0 if none share one.
-            None without it.
-        multiple: The number that divides the row count of every segment.
+        setting: The name of the setting that determines `tokens`, for messages.
+        invariant_size: With `EngineConfig.invariant`, the maximum number of rows in a segment of several documents; 0 if each document is
+            a segment by itself. None without `EngineConfig.invariant`.
+        multiple: The number of rows in a segment is padded to a multiple of this number.
     """
 
     tokens: int
@@ -35,8 +35,8 @@ class Segment:
 
     Args:
         call: The index of the call.
-        documents: Their indices in the call's batch, in order.
-        tokens: The number of their tokens.
+        documents: The indices of the documents in the call's batch, in order.
+        tokens: The number of tokens in the documents.
         padding: The number of padding rows after the tokens.
     """
 
@@ -52,7 +52,7 @@ class Segment:
 
 
 def plan_passes(lengths: Sequence[Sequence[int]], adapters: Sequence[str | None], limits: PassLimits) -> list[list[Segment]]:
-    """Return the segments of each pass. The segments of one adapter are in the order of its calls, over all passes.
+    """Return the segments of each pass. Across all passes, the segments of an adapter are in the order of its calls.
 
     Args:
         lengths: The number of tokens in each document of each call.
@@ -60,7 +60,7 @@ def plan_passes(lengths: Sequence[Sequence[int]], adapters: Sequence[str | None]
         limits: The limits of a pass.
 
     Raises:
-        BudgetError: A document exceeds the budget of tokens.
+        BudgetError: A document exceeds the maximum number of tokens.
     """
     passes: list[list[Segment]] = []
     used: list[int] = []
@@ -70,7 +70,7 @@ def plan_passes(lengths: Sequence[Sequence[int]], adapters: Sequence[str | None]
     for call, (of_call, adapter) in enumerate(zip(lengths, adapters, strict=True)):
         for segment in _segments(call, of_call, limits):
             begin = first.get(adapter, 0)
-            # The first pass with room, but not before that of the adapter's last segment: its calls stay in order.
+            # The first pass with room, starting at the pass of the adapter's last segment, so that its segments stay in order.
             number = next((n for n in range(begin, len(passes)) if used[n] + segment.rows <= size), len(passes))
             if number == len(passes):
                 passes.append([])
@@ -84,18 +84,18 @@ def plan_passes(lengths: Sequence[Sequence[int]], adapters: Sequence[str | None]
 def _segments(call: int, lengths: Sequence[int], limits: PassLimits) -> list[Segment]:
     if limits.invariant_size is None:
         return _by_budget(call, lengths, limits)
-    # A segment must fit together with its padding.
+    # Rounded down, so that a segment fits together with its padding.
     size = min(limits.invariant_size, limits.tokens) // limits.multiple * limits.multiple
     parts = invariant_partition(lengths, limits.tokens, size, setting=limits.setting)
     return [_segment(call, part, lengths, limits.multiple) for part in parts]
 
 
 def _by_budget(call: int, lengths: Sequence[int], limits: PassLimits) -> list[Segment]:
-    """Return a segment for each document, so that passes can be filled."""
+    """Return one segment per document, so that passes can be filled as far as possible."""
     for document, length in enumerate(lengths):
         if length > limits.tokens:
             raise BudgetError(
-                f"document {document} of a call has {length} tokens, more than {limits.setting}={limits.tokens}; raise the budget, or shorten "
+                f"document {document} of a call has {length} tokens, more than {limits.setting}={limits.tokens}; raise the setting, or shorten "
                 "the document"
             )
     return [_segment(call, [document], lengths, limits.multiple) for document in range(len(lengths))]
@@ -107,7 +107,7 @@ def _segment(call: int, documents: Sequence[int], lengths: Sequence[int], multip
 
 
 def _joined(segments: Sequence[Segment]) -> list[Segment]:
-    """Merge the segments of each call in a pass; none has padding."""
+    """Merge the segments of each call in a pass. The segments must have no padding."""
     result: list[Segment] = []
     for segment in segments:
         last = result[-1] if result else None

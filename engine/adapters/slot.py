@@ -16,7 +16,7 @@ from ..ops.adapter_products import Factors
 from .config import AdapterConfig, Target
 
 ALIGNMENT = 16
-"""Factors are aligned to 64 bytes, because products of unaligned memory may add in a different order on a CPU."""
+"""Factors begin at multiples of 16 numbers (64 bytes), because on a CPU the summation order of a product may depend on the alignment."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -29,7 +29,7 @@ class AdaptedLayer:
         target: The adapter target that it belongs to.
         inputs: The size of the layer's input.
         outputs: The size of the layer's output.
-        experts: The number of experts if this is a matrix of all experts of a layer, each with its own factors; else None.
+        experts: The number of experts if this is the stacked matrix of all experts of a layer, each with its own factors; else None.
     """
 
     name: str
@@ -40,8 +40,8 @@ class AdaptedLayer:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """The place of a layer's factors in the flat tensors."""
+class _FactorOffsets:
+    """The offsets of a layer's factors, A (`down`) and B (`up`), in the flat tensors."""
 
     layer: AdaptedLayer
     down: int
@@ -54,7 +54,7 @@ class AdapterStep:
 
     Args:
         grad_norm: The 2-norm of the gradient before clipping.
-        step: The number of the adapter's steps so far.
+        step: The number of steps that the adapter has been trained for, including this one.
     """
 
     grad_norm: float
@@ -62,7 +62,7 @@ class AdapterStep:
 
 
 class AdapterSlot:
-    """An adapter of a frozen model. Every rank holds it in full, and accumulates the gradients of its own tokens until the optimizer step.
+    """An adapter of a frozen model. Every rank holds the full adapter, and accumulates the gradients of its tokens until the optimizer step.
 
     Args:
         config: The settings of the adapter.
@@ -75,7 +75,7 @@ class AdapterSlot:
 
     def __init__(self, config: AdapterConfig, layers: Sequence[AdaptedLayer], device: torch.device) -> None:
         self.config, self.device, self.step_count = config, device, 0
-        self._places: dict[str, _Place] = {}
+        self._offsets: dict[str, _FactorOffsets] = {}
         # One flat tensor for all factors, so that one all-reduce sums all gradients and one kernel updates all
         # factors.
         end = 0
@@ -84,17 +84,17 @@ class AdapterSlot:
                 several = config.rank * (layer.experts or 1)
                 down, up = end, _aligned(end + several * layer.inputs)
                 end = _aligned(up + several * layer.outputs)
-                self._places[layer.name] = _Place(layer, down, up)
+                self._offsets[layer.name] = _FactorOffsets(layer, down, up)
         present = {layer.target for layer in layers}
         if missing := [target for target in config.targets if target not in present]:
             raise ConfigError(
                 f"adapter.targets={list(config.targets)}: the model has no adaptable layers of {missing[0]}; it has layers of "
                 f"{', '.join(sorted(present)) or 'none'}"
             )
-        widest = min(min(place.layer.inputs, place.layer.outputs) for place in self._places.values())
+        widest = min(min(offsets.layer.inputs, offsets.layer.outputs) for offsets in self._offsets.values())
         if config.rank > widest:
             raise ConfigError(
-                f"adapter.rank={config.rank} is more than the smallest side of the layers that it adapts, {widest}; lower it, or leave out "
+                f"adapter.rank={config.rank} exceeds the smallest input or output size of the adapted layers, {widest}; lower it, or remove "
                 "targets"
             )
         self.values = torch.zeros(end, dtype=torch.float32, device=device)
@@ -108,24 +108,24 @@ class AdapterSlot:
     def _initialize(self) -> None:
         """Draw A like the weight of a linear layer; B stays zero (section 4.1 of the paper)."""
         generator = torch.Generator().manual_seed(self.config.seed)
-        for place in self._places.values():
-            # Same as torch's kaiming_uniform_ with a = sqrt(5), which does not accept a generator in older versions.
-            bound = 1 / math.sqrt(place.layer.inputs)
-            down = self._down(self.values, place)
+        for offsets in self._offsets.values():
+            # The same as torch's kaiming_uniform_ with a = sqrt(5), which does not accept a generator in older versions.
+            bound = 1 / math.sqrt(offsets.layer.inputs)
+            down = self._down(self.values, offsets)
             down.copy_(torch.empty(down.shape).uniform_(-bound, bound, generator=generator))
 
-    def _down(self, flat: Tensor, place: _Place) -> Tensor:
+    def _down(self, flat: Tensor, offsets: _FactorOffsets) -> Tensor:
         """Return A, `[R, I]`, or `[E, R, I]` for experts."""
-        return _view(flat, place.down, place.layer.experts, self.config.rank, place.layer.inputs)
+        return _view(flat, offsets.down, offsets.layer.experts, self.config.rank, offsets.layer.inputs)
 
-    def _up(self, flat: Tensor, place: _Place) -> Tensor:
+    def _up(self, flat: Tensor, offsets: _FactorOffsets) -> Tensor:
         """Return B, `[O, R]`, or `[E, O, R]` for experts."""
-        return _view(flat, place.up, place.layer.experts, place.layer.outputs, self.config.rank)
+        return _view(flat, offsets.up, offsets.layer.experts, offsets.layer.outputs, self.config.rank)
 
     @property
     def layers(self) -> list[AdaptedLayer]:
         """The layers that the adapter adapts."""
-        return [place.layer for place in self._places.values()]
+        return [offsets.layer for offsets in self._offsets.values()]
 
     # ---- passes --------------------------------------------------------------------------------------------------
 
@@ -143,31 +143,31 @@ class AdapterSlot:
             train: Whether gradients are accumulated.
             expert: The expert, if each has its own factors.
         """
-        place = self._places.get(layer)
-        if place is None:
+        offsets = self._offsets.get(layer)
+        if offsets is None:
             return None
         values = self.values
         if dtype != values.dtype:
-            # Cast once per optimizer step instead of in each layer of each pass; a step or a load drops the copy.
+            # Cast once per optimizer step instead of in each layer of each pass. A step or a load deletes the copy.
             if self._cast is None or self._cast.dtype != dtype:
                 self._cast = values.to(dtype)
             values = self._cast
         grads = self.grads if train else None
         which = slice(None) if expert is None else expert
         return Factors(
-            down_ri=self._down(values, place)[which],
-            up_or=self._up(values, place)[which],
+            down_ri=self._down(values, offsets)[which],
+            up_or=self._up(values, offsets)[which],
             scale=self.config.scale,
-            down_grad=None if grads is None else self._down(grads, place)[which],
-            up_grad=None if grads is None else self._up(grads, place)[which],
+            down_grad=None if grads is None else self._down(grads, offsets)[which],
+            up_grad=None if grads is None else self._up(grads, offsets)[which],
         )
 
     # ---- the optimizer -------------------------------------------------------------------------------------------
 
     def optim_step(self, optim: OptimConfig, group: ProcessGroup) -> AdapterStep:
-        """Sum the gradients over the ranks, clip them, and make an AdamW step. Collective. The gradients are always dropped.
+        """Sum the gradients over the ranks, clip them, and run an AdamW step. Collective. The gradients are dropped, also after an error.
 
-        If there are no gradients since the last step, they count as zeros.
+        If there are no gradients since the last step, zeros are used.
 
         Args:
             optim: The settings of this step. There is no schedule: `lr` is the learning rate of this step.
@@ -177,11 +177,11 @@ class AdapterSlot:
             NonFiniteError: The gradient is not finite; the factors and moments are unchanged.
         """
         self.require_gradients()
-        # Taken out first, so that they are dropped on every way out.
+        # Removed first, so that the gradients are dropped even if an error is raised.
         grads, self.grads = self.grads, None
         assert grads is not None
         dist.all_reduce(grads, group=group)
-        # Of the sum, so it is equal on all ranks, and all of them raise the error below or none does.
+        # The norm of the sum is equal on all ranks, so either all of them raise the error below or none does.
         norm = float(torch.linalg.vector_norm(grads))
         if not math.isfinite(norm):
             raise NonFiniteError(
@@ -189,7 +189,7 @@ class AdapterSlot:
                 "weights and the learning rate"
             )
         if optim.clip_grad_norm is not None and norm > optim.clip_grad_norm:
-            # This is the formula of torch.nn.utils.clip_grad_norm_, so that a plain loop clips identically.
+            # The formula of torch.nn.utils.clip_grad_norm_, so that results equal those of a plain training loop.
             grads *= optim.clip_grad_norm / (norm + 1e-6)
         optimizer = self._require_optimizer()
         settings = optimizer.param_groups[0]
@@ -204,7 +204,7 @@ class AdapterSlot:
     def _require_optimizer(self) -> torch.optim.AdamW:
         if self._optimizer is None:
             parameter = nn.Parameter(self.values, requires_grad=True)
-            # The settings that may change are passed with each step.
+            # The learning rate is a placeholder: each step has its own settings.
             self._optimizer = torch.optim.AdamW([parameter], lr=0.0, fused=True)
             self._optimizer.state[parameter] = {
                 "step": torch.tensor(float(self.step_count), device=self.device),
@@ -226,14 +226,14 @@ class AdapterSlot:
 
     def views(self, flat: Tensor) -> Iterator[tuple[AdaptedLayer, Literal["down", "up"], Tensor]]:
         """Yield the layer, the factor and a view of its part of a tensor with the layout of `values`."""
-        for place in self._places.values():
-            yield place.layer, "down", self._down(flat, place)
-            yield place.layer, "up", self._up(flat, place)
+        for offsets in self._offsets.values():
+            yield offsets.layer, "down", self._down(flat, offsets)
+            yield offsets.layer, "up", self._up(flat, offsets)
 
     def state_dict(self, *, optimizer: bool = True) -> dict[str, Any]:
-        """Return a copy of the state, on the host: `step`, `value` and, with the optimizer, its moments, each `[P]` float32.
+        """Return a copy of the state in host memory: `step`, `value` and, if requested, the optimizer's moments, each `[P]` float32.
 
-        Accumulated gradients that no step has used are not included.
+        Accumulated gradients are not included.
         """
         kinds = {"value": self.values, **(self._moments() if optimizer else {})}
         return {"step": self.step_count if optimizer else 0, **{k: v.detach().to("cpu", copy=True) for k, v in kinds.items()}}
@@ -247,8 +247,8 @@ class AdapterSlot:
         for kind in ("value", *MOMENTS):
             if kind in state and state[kind].shape != self.values.shape:
                 raise ConfigError(
-                    f"{kind} of the adapter's state is {list(state[kind].shape)}, but by its settings it is {list(self.values.shape)}; load it "
-                    "into an adapter with the same rank and targets"
+                    f"{kind} in the saved state has the shape {list(state[kind].shape)}, but the adapter's settings require "
+                    f"{list(self.values.shape)}; load it into an adapter with the same rank and targets"
                 )
         has_moments = MOMENTS[0] in state
         self.values.copy_(state["value"])
@@ -265,7 +265,7 @@ class AdapterSlot:
             moments: Whether moments have been loaded; otherwise they become zero.
         """
         self.grads, self._cast, self.step_count = None, None, step
-        # A new optimizer starts with zeros.
+        # A new optimizer starts with zero moments.
         if not moments:
             self._optimizer = None
         (state,) = self._require_optimizer().state.values()

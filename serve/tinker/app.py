@@ -1,4 +1,4 @@
-"""The routes of the training service."""
+"""The HTTP routes of the training service."""
 
 import asyncio
 import hashlib
@@ -35,24 +35,24 @@ PREFIX = "/api/v1"
 PROTOBUF = "application/x-protobuf"
 FLAGS = {"sample_use_retrieve_futures": True, "custom_loss_server_side": True}
 DYNAMIC_FLAGS = {"sample_cancel_enabled": True}
-"""Flags for the client that differ from its defaults."""
+"""The feature flags sent to clients: only those that differ from the client's defaults."""
 MOST_LOSSES = 256
-"""The largest number of losses of a session."""
+"""The maximum number of custom losses per session."""
 MOST_LOSS_BYTES = 2**20
-"""The largest size of a request that creates a loss."""
+"""The maximum size in bytes of a request that creates a custom loss."""
 Handler = Callable[[Request, str], Awaitable[Response]]
 
 
 class TrainingApp:
-    """The routes.
+    """The HTTP application of the training service.
 
     Args:
-        settings: The settings.
-        database: Where everything is kept.
-        futures: The results.
-        training: What trains.
-        sampling: What samples.
-        seed: Returns a seed for what comes without one.
+        settings: The settings of the service.
+        database: The database with the state of the service.
+        futures: The stored results of requests.
+        training: The training scheduler.
+        sampling: The sampling service.
+        seed: Returns a seed for a request that has none.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TrainingApp:
         self._checkpoints = Checkpoints(database)
 
     def build(self) -> HostGuard:
-        """Return the application."""
+        """Return the ASGI application."""
         run, checkpoint = "/training_runs/{run}", "/training_runs/{run}/checkpoints/{kind}/{name}"
         routes: list[tuple[str, str, Handler]] = [
             ("POST", "/client/config", self._config),
@@ -109,17 +109,17 @@ class TrainingApp:
         app = Starlette(
             routes=[
                 Route(f"{PREFIX}/healthz", self._health, methods=["GET"]),
-                # Without a key: the address is one.
+                # No API key is needed: the token in the address grants access.
                 Route(f"{PREFIX}/downloads/{{token}}/{{name:path}}", self._download, methods=["GET"]),
                 *(Route(PREFIX + path, self._guarded(handler), methods=[method]) for method, path, handler in routes),
             ]
         )
-        # The size is limited before a body is read into memory; the address is checked first of all.
+        # The outermost check is the Host header; the size is checked before a body is read into memory.
         sized = SizeGuard(app, int(self._settings.max_body_mib * 2**20))
         return HostGuard(sized, self._settings.hosts)
 
     def _guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        """Return a route that knows whose request it is, and answers errors."""
+        """Wrap a handler: authenticate the request, pass the key's hash to the handler, and turn errors into responses."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -133,10 +133,12 @@ class TrainingApp:
 
     def _owner(self, request: Request) -> str:
         key = request.headers.get("x-api-key", "")
-        # Only the hash is compared and kept. Keys that differ are different users, also where any key may be used.
+        # Only the hash is compared and stored. Each key is a separate user, even if the service accepts any key.
         owner = owner_of(key)
         if not key.startswith(KEY_PREFIX) or (self._settings.keys and owner not in self._settings.keys):
-            raise BadRequestError(f"the key is missing or wrong; send it as: X-API-Key: {KEY_PREFIX}...", status=401)
+            raise BadRequestError(
+                f"the API key is missing or wrong; send it in the header X-API-Key: {KEY_PREFIX}...", status=401
+            )
         if (failed := self._failed()) is not None:
             raise BadRequestError(f"the service cannot continue: {failed}", status=503)
         return owner
@@ -145,7 +147,7 @@ class TrainingApp:
         """Return why the service cannot continue; None if it can."""
         if self._training.failed is not None:
             return str(self._training.failed)
-        return None if self._database.is_alive else "nothing is written to the database any more; start the service again"
+        return None if self._database.is_alive else "the database no longer accepts writes; restart the service"
 
     # ---- clients and sessions ----------------------------------------------------------------------------------------
 
@@ -160,7 +162,7 @@ class TrainingApp:
         return JSONResponse(DYNAMIC_FLAGS)
 
     async def _telemetry(self, request: Request, owner: str) -> Response:
-        # Not read: it may hold the client's key.
+        # Not read, because telemetry may contain the client's key.
         return JSONResponse({"status": "accepted"})
 
     async def _capabilities(self, request: Request, owner: str) -> Response:
@@ -195,22 +197,22 @@ class TrainingApp:
 
     async def _finish_session(self, request: Request, owner: str) -> Response:
         session = request.path_params["session"]
-        # Clients repeat this at exit: a session that is over or unknown is not an error.
+        # Clients may repeat this request at exit, so an ended or unknown session is not an error.
         with suppress(BadRequestError):
             self._check_session(session, owner)
             await self.end_session(session)
         return Response(status_code=204)
 
     async def end_session(self, session: str) -> None:
-        """Free what a session has; its checkpoints stay."""
-        # First, so that no model can be created in it from now on; then the models that it has.
+        """End a session and free its models. Its checkpoints are kept."""
+        # The session is marked first, so that no model can be created in it while its models are freed.
         await asyncio.wrap_future(self._database.execute(("UPDATE sessions SET finished = 1 WHERE id = ?", (session,))))
         models = self._database.read("SELECT id FROM models WHERE session = ? AND state = 'open'", session)
         await self._training.end([row["id"] for row in models])
 
-    async def keep_house(self, every_s: float = 10.0) -> None:
-        """End sessions that give no sign of life, and remove what has expired, again and again."""
-        # Clients could send no signs of life while the service was down.
+    async def clean_periodically(self, every_s: float = 10.0) -> None:
+        """End idle sessions and remove expired data every `every_s` seconds, until cancelled."""
+        # Clients could not send heartbeats while the service was down, so the first round resets all heartbeats.
         is_awake = False
         while True:
             try:
@@ -221,26 +223,28 @@ class TrainingApp:
                 await asyncio.sleep(every_s)
                 await self._clean()
             except Exception:
-                # The disk may be full, or the database busy: the next round tries again.
-                log.exception("the service cannot clean up")
+                # For example, the disk is full or the database is busy. The next round tries again.
+                log.exception("the cleanup of expired sessions and checkpoints failed")
                 await asyncio.sleep(every_s)
 
     async def _clean(self) -> None:
-        silent = time.time() - self._settings.session_s
-        for row in self._database.read("SELECT id FROM sessions WHERE finished = 0 AND seen < ?", silent):
+        idle_since = time.time() - self._settings.session_s
+        for row in self._database.read("SELECT id FROM sessions WHERE finished = 0 AND seen < ?", idle_since):
             await self.end_session(row["id"])
         await self._checkpoints.remove_expired()
-        await self._checkpoints.remove_samplers(silent)
-        await self._checkpoints.remove_published(silent, self._sampling.folders_in_use)
+        await self._checkpoints.remove_samplers(idle_since)
+        await self._checkpoints.remove_published(idle_since, self._sampling.folders_in_use)
         ended = "SELECT id FROM sessions WHERE finished = 1 AND seen < ?"
-        await asyncio.wrap_future(self._database.execute((f"DELETE FROM losses WHERE session IN ({ended})", (silent,))))
+        await asyncio.wrap_future(self._database.execute((f"DELETE FROM losses WHERE session IN ({ended})", (idle_since,))))
         await self._futures.drop_old()
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def _known_model(self, name: str) -> None:
+    def _check_model_name(self, name: str) -> None:
         if name not in self._settings.models:
-            raise BadRequestError(f"base_model={name[:200]!r}; this service has {', '.join(self._settings.models)}")
+            raise BadRequestError(
+                f"base_model={name[:200]!r} is not served here; this service has {', '.join(self._settings.models)}"
+            )
 
     async def _create_model(self, request: Request, owner: str) -> Response:
         body = await request.body()
@@ -248,10 +252,11 @@ class TrainingApp:
         self._check_session(new.session_id, owner)
         config, error = None, ""
         try:
-            self._known_model(new.base_model)
+            self._check_model_name(new.base_model)
             if new.optimizer_config is not None and new.optimizer_config.type not in ("adam", "adamw"):
                 raise BadRequestError(
-                    f"optimizer_config of type {new.optimizer_config.type[:100]!r}: this service trains with adam; leave it out"
+                    f"optimizer_config has type {new.optimizer_config.type[:100]!r}; this service supports adam only, so use it or omit "
+                    "optimizer_config"
                 )
             config = wire.model_settings(new.lora_config, self._seed(), is_full=self._settings.full)
         except DrivetrainError as e:
@@ -288,14 +293,15 @@ class TrainingApp:
     async def _forward_backward(self, request: Request, owner: str) -> Response:
         most = int(self._settings.max_body_mib * 2**20)
         encoding = request.headers.get("content-encoding", "")
-        # Decompressing and parsing take long enough to hold up the event loop, and with it all other clients.
+        # Decompression and parsing run in threads, because large bodies would block the event loop for all other clients.
         body = await asyncio.to_thread(decompressed, await request.body(), encoding, most)
         message = await asyncio.to_thread(parse_forward_backward, body)
         future = await self._training.submit(owner, message.model_id, message.seq_id, "forward_backward", body)
         return JSONResponse({"request_id": future, "model_id": message.model_id})
 
     async def _submitted(self, owner: str, kind: str, body: bytes) -> Response:
-        # Whatever else is wrong with it is said by its result, so that no number is missing.
+        # Other errors in the body are reported in the result of the request, so that its sequence number is used and later
+        # requests do not wait for it.
         numbered = wire.parse(body, wire.NumberedRequest)
         future = await self._training.submit(owner, numbered.model_id, numbered.seq_id, kind, body)
         return JSONResponse({"request_id": future, "model_id": numbered.model_id})
@@ -321,12 +327,13 @@ class TrainingApp:
 
     async def _load_weights(self, request: Request, owner: str) -> Response:
         body = await request.body()
-        if wire.parse(body, wire.AnyTarget).model_id is not None:
+        if wire.parse(body, wire.LoadTarget).model_id is not None:
             return await self._submitted(owner, "load_weights", body)
         load = wire.parse(body, wire.LoadWeights)
         if load.session_id is None or load.model_seq_id is None:
             raise BadRequestError(
-                "load_weights needs model_id and seq_id, or session_id and model_seq_id for a new model", status=422
+                "load_weights needs model_id and seq_id to load into a model, or session_id and model_seq_id to create one",
+                status=422,
             )
         self._check_session(load.session_id, owner)
         error, folder, base = "", "", self._settings.default_model
@@ -354,13 +361,13 @@ class TrainingApp:
         body = await request.body()
         if len(body) > MOST_LOSS_BYTES:
             raise BadRequestError(
-                f"the body of create_custom_loss has {len(body)} bytes, more than {MOST_LOSS_BYTES}; trace a smaller function",
+                f"the body of create_custom_loss has {len(body)} bytes, more than the limit of {MOST_LOSS_BYTES}; trace a smaller function",
                 status=413,
             )
         new = await asyncio.to_thread(wire.parse, body, wire.CreateCustomLoss)
         self._check_session(new.session_id, owner)
         name, digest = f"{new.session_id}:loss:{new.custom_loss_seq_id}", hashlib.sha256(body).hexdigest()
-        # No request finds it under this name.
+        # A refused loss is stored under an id that no request can refer to, so that a repeated request gets the same result.
         refused, stored = f"{name}:refused", ""
         future = new_future_id("custom_loss")
         payload = json_result({"type": "create_custom_loss", "loss_id": name})
@@ -371,26 +378,39 @@ class TrainingApp:
             payload = failure(str(e), category="user")
 
         def create(connection: Any) -> str:
-            # In one transaction, so that two requests of the same number do not both insert.
+            # The check and the insert share a transaction, so that only one of two requests with the same number inserts.
             sql = "SELECT digest, future FROM losses WHERE id IN (?, ?)"
             before = connection.execute(sql, (name, refused)).fetchone()
             if before is None:
                 (count,) = connection.execute("SELECT COUNT(*) FROM losses WHERE session = ?", (new.session_id,)).fetchone()
                 if count >= MOST_LOSSES:
-                    raise BadRequestError(f"this session has {count} losses already, as many as it may")
+                    raise BadRequestError(
+                        f"this session already has {count} custom losses, and the limit is {MOST_LOSSES}; reuse one, or start a new session"
+                    )
                 row = (name if stored else refused, new.session_id, owner, digest, stored, future)
                 connection.execute("INSERT INTO losses VALUES (?, ?, ?, ?, ?, ?)", row)
                 connection.execute(*self._futures.row(future, owner, "custom_loss"))
                 connection.execute(*self._futures.finished(future, "json", payload))
                 return future
             if before[0] != digest:
-                raise BadRequestError(f"custom_loss_seq_id={new.custom_loss_seq_id} was another loss; number each anew")
+                raise BadRequestError(
+                    f"custom_loss_seq_id={new.custom_loss_seq_id} was already used for another loss; use a new number for each loss"
+                )
             return str(before[1])
 
         return JSONResponse({"request_id": await asyncio.wrap_future(self._database.write(create))})
 
     def arguments(self, model: str, kind: str, body: bytes) -> Any:
-        """Return what a request of a model asks; see `Training`."""
+        """Return the parsed arguments of a model's request; see `Training`.
+
+        Args:
+            model: The id of the model.
+            kind: The operation, such as `optim_step`.
+            body: The body of the request.
+
+        Raises:
+            DrivetrainError: The request is not valid.
+        """
         if kind == "optim_step":
             return wire.optim_of(wire.parse(body, wire.OptimStep))
         if kind == "load_weights":
@@ -399,22 +419,22 @@ class TrainingApp:
             return load.path, self._checkpoints.find(load.path, row["owner"] if row else "")["folder"], load.optimizer
         save = wire.parse(body, wire.SaveWeights)
         if save.kind not in ("snapshot", "inflight"):
-            raise BadRequestError(f"kind={save.kind[:40]!r}; it must be snapshot or inflight")
+            raise BadRequestError(f"kind={save.kind[:40]!r} is not supported; use snapshot or inflight")
         if save.kind == "inflight" and kind != "save_weights_for_sampling_session":
             raise BadRequestError(
-                "kind='inflight' with a path: weights that change have no path; leave it out, or use snapshot"
+                "kind='inflight' cannot be combined with path, because weights that change have no path; omit path, or use kind='snapshot'"
             )
         if kind == "save_weights_for_sampling_session":
             row = self._database.one("SELECT session, base FROM models WHERE id = ?", model)
             assert row is not None
             if save.sampling_session_seq_id is None:
-                raise BadRequestError("save_weights_for_sampler needs path or sampling_session_seq_id")
+                raise BadRequestError("save_weights_for_sampler has neither path nor sampling_session_seq_id; set one of them")
             return row["session"], save.sampling_session_seq_id, row["base"], save.kind == "inflight"
         path = wire.checkpoint_path(
             save, {"save_weights": "weights", "save_weights_external": "external_weights"}.get(kind, "sampler_weights")
         )
         if not save.overwrite and self._checkpoints.exists(path):
-            raise BadRequestError(f"there is a checkpoint {path} already; give another name, or set overwrite")
+            raise BadRequestError(f"the checkpoint {path} already exists; choose another name, or set overwrite")
         return path, {"ttl_seconds": save.ttl_seconds, "user_metadata": save.user_metadata}
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
@@ -427,22 +447,23 @@ class TrainingApp:
         if new.model_path is not None:
             row = self._checkpoints.find(new.model_path, owner)
             folder, base = row["folder"], row["base"]
-            # A sampler loads files in Hugging Face format; the shards of an engine are not.
+            # Samplers load files in Hugging Face format; save_weights writes the engine's shards.
             if self._settings.full and row["kind"] == TRAINING:
                 raise BadRequestError(
-                    f"{new.model_path[:200]} is a state of training in shards, which is not sampled from; save one with save_weights_for_sampler"
+                    f"{new.model_path[:200]} is a training checkpoint in shards, which a sampler cannot load; save the weights with "
+                    "save_weights_for_sampler"
                 )
         else:
-            self._known_model(base)
+            self._check_model_name(base)
 
         def create(connection: Any) -> None:
             before = connection.execute("SELECT folder, path FROM samplers WHERE id = ?", (sampler,)).fetchone()
             if before is not None and tuple(before) != (folder, new.model_path):
                 raise BadRequestError(
-                    f"sampling_session_seq_id={new.sampling_session_seq_id} was another sampler; number each anew"
+                    f"sampling_session_seq_id={new.sampling_session_seq_id} was already used for another sampler; use a new number for each"
                 )
-            # Looked up again in the transaction: since `find` the checkpoint may have been deleted, and its folder with
-            # it.
+            # Looked up again inside the transaction, because the checkpoint and its folder may have been deleted since
+            # `find`.
             known = connection.execute("SELECT 1 FROM checkpoints WHERE folder = ?", (folder,)).fetchone()
             if folder and before is None and known is None:
                 raise BadRequestError(f"the checkpoint {new.model_path} has been deleted", status=404)
@@ -484,7 +505,7 @@ class TrainingApp:
     async def _retrieve(self, request: Request, owner: str) -> Response:
         ask = wire.parse(await request.body(), wire.RetrieveFuture)
         result = await self._futures.wait(ask.request_id, owner, self._settings.poll_s)
-        # 408 is the protocol's word for not yet: the client asks again at once.
+        # In the protocol, 408 means that the result is not available yet; the client asks again immediately.
         if result.state == "pending":
             return JSONResponse({"queue_state": "active"}, status_code=408)
         return Response(result.payload, media_type=PROTOBUF if result.state == "protobuf" else "application/json")
@@ -510,7 +531,7 @@ class TrainingApp:
         await self._sampling.cancel(wire.parse(await request.body(), wire.RetrieveFuture).request_id, owner)
         return Response(status_code=204)
 
-    # ---- lists -------------------------------------------------------------------------------------------------------
+    # ---- runs and checkpoints ----------------------------------------------------------------------------------------
 
     async def _runs(self, request: Request, owner: str) -> Response:
         limit, offset = _page(request)
@@ -518,20 +539,20 @@ class TrainingApp:
             "SELECT * FROM models WHERE owner = ? ORDER BY created DESC LIMIT ? OFFSET ?", owner, limit, offset
         )
         total = self._database.read("SELECT COUNT(*) AS n FROM models WHERE owner = ?", owner)[0]["n"]
-        runs = [self._checkpoints.described_run(row) for row in rows]
+        runs = [self._checkpoints.run_entry(row) for row in rows]
         return JSONResponse({"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": total}})
 
     async def _run(self, request: Request, owner: str) -> Response:
         row = self._database.one("SELECT * FROM models WHERE id = ?", request.path_params["run"])
         if row is None or row["owner"] != owner:
             raise BadRequestError(f"there is no training run {request.path_params['run'][:200]!r}", status=404)
-        return JSONResponse(self._checkpoints.described_run(row))
+        return JSONResponse(self._checkpoints.run_entry(row))
 
     async def _checkpoints_of_run(self, request: Request, owner: str) -> Response:
         rows = self._database.read(
             "SELECT * FROM checkpoints WHERE owner = ? AND model = ? ORDER BY created", owner, request.path_params["run"]
         )
-        return JSONResponse({"checkpoints": [self._checkpoints.described(row) for row in rows]})
+        return JSONResponse({"checkpoints": [self._checkpoints.checkpoint_entry(row) for row in rows]})
 
     async def _all_checkpoints(self, request: Request, owner: str) -> Response:
         limit, offset = _page(request)
@@ -540,7 +561,7 @@ class TrainingApp:
         )
         total = self._database.read("SELECT COUNT(*) AS n FROM checkpoints WHERE owner = ?", owner)[0]["n"]
         cursor = {"offset": offset, "limit": limit, "total_count": total}
-        return JSONResponse({"checkpoints": [self._checkpoints.described(row) for row in rows], "cursor": cursor})
+        return JSONResponse({"checkpoints": [self._checkpoints.checkpoint_entry(row) for row in rows], "cursor": cursor})
 
     def _named(self, request: Request) -> str:
         values = request.path_params
@@ -561,7 +582,9 @@ class TrainingApp:
     async def _set_ttl(self, request: Request, owner: str) -> Response:
         ttl = wire.parse(await request.body(), wire.TimeToLive).ttl_seconds
         if ttl is not None and not 0 < ttl < 1e10:
-            raise BadRequestError(f"ttl_seconds={ttl}; it must be above 0, or null to keep the checkpoint")
+            raise BadRequestError(
+                f"ttl_seconds={ttl} is out of range; use a number above 0 and below 1e10, or null to keep the checkpoint"
+            )
         await self._checkpoints.change(self._named(request), owner, "expires", None if ttl is None else time.time() + ttl)
         return Response(status_code=204)
 
@@ -599,6 +622,6 @@ def _page(request: Request) -> tuple[int, int]:
     try:
         limit, offset = int(request.query_params.get("limit", 20)), int(request.query_params.get("offset", 0))
     except ValueError as e:
-        raise BadRequestError(f"limit and offset must be whole numbers: {e}", status=422) from e
-    # Bounded, because SQLite reads a negative limit as no limit, and its integers have 64 bits.
+        raise BadRequestError(f"limit and offset must be integers: {e}", status=422) from e
+    # Clamped, because SQLite treats a negative limit as unlimited, and its integers have 64 bits.
     return max(0, min(limit, 1000)), max(0, min(offset, 2**62))

@@ -1,4 +1,4 @@
-"""The checkpoints of a service, by their paths."""
+"""The checkpoints of a service: lookup by path, deletion, downloads and listings."""
 
 import asyncio
 import json
@@ -16,27 +16,27 @@ from .model_operations import exported
 from .paths import EXTERNAL, KINDS, CheckpointPath
 
 DOWNLOAD_S = 3600.0
-"""For how many seconds the address of a file that can be downloaded is valid."""
-REPLACED_S = 600.0
-"""For how many seconds weights are kept at most that newer ones have replaced, for what began with them."""
-KEPT = 2
-"""How many weights of a model are kept that samplers take over: the newest, and those that these have replaced."""
+"""Seconds for which a download address is valid."""
+SUPERSEDED_S = 600.0
+"""Seconds that superseded weights are kept for running requests."""
+KEPT_VERSIONS = 2
+"""Published versions kept per model, including the newest."""
 
 
 class Checkpoints:
     """The checkpoints of a service.
 
     Args:
-        database: Where they are kept.
+        database: The database with the rows of checkpoints, samplers and published weights.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._downloads: dict[str, tuple[str, str, str, float]] = {}
-        """What is downloaded with each token: the path and folder of the checkpoint, who has asked, and until when."""
+        """By token: the path and folder of the checkpoint, the hash of the key that requested it, and when the token expires."""
 
     def exists(self, path: CheckpointPath) -> bool:
-        """Return whether there is a checkpoint."""
+        """Return whether a checkpoint with this path exists."""
         sql = "SELECT 1 FROM checkpoints WHERE model = ? AND kind = ? AND name = ?"
         return self._database.one(sql, path.model, path.kind, path.name) is not None
 
@@ -44,12 +44,12 @@ class Checkpoints:
         """Return the row of a checkpoint, with the `base` and `config` of its model.
 
         Args:
-            text: The path.
-            owner: Who asks.
-            to_change: Whether it has to be theirs; otherwise it may be public.
+            text: The path of the checkpoint.
+            owner: The hash of the requesting key.
+            to_change: Whether the checkpoint must belong to the key; otherwise it may also be a published one.
 
         Raises:
-            BadRequestError: There is no such checkpoint that they may use.
+            BadRequestError: The key cannot use such a checkpoint.
         """
         path = CheckpointPath.parse(text)
         row = self._database.one(
@@ -59,24 +59,30 @@ class Checkpoints:
             path.kind,
             path.name,
         )
-        # One answer for all three cases: it must not tell that another key has such a checkpoint.
+        # One message for all three cases, so that it does not reveal whether another key has such a checkpoint.
         mine = row is not None and row["owner"] == owner
         expired = row is not None and row["expires"] is not None and row["expires"] < time.time()
         if row is None or expired or not (mine or (row["public"] and not to_change)):
             raise BadRequestError(
-                f"there is no checkpoint {path}; it is unknown, has expired, or belongs to another key", status=404
+                f"there is no checkpoint {path}; it does not exist, has expired, or belongs to another key", status=404
             )
         return row
 
     async def change(self, text: str, owner: str, column: str, value: Any) -> None:
-        """Change a column of a checkpoint of a key.
+        """Set a column in the row of a checkpoint.
+
+        Args:
+            text: The path of the checkpoint.
+            owner: The hash of the key that it must belong to.
+            column: The name of the column.
+            value: The new value.
 
         Raises:
-            BadRequestError: It has no such checkpoint.
+            BadRequestError: The key has no such checkpoint.
         """
         self.find(text, owner, to_change=True)
         path = CheckpointPath.parse(text)
-        # `column` comes from the code of the routes, never from a request.
+        # `column` is a constant of the routes, never part of a request, so it can be inserted into the statement.
         sql = f"UPDATE checkpoints SET {column} = ? WHERE model = ? AND kind = ? AND name = ?"
         await asyncio.wrap_future(self._database.execute((sql, (value, path.model, path.kind, path.name))))
 
@@ -84,30 +90,30 @@ class Checkpoints:
         """Delete a checkpoint of a key. Samplers that use it keep working.
 
         Raises:
-            BadRequestError: It has no such checkpoint.
+            BadRequestError: The key has no such checkpoint.
         """
         row = self.find(text, owner, to_change=True)
         await self._remove(row)
 
     async def _remove(self, row: Any) -> None:
-        # By its folder too: meanwhile another one may have its name.
+        # The folder is compared too, because another checkpoint may have taken the path in the meantime.
         sql = "DELETE FROM checkpoints WHERE model = ? AND kind = ? AND name = ? AND folder = ?"
         await asyncio.wrap_future(self._database.execute((sql, (row["model"], row["kind"], row["name"], row["folder"]))))
-        # After the row is gone, no new sampler can take the folder: `_create_sampler` looks for the row in its
-        # transaction.
+        # Safe after the row is deleted: no new sampler can use the folder, because `TrainingApp._create_sampler` looks up the
+        # row in its transaction.
         await self._remove_unused(row["folder"])
 
     async def _remove_unused(self, folder: str) -> None:
-        """Remove a folder that neither a checkpoint nor a sampler has."""
+        """Remove a folder unless a checkpoint or a sampler uses it."""
         sql = "SELECT 1 FROM samplers WHERE folder = ? UNION SELECT 1 FROM checkpoints WHERE folder = ?"
         if folder and self._database.one(sql, folder, folder) is None:
             await asyncio.to_thread(shutil.rmtree, Path(folder).parent, ignore_errors=True)
 
     async def remove_samplers(self, ended_before: float) -> None:
-        """Remove the samplers of sessions that have ended, with what was asked of them, and the folders that no other checkpoint uses.
+        """Remove the samplers of ended sessions, their requests, and the folders that nothing else uses.
 
         Args:
-            ended_before: When the last sign of life came, at the latest.
+            ended_before: The time in seconds since the epoch before which the last heartbeat of the session must have come.
         """
         sql = "SELECT s.id, s.folder FROM samplers s JOIN sessions t ON t.id = s.session WHERE t.finished = 1 AND t.seen < ?"
         for row in self._database.read(sql, ended_before):
@@ -120,18 +126,27 @@ class Checkpoints:
             await self._remove_unused(row["folder"])
 
     def sign_download(self, text: str, owner: str) -> tuple[str, list[str], datetime]:
-        """Return a token with which anybody can download the files of an exported checkpoint for some time, their names, and until when.
+        """Create a download token for the files of an exported checkpoint. No API key is needed to use it.
+
+        Args:
+            text: The path of the checkpoint.
+            owner: The hash of the requesting key.
+
+        Returns:
+            The token, the names of the files, and the time at which the token expires.
 
         Raises:
-            BadRequestError: There is no such checkpoint that they may use, or it is not one that was exported.
+            BadRequestError: The key cannot use such a checkpoint, or the checkpoint was not exported.
         """
         row = self.find(text, owner)
         if row["kind"] != EXTERNAL:
-            raise BadRequestError(f"{text[:200]} is not an exported checkpoint; save one with save_weights_external")
+            raise BadRequestError(
+                f"{text[:200]} is not an exported checkpoint and cannot be downloaded; export the model with save_weights_external"
+            )
         folder = exported(row["folder"])
         files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-        # Those that were issued before may be in use: the last of them is used again until half of its time is over.
-        # A client that asks again and again must not add a token each time.
+        # A token is reused for the first half of its lifetime, so that repeated requests do not add a token each time. Older
+        # tokens stay valid, because downloads may be using them.
         fresh = time.time() + DOWNLOAD_S / 2
         self._downloads = {one: known for one, known in self._downloads.items() if known[-1] > time.time()}
         for token, known in self._downloads.items():
@@ -142,30 +157,37 @@ class Checkpoints:
         return token, files, datetime.fromtimestamp(until, UTC)
 
     def download(self, token: str, name: str) -> Path:
-        """Return the file that is downloaded.
+        """Return the path of a file to download.
+
+        Args:
+            token: The download token.
+            name: The name of the file, as `sign_download` returned it.
 
         Raises:
-            BadRequestError: The token is wrong, or its time is over, or there is no such file.
+            BadRequestError: The token is unknown or has expired, or there is no such file.
         """
         text, checkpoint, owner, until = self._downloads.get(token, ("", "", "", 0.0))
         files: dict[str, Path] = {}
-        # It may be no longer public, deleted, or another one of the same name.
+        # Checked again, because the checkpoint may have been unpublished, deleted or overwritten since the token was created.
         if until > time.time() and self.find(text, owner)["folder"] == checkpoint:
             folder = exported(checkpoint)
-            # The name is compared, and never joined to a folder.
+            # The name is looked up among the existing files and never joined to a path, which could leave the folder.
             files = {str(file.relative_to(folder)): file for file in folder.rglob("*")}
         if name not in files or not files[name].is_file():
             raise BadRequestError(
-                "there is no such file, or the address is no longer valid; ask for external_weights_urls again", status=404
+                "the file does not exist, or the address has expired; request external_weights_urls again", status=404
             )
         return files[name]
 
     async def remove_published(self, ended_before: float, used: Collection[str] = ()) -> None:
-        """Remove weights that samplers have replaced, but the last that were, for some time, and those of models whose sessions have ended.
+        """Remove superseded published weights, and all published weights of ended sessions.
+
+        Of a model in training, superseded weights are removed `SUPERSEDED_S` seconds after they were published, or as soon as
+        `KEPT_VERSIONS` newer versions exist.
 
         Args:
-            ended_before: When the last sign of life of an ended session came, at the latest.
-            used: The folders of those that are being sampled from, which stay.
+            ended_before: The time in seconds since the epoch before which the last heartbeat of an ended session must have come.
+            used: The folders that running requests sample from; they are kept unless the session has ended.
         """
         sql = (
             "SELECT p.number, p.folder, s.finished = 1 AND s.seen < ? AS is_over FROM published p JOIN models m ON m.id = p.model "
@@ -173,20 +195,24 @@ class Checkpoints:
             "WHERE is_over OR (p.number < n.newest AND (p.created < ? OR "
             "(SELECT COUNT(*) FROM published o WHERE o.model = p.model AND o.number > p.number) >= ?))"
         )
-        for row in self._database.read(sql, ended_before, time.time() - REPLACED_S, KEPT):
-            # A request still uses them; the next round tries again.
+        for row in self._database.read(sql, ended_before, time.time() - SUPERSEDED_S, KEPT_VERSIONS):
+            # In use by a request; the next cleanup tries again.
             if row["folder"] in used and not row["is_over"]:
                 continue
             await asyncio.wrap_future(self._database.execute(("DELETE FROM published WHERE number = ?", (row["number"],))))
             await asyncio.to_thread(shutil.rmtree, Path(row["folder"]).parent, ignore_errors=True)
 
     async def remove_expired(self) -> None:
-        """Remove the checkpoints whose time is over."""
+        """Remove the checkpoints that have expired."""
         for row in self._database.read("SELECT * FROM checkpoints WHERE expires < ?", time.time()):
             await self._remove(row)
 
-    def described(self, row: Any) -> dict[str, Any]:
-        """Return a checkpoint as lists have it."""
+    def checkpoint_entry(self, row: Any) -> dict[str, Any]:
+        """Return the JSON entry of a checkpoint listing.
+
+        Args:
+            row: The row of the checkpoint.
+        """
         path = CheckpointPath(row["model"], row["kind"], row["name"])
         return {
             "checkpoint_id": f"{row['kind']}/{row['name']}",
@@ -199,11 +225,15 @@ class Checkpoints:
             "user_metadata": json.loads(row["metadata"]),
         }
 
-    def described_run(self, row: Any) -> dict[str, Any]:
-        """Return a model as lists have it."""
+    def run_entry(self, row: Any) -> dict[str, Any]:
+        """Return the JSON entry of a training run listing.
+
+        Args:
+            row: The row of the model.
+        """
         config = json.loads(row["config"]) or {}
         last = self._database.read("SELECT * FROM checkpoints WHERE model = ? ORDER BY created DESC", row["id"])
-        by_kind = {kind: next((self.described(one) for one in last if one["kind"] == kind), None) for kind in KINDS}
+        by_kind = {kind: next((self.checkpoint_entry(one) for one in last if one["kind"] == kind), None) for kind in KINDS}
         return {
             "training_run_id": row["id"],
             "base_model": row["base"],

@@ -1,4 +1,4 @@
-"""Errors of the service that are answered with a status."""
+"""Errors that the service turns into HTTP responses, and their messages for clients."""
 
 from ...engine.errors import DrivetrainError, WorkerError
 
@@ -7,8 +7,8 @@ class BadRequestError(DrivetrainError):
     """A request that is refused.
 
     Args:
-        message: Why, in the words of its sender.
-        status: The HTTP status.
+        message: The reason, in terms of the protocol.
+        status: The HTTP status code.
     """
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -17,6 +17,6 @@ class BadRequestError(DrivetrainError):
 
 
 def reason(error: BaseException) -> str:
-    """Return the message of an error for a user, also of one in a process."""
-    # The message of a WorkerError contains the traceback of its process, which is not for the client.
+    """Return the message of an error for a client. For an error in a worker process, this is the message of the original error."""
+    # The message of a WorkerError contains the traceback of the process, which clients should not see.
     return str(error.__cause__ if isinstance(error, WorkerError) and error.__cause__ is not None else error)

@@ -1,4 +1,4 @@
-"""Results that are asked for later: each has an id that cannot be guessed, belongs to a key, and is kept until it has been fetched."""
+"""Futures: the results of requests, which clients fetch later by an id that cannot be guessed. Each belongs to one API key."""
 
 import asyncio
 import json
@@ -13,16 +13,16 @@ from .errors import BadRequestError
 
 ResultState = Literal["pending", "json", "protobuf"]
 KEPT_S = 3600.0
-"""For how many seconds a result is kept, from when it is there."""
+"""Seconds for which a result is kept after it is available."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A result.
+    """The result of a request.
 
     Args:
-        state: Its form; `pending` if there is none yet.
-        payload: Its bytes.
+        state: The format of the payload; `pending` if the result is not available yet.
+        payload: The serialized result; empty if it is pending.
     """
 
     state: ResultState
@@ -30,20 +30,29 @@ class Result:
 
 
 def new_future_id(kind: str) -> str:
-    """Return an id that cannot be guessed."""
+    """Return a new id that cannot be guessed.
+
+    Args:
+        kind: The operation of the request, which the id begins with.
+    """
     return f"{kind}-{secrets.token_hex(16)}"
 
 
 def failure(message: str, *, category: Literal["user", "server"]) -> bytes:
-    """Return the result of a request that failed."""
+    """Return the payload of a request that failed.
+
+    Args:
+        message: The error message.
+        category: Whether the request is at fault (`user`) or the service (`server`).
+    """
     return json.dumps({"error": message, "category": category}).encode()
 
 
 class Futures:
-    """The results of a service.
+    """The futures of a service.
 
     Args:
-        database: Where they are kept.
+        database: The database in which they are stored.
     """
 
     def __init__(self, database: Database) -> None:
@@ -51,58 +60,70 @@ class Futures:
         self._waiting: dict[str, asyncio.Event] = {}
 
     def row(self, future: str, owner: str, kind: str) -> tuple[str, tuple[Any, ...]]:
-        """Return the statement that creates a future, for a change that creates what it belongs to as well."""
+        """Return the SQL statement that creates a pending future, with its parameters.
+
+        The caller executes it in the same transaction as the statements that store the request.
+        """
         return "INSERT INTO futures VALUES (?, ?, ?, 'pending', NULL, ?)", (future, owner, kind, time.time())
 
     def finished(self, future: str, state: ResultState, payload: bytes) -> tuple[str, tuple[Any, ...]]:
-        """Return the statement that gives a future its result, if it has none yet, for a change that also has its other effects."""
+        """Return the SQL statement that sets the result of a pending future, with its parameters.
+
+        The caller executes it in the same transaction as the other effects of the request. It has no effect if the result is already set.
+        """
         sql = "UPDATE futures SET state = ?, payload = ?, created = ? WHERE id = ? AND state = 'pending'"
         return sql, (state, payload, time.time(), future)
 
     def wake(self, *futures: str) -> None:
-        """Let those who wait for results look again. Called in the event loop, after the change is on disk."""
+        """Wake the waiters of futures. Must be called in the event loop, after the results have been committed."""
         for future in futures:
             event = self._waiting.pop(future, None)
             if event is not None:
                 event.set()
 
     def get(self, future: str, owner: str) -> Result:
-        """Return a result as it is.
+        """Return the current result of a future, which may be pending.
 
         Raises:
-            BadRequestError: There is no such future of this key.
+            BadRequestError: The key has no such future.
         """
         row = self._database.one("SELECT owner, state, payload FROM futures WHERE id = ?", future)
-        # The answer must not say whether another key has one.
+        # One message for both cases, so that it does not reveal whether another key has such a future.
         if row is None or row["owner"] != owner:
-            raise BadRequestError(f"there is no request {future[:80]!r}; it is unknown, or too old", status=404)
+            raise BadRequestError(
+                f"there is no request {future[:80]!r}; it is unknown, or its result has expired ({KEPT_S:g} s after it was available)",
+                status=404,
+            )
         return Result(row["state"], row["payload"] or b"")
 
     async def wait(self, future: str, owner: str, seconds: float) -> Result:
-        """Return a result as soon as there is one, and at the latest after some seconds as it is then."""
+        """Wait for the result of a future, and return it; after `seconds`, return it as pending.
+
+        Raises:
+            BadRequestError: The key has no such future.
+        """
         result = self.get(future, owner)
         if result.state != "pending":
             return result
-        # One event for all who wait for this result; `wake` removes it.
+        # All waiters of a future share an event, which `wake` removes.
         event = self._waiting.setdefault(future, asyncio.Event())
-        # Between the look and the wait it may have come.
+        # Read again, because the result may have been set before the event was registered.
         result = self.get(future, owner)
         if result.state == "pending":
             try:
                 await asyncio.wait_for(event.wait(), seconds)
             except TimeoutError:
                 return result
-            # The event says that something has changed; what it is, is on disk.
             result = self.get(future, owner)
         return result
 
     async def drop_old(self) -> None:
-        """Forget results that have not been asked for in a long time."""
+        """Delete the results that have been available for more than `KEPT_S` seconds."""
         limit = time.time() - KEPT_S
         old = "SELECT id FROM futures WHERE state != 'pending' AND created < ?"
         await asyncio.wrap_future(
             self._database.execute(
-                # First the samples, which are found by the futures that the second statement removes.
+                # Samples are deleted first, because they are selected by the futures that the second statement deletes.
                 (f"DELETE FROM samples WHERE future IN ({old})", (limit,)),
                 (f"DELETE FROM futures WHERE id IN ({old})", (limit,)),
             )
@@ -110,5 +131,5 @@ class Futures:
 
 
 def json_result(value: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a result in JSON."""
+    """Return the payload of a JSON result."""
     return json.dumps(value).encode()

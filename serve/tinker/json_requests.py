@@ -1,4 +1,4 @@
-"""The requests of the protocol that are JSON: their fields, and what they ask for."""
+"""The JSON requests of the protocol, and their conversion to settings of the engine, the generator and the losses."""
 
 import json
 from collections.abc import Mapping
@@ -24,17 +24,17 @@ _ADAM_NAMES = {
     "set it to null for no clipping": "0 for no clipping",
     "or null for no clipping": "or 0 for no clipping",
 }
-"""The settings of the optimizer in messages, and what clients call them."""
+"""Replacements in error messages: names of optimizer settings in the engine, and the names that clients use."""
 S = TypeVar("S", bound=msgspec.Struct)
 ALPHA = 32.0
-"""The alpha of all adapters, whatever their rank: it is not part of the protocol, and the client's learning rates are made for this one."""
+"""The alpha of all adapters, for any rank. Alpha is not part of the protocol, and the client's recommended learning rates assume this value."""
 DEFAULT_RANK = 32
 MOST_SEED = 2**63 - 1
 
 
-# msgspec ignores fields that a class does not have, so newer clients may send more.
+# msgspec ignores unknown fields, so requests of newer clients may have more fields.
 class CreateSession(msgspec.Struct):
-    """A client begins."""
+    """Create a session."""
 
     tags: list[str] = []
     user_metadata: Any = None
@@ -43,13 +43,13 @@ class CreateSession(msgspec.Struct):
 
 
 class SessionRequest(msgspec.Struct):
-    """A client is still there."""
+    """A heartbeat of a session."""
 
     session_id: str
 
 
 class LoraSettings(msgspec.Struct):
-    """The adapter of a new model."""
+    """The settings of a new model's adapter."""
 
     rank: int = DEFAULT_RANK
     seed: int | None = None
@@ -59,13 +59,13 @@ class LoraSettings(msgspec.Struct):
 
 
 class OptimizerFamily(msgspec.Struct):
-    """The optimizer of a new model."""
+    """The optimizer type of a new model."""
 
     type: str = "adam"
 
 
 class CreateModel(msgspec.Struct):
-    """Create a model."""
+    """Create a model with a new adapter."""
 
     session_id: str
     model_seq_id: int
@@ -76,21 +76,21 @@ class CreateModel(msgspec.Struct):
 
 
 class ModelRequest(msgspec.Struct):
-    """A question about a model."""
+    """A request for information about a model."""
 
     model_id: str
 
 
 class NumberedRequest(msgspec.Struct):
-    """What says where a request stands, whatever else may be wrong with it."""
+    """The fields of a model's request that must be valid for it to be accepted. Errors in other fields are reported in its result."""
 
     model_id: str
     seq_id: int
     path: Any = None
 
 
-class AnyTarget(msgspec.Struct):
-    """Whether a request is about a model that there is."""
+class LoadTarget(msgspec.Struct):
+    """The field that tells whether load_weights is for an existing model."""
 
     model_id: Any = None
 
@@ -108,7 +108,7 @@ class AdamParams(msgspec.Struct):
 
 
 class OptimStep(msgspec.Struct):
-    """Make an optimizer step."""
+    """Run an optimizer step."""
 
     model_id: str
     seq_id: int
@@ -117,7 +117,7 @@ class OptimStep(msgspec.Struct):
 
 
 class SaveWeights(msgspec.Struct):
-    """Save a model, to continue from, to sample from, or to export."""
+    """Save the weights of a model, for training, for sampling or for export."""
 
     model_id: str
     seq_id: int
@@ -131,7 +131,7 @@ class SaveWeights(msgspec.Struct):
 
 
 class LoadWeights(msgspec.Struct):
-    """Load a checkpoint: into a model, or into a new one."""
+    """Load a checkpoint into an existing model (`model_id`, `seq_id`) or into a new one (`session_id`, `model_seq_id`)."""
 
     path: str
     optimizer: bool = False
@@ -144,7 +144,7 @@ class LoadWeights(msgspec.Struct):
 
 
 class CreateSamplingSession(msgspec.Struct):
-    """Create a sampler."""
+    """Create a sampler of a checkpoint or of the base model."""
 
     session_id: str
     sampling_session_seq_id: int
@@ -159,21 +159,21 @@ class SamplerRequest(msgspec.Struct):
 
 
 class LossInput(msgspec.Struct):
-    """An input of a loss: a number, or one or several of each token."""
+    """An input of a custom loss. Its rank is 0 for a number per document, 1 for a number per token, and 2 for several per token."""
 
     name: str
     rank: int
 
 
 class LossGraph(msgspec.Struct):
-    """The operations of a loss."""
+    """The traced operations of a custom loss."""
 
     nodes: list[dict[str, Any]]
     format: int = 1
 
 
 class CreateCustomLoss(msgspec.Struct):
-    """Create a loss."""
+    """Create a custom loss."""
 
     session_id: str
     custom_loss_seq_id: int
@@ -183,7 +183,7 @@ class CreateCustomLoss(msgspec.Struct):
 
 
 class PromptChunk(msgspec.Struct):
-    """A part of a prompt."""
+    """A chunk of a prompt: token ids, or an image."""
 
     type: str = "encoded_text"
     tokens: list[int] = []
@@ -199,7 +199,7 @@ class SamplePrompt(msgspec.Struct):
 
 
 class SampleParams(msgspec.Struct):
-    """How to sample."""
+    """The sampling parameters."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -210,7 +210,7 @@ class SampleParams(msgspec.Struct):
 
 
 class TokenMatrix(msgspec.Struct):
-    """Token ids, dense or, with the indices of rows and columns, sparse (CSR)."""
+    """A matrix of token ids: dense or, if it has index arrays, sparse (CSR)."""
 
     data: list[int]
     shape: list[int] | None = None
@@ -219,7 +219,7 @@ class TokenMatrix(msgspec.Struct):
 
 
 class SampleBody(msgspec.Struct):
-    """Sample responses."""
+    """Sample completions of a prompt."""
 
     sampling_session_id: str
     seq_id: int
@@ -235,27 +235,27 @@ class SampleBody(msgspec.Struct):
 
     @property
     def completions(self) -> int:
-        """The number of completions that are generated, including those of one token that are alternatives in the prompt."""
+        """The number of completions to generate, including the completions of one token that are alternatives to prompt tokens."""
         tokens = sum(len(chunk.tokens) for chunk in self.prompt.chunks)
         return self.num_samples + max(0, self.prompt_alt_tokens_k) * max(0, tokens - 1)
 
 
 class RetrieveFuture(msgspec.Struct):
-    """Ask for a result."""
+    """Request the result of a future."""
 
     request_id: str
     allow_metadata_only: bool = False
 
 
 class SamplerTarget(msgspec.Struct):
-    """The requests of a sampler, or of a copy of it in another process."""
+    """A sampler, or a copy of it in another process of the client, which has its own range of sequence numbers."""
 
     sampling_session_id: str
     cloned_sampler_id: int = 0
 
 
 class RetrieveFutures(msgspec.Struct):
-    """Ask which requests of a sampler are done."""
+    """Request the list of a sampler's finished requests."""
 
     target: SamplerTarget
     prev_cursor: int = 0
@@ -264,38 +264,42 @@ class RetrieveFutures(msgspec.Struct):
 
 
 class PathRequest(msgspec.Struct):
-    """A question about a checkpoint."""
+    """A request for information about a checkpoint."""
 
     tinker_path: str
 
 
 class TimeToLive(msgspec.Struct):
-    """For how long a checkpoint is kept."""
+    """The new time to live of a checkpoint; None to keep it."""
 
     ttl_seconds: float | None = None
 
 
 def parse(body: bytes, kind: type[S]) -> S:
-    """Return a request.
+    """Parse the body of a request.
+
+    Args:
+        body: The body.
+        kind: The class of the request.
 
     Raises:
-        BadRequestError: It is not JSON, or lacks a field.
+        BadRequestError: The body is not valid JSON, lacks a field, or has a field of the wrong type.
     """
     try:
         return msgspec.json.decode(body, type=kind)
-    # msgspec raises the second for JSON that is nested too deeply, and the third for text that is not UTF-8.
+    # msgspec raises RecursionError for JSON that is nested too deeply, and UnicodeDecodeError for text that is not UTF-8.
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
         raise BadRequestError(f"the body is not a valid {kind.__name__}: {e}", status=422) from e
 
 
 def encoded(request: msgspec.Struct) -> str:
-    """Return a request as `parse` reads it, without anything that it does not know."""
+    """Return a request as JSON, without the unknown fields that the client may have sent."""
     return msgspec.json.encode(request).decode()
 
 
 @dataclass(frozen=True)
 class FullTraining:
-    """The settings of a model whose weights are all trained, by the names that `AdapterConfig` has for those of an adapter."""
+    """The settings of a model whose weights are all trained. The field names are those of `AdapterConfig`."""
 
     rank: int = 0
     targets: tuple[str, ...] = TARGETS
@@ -305,26 +309,28 @@ def model_settings(settings: LoraSettings | None, seed: int, *, is_full: bool) -
     """Return the settings of a new model.
 
     Args:
-        settings: The settings of the protocol; None for the service's.
-        seed: The seed, if they have none.
+        settings: The settings in the request; None for the defaults.
+        seed: The seed to use if the settings have none.
         is_full: Whether the service trains all weights.
 
     Raises:
-        ConfigError: They cannot be used.
+        ConfigError: The settings are not valid or not supported.
     """
     if is_full:
         if settings is not None and (
             settings.rank or not (settings.train_attn and settings.train_mlp and settings.train_unembed)
         ):
             raise ConfigError(
-                f"rank={settings.rank}: this service trains all weights of the model (--full), which is rank=0, with train_attn, train_mlp and "
-                "train_unembed"
+                f"rank={settings.rank}, train_attn={settings.train_attn}, train_mlp={settings.train_mlp}, "
+                f"train_unembed={settings.train_unembed}: this service trains all weights of the model (--full); use rank=0, with train_attn, "
+                "train_mlp and train_unembed all true"
             )
         return FullTraining()
     settings = settings or LoraSettings()
     if settings.rank == 0:
         raise ConfigError(
-            "rank=0, which stands for training all weights: this service trains adapters. Use a rank of at least 1, or start a service with --full"
+            "rank=0 means training all weights, but this service trains adapters; use a rank of at least 1, or a service that was started with "
+            "--full"
         )
     flags: Mapping[Target, bool] = {
         "attention": settings.train_attn,
@@ -333,10 +339,12 @@ def model_settings(settings: LoraSettings | None, seed: int, *, is_full: bool) -
     }
     targets = tuple(target for target, trained in flags.items() if trained)
     if not targets:
-        raise ConfigError("train_attn, train_mlp and train_unembed are all false, so that there is nothing to train; set one")
+        raise ConfigError(
+            "train_attn, train_mlp and train_unembed are all false, so there is nothing to train; set at least one"
+        )
     chosen = seed if settings.seed is None else settings.seed
     if not 0 <= chosen <= MOST_SEED:
-        raise ConfigError(f"seed={chosen}; it must be from 0 to {MOST_SEED}")
+        raise ConfigError(f"seed={chosen} is out of range; it must be from 0 to {MOST_SEED}")
     return AdapterConfig(rank=settings.rank, alpha=ALPHA, targets=targets, seed=chosen)
 
 
@@ -344,68 +352,76 @@ def optim_of(request: OptimStep) -> OptimConfig:
     """Return the settings of an optimizer step.
 
     Raises:
-        ConfigError: They cannot be used.
+        ConfigError: The settings are not valid or not supported.
     """
     if request.optimizer_params is not None:
         kind = str(request.optimizer_params.get("type"))[:100]
-        raise ConfigError(f"optimizer_params of type {kind!r}: this service trains with adam; send adam_params")
+        raise ConfigError(f"optimizer_params has type {kind!r}; this service supports adam only, so send adam_params instead")
     params = request.adam_params or AdamParams()
     if params.grad_clip_norm < 0:
-        raise ConfigError(f"grad_clip_norm={params.grad_clip_norm}; it must be a norm, or 0 for no clipping")
+        raise ConfigError(f"grad_clip_norm={params.grad_clip_norm} is out of range; it must be above 0, or 0 for no clipping")
     try:
         return OptimConfig(
             lr=params.learning_rate,
             betas=(params.beta1, params.beta2),
             eps=params.eps,
             weight_decay=params.weight_decay,
-            # In the protocol 0 stands for no clipping, which is None in the engine.
+            # No clipping is 0 in the protocol, and None in the engine.
             clip_grad_norm=params.grad_clip_norm or None,
         )
     except ConfigError as e:
         text = str(e)
-        # The message names settings of the engine, which the client does not know.
+        # The message has the engine's names of the settings; clients use other names.
         for ours, theirs in _ADAM_NAMES.items():
             text = text.replace(ours, theirs)
         raise ConfigError(text) from e
 
 
 def checkpoint_path(request: SaveWeights, kind: str) -> CheckpointPath:
-    """Return the path of a checkpoint that is to be saved.
+    """Return the path under which a request saves a checkpoint.
+
+    Args:
+        request: The request.
+        kind: The kind of the checkpoint, one of `paths.KINDS`.
 
     Raises:
-        BadRequestError: Its name cannot be used.
+        BadRequestError: The name is missing or not valid, or another setting is not valid or not supported.
     """
     if request.path is None:
-        raise BadRequestError("path is missing; give the checkpoint a name")
+        raise BadRequestError("path is missing; set it to a name for the checkpoint")
     if request.age_encryption_recipients:
-        raise BadRequestError("age_encryption_recipients: this service does not encrypt checkpoints; leave it out")
+        raise BadRequestError(
+            "age_encryption_recipients is not supported, because this service does not encrypt checkpoints; omit it"
+        )
     if request.ttl_seconds is not None and not 0 < request.ttl_seconds < 1e10:
-        raise BadRequestError(f"ttl_seconds={request.ttl_seconds}; it must be above 0, or null to keep the checkpoint")
+        raise BadRequestError(
+            f"ttl_seconds={request.ttl_seconds} is out of range; use a number above 0 and below 1e10, or null to keep the checkpoint"
+        )
     return CheckpointPath(request.model_id, kind, checked_name(request.path))
 
 
 def loss_of_graph(request: CreateCustomLoss) -> TracedLoss:
-    """Return the loss that a request describes.
+    """Return the custom loss that a request describes.
 
     Raises:
-        ConfigError: Its graph cannot be run here.
+        ConfigError: The graph has an unknown format or an operation that is not supported.
     """
     if request.graph.format != 1:
-        raise ConfigError(f"the graph has format {request.graph.format}; this service reads format 1")
+        raise ConfigError(f"graph.format={request.graph.format} is not supported; send format 1")
     inputs = tuple((one.name, one.rank) for one in request.inputs)
     return TracedLoss(name=request.name, inputs=inputs, graph=json.dumps(request.graph.nodes))
 
 
 def sampling_of(request: SampleBody, adapter: str, room: int) -> tuple[SamplingOptions, list[str]]:
-    """Return the options of a sample request, and the texts that end a response.
+    """Return the generator's options for a sample request, and the texts that end a completion.
 
     Args:
         request: The request.
-        adapter: The name of the adapter in the generator; empty for the model without any.
-        room: The largest number of tokens of a response that fits behind the prompt.
+        adapter: The name of the adapter in the generator; empty for the base model.
+        room: The maximum number of tokens in a completion of the prompt; 0 if it is unknown.
 
     Raises:
-        ConfigError: They cannot be used.
+        ConfigError: A sampling parameter is not valid.
     """
     params = request.sampling_params
     texts: list[str] = []
@@ -416,19 +432,21 @@ def sampling_of(request: SampleBody, adapter: str, room: int) -> tuple[SamplingO
         texts = [stop for stop in params.stop if isinstance(stop, str)]
         tokens = tuple(stop for stop in params.stop if isinstance(stop, int))
     if any(not text for text in texts):
-        raise ConfigError("stop has an empty text, which every response contains")
+        raise ConfigError("stop contains an empty text, which would end every completion at once; remove it")
     if params.top_k == 0 or params.top_k < -1:
-        raise ConfigError(f"top_k={params.top_k}; it must be above 0, or -1 for all tokens")
+        raise ConfigError(f"top_k={params.top_k} is out of range; it must be above 0, or -1 for all tokens")
     if params.max_tokens is not None and params.max_tokens > room > 0:
-        raise ConfigError(f"max_tokens={params.max_tokens}: behind this prompt the service has room for {room} tokens")
+        raise ConfigError(
+            f"max_tokens={params.max_tokens} is more than a completion of this prompt can have, {room} tokens; lower it, or shorten the prompt"
+        )
     options = SamplingOptions(
         max_tokens=params.max_tokens if params.max_tokens is not None else max(room, 1),
         temperature=params.temperature,
         top_p=params.top_p,
-        # Here 0 stands for all tokens, which is -1 in the protocol.
+        # All tokens is -1 in the protocol, and 0 in the generator.
         top_k=max(params.top_k, 0),
         stop_tokens=tokens,
-        # An empty list ends at nothing; without one, at the tokens of the model.
+        # Without `stop`, completions end at the model's end-of-sequence tokens; with it (even empty), only at `stop`.
         ignore_eos=params.stop is not None,
         seed=params.seed,
         evaluation=True,

@@ -1,6 +1,8 @@
-"""The protobuf messages of the protocol, in a pool of their own: two descriptions of one file name in one process would exclude each other.
+"""The protobuf messages of the protocol.
 
-Only field numbers and types are the protocol's. Requests and answers are parsed and written by the functions of `payloads`.
+They are built at import from the tables below, in a descriptor pool of this module: in protobuf's default pool they would conflict with the
+messages of the official client, if it is imported in the same process. Field numbers and types are those of the protocol; on the wire, names
+do not matter. `payloads` and `sample_answers` parse and write the messages.
 """
 
 from typing import Any
@@ -9,7 +11,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 PACKAGE = "tinker_public"
 _FILE = "drivetrain_tinker.proto"
-# The numbers below are those of `FieldDescriptorProto` in protobuf's descriptor.proto.
+# The values of `FieldDescriptorProto.Label` and `FieldDescriptorProto.Type` in protobuf's descriptor.proto.
 _LABELS = {"": 1, "optional": 1, "repeated": 3}
 _TYPES = {
     "double": 1,
@@ -89,7 +91,7 @@ def _set_type(field: Any, kind: str) -> None:
     if kind in _TYPES:
         field.type = _TYPES[kind]
     else:
-        # 14 stands for an enum, 11 for a message. A leading dot makes the name absolute.
+        # 14 is TYPE_ENUM, and 11 is TYPE_MESSAGE. A leading dot makes the name absolute.
         field.type, field.type_name = (14 if kind in _ENUMS else 11), f".{PACKAGE}.{kind}"
 
 
@@ -99,8 +101,8 @@ def _add_field(message: Any, text: str) -> None:
     modifier = modifiers[0] if modifiers else ""
     field = message.field.add(name=name, number=int(number), label=_LABELS.get(modifier, 1))
     if modifier == "map":
-        # On the wire a map is a repeated message of key and value. Protobuf demands this name, the field's in camel
-        # case with Entry behind it.
+        # A map is a repeated message with a key and a value. Protobuf requires this name for it: the name of the field in
+        # camel case, followed by Entry.
         entry = message.nested_type.add(name="".join(part.capitalize() for part in name.split("_")) + "Entry")
         entry.options.map_entry = True
         entry.field.add(name="key", number=1, label=1, type=_TYPES["string"])
@@ -114,17 +116,16 @@ def _add_field(message: Any, text: str) -> None:
         if name_of_group not in names:
             message.oneof_decl.add(name=name_of_group)
             names.append(name_of_group)
-        # Fields of one group exclude each other; `WhichOneof` returns the one that is set.
         field.oneof_index = names.index(name_of_group)
 
 
 def _add_presence(message: Any, fields: tuple[str, ...]) -> None:
-    """Give optional fields a group of their own, which must come after all others: so protobuf marks what may be absent."""
+    """Put each optional field into a oneof group with only this field, which is how proto3 records whether a scalar is set."""
     for text in fields:
         if text.startswith("optional "):
             name = text.partition(" = ")[0].split()[-1]
             field = next(field for field in message.field if field.name == name)
-            # In proto3 a scalar that is not set equals one that is 0; a group with one field tells them apart.
+            # Protobuf requires these groups to come after all others.
             message.oneof_decl.add(name=f"_{name}")
             field.proto3_optional, field.oneof_index = True, len(message.oneof_decl) - 1
 
@@ -156,6 +157,6 @@ ForwardBackwardRequest = _class("ForwardBackwardRequest")
 ForwardBackwardOutput = _class("ForwardBackwardOutput")
 SampleResponse = _class("SampleResponse")
 FLOAT32, INT64, INT32 = 1, 2, 3
-"""The numbers of the data types of tensors."""
+"""The values of the enum DType."""
 STOP, LENGTH = 0, 1
-"""The numbers of the reasons why a response ended."""
+"""The values of the enum StopReason: why a completion ended."""

@@ -1,4 +1,4 @@
-"""What requests of a model do beside forward and backward passes, and the folders that they write."""
+"""The operations of models other than forward and backward passes: creation, optimizer steps, saving and loading."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ from .training_queue import CREATE, ModelQueue, QueuedRequest
 log = logging.getLogger(__name__)
 
 Statement = tuple[str, Sequence[Any]]
-"""A change of the database, which is made together with the result of the request."""
+"""An SQL statement with its parameters."""
 Outcome = tuple[dict[str, Any], list[Statement]]
 
 
@@ -33,9 +33,9 @@ class ModelOperations:
     """The operations of models.
 
     Args:
-        settings: The settings.
-        database: Where everything is kept.
-        group: The processes that train.
+        settings: The settings of the service.
+        database: The database with the state of the service.
+        group: The training processes.
     """
 
     def __init__(self, settings: TrainingServiceSettings, database: Database, group: TrainingGroup) -> None:
@@ -44,9 +44,9 @@ class ModelOperations:
         self._states, self._checkpoints = settings.state / "adapters", settings.state / "checkpoints"
 
     def prepare_folders(self) -> None:
-        """Create the folders, and remove what was being written when the service died."""
-        # A folder is written before the transaction that names it, so a death in between leaves one that the database
-        # does not know.
+        """Create the folders of the service, and remove what is left of interrupted writes."""
+        # A folder is written before the transaction that refers to it. If the service is killed in between, nothing refers
+        # to the folder.
         known = {
             Path(row["folder"]).parent.name
             for row in self._database.read(
@@ -62,22 +62,27 @@ class ModelOperations:
                     shutil.rmtree(folder, ignore_errors=True)
 
     async def run(self, queue: ModelQueue, request: QueuedRequest, *, makes_room: bool) -> Outcome:
-        """Do a request; return its result, and what changes in the database with it.
+        """Execute a request.
 
         Args:
-            queue: The requests of the model.
+            queue: The queue of the model.
             request: The request.
-            makes_room: Whether the requests of its key take much room, so that it is time to save.
+            makes_room: Whether to save the state of the model after an optimizer step even if it is not due, so that the bodies of earlier
+                requests can be deleted.
+
+        Returns:
+            The result of the request, and the SQL statements to execute in the transaction that stores it.
 
         Raises:
-            DrivetrainError: It cannot be done.
-            OSError: The disk is full.
+            DrivetrainError: The request cannot be executed.
+            OSError: A file cannot be written, for example because the disk is full.
         """
         result, statements = await self._operations[request.kind](self, queue, request)
-        # Saved after optimizer steps, when there are no gradients: a checkpoint does not have them.
+        # Apart from loads (below), states are saved only after optimizer steps, when there are no accumulated gradients, because
+        # checkpoints do not contain them.
         queue.steps += request.kind == "optim_step"
         is_due = request.kind == "optim_step" and (queue.steps >= self._settings.steps_per_save or makes_room)
-        # A checkpoint that was loaded may be deleted, and then a restart could not load it again.
+        # A loaded checkpoint may be deleted before a restart, which could then not load it again.
         if request.loads:
             statements = [*statements, *await self._save_state(queue, request.seq)]
         elif is_due:
@@ -86,17 +91,17 @@ class ModelOperations:
             except (DrivetrainError, OSError) as e:
                 if isinstance(e, WorkerLostError):
                     raise
-                # The step was made; the next one tries again.
+                # The step itself succeeded, so the request does not fail. Saving is tried again after the next step.
                 log.warning("the state of %s cannot be saved: %s", queue.model, reason(e))
         return result, statements
 
     async def build(self, model: str) -> AdapterConfig | FullTraining:
-        """Create a model as it began; return its settings."""
+        """Create a model in the training processes, from its settings or from the checkpoint that it starts with; return its settings."""
         row = self._database.one("SELECT config, source, source_optimizer FROM models WHERE id = ?", model)
         assert row is not None
         if row["source"]:
             if not Path(row["source"]).is_dir():
-                raise BadRequestError("the checkpoint to begin with has been deleted")
+                raise BadRequestError("the checkpoint to load into the new model has been deleted; load another one")
             return await self._group.load(model, row["source"], optimizer=bool(row["source_optimizer"])) or FullTraining()
         if self._group.is_full:
             await self._group.create(model, None)
@@ -107,34 +112,34 @@ class ModelOperations:
         return config
 
     def remove_replaced(self) -> None:
-        """Remove folders that others have replaced, on disk too."""
+        """Remove superseded folders. Must be called after the transaction that replaces them."""
         while self._replaced:
             remove_folder(self._replaced.pop())
 
     async def _save_state(self, queue: ModelQueue, last: int) -> list[Statement]:
-        """Save the state of a model after a request; return what makes it count. Bodies up to there are not needed any more."""
+        """Save the state of a model after its request `last`; return the statements that record it and delete the bodies up to it."""
         folder = await self._group.save(queue.model, str(self._states / secrets.token_hex(16)))
         before = self._database.one("SELECT saved_folder FROM models WHERE id = ?", queue.model)
         if before is not None and before["saved_folder"]:
-            # Removed only when the new state is in the database, see `remove_replaced`.
+            # Removed by `remove_replaced`, after the database refers to the new state.
             self._replaced.append(before["saved_folder"])
-        # Requests that have arrived already, but come after the saved one, still count.
+        # Waiting requests after the saved one are not part of the state.
         queue.steps, queue.logged = 0, sum(request.size for seq, request in queue.waiting.items() if seq > last)
         return [
-            # Unless the session has ended while the state was written: an ended model must not name a folder again.
+            # The session may have ended while the state was written; the row of a closed model must not refer to a folder.
             ("UPDATE models SET saved_seq = ?, saved_folder = ? WHERE id = ? AND state = 'open'", (last, folder, queue.model)),
             ("UPDATE requests SET body = NULL WHERE model = ? AND seq <= ?", (queue.model, last)),
         ]
 
     async def _create_model(self, queue: ModelQueue, request: QueuedRequest) -> Outcome:
-        # Stored, because the settings of a model from a checkpoint are known only now.
+        # Stored only now, because the settings of a model that starts with a checkpoint come from the checkpoint.
         config = await self.build(queue.model)
         update = ("UPDATE models SET config = ? WHERE id = ?", (json.dumps(asdict(config)), queue.model))
         row = self._database.one("SELECT source, source_path FROM models WHERE id = ?", queue.model)
         assert row is not None
         request.loads = bool(row["source"])
         if request.loads:
-            # A client that loads a checkpoint into a new model wants to read its path.
+            # The client expects the result of load_weights, with the path.
             return {"type": "load_weights", "model_id": queue.model, "path": row["source_path"]}, [update]
         return {"type": CREATE, "model_id": queue.model}, [update]
 
@@ -151,13 +156,13 @@ class ModelOperations:
     async def _save_weights(self, queue: ModelQueue, request: QueuedRequest) -> Outcome:
         path, settings = request.arguments
         root = str(self._checkpoints / secrets.token_hex(16))
-        # Only a state to continue from needs moments and the shards of the engine.
+        # Only a checkpoint for training needs the optimizer's moments and the engine's shards.
         write = self._group.save if path.kind == TRAINING else self._group.publish
         folder = await write(queue.model, root)
         if path.kind == EXTERNAL and not self._group.is_full:
-            # What is downloaded is what peft loads.
+            # Downloads are in peft's format.
             try:
-                # In a thread: it reads and writes whole files, and touches no process.
+                # Runs in a thread, because it reads and writes files without the training processes.
                 await asyncio.to_thread(merge, folder, Path(folder).parent / "peft", adapters="only")
             except (DrivetrainError, OSError):
                 remove_folder(folder)
@@ -165,7 +170,7 @@ class ModelOperations:
         sql = "SELECT folder, bytes FROM checkpoints WHERE model = ? AND kind = ? AND name = ?"
         before = self._database.one(sql, path.model, path.kind, path.name)
         size = self._checked_size(folder, queue.owner, 0 if before is None else before["bytes"])
-        # A sampler may use the folder of the checkpoint that this one overwrites; it is then removed with the sampler.
+        # If a sampler uses the folder of the overwritten checkpoint, the folder is removed together with the sampler.
         if before is not None and self._database.one("SELECT 1 FROM samplers WHERE folder = ?", before["folder"]) is None:
             self._replaced.append(before["folder"])
         now, ttl = time.time(), settings["ttl_seconds"]
@@ -177,14 +182,20 @@ class ModelOperations:
         return {"type": request.kind, "path": str(path)}, [row]
 
     def _checked_size(self, folder: str, owner: str, freed: int) -> int:
-        """Return the size of a checkpoint that was written for a key.
+        """Return the size in bytes of a checkpoint that was just written.
+
+        Args:
+            folder: The folder of the checkpoint.
+            owner: The hash of the key that it belongs to.
+            freed: The size in bytes of what it replaces.
 
         Raises:
-            BadRequestError: The key may not have as much; the checkpoint is removed again.
+            BadRequestError: The key exceeds `max_disk_mib`. The checkpoint has been removed again.
         """
-        # Measured after it was written, since the size is not known before.
+        # Measured after the write, because the size is not known before.
         size = sum(file.stat().st_size for file in Path(folder).parent.rglob("*") if file.is_file())
-        # What has become a sampler by its path is counted once, and weights that newer ones have replaced are not: they are removed soon.
+        # A sampler that was created from a checkpoint has no bytes in its row, so they count once. Superseded published weights
+        # do not count, because they are removed soon.
         sql = (
             "SELECT COALESCE(SUM(bytes), 0) AS bytes FROM (SELECT bytes FROM checkpoints WHERE owner = ? UNION ALL "
             "SELECT bytes FROM samplers WHERE owner = ? UNION ALL SELECT bytes FROM published p WHERE owner = ? AND "
@@ -194,8 +205,8 @@ class ModelOperations:
         if used + size > self._settings.max_disk_mib * 2**20:
             remove_folder(folder)
             raise BadRequestError(
-                f"the checkpoints and snapshots of this key have {used} bytes, and this one {size}, together more than they may "
-                "(--max-disk-mib); delete some, or end sessions"
+                f"the checkpoints and snapshots of this key have {used} bytes; with the {size} bytes of this one, they exceed "
+                f"--max-disk-mib={self._settings.max_disk_mib:g}; delete checkpoints, or end sessions"
             )
         return size
 
@@ -203,14 +214,16 @@ class ModelOperations:
         session, number, base, is_live = request.arguments
         folder = await self._group.publish(queue.model, str(self._checkpoints / secrets.token_hex(16)))
         sampler = f"{session}:sample:{number}"
-        # Checked after the write, in which a sampler with this number may have been created.
+        # Checked after the write, because a sampler with this number may have been created during it.
         if self._database.one("SELECT 1 FROM samplers WHERE id = ?", sampler) is not None:
             remove_folder(folder)
-            raise BadRequestError(f"there is a sampler {number} of this session already; number each anew")
+            raise BadRequestError(
+                f"sampling_session_seq_id={number} was already used for another sampler of this session; use a new number for each"
+            )
         replaced = None
         if is_live:
             newest = "SELECT bytes FROM published WHERE model = ? ORDER BY number DESC LIMIT 1"
-            # These bytes become free when the new weights count, so they are not added to them.
+            # The superseded weights do not count as soon as the new ones do, so their bytes are subtracted.
             replaced = self._database.one(newest, queue.model)
         size = self._checked_size(folder, queue.owner, 0 if replaced is None else replaced["bytes"])
         insert = (
@@ -221,7 +234,7 @@ class ModelOperations:
             publish = "INSERT INTO published (model, owner, folder, bytes, created) VALUES (?, ?, ?, ?, ?)"
             rows = [
                 (publish, (queue.model, queue.owner, folder, size, time.time())),
-                # Without folder and size: it uses the newest row of `published`, where the size is counted.
+                # The sampler has neither folder nor size: it uses the newest row of `published`, whose size counts.
                 (insert, (sampler, session, queue.owner, base, "", 0, queue.model)),
             ]
         else:
@@ -241,12 +254,12 @@ class ModelOperations:
 
 
 def exported(checkpoint: str) -> Path:
-    """Return the folder with the files that are downloaded of a checkpoint: those of peft, or a whole model."""
-    # Written beside the checkpoint by `_save_weights`; a fully trained model has none.
+    """Return the folder with the downloadable files of an exported checkpoint: an adapter in peft's format, or a whole model."""
+    # `_save_weights` writes the folder `peft` next to the checkpoint of an adapter.
     peft = Path(checkpoint).parent / "peft"
     return peft if peft.is_dir() else Path(checkpoint)
 
 
 def remove_folder(checkpoint: str) -> None:
-    """Remove the folder that holds a checkpoint alone."""
+    """Remove the parent of a checkpoint's folder, which contains nothing else."""
     shutil.rmtree(Path(checkpoint).parent, ignore_errors=True)

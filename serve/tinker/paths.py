@@ -1,4 +1,4 @@
-"""The paths of checkpoints, `tinker://MODEL/KIND/NAME`: keys of the database, which are never joined to folders."""
+"""The paths of checkpoints, `tinker://MODEL/KIND/NAME`. They are keys of the database, and are never used as file paths."""
 
 import re
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from .errors import BadRequestError
 SCHEME = "tinker://"
 TRAINING, EXTERNAL = "weights", "external_weights"
 KINDS = {TRAINING: "training", "sampler_weights": "sampler", EXTERNAL: "external"}
-"""The parts of a path that say what a checkpoint is for, with their names in lists."""
-# Names are parts of addresses, so they have nothing that would be escaped there, and do not begin with a dot.
+"""The kinds of checkpoints in paths, with the names of these kinds in listings."""
+# Names are parts of URLs, so they have no characters that must be escaped there, and do not begin with a dot.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -20,7 +20,7 @@ class CheckpointPath:
     Args:
         model: The id of the model.
         kind: One of `KINDS`.
-        name: Its name.
+        name: The name of the checkpoint.
     """
 
     model: str
@@ -29,15 +29,15 @@ class CheckpointPath:
 
     @classmethod
     def parse(cls, text: str) -> "CheckpointPath":
-        """Return a path.
+        """Parse a path.
 
         Raises:
-            BadRequestError: It is not one.
+            BadRequestError: The text is not the path of a checkpoint.
         """
         parts = text.removeprefix(SCHEME).split("/")
         if not text.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
             raise BadRequestError(
-                f"{text[:200]!r} is not a path of a checkpoint: {SCHEME}MODEL/weights/NAME, or sampler_weights"
+                f"{text[:200]!r} is not the path of a checkpoint; use {SCHEME}MODEL/KIND/NAME, where KIND is one of {', '.join(KINDS)}"
             )
         return cls(parts[0], parts[1], checked_name(parts[2]))
 
@@ -46,13 +46,14 @@ class CheckpointPath:
 
 
 def checked_name(name: str) -> str:
-    """Return the name of a checkpoint.
+    """Check the name of a checkpoint, and return it.
 
     Raises:
-        BadRequestError: It has other characters than names have.
+        BadRequestError: The name has characters that are not allowed, or is too long.
     """
     if not _NAME.fullmatch(name):
         raise BadRequestError(
-            f"the name {name[:200]!r} of a checkpoint must have 1 to 128 letters, digits, '.', '_' and '-', and begin with one of the first two"
+            f"the checkpoint name {name[:200]!r} is not valid; use 1 to 128 of the characters A-Z, a-z, 0-9, '.', '_' and '-', and begin with a "
+            "letter or a digit"
         )
     return name

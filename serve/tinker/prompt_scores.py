@@ -14,7 +14,7 @@ from .errors import BadRequestError
 from .json_requests import SampleBody
 from .sample_answers import PromptScores, TopTokens, asked_targets
 from .scoring import Scoring
-from .turns import FairPlaces
+from .turns import FairSemaphore
 
 MOST_TOP_K = 1024
 MOST_ALTERNATIVES = 8192
@@ -37,7 +37,7 @@ class PromptScorer:
 
     def __init__(self, scoring: Scoring, longest: int, vocabulary: int) -> None:
         self._scoring, self._longest, self._vocabulary = scoring, longest, vocabulary
-        self._matrices = FairPlaces(MATRICES_AT_ONCE)
+        self._matrices = FairSemaphore(MATRICES_AT_ONCE)
 
     def check(self, request: SampleBody, prompt: ChunkTokens, room: int) -> int:
         """Check what a request asks about its prompt; return the maximum number of tokens of its completion.
@@ -119,7 +119,7 @@ class PromptScorer:
             log_probs, top = await self._predictions(owner, folder, prompt, request)
         if asked is not None:
             # They may be large, however small the request is.
-            async with self._matrices.place(owner):
+            async with self._matrices.slot(owner):
                 ids = asked_targets(asked, len(prompt.ids) - 1)
                 # -1 stands for no target; other negative numbers are not ids.
                 self._check_ids("target_prompt_logprobs", 0 if ids.min() == -1 else int(ids.min()), max(0, int(ids.max())))

@@ -1,4 +1,4 @@
-"""The answers to sample requests: responses, and what was asked about the prompt."""
+"""The results of sample requests: completions, and scores of the prompt."""
 
 import math
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from .json_requests import TokenMatrix
 from .payloads import MOST_NUMBERS, MOST_TARGETS_PER_TOKEN, dense
 
 _NO_LOG_PROB = -99999.0
-"""What the protocol has for a log-probability that there is none of."""
+"""The protocol's placeholder for a missing log-probability."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TopTokens:
-    """The most likely tokens at some positions, of which others have none.
+    """The most likely tokens at each position of a prompt or a completion.
 
     Args:
-        tokens: `[length, k]`, the ids, the most likely first.
+        tokens: `[length, k]`, the token ids, the most likely first.
         log_probs: `[length, k]`, their log-probabilities.
-        empty: The number of positions at the beginning that have none.
+        empty: The number of positions at the beginning without values.
     """
 
     tokens: np.ndarray
@@ -34,13 +34,13 @@ class TopTokens:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleResult:
-    """A response to a sample request.
+    """A completion of a sample request.
 
     Args:
-        tokens: Its tokens.
-        log_probs: Their log-probabilities.
-        reason: Why it ended.
-        top: The most likely tokens in the place of each; None if they were not requested.
+        tokens: The token ids.
+        log_probs: The log-probability of each token.
+        reason: Why the completion ended.
+        top: The most likely tokens at each position; None if they were not requested.
     """
 
     tokens: Sequence[int]
@@ -51,14 +51,14 @@ class SampleResult:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptScores:
-    """What a sample request asks about its prompt, of N tokens; None for what it does not ask.
+    """The scores of a prompt of N tokens. A field is None if the sample request does not ask for it.
 
     Args:
         log_probs: `[N]`, the log-probability of each token; NaN where there is none.
-        top: The most likely tokens in the place of each.
-        targets: `[N - 1, K]`, the log-probabilities of the tokens that it names, from the second position on.
-        asked: The tokens that it names.
-        alternatives: Two arrays `[N - 1, k]`: tokens drawn at each position from the second on, and their log-probabilities.
+        top: The most likely tokens at each position.
+        targets: `[N - 1, K]`, the log-probabilities of the tokens in `target_prompt_logprobs`, from the second position on.
+        asked: The tokens in `target_prompt_logprobs`.
+        alternatives: Two arrays `[N - 1, k]`: the tokens drawn at each position from the second on, and their log-probabilities.
     """
 
     log_probs: Sequence[float] | None = None
@@ -69,48 +69,60 @@ class PromptScores:
 
 
 def asked_targets(asked: TokenMatrix, positions: int) -> np.ndarray:
-    """Return the tokens that a sample request names at the positions of its prompt from the second on, `[positions, K]`; -1 for none.
+    """Return the tokens of `target_prompt_logprobs`, `[positions, K]` int64; -1 where there is none.
+
+    Args:
+        asked: The matrix in the request.
+        positions: The number of prompt tokens minus one: the first token has no log-probability.
 
     Raises:
-        BatchError: It is not a matrix with a row for each position, or too large.
+        BatchError: The matrix does not have a row for each position, or is too large.
     """
     title = "target_prompt_logprobs"
     shape = tuple(asked.shape) if asked.shape is not None else (len(asked.data),)
     if len(shape) != 2 or shape[0] != positions or not 0 < shape[1] <= MOST_TARGETS_PER_TOKEN:
         raise BatchError(
-            f"{title} is {list(shape)}; it must be [{positions}, K], a row for each token of the prompt but the first, with K from 1 to "
-            f"{MOST_TARGETS_PER_TOKEN}"
+            f"{title} has the shape {list(shape)}; it must be [{positions}, K], with a row for each prompt token except the first and K from 1 "
+            f"to {MOST_TARGETS_PER_TOKEN}"
         )
-    # What is sparse may be small, and large as soon as it is not.
+    # Checked before the dense matrix is allocated, because a small sparse matrix may have a huge shape.
     if math.prod(shape) > MOST_NUMBERS:
         raise BatchError(
-            f"{title} is {list(shape)} and has {math.prod(shape)} numbers, more than {MOST_NUMBERS}; name fewer tokens at a time"
+            f"{title} has the shape {list(shape)}, which is {math.prod(shape)} numbers, more than the limit of {MOST_NUMBERS}; request fewer "
+            "tokens at a time"
         )
     try:
         values, starts, columns = (
             np.asarray(part or [], dtype=np.int64)
             for part in (asked.data, asked.sparse_crow_indices, asked.sparse_col_indices)
         )
-    # NumPy raises it for an integer of more than 64 bits, which JSON can have.
+    # JSON allows integers of more than 64 bits, for which NumPy raises this error.
     except OverflowError as e:
-        raise BatchError(f"{title} has a number that is not an int64") from e
-    # -1 marks what was not asked for; in a dense matrix the client may send it itself.
+        raise BatchError(f"{title} has a number that does not fit into int64; send token ids, or -1 for none") from e
+    # A missing entry of a sparse matrix becomes -1, which clients may also send in a dense matrix.
     if asked.sparse_crow_indices is not None:
         values = dense(values, starts, columns, shape, title, missing=-1)
     elif len(values) != math.prod(shape):
-        raise BatchError(f"{title} has {len(values)} numbers; its shape is {list(shape)}")
+        raise BatchError(
+            f"{title} has {len(values)} numbers, but its shape {list(shape)} needs {math.prod(shape)}; send one per entry, or a sparse matrix"
+        )
     return values.reshape(shape)
 
 
-def sample_answer(responses: Sequence[SampleResult], scores: PromptScores) -> bytes:
-    """Return the body of the answer to a sample request."""
+def sample_answer(completions: Sequence[SampleResult], scores: PromptScores) -> bytes:
+    """Return the serialized `SampleResponse` message of a sample request.
+
+    Args:
+        completions: The completions.
+        scores: The scores of the prompt.
+    """
     answer = messages.SampleResponse()
-    for response in responses:
-        sequence = answer.sequences.add(stop_reason=messages.STOP if response.reason == "stop" else messages.LENGTH)
-        sequence.tokens = np.asarray(response.tokens, dtype="<i4").tobytes()
-        sequence.logprobs = np.asarray(response.log_probs, dtype="<f4").tobytes()
-        if response.top is not None:
-            _write_top(sequence.topk_sampled_logprobs, response.top)
+    for completion in completions:
+        sequence = answer.sequences.add(stop_reason=messages.STOP if completion.reason == "stop" else messages.LENGTH)
+        sequence.tokens = np.asarray(completion.tokens, dtype="<i4").tobytes()
+        sequence.logprobs = np.asarray(completion.log_probs, dtype="<f4").tobytes()
+        if completion.top is not None:
+            _write_top(sequence.topk_sampled_logprobs, completion.top)
     if scores.log_probs is not None:
         answer.prompt_logprobs = np.asarray(scores.log_probs, dtype="<f4").tobytes()
     if scores.top is not None:
@@ -129,7 +141,7 @@ def sample_answer(responses: Sequence[SampleResult], scores: PromptScores) -> by
 
 
 def _write_top(message: Any, top: TopTokens) -> None:
-    # `astype` copies, so that the next line does not change the arrays of the caller.
+    # `astype` makes copies, so the next line does not change the caller's arrays.
     tokens, log_probs = top.tokens.astype("<i4"), top.log_probs.astype("<f4")
     tokens[: top.empty], log_probs[: top.empty] = 0, _NO_LOG_PROB
     message.length, message.k = tokens.shape
@@ -137,7 +149,7 @@ def _write_top(message: Any, top: TopTokens) -> None:
 
 
 def _write_targets(message: Any, values: np.ndarray, asked: TokenMatrix) -> None:
-    """Write numbers as a matrix of the form in which they were asked for."""
+    """Write log-probabilities in the layout of the request: as a dense matrix, or as a sparse one with the same indices."""
     message.dtype = messages.FLOAT32
     message.shape.extend(values.shape)
     if asked.sparse_crow_indices is None:
@@ -145,7 +157,6 @@ def _write_targets(message: Any, values: np.ndarray, asked: TokenMatrix) -> None
         return
     starts = np.asarray(asked.sparse_crow_indices, dtype="<i8")
     columns = np.asarray(asked.sparse_col_indices or [], dtype="<i8")
-    # Answered at the entries that were asked for, with the same index arrays.
     rows = np.repeat(np.arange(len(values)), np.diff(starts))
     message.sparse_csr.values = values[rows, columns].astype("<f4").tobytes()
     message.sparse_csr.crow_indices, message.sparse_csr.col_indices = starts.tobytes(), columns.tobytes()

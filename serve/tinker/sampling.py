@@ -26,7 +26,7 @@ from .prompt_scores import PromptScorer
 from .sample_answers import SampleResult, sample_answer
 from .sampler_weights import SamplerWeights, is_cured_by_load
 from .scoring import Scoring
-from .turns import AdapterPlaces
+from .turns import AdapterSemaphore
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class SamplingService:
         self._refreshes: set[asyncio.Task[None]] = set()
         # Weights are loaded by one request at a time: two could otherwise choose the same adapter to replace.
         self._lock = asyncio.Lock()
-        self._places = AdapterPlaces(at_once, weights.at_a_time)
+        self._slots = AdapterSemaphore(at_once, weights.at_a_time)
         self._pending: Counter[str] = Counter()
         self._counted: dict[str, tuple[str, int]] = {}
         """By request, who waits for how many responses."""
@@ -383,7 +383,7 @@ class SamplingService:
         self, request: GenerationRequest, source: "_Source", prompt: ChunkTokens, stops: Sequence[str], top_k: int
     ) -> SampleResult:
         """Return a response, as soon as it is its user's turn. It begins anew if its worker dies."""
-        async with self._places.place(source.owner, self._weights.held_as(source.name)):
+        async with self._slots.slot(source.owner, self._weights.held_as(source.name)):
             response = await self._generated(request, source, stops)
         # Outside of the place: a pass of the trainer must not keep a place of the generator.
         if top_k and response.tokens:
@@ -466,4 +466,4 @@ class SamplingService:
         """Load the weights of a sampler into all workers, unless they have them, in the place of some that are not in use."""
         folder = self._published(source.live) if source.live else source.folder
         with self._using(folder):
-            await self._weights.load(source.name, folder, self._places.holds)
+            await self._weights.load(source.name, folder, self._slots.holds)

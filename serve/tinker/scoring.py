@@ -1,4 +1,4 @@
-"""The log-probabilities of prompts, computed by the processes that train, as forward passes without gradients."""
+"""Log-probabilities of prompts, computed by the training processes as forward passes without gradients."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from ...losses.token_sums import TokenSumLoss
 from ...workers.roles.adapters import AdapterReply, AdapterRequest
 from .errors import BadRequestError, reason
 from .training_group import TrainingGroup
-from .turns import in_turn
+from .turns import round_robin
 
 ATTEMPTS = 3
-"""How often something is tried under which processes die."""
+"""The number of times that a request is computed if processes die during it; then it fails."""
 
 
 @dataclass(eq=False)
@@ -30,12 +30,12 @@ class _Score:
 
 
 class Scoring:
-    """The prompts whose log-probabilities are asked for.
+    """The queue of prompts whose log-probabilities are requested.
 
     Args:
-        group: The processes.
-        tokens: The number of tokens that are computed at a time.
-        wake: Called when there is something to do.
+        group: The training processes.
+        tokens: The maximum number of tokens in one call of the processes, unless a single prompt has more.
+        wake: Called when a prompt is added to the queue.
     """
 
     def __init__(self, group: TrainingGroup, tokens: int, wake: Callable[[], None]) -> None:
@@ -44,24 +44,24 @@ class Scoring:
         self._last = ""
         """The user who was served last."""
         self._held: dict[str, None] = {}
-        """The checkpoints that are held, the one that was used least recently first."""
+        """The names of the checkpoints that the processes have loaded, the least recently used first. The values are unused."""
 
     async def score(self, owner: str, folder: str, batch: PackedBatch, *, top_k: int = 0) -> AdapterReply:
-        """Return the log-probabilities of a batch's labels, or of its several targets of each token, with the factors of a checkpoint.
+        """Return the log-probabilities of a batch's labels, or of its `targets` if it has several per token, under a checkpoint.
 
         Args:
-            owner: Who asks. Users are served in turn.
-            folder: The folder of the checkpoint; empty for the model without any adapter.
+            owner: The hash of the requesting key. Keys are served round-robin.
+            folder: The folder of the checkpoint; empty for the base model.
             batch: The documents.
-            top_k: How many of the most likely next tokens of each token to return too.
+            top_k: The number of most likely next tokens to return per token.
 
         Raises:
-            DrivetrainError: They cannot be computed.
+            DrivetrainError: The log-probabilities cannot be computed.
         """
         done: asyncio.Future[AdapterReply] = asyncio.get_running_loop().create_future()
         request = AdapterRequest(
             adapter=_name(folder) if folder else None,
-            # The loss is not used, only the log-probabilities; its formula still reads weights.
+            # Only the log-probabilities are used. The loss needs weights nevertheless.
             batch=batch.with_fields(loss_weights=torch.zeros(output_shape("log_probs", batch))),
             loss=TokenSumLoss("cross_entropy"),
             forward_only=True,
@@ -73,24 +73,24 @@ class Scoring:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there is something to do."""
+        """Whether prompts are waiting."""
         return bool(self._waiting)
 
     def forget(self) -> None:
-        """Note that the processes have been started anew, and hold nothing."""
+        """Mark all checkpoints as not loaded, after the processes were restarted."""
         self._held.clear()
 
     async def compute(self) -> None:
-        """Compute as much as is computed at a time.
+        """Compute the next waiting prompts in one call of the processes, and set their results.
 
         Raises:
-            WorkerLostError: A process died. What it was computing is computed again, a limited number of times.
+            WorkerLostError: A process died. Prompts that were being computed stay in the queue, up to `ATTEMPTS` times.
         """
         chosen: list[_Score] = []
         tokens = 0
-        # What is computed at a time has a limited number of tokens, and no more checkpoints than the processes hold.
-        # The first that exceeds a limit ends the choice, so that nothing is overtaken.
-        for one in in_turn(self._waiting, [one.owner for one in self._waiting], self._last):
+        # A call has a limited number of tokens, and no more checkpoints than the processes can hold. The first prompt that
+        # exceeds a limit ends the selection, so that later prompts cannot overtake it.
+        for one in round_robin(self._waiting, [one.owner for one in self._waiting], self._last):
             folders = {other.folder for other in (*chosen, one)} - {""}
             tokens += one.request.batch.num_tokens
             if len(folders) > self._group.snapshots or (chosen and tokens > self._tokens):
@@ -106,7 +106,7 @@ class Scoring:
                     raise
                 except DrivetrainError as e:
                     errors[folder] = reason(e)
-            # A checkpoint that cannot be loaded fails its own prompts only.
+            # If a checkpoint cannot be loaded, only its own prompts fail.
             sound = [one for one in chosen if one.folder not in errors]
             computed = iter(await self._group.forward_backward([one.request for one in sound]) if sound else [])
             replies = [
@@ -117,9 +117,12 @@ class Scoring:
                 one.attempts += 1
                 if one.attempts >= ATTEMPTS and not one.done.done():
                     one.done.set_exception(
-                        BadRequestError(f"the processes have died under this prompt: {reason(e)}", status=500)
+                        BadRequestError(
+                            f"the training processes died {one.attempts} times while this prompt was computed: {reason(e)}",
+                            status=500,
+                        )
                     )
-            # The others stay, and are computed again after the restart.
+            # The other prompts stay in the queue, and are computed again after the restart.
             self._waiting = [one for one in self._waiting if not one.done.done()]
             raise
         except DrivetrainError as e:
@@ -127,7 +130,7 @@ class Scoring:
         done = set(chosen)
         self._waiting = [one for one in self._waiting if one not in done]
         for one, reply in zip(chosen, replies, strict=True):
-            # The request may have been cancelled meanwhile.
+            # The request may have been cancelled in the meantime.
             if one.done.done():
                 continue
             if reply.error:
@@ -138,12 +141,13 @@ class Scoring:
     async def _hold(self, folder: str) -> None:
         name = _name(folder)
         if name in self._held:
-            # Inserted again at the end, as the one that was used last.
+            # Moved to the end, as the most recently used.
             self._held[name] = self._held.pop(name)
             return
         if len(self._held) >= self._group.snapshots:
             oldest = next(iter(self._held))
-            # Before the call, and below only after it: a call that fails must not leave a name here that is not held.
+            # Removed before its call and, below, added after its call: if a call fails, no name may remain here whose
+            # checkpoint is not loaded.
             del self._held[oldest]
             await self._group.drop(oldest)
         await self._group.evaluate(name, folder)

@@ -9,11 +9,11 @@ from ...engine.errors import ConfigError
 from ..openai.settings import check_address, host_names
 
 KEY_PREFIX = "tml-"
-"""What the client demands that its keys begin with."""
+"""The prefix that the client requires of API keys."""
 
 
 def owner_of(key: str) -> str:
-    """Return what stands for a key in the database and in logs; the key cannot be recovered from it."""
+    """Return the hash that identifies an API key in the database and in logs. The key cannot be recovered from it."""
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
@@ -22,22 +22,25 @@ class TrainingServiceSettings:
     """The settings of the training service.
 
     Args:
-        models: The name of each model in requests, and its folder. Only the first can be trained and sampled; others are names of the same.
-        state: The folder of everything that survives a restart.
-        host: The address to listen at.
-        port: The port; 0 takes a free one.
-        keys: What stands for each key that may be used (`owner_of`); empty if any key may, each of which is a user of its own.
-        allowed_hosts: The names under which the service may be addressed, beside those of this machine's loopback address and `host`.
-        full: Whether all weights of the model are trained, one user's at a time, instead of adapters.
-        max_adapters: How many adapters are trained at a time.
-        max_adapters_per_key: How many of them a key may have.
-        max_body_mib: The largest size of a request, also after decompression, in MiB.
-        max_queued_mib: The bytes of requests of a key that are kept until their effects are saved, in MiB.
-        max_disk_mib: The bytes of checkpoints of a key, in MiB.
-        poll_s: For how many seconds a request for a result waits until there is one.
-        session_s: After how many seconds without a sign of life a session is over, and its adapters are freed.
-        steps_per_save: After how many optimizer steps the state of an adapter is saved, from which a restart continues.
-        seed: The seed of the first seeds, of adapters and samples that come without one; None takes random ones.
+        models: The folder of the model by the name that clients use. Several names must have the same folder.
+        state: The folder of all data that survives a restart.
+        host: The address to listen on.
+        port: The port; 0 chooses a free one.
+        keys: The hashes of the accepted API keys (`owner_of`); if empty, any key is accepted, and each is a separate user.
+        allowed_hosts: The host names that requests may use, in addition to `host` and the names of the loopback address.
+        full: Whether to train all weights of one model at a time instead of adapters.
+        max_adapters: The maximum number of adapters in training.
+        max_adapters_per_key: The maximum number of adapters in training per API key.
+        max_body_mib: The maximum size of a request body in MiB, before and after decompression.
+        max_queued_mib: The maximum size in MiB of a key's requests whose effects are not yet in a saved state.
+        max_disk_mib: The maximum size of a key's checkpoints in MiB.
+        poll_s: The seconds that a request for a result waits until the result is available.
+        session_s: Idle seconds (without a heartbeat) after which a session expires and its models are freed.
+        steps_per_save: The number of optimizer steps between saved states, from which the service continues after a restart.
+        seed: The base seed from which default seeds of adapters and completions are drawn; None uses random seeds.
+
+    Raises:
+        ConfigError: A setting is not valid.
     """
 
     models: Mapping[str, Path]
@@ -59,8 +62,8 @@ class TrainingServiceSettings:
 
     def __post_init__(self) -> None:
         if not self.models:
-            raise ConfigError("there is no model; name a folder")
-        check_address(self.host, self.port, self.allowed_hosts, self.keys, "--api-key-file FILE, with a key on each line")
+            raise ConfigError("there is no model; pass the folder of one")
+        check_address(self.host, self.port, self.allowed_hosts, self.keys, "--api-key-file FILE, with one key per line")
         for name, value in (
             ("--max-adapters", self.max_adapters),
             ("--max-adapters-per-key", self.max_adapters_per_key),
@@ -70,26 +73,26 @@ class TrainingServiceSettings:
             ("--session-s", self.session_s),
             ("--steps-per-save", self.steps_per_save),
         ):
-            # Written like this, since a NaN is not above 0 either.
+            # Not `value <= 0`, which would accept NaN.
             if not value > 0:
-                raise ConfigError(f"{name} {value}; it must be above 0")
+                raise ConfigError(f"{name} {value} is out of range; it must be above 0")
 
     @property
     def default_model(self) -> str:
-        """The name of the model in answers."""
+        """The model name used where a request has none."""
         return next(iter(self.models))
 
     @property
     def hosts(self) -> list[str]:
-        """All names under which the service may be addressed."""
+        """The host names that requests may use."""
         return host_names(self.host, self.allowed_hosts)
 
 
 def read_keys(file: Path) -> tuple[str, ...]:
-    """Return what stands for the keys of a file, one on each line; empty lines and those that begin with # do not count.
+    """Return the hashes of the API keys in a file, which has one key per line. Empty lines and lines that begin with # are skipped.
 
     Raises:
-        ConfigError: The file cannot be read, has no keys, or one that the client would refuse.
+        ConfigError: The file cannot be read, has no keys, or has a key that the client would refuse.
     """
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
@@ -97,13 +100,13 @@ def read_keys(file: Path) -> tuple[str, ...]:
         raise ConfigError(f"--api-key-file {file} cannot be read: {e}") from e
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ConfigError(f"--api-key-file {file} has no keys; write one on each line, such as {KEY_PREFIX}...")
+        raise ConfigError(f"--api-key-file {file} has no keys; write one key per line, such as {KEY_PREFIX}...")
     for number, key in enumerate(keys, 1):
-        # A key is sent in a header, which takes printable ASCII only.
+        # Keys are sent in an HTTP header, so they must be printable ASCII.
         if not key.startswith(KEY_PREFIX) or not key.isascii() or not key.isprintable() or " " in key or len(key) < 16:
             raise ConfigError(
-                f"key {number} of --api-key-file {file} is one that the client refuses, or too short to be secret: it must begin with "
-                f"{KEY_PREFIX}, and have at least 16 letters, digits and signs"
+                f"key {number} of --api-key-file {file} is not valid; a key begins with {KEY_PREFIX} and has at least 16 printable ASCII "
+                "characters without spaces"
             )
-    # From here on the keys themselves are not kept.
+    # Only the hashes leave this function; the keys themselves are not kept in memory.
     return tuple(owner_of(key) for key in keys)

@@ -1,4 +1,4 @@
-"""`drivetrain tinker`: a training service for clients of Tinker's protocol, many at a time, each with adapters of its own on one model.
+"""`drivetrain tinker`: a training service for clients of Tinker's protocol. Many clients train their own LoRA adapters on one model.
 
 With --full it trains all weights of the model instead, for one client at a time.
 
@@ -48,21 +48,22 @@ from .settings import TrainingServiceSettings, read_keys
 from .training import Training
 from .training_group import POOL, ROLE, FullTrainingGroup, TrainingGroup
 
-# Clients keep requests for results open for `poll_s` seconds; the end of the service does not wait for these.
+# Seconds to wait for open requests at shutdown. Clients keep requests for results open for `poll_s` seconds, which is not
+# waited for.
 SHUTDOWN_S = 2
 DATABASE = "service.sqlite"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceEngine:
-    """The settings on the command line with a dot in their names."""
+    """The settings of the form `engine.KEY=VALUE` on the command line."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until the process is asked to end; return the exit code."""
-    # Intermixed, because names and settings may stand before and after options.
+    """Serve until SIGINT or SIGTERM; return the exit code."""
+    # Intermixed, because models and settings may come before or after options.
     args = _parser().parse_intermixed_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -83,63 +84,111 @@ def _parser() -> argparse.ArgumentParser:
         "words",
         nargs="+",
         metavar="MODEL|engine.KEY=VALUE",
-        help="the model's folder, also as NAME=FOLDER with the name that clients use; and settings of the engine that trains it",
+        help="the folder of the model, or NAME=FOLDER with the name that clients use; and settings of the training engine",
     )
     add(
         "--host",
         default=defaults.host,
-        help="the address to listen at; other than the loopback address, it needs --api-key-file",
+        help="the address to listen on; any address except a loopback address requires --api-key-file",
     )
-    add("--port", type=int, default=defaults.port, help="0 takes a free one")
-    add("--api-key-file", type=Path, default=None, metavar="FILE", help="the keys that may be used, one on each line")
-    add("--state", type=Path, default=Path("tinker-state"), metavar="DIR", help="the folder of all that survives a restart")
+    add("--port", type=int, default=defaults.port, help="the port to listen on; 0 chooses a free one")
+    add("--api-key-file", type=Path, default=None, metavar="FILE", help="a file with the accepted API keys, one per line")
     add(
-        "--full", action="store_true", help="train all weights of the model (rank 0 of the protocol), for one client at a time"
+        "--state",
+        type=Path,
+        default=Path("tinker-state"),
+        metavar="DIR",
+        help="the folder of all data that survives a restart",
     )
-    add("--nproc", type=int, default=1, metavar="N", help="the number of processes that train")
-    add("--group", choices=("process", "ray"), default="process", help="where they run: on this machine, or on a Ray cluster")
-    add("--samplers", type=int, default=1, metavar="N", help="the number of processes that sample, each with the whole model")
-    add("--generator", choices=("continuous", "static", "vllm"), default="continuous", help="how responses are batched")
+    add(
+        "--full",
+        action="store_true",
+        help="train all weights of the model (rank 0 in the protocol) instead of adapters, for one client at a time",
+    )
+    add("--nproc", type=int, default=1, metavar="N", help="the number of training processes")
+    add(
+        "--group",
+        choices=("process", "ray"),
+        default="process",
+        help="where training processes run: on this machine, or on a Ray cluster",
+    )
+    add("--samplers", type=int, default=1, metavar="N", help="the number of sampling processes, each with a copy of the model")
+    add(
+        "--generator",
+        choices=("continuous", "static", "vllm"),
+        default="continuous",
+        help="the generator, which determines how completions are batched",
+    )
     add(
         "--max-lora-rank",
         type=int,
         default=32,
         metavar="N",
-        help="with --generator vllm: the largest rank of a model that is sampled (8, 16, 32, 64, 128, 256)",
+        help="with --generator vllm: the maximum rank of an adapter that can be sampled from (8, 16, 32, 64, 128 or 256)",
     )
     add(
         "--max-batch-total-tokens",
         type=int,
         default=32768,
         metavar="N",
-        help="tokens of all prompts and responses that are sampled at a time",
+        help="the maximum number of tokens in all running prompts and completions of a sampling process",
     )
-    add("--max-adapters", type=int, default=defaults.max_adapters, metavar="N", help="adapters that are trained at a time")
-    add("--max-adapters-per-key", type=int, default=defaults.max_adapters_per_key, metavar="N", help="of one key")
-    add("--max-body-mib", type=float, default=defaults.max_body_mib, metavar="N", help="the largest request")
+    add(
+        "--max-adapters",
+        type=int,
+        default=defaults.max_adapters,
+        metavar="N",
+        help="the maximum number of adapters in training",
+    )
+    add(
+        "--max-adapters-per-key",
+        type=int,
+        default=defaults.max_adapters_per_key,
+        metavar="N",
+        help="the maximum number of adapters in training per API key",
+    )
+    add(
+        "--max-body-mib",
+        type=float,
+        default=defaults.max_body_mib,
+        metavar="N",
+        help="the maximum size of a request in MiB, also after decompression",
+    )
     add(
         "--max-queued-mib",
         type=float,
         default=defaults.max_queued_mib,
         metavar="N",
-        help="requests of a key that are not saved yet",
+        help="the maximum size in MiB of a key's requests whose effects are not yet in a saved state",
     )
-    add("--max-disk-mib", type=float, default=defaults.max_disk_mib, metavar="N", help="checkpoints of a key")
+    add(
+        "--max-disk-mib",
+        type=float,
+        default=defaults.max_disk_mib,
+        metavar="N",
+        help="the maximum size of a key's checkpoints in MiB",
+    )
     add(
         "--session-s",
         type=float,
         default=defaults.session_s,
         metavar="S",
-        help="seconds without a sign of life that end a session",
+        help="idle seconds (without a heartbeat) after which a session expires",
     )
     add(
         "--steps-per-save",
         type=int,
         default=defaults.steps_per_save,
         metavar="N",
-        help="optimizer steps after which an adapter is saved",
+        help="the number of optimizer steps between saved states, from which a restarted service continues",
     )
-    add("--allowed-host", action="append", default=[], metavar="NAME", help="a name under which the service may be addressed")
+    add(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another host name that requests may use; may be repeated",
+    )
     return parser
 
 
@@ -150,11 +199,12 @@ def _settings(args: argparse.Namespace, sources: Sequence[str]) -> TrainingServi
         models[name or folder] = Path(folder).resolve()
     if len(set(models.values())) > 1:
         raise ConfigError(
-            f"{' '.join(sources)} are several models; a service has one, under as many names as you like: NAME=FOLDER OTHER=FOLDER"
+            f"{' '.join(sources)} are different models, but a service has one; pass one folder, which may have several names: NAME=FOLDER "
+            "OTHER=FOLDER"
         )
     for number in ("nproc", "samplers"):
         if getattr(args, number) < 1:
-            raise ConfigError(f"--{number} {getattr(args, number)}; it must be at least 1")
+            raise ConfigError(f"--{number} {getattr(args, number)} is out of range; it must be at least 1")
     return TrainingServiceSettings(
         models=models,
         state=args.state,
@@ -177,14 +227,14 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
     folder = next(iter(settings.models.values()))
     model = ModelConfig(path=str(folder))
     config = read_config(model)
-    # Before anything takes time.
+    # Opened first, so that a port in use is reported before the model is loaded.
     listener = listen(settings.host, settings.port)
     try:
         settings.state.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ConfigError(f"--state {settings.state} is not a folder that can be used ({e.strerror}); give another one") from e
+        raise ConfigError(f"--state {settings.state} cannot be created ({e.strerror}); choose another folder") from e
     database = Database(settings.state / DATABASE)
-    # Requests are computed again after a restart, on the weights that they were computed on.
+    # After a restart, requests are computed again, so the weights of the model must be the same.
     database.claim("model", fingerprint(str(folder)), "model")
     futures = Futures(database)
     _claim_kind(database, settings)
@@ -197,7 +247,7 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
         options={"max_lora_rank": args.max_lora_rank} if args.generator == "vllm" and not settings.full else {},
     )
     replicas = Replicas(RolloutWorker, rollout, args.samplers, SupervisorSettings(name="sampler", environment=_QUIET))
-    # A datum is one document, which has to fit into a pass and into the positions of the model.
+    # A datum is one document, which must fit into a pass and into the context of the model.
     longest = min(engine.micro_batch.max_tokens, context_of(config) or sys.maxsize)
     images = ModelImages(model, media_config(model, config))
     passes = Passes(database, config.vocab_size, longest, images)
@@ -205,11 +255,11 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     app: list[TrainingApp] = []
-    # The routes and what trains need each other; the list is filled before anything is asked.
+    # The application and the training scheduler refer to each other; the list is filled before the first request arrives.
     training = Training(settings, database, futures, group, passes, lambda *of: app[0].arguments(*of))
     try:
         await asyncio.gather(group.start(), replicas.start())
-        # A request may go to any worker, so the smallest limit counts.
+        # A request may be sent to any worker, so the smallest limit applies.
         room = min([await worker.acall("largest_request") for worker in replicas.workers])
         room = min(room, context_of(config) or room)
         sampling = SamplingService(
@@ -229,16 +279,16 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
         training.published = sampling.refresh
         await training.start()
         await sampling.start()
-        house = asyncio.create_task(app[0].keep_house())
+        cleanup = asyncio.create_task(app[0].clean_periodically())
         try:
             await _listen_until(stop, app[0].build(), listener, settings)
         finally:
-            house.cancel()
-            # Samples first: they wait for log-probabilities that training computes.
+            cleanup.cancel()
+            # Sampling is closed first, because it waits for log-probabilities that the training processes compute.
             await sampling.close()
             await training.close()
     finally:
-        # Shielded, so that an interrupt does not leave processes behind.
+        # Shielded, so that an interrupt cannot leave processes running.
         await asyncio.shield(asyncio.gather(group.close(), replicas.close()))
         database.close()
     return 0
@@ -248,14 +298,14 @@ _QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 def _claim_kind(database: Database, settings: TrainingServiceSettings) -> None:
-    """Note whether a state is of adapters or of all weights, because its models are computed again as they were.
+    """Record in the database whether the service trains adapters or all weights, which must be the same after a restart.
 
     Raises:
-        ConfigError: It is of the other kind.
+        ConfigError: The state folder belongs to a service of the other kind.
     """
     what = "kind of training (adapters, or all weights with --full)"
     if database.one("SELECT 1 FROM about WHERE name = 'trains'") is None and database.one("SELECT 1 FROM models") is not None:
-        # Written before there was another kind.
+        # The database was written by a version that could train adapters only.
         database.claim("trains", "adapters", what)
     database.claim("trains", "all weights" if settings.full else "adapters", what)
 
@@ -265,15 +315,15 @@ def _training_group(
 ) -> TrainingGroup:
     folder = str(next(iter(settings.models.values())))
     if settings.full:
-        # What is trained is a sum over tokens, without the loss of a mixture's routers. Each step brings the settings of the optimizer.
         model = ModelConfig(path=folder)
-        # `FullTrainer` refuses a model with this loss.
+        # Losses are sums over tokens without the auxiliary loss of a mixture's routers, so `FullTrainer` refuses models with it.
         if router_aux_coef(read_config(model), model):
             model = replace(model, router_aux_loss_coef=0.0)
+        # The learning rate is a placeholder: each step has its own optimizer settings.
         config = WorkerConfig(model=model, engine=engine, optim=OptimConfig(lr=1e-5))
         return FullTrainingGroup(_group(FullTrainingWorker, config, args.group, args.nproc))
     open_models = database.read("SELECT COUNT(*) AS n FROM models WHERE state = 'open'")[0]["n"]
-    # With a smaller --max-adapters than before, all open models must still be brought back.
+    # After a restart with a smaller --max-adapters, all open models must still be restored.
     adapters = max(settings.max_adapters, open_models) + TrainingGroup.snapshots
     config = WorkerConfig(model=ModelConfig(path=folder, max_adapters=adapters), engine=engine)
     return TrainingGroup(_group(AdapterWorker, config, args.group, args.nproc))
@@ -296,7 +346,7 @@ async def _listen_until(stop: asyncio.Event, app: Any, listener: Any, settings: 
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SHUTDOWN_S)
     server = HTTPServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    # uvicorn has no event for its start. The address is printed when requests are answered.
+    # uvicorn has no event for the end of its startup. The address is printed when the server accepts requests.
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host

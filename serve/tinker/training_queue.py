@@ -1,7 +1,7 @@
-"""The requests of models in the order of their numbers, whatever the order in which they arrive, and whose turn it is.
+"""The queues of training requests: each model's requests run in the order of their sequence numbers, and models take turns.
 
-A request is cut into pieces by itself alone, so that one of many tokens lets others in between, and is computed in the same pieces whatever
-else is pending.
+A forward or backward pass is split into pieces, so that a long request does not block other models. The split depends only on the request
+itself, so its pieces are the same whatever else is pending.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from ...losses.traced_loss import TracedLoss
 from ...workers.roles.adapters import AdapterReply, AdapterRequest
 
 CREATE, FORWARD_BACKWARD = "create_model", "forward_backward"
-"""The kinds of requests that create a model, and that run passes."""
+"""The operations that create a model, and that run a forward or backward pass."""
 
 
 @dataclass(eq=False)
@@ -21,20 +21,20 @@ class QueuedRequest:
     """A request of a model.
 
     Args:
-        seq: Its number among those of the model.
-        kind: What is asked.
-        future: The id of its result.
-        size: The size of its body in bytes.
-        dense: The bytes of its tensors as long as it waits (`payloads.dense_size`).
-        arguments: What is asked, as the kind has it; None if it cannot be done.
-        error: Why it cannot be done.
-        pieces: Of a forward or backward pass, what is left to compute.
-        replies: The replies to the pieces that are done.
-        shapes: The shape of the targets of each of its datums.
-        counts: The number of datums of each piece.
-        loads: Whether it has loaded a checkpoint.
-        forward_only: Whether it is a pass that changes nothing.
-        publishes: Whether it has saved weights for samplers that take over new ones while they sample.
+        seq: The sequence number of the request in its model.
+        kind: The operation.
+        future: The id of the result.
+        size: The size of the body in bytes.
+        arguments: The parsed arguments. Until the request runs, the body; unused for passes.
+        error: Why the request is refused; empty if it is not.
+        pieces: The pieces of a forward or backward pass that have not been computed yet.
+        replies: The replies to the pieces that have been computed.
+        shapes: The shape of the targets of each datum.
+        counts: The number of datums in each piece.
+        loads: Whether the request has loaded a checkpoint.
+        forward_only: Whether the request is a forward pass, which adds no gradients.
+        publishes: Whether the request has published weights for samplers that switch to new weights while they sample.
+        dense: The size of the request's tensors in bytes (`payloads.dense_size`), which counts while the request waits.
     """
 
     seq: int
@@ -59,11 +59,11 @@ class ModelQueue:
 
     Args:
         model: The id of the model.
-        owner: Whose it is.
-        next_seq: The number of the request that is next.
-        waiting: Those that have arrived, by their numbers.
-        steps: The number of optimizer steps since its state was saved.
-        logged: The bytes of requests since then.
+        owner: The hash of the key that the model belongs to.
+        next_seq: The sequence number of the request that runs next.
+        waiting: The requests that have arrived and not finished, by sequence number.
+        steps: The number of optimizer steps since the state of the model was last saved.
+        logged: The size in bytes of the requests that have arrived since then.
     """
 
     model: str
@@ -75,31 +75,30 @@ class ModelQueue:
 
     @property
     def dense(self) -> int:
-        """The bytes of the tensors of the requests that wait."""
+        """The size in bytes of the tensors of the waiting requests."""
         return sum(request.dense for request in self.waiting.values())
 
     def ready(self) -> QueuedRequest | None:
-        """Return the request that is next, if it has arrived."""
+        """Return the request that runs next; None if it has not arrived."""
         return self.waiting.get(self.next_seq)
 
     def done(self, request: QueuedRequest) -> None:
-        """Continue with the next request."""
+        """Remove a finished request, and continue with the next one."""
         del self.waiting[request.seq]
         self.next_seq = request.seq + 1
 
 
 def pieces_of(batch: PackedBatch, most: int, documents: int | None = None) -> Iterator[PackedBatch]:
-    """Yield the documents of a batch in order, as many as have at most so many tokens, or one.
+    """Yield a batch in pieces of consecutive documents.
 
     Args:
         batch: The batch.
-        most: The largest number of tokens of several documents.
-        documents: The largest number of documents; None: any.
+        most: The maximum number of tokens in a piece. A longer document is a piece by itself, because documents are not split.
+        documents: The maximum number of documents in a piece; None for no limit.
     """
     rows: list[int] = []
     used = 0
     for row, length in enumerate(batch.lengths):
-        # A document that is larger than the limit gets a piece of its own: documents are not split.
         if rows and (used + length > most or len(rows) == documents):
             yield batch.select(rows)
             rows, used = [], 0
@@ -110,10 +109,10 @@ def pieces_of(batch: PackedBatch, most: int, documents: int | None = None) -> It
 
 
 class RoundRobin:
-    """Whose pieces are computed next: those of models in turn, each about as many tokens.
+    """Chooses the pieces that are computed next, round-robin over the models.
 
     Args:
-        tokens: The number of tokens that are computed at a time.
+        tokens: The number of tokens after which no further piece is chosen.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -121,21 +120,24 @@ class RoundRobin:
         self._last = ""
 
     def take(self, queues: dict[str, ModelQueue]) -> list[tuple[ModelQueue, QueuedRequest, AdapterRequest]]:
-        """Return the pieces to compute now, of requests that are next in their models. They are not removed.
+        """Return the pieces to compute in the next call, each with its queue and request. The queues are not changed.
 
-        Every model whose turn it is has at least one; what is left goes to those after the one that was served last.
+        Only the next request of each model is considered. In each round every model gets one piece, beginning after the model that was
+        served last, until the limit of tokens is reached.
+
+        Args:
+            queues: The queues by model.
         """
         ready = [(queue, request) for queue in queues.values() if (request := queue.ready()) is not None and request.pieces]
         names = [queue.model for queue, _ in ready]
         begin = names.index(self._last) + 1 if self._last in names else 0
-        # From here on `ready` begins with the model after the one that was served last.
         ready = ready[begin:] + ready[:begin]
         chosen: list[tuple[ModelQueue, QueuedRequest, AdapterRequest]] = []
         left = self._tokens
         depth = 0
         while ready and left > 0:
-            # In round `depth` each model gets the piece of this number, so that a long request does not take all the
-            # room before the others have some.
+            # In round `depth`, each model gets its piece of this index, so that a long request cannot use up the limit of
+            # tokens before the other models have a piece.
             with_more = [(queue, request) for queue, request in ready if depth < len(request.pieces)]
             if not with_more:
                 break
@@ -150,7 +152,7 @@ class RoundRobin:
 
 
 def _cost(piece: AdapterRequest) -> int:
-    """Return what a piece counts as, in tokens: an operation of a traced loss as one."""
-    # A traced loss runs each operation once for each document, whatever its length, so short documents are not cheap.
+    """Return the cost of a piece in tokens, where an operation of a traced loss counts as one token."""
+    # A traced loss runs each operation once per document, however short the document is.
     operations = piece.loss.operations * piece.batch.num_sequences if isinstance(piece.loss, TracedLoss) else 0
     return max(piece.batch.num_tokens, operations)

@@ -1,4 +1,4 @@
-"""Places that users share: as many are taken at a time as there are, and one that is free goes to each user who waits in turn."""
+"""Semaphores and queues that serve users round-robin, so that a user with many requests does not delay the others."""
 
 import asyncio
 from collections import Counter, deque
@@ -9,21 +9,25 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class FairPlaces:
-    """Places.
+class FairSemaphore:
+    """A semaphore that serves users round-robin.
 
     Args:
-        places: Their number.
+        slots: The maximum number of holders at a time.
     """
 
-    def __init__(self, places: int) -> None:
-        self._free = places
+    def __init__(self, slots: int) -> None:
+        self._free = slots
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Those who wait, by user, the one whose turn it is first."""
+        """The waiting futures by user, in the order in which the users are served."""
 
     @asynccontextmanager
-    async def place(self, owner: str) -> AsyncIterator[None]:
-        """Hold a place during the block, as soon as it is this user's turn."""
+    async def slot(self, owner: str) -> AsyncIterator[None]:
+        """Wait for a slot, and hold it during the block.
+
+        Args:
+            owner: The user that the slot is for.
+        """
         await self._take(owner)
         try:
             yield
@@ -40,53 +44,59 @@ class FairPlaces:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():
-                # It was given a place at the same time.
+                # The slot was granted before the cancellation arrived.
                 self._release()
             raise
 
     def _release(self) -> None:
         while self._waiting:
             owner = next(iter(self._waiting))
-            # A user with more requests returns to the end of the dict, behind all others who wait.
+            # A user with more requests moves to the end of the dict, behind all other waiting users.
             queue = self._waiting.pop(owner)
             turn = queue.popleft()
             if queue:
                 self._waiting[owner] = queue
             if not turn.done():
-                # The place is passed on without becoming free, so that a new request cannot take it first.
+                # The slot is handed over without being counted as free, so that a new request cannot take it first.
                 turn.set_result(None)
                 return
         self._free += 1
 
 
-class AdapterPlaces:
-    """Places for work with adapters, of which a limited number is held at a time.
+class AdapterSemaphore:
+    """A semaphore for work with adapters, of which only a limited number is loaded at a time. It serves users round-robin.
 
-    A place that is free goes to each user who waits in turn. While somebody waits for an adapter that there is no room for, each that is held
-    gets so many places since it is there, and then no more until it is unused and makes room: no user keeps an adapter by asking for more.
+    While a request waits for an adapter for which there is no room, each loaded adapter is granted at most `slots` slots, counted from when it
+    was loaded. After that it gets none until it is unused and can be replaced, so that a steady stream of requests cannot keep an adapter
+    loaded forever.
 
     Args:
-        places: Their number, and how many each adapter gets at least.
-        adapters: The number of adapters that are held at a time.
+        slots: The maximum number of holders at a time.
+        adapters: The maximum number of adapters that are loaded at a time.
     """
 
-    def __init__(self, places: int, adapters: int) -> None:
-        self._free = self._places = places
+    def __init__(self, slots: int, adapters: int) -> None:
+        self._free = self._slots = slots
         self._adapters = adapters
         self._held: dict[str, int] = {}
-        """The number of places in use with each adapter that is held, the one that was used least recently first."""
+        """The number of slots in use for each loaded adapter, the least recently used adapter first."""
         self._served: Counter[str] = Counter()
-        """How many places each of them has got since it is held."""
+        """The number of slots granted to each loaded adapter since it was loaded."""
         self._waiting: dict[str, dict[str, deque[asyncio.Future[None]]]] = {}
-        """Those who wait, by user and adapter, the one whose turn it is first."""
+        """The waiting futures by user and adapter, in the order in which they are served."""
 
     def holds(self, adapter: str) -> bool:
-        """Return whether an adapter is one of those that are held."""
+        """Return whether an adapter is loaded."""
         return adapter in self._held
 
     @asynccontextmanager
-    async def place(self, owner: str, adapter: str = "") -> AsyncIterator[None]:
-        """Hold a place during the block, and the adapter, as soon as it is this user's turn; an empty name is none."""
+    async def slot(self, owner: str, adapter: str = "") -> AsyncIterator[None]:
+        """Wait for a slot and for the adapter, and hold both during the block.
+
+        Args:
+            owner: The user that the slot is for.
+            adapter: The name of the adapter; empty for work without an adapter.
+        """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, {}).setdefault(adapter, deque()).append(turn)
         self._admit()
@@ -94,7 +104,7 @@ class AdapterPlaces:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():
-                # It was given a place at the same time.
+                # The slot was granted before the cancellation arrived.
                 self._release(adapter)
             raise
         try:
@@ -118,32 +128,32 @@ class AdapterPlaces:
 
     def _use(self, adapter: str) -> None:
         if adapter not in self._held and len(self._held) >= self._adapters:
-            # There is one: `_next` admits an adapter only if there is room or one is unused.
+            # An unused adapter exists, because `_next` returns an adapter only if there is room or one is unused.
             unused = next(name for name, users in self._held.items() if not users)
             del self._held[unused], self._served[unused]
-        # Removed and inserted again, so that the dict stays in the order of last use.
+        # Removed and inserted again, so that the dict stays ordered by last use.
         self._held[adapter] = self._held.pop(adapter, 0) + 1
         self._served[adapter] += 1
 
     def _next(self) -> tuple[str, "asyncio.Future[None]"] | None:
-        """Take the one whose turn it is from those who wait, with its adapter; None if none can proceed."""
+        """Remove the next waiting future that can be served, and return it with its adapter; None if there is none."""
         self._forget_cancelled()
         is_full = len(self._held) >= self._adapters
         has_room = not is_full or not all(self._held.values())
-        # Somebody waits for an adapter that is not held, and there is no room: adapters that are held get no more than
-        # their share.
+        # If a request waits for an adapter that is not loaded and there is no room, loaded adapters are limited to `slots`
+        # grants.
         is_missed = is_full and any(name and name not in self._held for queues in self._waiting.values() for name in queues)
         for owner, queues in self._waiting.items():
             for adapter, queue in queues.items():
-                # The empty name is never held and takes no room, so it needs a free place only.
+                # Work without an adapter (an empty name) needs only a free slot.
                 if adapter in self._held:
-                    can_go_on = not is_missed or self._served[adapter] < self._places
+                    is_admissible = not is_missed or self._served[adapter] < self._slots
                 else:
-                    can_go_on = not adapter or has_room
-                if not can_go_on:
+                    is_admissible = not adapter or has_room
+                if not is_admissible:
                     continue
                 turn = queue.popleft()
-                # The others of this user, and the other users, come first now.
+                # This user, and this adapter among those of the user, move to the end of the order.
                 del queues[adapter], self._waiting[owner]
                 if queue:
                     queues[adapter] = queue
@@ -155,7 +165,7 @@ class AdapterPlaces:
     def _forget_cancelled(self) -> None:
         for owner, queues in list(self._waiting.items()):
             for adapter, queue in list(queues.items()):
-                # Waiting futures are only ever done by cancellation: those that got a place have left the queue.
+                # A future in a queue can only be done because it was cancelled: granted ones have left the queue.
                 while queue and queue[0].done():
                     queue.popleft()
                 if not queue:
@@ -164,12 +174,12 @@ class AdapterPlaces:
                 del self._waiting[owner]
 
 
-def in_turn(waiting: Iterable[T], owners: Iterable[str], last: str) -> list[T]:
-    """Return what waits in an order in which each user has one after the other, beginning after the user who was served last.
+def round_robin(waiting: Iterable[T], owners: Iterable[str], last: str) -> list[T]:
+    """Return waiting items in round-robin order: one of each user in each round, beginning after the user who was served last.
 
     Args:
-        waiting: What waits, in the order of its arrival.
-        owners: Whose each is.
+        waiting: The items in the order of their arrival.
+        owners: The user of each item.
         last: The user who was served last.
     """
     queues: dict[str, deque[T]] = {}

@@ -378,7 +378,7 @@ def test_wrong_calls_change_nothing_and_the_others_go_on(trainer: AdapterTrainer
         "None",
         "a document has",
         "labels are from",
-        "trains nothing",
+        "has nothing to train",
     ]
     for message, pattern in zip(messages, expected, strict=True):
         assert pattern in message
@@ -476,7 +476,7 @@ def test_adapters_that_cannot_be_created(trainer: AdapterTrainer) -> None:
     trainer.create("a", config())
     for name, settings, message in (
         ("a", config(), "already"),
-        ("b", config(rank=10_000), "more than the smallest side"),
+        ("b", config(rank=10_000), "exceeds the smallest input or output size"),
     ):
         with pytest.raises(ConfigError, match=message):
             trainer.create(name, settings)

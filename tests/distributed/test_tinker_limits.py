@@ -210,7 +210,10 @@ def test_a_number_of_a_sampler_is_one_sampler(model: Path) -> None:
         other = {"session_id": session, "sampling_session_seq_id": 0, "model_path": saved["path"]}
         await service.post("/create_sampling_session", other, status=400)
         taken = {"model_id": name, "seq_id": 2, "sampling_session_seq_id": 0}
-        assert "number each anew" in (await service.result(await service.post("/save_weights_for_sampler", taken)))["error"]
+        assert (
+            "use a new number for each"
+            in (await service.result(await service.post("/save_weights_for_sampler", taken)))["error"]
+        )
         assert (await service.get(f"/training_runs?offset={10**25}"))["training_runs"] == []
 
     serve(model, test)

@@ -20,7 +20,7 @@ from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import NoAdapterError, QueueFullError, WorkerError
 from drivetrain.serve.tinker import sampling
 from drivetrain.serve.tinker.sampling import SamplingService
-from drivetrain.serve.tinker.turns import AdapterPlaces
+from drivetrain.serve.tinker.turns import AdapterSemaphore
 from helpers.tinker_replicas import LocalReplicas
 from helpers.tinker_service import (
     KEY,
@@ -329,7 +329,7 @@ def test_samples_and_what_is_refused(model: Path) -> None:
             ({"params": {"top_k": 0}}, "top_k=0"),
             ({"params": {"top_p": 0.0}}, "top_p=0.0"),
             ({"params": {"temperature": -1.0}}, "temperature=-1.0"),
-            ({"params": {"max_tokens": 10_000}}, "room for"),
+            ({"params": {"max_tokens": 10_000}}, "more than a completion of this prompt can have"),
             ({"params": {"max_tokens": 0}}, "max_tokens=0"),
             ({"params": {"stop": ["x"]}}, "no tokenizer"),
             ({"params": {"stop": ""}}, "empty text"),
@@ -495,11 +495,11 @@ def test_a_request_is_cancelled_or_goes_on_after_a_restart(model: Path) -> None:
 
 
 class Narrow(SamplingService):
-    """Has one adapter in its workers at a time, and four places."""
+    """Has one adapter in its workers at a time, and four slots."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._adapters, self._places = 1, AdapterPlaces(4, 1)
+        self._adapters, self._slots = 1, AdapterSemaphore(4, 1)
 
 
 def test_a_key_that_floods_its_sampler_lets_others_have_theirs(model: Path) -> None:
@@ -633,7 +633,7 @@ def test_a_service_whose_database_writes_nothing_says_so(model: Path) -> None:
         await asyncio.to_thread(service.database._thread.join)
         assert (await service.get("/healthz", status=503))["status"] == "failed"
         answer = await service.post("/create_session", {}, status=503)
-        assert "nothing is written to the database" in answer["detail"]
+        assert "the database no longer accepts writes" in answer["detail"]
         # So that the end of the test can write.
         service.database._thread = threading.Thread(target=service.database._run, daemon=True)
         service.database._thread.start()

@@ -153,7 +153,7 @@ def test_a_wrong_request_says_so_in_its_result_and_holds_up_nobody(model: Path) 
                 forward_backward(name, 4, [{**good[0], "target_tokens": [10**6] * len(good[0]["tokens"])}]),
                 "target_tokens has the token id",
             ),
-            (forward_backward(name, 5, [{**good[0], "weights": [1.0] * 99}]), "one per token of model_input"),
+            (forward_backward(name, 5, [{**good[0], "weights": [1.0] * 99}]), "one number per token of model_input"),
             (forward_backward(name, 6, [{**good[0], "weights": [float("nan")] * len(good[0]["tokens"])}]), "not finite"),
             (forward_backward(name, 7, []), "data is empty"),
             (
@@ -162,7 +162,7 @@ def test_a_wrong_request_says_so_in_its_result_and_holds_up_nobody(model: Path) 
             ),
             (
                 forward_backward(name, 9, [{"tokens": [1] * 200, "target_tokens": [1] * 200, "weights": [1.0] * 200}]),
-                "more than this service takes, 128",
+                "more than the maximum of 128",
             ),
         ]
         futures = [await service.post("/forward_backward", body) for body, _ in wrong]
@@ -182,8 +182,8 @@ def test_a_wrong_request_says_so_in_its_result_and_holds_up_nobody(model: Path) 
                 *(m for _, m in wrong),
                 "grad_clip_norm=-1.0",
                 "there is no checkpoint",
-                "letters, digits",
-                "must be snapshot or inflight",
+                "begin with a letter or a digit",
+                "use snapshot or inflight",
             ],
             strict=True,
         ):
@@ -303,7 +303,7 @@ def test_a_loss_that_the_client_has_traced(model: Path) -> None:
         assert all(len(loss) < 2**12 for loss in stored.values())
         large = {**body, "custom_loss_seq_id": 3, "notes": "x" * 2**20}
         answer_of = await service.post("/create_custom_loss", large, status=413)
-        assert "more than 1048576; trace a smaller function" in answer_of["detail"]
+        assert "more than the limit of 1048576; trace a smaller function" in answer_of["detail"]
         one, two, foreign = await service.model(session, 0), await service.model(session, 1), await service.model(other, 0)
         data = [{**datum, "weights": [w * 2 for w in datum["weights"]]} for datum in datums(Random(3), 5)]
         for datum in datums(Random(4), 1):
@@ -319,12 +319,12 @@ def test_a_loss_that_the_client_has_traced(model: Path) -> None:
         norms = [(await service.result(await service.step(name, 2)))["metrics"]["grad_norm:mean"] for name in (one, two)]
         assert norms[1] == pytest.approx(norms[0], rel=1e-5)
         for name, seq, rows, loss_id, message in (
-            (two, 3, custom, "other", "there is no loss 'other'"),
+            (two, 3, custom, "other", "loss_id='other' is not a loss of this session"),
             (foreign, 1, custom, answer["loss_id"], "of this session"),
             (two, 4, [{"tokens": [1], "target_tokens": [1]}], answer["loss_id"], "lacks the loss_fn_input 'weights'"),
-            (two, 5, [{"tokens": [1], "target_tokens": [1], "weights": [[1.0]]}], answer["loss_id"], "with rank 1"),
+            (two, 5, [{"tokens": [1], "target_tokens": [1], "weights": [[1.0]]}], answer["loss_id"], "declares rank 1"),
             (two, 6, [{"tokens": [1], "target_tokens": [[1]], "weights": [1.0]}], answer["loss_id"], "of rank 1"),
-            (two, 7, custom, f"{session}:loss:1", "there is no loss"),
+            (two, 7, custom, f"{session}:loss:1", "is not a loss of this session"),
         ):
             asked = forward_backward(name, seq, rows, "custom", loss_id=loss_id)
             answer_of = await service.result(await service.post("/forward_backward", asked))
@@ -445,7 +445,7 @@ def test_limits(model: Path) -> None:
             ({"base_model": "gpt-5"}, "this service has tiny"),
             ({"lora_config": {"rank": 0}}, "rank=0"),
             ({"lora_config": {"train_mlp": False, "train_attn": False, "train_unembed": False}}, "nothing to train"),
-            ({"optimizer_config": {"type": "dimuon"}}, "trains with adam"),
+            ({"optimizer_config": {"type": "dimuon"}}, "supports adam only"),
         ):
             other = await service.session(OTHER)
             answer = await service.result(

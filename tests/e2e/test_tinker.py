@@ -223,7 +223,7 @@ def test_a_session_of_the_client(running: TinkerProcess) -> None:
             },
         )
         wrong = resumed.forward_backward([bad], "cross_entropy")
-        with pytest.raises(tinker.RequestFailedError, match="the model has those below"):
+        with pytest.raises(tinker.RequestFailedError, match="but the model's vocabulary has ids from 0 to"):
             wrong.result()
         other = holder.create_lora_training_client(base_model="other", rank=4)
         with pytest.raises(tinker.RequestFailedError, match="this service has tiny"):
@@ -330,12 +330,12 @@ def test_what_the_command_refuses(folder: Path, tmp_path: Path, capsys: pytest.C
     keys.write_text("tml-short\n")
     for options, message in (
         (["--host", "0.0.0.0"], "give --api-key-file"),
-        (["--api-key-file", str(keys)], "too short"),
+        (["--api-key-file", str(keys)], "at least 16 printable ASCII"),
         (["--api-key-file", str(tmp_path / "none")], "cannot be read"),
         (["--nproc", "0"], "must be at least 1"),
         (["--session-s", "0"], "must be above 0"),
         (["engine.no_such=1"], "no_such"),
-        ([str(tmp_path)], "several models"),
+        ([str(tmp_path)], "are different models"),
     ):
         assert main([str(folder), "--state", str(tmp_path / "state"), *options]) == 1
         assert message in capsys.readouterr().err

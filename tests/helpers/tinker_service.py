@@ -143,7 +143,7 @@ async def running(
     )
     app.append(TrainingApp(options, database, futures, training, sampling, lambda: 7))
     await group.start()
-    house = asyncio.create_task(app[0].keep_house(0.2))
+    house = asyncio.create_task(app[0].clean_periodically(0.2))
     try:
         await training.start()
         await sampling.start()

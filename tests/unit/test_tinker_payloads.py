@@ -86,29 +86,29 @@ def test_tokens_that_a_sample_request_names_are_not_built_larger_than_they_may_b
     asked = TokenMatrix(data=[], shape=[4, 6], sparse_crow_indices=[0] * 5, sparse_col_indices=[])
     assert asked_targets(asked, 4).tolist() == [[-1] * 6] * 4
     monkeypatch.setattr(sample_answers, "MOST_NUMBERS", 23)
-    with pytest.raises(BatchError, match="has 24 numbers, more than 23"):
+    with pytest.raises(BatchError, match="is 24 numbers, more than the limit of 23"):
         asked_targets(asked, 4)
 
 
 def test_shapes_that_do_not_fit() -> None:
     for shape, message in (
-        ([2, 2, 1], "or several"),
-        ([3, 2], "or several"),
-        ([2, 0], "from 1 to 1024 targets"),
-        ([2, 1025], "from 1 to 1024 targets"),
-        ([2], "is sparse, and"),
+        ([2, 2, 1], r"one number per token of model_input, or \[2, K\]"),
+        ([3, 2], r"one number per token of model_input, or \[2, K\]"),
+        ([2, 0], "must be from 1 to 1024"),
+        ([2, 1025], "must be from 1 to 1024"),
+        ([2], "is sparse with the shape"),
     ):
         wrong = request()
         for tensor in wrong.data[0].loss_fn_inputs.values():
             tensor.shape[:] = shape
         with pytest.raises(BatchError, match=message):
             batches_of(wrong.data, LOSS, 8, TEXT_ALONE)
-    with pytest.raises(BatchError, match="more than this service takes, 1"):
+    with pytest.raises(BatchError, match="more than the maximum of 1 "):
         batches_of(request().data, LOSS, 1, TEXT_ALONE)
     other = request()
     other.data[0].loss_fn_inputs["weights"].dtype = messages.INT32
     other.data[0].loss_fn_inputs["weights"].shape[:] = [2, 2]
-    with pytest.raises(BatchError, match=r"weights of datum 0 is \[2, 2\]"):
+    with pytest.raises(BatchError, match=r"weights of datum 0 has the shape \[2, 2\]"):
         batches_of(other.data, LOSS, 8, TEXT_ALONE)
 
 
@@ -116,7 +116,7 @@ def test_what_is_small_because_it_is_sparse_is_not_built_large(monkeypatch: pyte
     monkeypatch.setattr(payloads, "MOST_NUMBERS", 23)
     data = request().data
     assert len(batches_of(data, LOSS, 8, TEXT_ALONE)) == 1
-    with pytest.raises(BatchError, match="the datums up to 1 have 24 targets, numbers of these and of images, more than 23"):
+    with pytest.raises(BatchError, match="datums 0 to 1 have 24 numbers, more than the limit of 23"):
         batches_of([*data, *data], LOSS, 8, TEXT_ALONE)
 
 

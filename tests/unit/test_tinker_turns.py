@@ -1,4 +1,4 @@
-"""Whose turn it is among users who share places."""
+"""Whose turn it is among users who share slots."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from drivetrain.engine.errors import WorkerLostError
 from drivetrain.losses.traced_loss import TracedLoss
 from drivetrain.serve.openai.replicas import Replicas
 from drivetrain.serve.tinker.training_queue import ModelQueue, QueuedRequest, RoundRobin, pieces_of
-from drivetrain.serve.tinker.turns import AdapterPlaces, FairPlaces, in_turn
+from drivetrain.serve.tinker.turns import AdapterSemaphore, FairSemaphore, round_robin
 from drivetrain.workers.roles.adapters import AdapterRequest
 from drivetrain.workers.supervision.supervisor import SupervisorSettings
 from helpers.adapters import packed
@@ -20,10 +20,10 @@ from helpers.adapters import packed
 
 def test_users_are_served_in_turn_however_much_one_of_them_asks() -> None:
     async def run() -> list[str]:
-        turns, order = FairPlaces(2), []
+        turns, order = FairSemaphore(2), []
 
         async def work(owner: str) -> None:
-            async with turns.place(owner):
+            async with turns.slot(owner):
                 order.append(owner)
                 await asyncio.sleep(0)
 
@@ -31,22 +31,22 @@ def test_users_are_served_in_turn_however_much_one_of_them_asks() -> None:
         return order
 
     order = asyncio.run(run())
-    # The first two found free places; from then on each has one after the other.
+    # The first two found free slots; from then on each has one after the other.
     assert "".join(order) == "aaabcabcaaaa"
 
 
-def test_a_place_is_not_lost_when_those_who_wait_give_up() -> None:
+def test_a_slot_is_not_lost_when_those_who_wait_give_up() -> None:
     async def run() -> None:
-        turns = FairPlaces(1)
+        turns = FairSemaphore(1)
         began = asyncio.Event()
 
         async def hold() -> None:
-            async with turns.place("a"):
+            async with turns.slot("a"):
                 began.set()
                 await asyncio.sleep(0.01)
 
         async def wait(owner: str) -> None:
-            async with turns.place(owner):
+            async with turns.slot(owner):
                 await asyncio.sleep(10)
 
         first = asyncio.create_task(hold())
@@ -55,12 +55,12 @@ def test_a_place_is_not_lost_when_those_who_wait_give_up() -> None:
         await asyncio.sleep(0)
         waiting[0].cancel()
         await first
-        # The second was given the place at this moment, before it could go on.
+        # The second was given the slot at this moment, before it could continue.
         waiting[1].cancel()
         await asyncio.gather(*waiting[:2], return_exceptions=True)
         waiting[2].cancel()
         await asyncio.gather(waiting[2], return_exceptions=True)
-        async with asyncio.timeout(1), turns.place("e"):
+        async with asyncio.timeout(1), turns.slot("e"):
             pass
 
     asyncio.run(run())
@@ -72,7 +72,7 @@ def test_a_place_is_not_lost_when_those_who_wait_give_up() -> None:
 )
 def test_an_order_in_turn(last: str, expected: str) -> None:
     waiting = ["a1", "a2", "b1", "a3", "c1", "b2"]
-    assert " ".join(in_turn(waiting, [one[0] for one in waiting], last)) == expected
+    assert " ".join(round_robin(waiting, [one[0] for one in waiting], last)) == expected
 
 
 def test_pieces_of_traced_losses_are_as_long_as_they_compute() -> None:
@@ -98,15 +98,15 @@ def test_pieces_of_traced_losses_are_as_long_as_they_compute() -> None:
     assert [queue.model for queue, _, _ in RoundRobin(4000).take(queues)] == ["a"]
 
 
-def order_of(places: int, adapters: int, requests: str) -> str:
+def order_of(slots: int, adapters: int, requests: str) -> str:
     """The order in which requests of users have their turn, each a letter for the user and a digit for the adapter (0: none)."""
 
     async def run() -> list[str]:
-        turns, order, users = AdapterPlaces(places, adapters), [], Counter[str]()
+        turns, order, users = AdapterSemaphore(slots, adapters), [], Counter[str]()
 
         async def work(request: str) -> None:
             owner, adapter = request[0], request[1].strip("0")
-            async with turns.place(owner, adapter):
+            async with turns.slot(owner, adapter):
                 order.append(request)
                 users[adapter] += bool(adapter)
                 assert len(+users) <= adapters
@@ -123,7 +123,7 @@ def order_of(places: int, adapters: int, requests: str) -> str:
 
 
 def test_nobody_keeps_an_adapter_by_asking_for_more() -> None:
-    # b waits until the first adapter has had two places, and has the next as soon as these are free.
+    # b waits until the first adapter has had two slots, and has the next as soon as these are free.
     assert order_of(2, 1, "a1 a1 a1 a1 a1 a1 b2") == "a1 a1 b2 a1 a1 a1 a1"
     # As much as b asks, a is not kept waiting either.
     assert order_of(2, 1, "a1 a1 a1 a1 b2 b2 b2 b2") == "a1 a1 b2 b2 a1 a1 b2 b2"
@@ -134,23 +134,23 @@ def test_nobody_keeps_an_adapter_by_asking_for_more() -> None:
 
 def test_all_adapters_have_their_turn_in_the_end() -> None:
     random = Random(0)
-    for places, adapters in ((1, 1), (3, 2), (8, 3), (4, 9)):
+    for slots, adapters in ((1, 1), (3, 2), (8, 3), (4, 9)):
         requests = [random.choice("aaaab") + str(random.randrange(7)) for _ in range(200)]
-        assert sorted(order_of(places, adapters, " ".join(requests)).split()) == sorted(requests)
+        assert sorted(order_of(slots, adapters, " ".join(requests)).split()) == sorted(requests)
 
 
 def test_those_who_give_up_waiting_for_an_adapter_hold_up_nobody() -> None:
     async def run() -> None:
-        turns = AdapterPlaces(1, 1)
+        turns = AdapterSemaphore(1, 1)
         entered = asyncio.Event()
 
         async def hold() -> None:
-            async with turns.place("a", "1"):
+            async with turns.slot("a", "1"):
                 entered.set()
                 await asyncio.sleep(0.01)
 
         async def wait(owner: str, adapter: str) -> None:
-            async with turns.place(owner, adapter):
+            async with turns.slot(owner, adapter):
                 await asyncio.sleep(10)
 
         first = asyncio.create_task(hold())
@@ -159,12 +159,12 @@ def test_those_who_give_up_waiting_for_an_adapter_hold_up_nobody() -> None:
         await asyncio.sleep(0)
         waiting[0].cancel()
         await first
-        # The second was given the place at this moment, before it could go on.
+        # The second was given the slot at this moment, before it could continue.
         waiting[1].cancel()
         await asyncio.gather(*waiting[:2], return_exceptions=True)
         waiting[2].cancel()
         await asyncio.gather(waiting[2], return_exceptions=True)
-        async with asyncio.timeout(1), turns.place("e", "1"):
+        async with asyncio.timeout(1), turns.slot("e", "1"):
             pass
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""The adapters role: a frozen model with adapters that are created, trained, saved and dropped while it runs."""
+"""The role that trains adapters: a frozen model with adapters that are created, trained, saved and dropped while it runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,12 +47,12 @@ class AdapterReply:
 
     Args:
         loss: The loss; NaN if there is an error.
-        metrics: The metrics of the loss, each averaged over documents or over the denominator that the loss defines.
+        metrics: The metrics of the loss. Each is a mean over documents, or over the denominator that the loss defines.
         log_probs: `[T]` or `[T, K]` float32, the log-probability of each label or target, in the order of the batch, from the same
             forward pass as the gradients.
         top_tokens: `[T, k]` int64, the ids of the most likely next tokens, the most likely first; None if not requested.
         top_log_probs: `[T, k]` float32, their log-probabilities.
-        error: Why the request failed, in which case it has changed nothing; empty if it succeeded.
+        error: Why the request failed; empty if it succeeded. A failed request changes nothing.
     """
 
     loss: float
@@ -78,7 +78,7 @@ class AdapterWorker(Worker):
     def __init__(self, config: WorkerConfig, ranks: Sequence[int] | None = None) -> None:
         if not config.model.max_adapters:
             raise ConfigError(
-                "model.max_adapters=0: an AdapterWorker creates adapters while it runs; set their maximum number"
+                "model.max_adapters=0: an AdapterWorker creates adapters while it runs; set model.max_adapters to their maximum number"
             )
         super().__init__(config, ranks)
         self._trainer: AdapterTrainer | None = None
@@ -95,7 +95,7 @@ class AdapterWorker(Worker):
         """Create an adapter.
 
         Raises:
-            ConfigError: The name is taken, there are too many adapters, or its settings do not fit the model.
+            ConfigError: The name is taken, the maximum number of adapters is reached, or the settings do not fit the model.
         """
         self.trainer.create(name, config)
 
@@ -104,7 +104,7 @@ class AdapterWorker(Worker):
         """Free an adapter, with its gradients and moments.
 
         Raises:
-            ConfigError: There is none with this name.
+            ConfigError: There is no adapter with this name.
         """
         self.trainer.drop(name)
 
@@ -144,7 +144,7 @@ class AdapterWorker(Worker):
 
     @register("all", changes_weights=True)
     def load_adapter(self, name: str, folder: str, *, optimizer: bool = True) -> AdapterConfig:
-        """Load a checkpoint into an adapter. If there is none of this name, it is created with the checkpoint's settings.
+        """Load a checkpoint into an adapter. If there is no adapter with this name, it is created with the settings of the checkpoint.
 
         Args:
             name: The name of the adapter.
@@ -155,8 +155,8 @@ class AdapterWorker(Worker):
             The settings of the adapter.
 
         Raises:
-            CheckpointError: The checkpoint is damaged, or belongs to another model or another kind of adapter. An adapter that was created
-                for it is dropped again.
+            CheckpointError: The checkpoint is damaged, or belongs to another model or to an adapter with other settings. If the adapter was
+                created by this call, it is dropped again.
         """
         bank, created = self.trainer.bank, False
         if name not in bank:
@@ -175,16 +175,23 @@ class AdapterWorker(Worker):
 
 
 def compute_requests(trainer: CallTrainer, requests: Sequence[AdapterRequest]) -> list[AdapterReply]:
-    """Compute requests, each divided over the data-parallel ranks by itself; return the reply to each. Collective."""
+    """Compute requests, and return the reply to each. Collective.
+
+    The documents of each request are divided over the data-parallel ranks independently of other requests.
+
+    Args:
+        trainer: The trainer of the models that the requests name.
+        requests: The requests.
+    """
     engine = trainer.engine
     topology = engine.topology
     ratio = engine.model_shape.attention_ratio
-    # All ranks have all requests and compute the same assignment, so no rows have to be sent.
+    # All ranks have all requests and compute the same assignment of documents, so no documents have to be sent.
     assigned = [balance(request.batch.lengths, topology.dp_size, ratio=ratio) for request in requests]
     calls = [
         AdapterCall(
             adapter=request.adapter,
-            # A rank without documents still takes part in the call, which is collective.
+            # A rank without documents takes part too, because the call is collective.
             batch=request.batch.select(rows) if (rows := of_request[topology.dp_rank]) else None,
             loss=request.loss,
             forward_only=request.forward_only,
@@ -194,8 +201,8 @@ def compute_requests(trainer: CallTrainer, requests: Sequence[AdapterRequest]) -
     ]
     results = trainer.forward_backward(calls)
     local = [_outputs(result) for result in results] if topology.is_output_rank else None
-    # The ranks of a shard compute the same outputs, so only its output rank contributes. All ranks gather them,
-    # because all return the replies.
+    # The ranks of a data-parallel shard compute the same outputs, so only one of them, its output rank, contributes. All
+    # ranks gather the outputs, because all of them return the replies.
     by_shard = [part for part in topology.all_gather_object(local) if part is not None]
     return [
         _reply(request, result, of_request, [part[number] for part in by_shard])
@@ -213,7 +220,7 @@ def _reply(
     if result.error is not None:
         return AdapterReply(loss=result.loss, error=str(result.error))
     outputs: dict[str, Tensor] = {}
-    # Each shard has the tokens of its documents; together, they fill the batch.
+    # Each shard has the outputs of its documents; together, they cover the batch.
     for rows, part in zip(assigned, parts, strict=True):
         for name, value in part.items():
             whole = outputs.setdefault(name, value.new_zeros(request.batch.num_tokens, *value.shape[1:]))
@@ -228,6 +235,6 @@ def _reply(
 
 
 def _outputs(result: AdapterCallResult) -> dict[str, Tensor]:
-    """Return a call's outputs per token of this rank's documents; empty if there are no documents."""
+    """Return a call's outputs for the tokens of this rank's documents; empty if this rank has no documents."""
     outputs = {"log_probs": result.log_probs, "top_tokens": result.top_tokens, "top_log_probs": result.top_log_probs}
     return {name: value for name, value in outputs.items() if value is not None}

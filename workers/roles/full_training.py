@@ -1,4 +1,4 @@
-"""The role that trains all weights of one model by calls, and evaluates snapshots of it."""
+"""The role that trains all weights of one model, as a training service needs it, and evaluates snapshots of the model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,10 +20,10 @@ from .dispatch import register
 
 
 class FullTrainingWorker(Worker):
-    """A model whose weights are all trained, by calls whose gradients add up until an optimizer step with settings of its own.
+    """A model whose weights are all trained. The gradients of calls accumulate until an optimizer step, which has its own settings.
 
-    The model begins with the weights of `model.path` each time it is created. Beside it, snapshots are evaluated, each by an engine without
-    an optimizer, and the weights of `model.path` as the model None. All methods take the same arguments on all ranks.
+    Each time a model is created, it starts with the weights of `model.path`. Snapshots and the weights of `model.path` themselves (under the
+    name None) can be evaluated at the same time; each has an engine without an optimizer. All methods take the same arguments on all ranks.
 
     Args:
         config: The configuration of the role.
@@ -42,21 +42,24 @@ class FullTrainingWorker(Worker):
 
     @register("all")
     def create_model(self, name: str) -> None:
-        """Begin with the weights of `model.path`.
+        """Create a model with the weights of `model.path`.
+
+        Args:
+            name: The name of the model.
 
         Raises:
-            ConfigError: There is a model already.
+            ConfigError: Another model is being trained.
         """
         if self._trainer is not None:
-            raise ConfigError(f"the model {self._trainer.name!r} is being trained; drop it before {name!r} is created")
+            raise ConfigError(f"the model {self._trainer.name!r} is being trained; drop it before creating {name!r}")
         self._renew()
         self._trainer, self._is_fresh = FullTrainer(self.engine, name), False
 
     def _renew(self) -> None:
-        """Build the engine again, unless it is as new."""
+        """Rebuild the engine, unless it still has the weights of `model.path` and no moments."""
         if self._is_fresh:
             return
-        # Closed before the new one is built, so that memory never holds the gradients and moments of two engines.
+        # Closed first, so that the gradients and moments of two engines are never in memory at the same time.
         self.engine.close()
         self.engine = self._new_engine(self.config)
         self._is_fresh = True
@@ -67,22 +70,24 @@ class FullTrainingWorker(Worker):
 
     @register("all")
     def drop_model(self, name: str) -> None:
-        """Free a model's name, or the engine of a snapshot.
+        """Drop the model in training, or free the engine of a snapshot.
+
+        The memory of the model in training stays in use until the next model is created.
 
         Raises:
-            ConfigError: There is none with this name.
+            ConfigError: There is no model or snapshot with this name.
         """
         if name in self._evaluated:
             self._evaluated.pop(name).engine.close()
         elif self._trainer is not None and self._trainer.name == name:
-            # The engine stays as it is: the next `create_model` builds it again. Its memory is in use until then.
+            # The engine is not closed here: the next `create_model` rebuilds it.
             self._trainer = None
         else:
             raise ConfigError(f"there is no model {name!r} to drop; there are {', '.join(self.model_names()) or 'none'}")
 
     @register("all")
     def model_names(self) -> list[str]:
-        """Return the name of the model that is trained, if there is one, and those of snapshots."""
+        """Return the name of the model in training, if there is one, and the names of the snapshots."""
         trained = [] if self._trainer is None or self._trainer.name is None else [self._trainer.name]
         return [*trained, *(name for name in self._evaluated if name is not None)]
 
@@ -91,15 +96,16 @@ class FullTrainingWorker(Worker):
         """Compute the losses of requests, and add their gradients to those of the model; see `FullTrainer`.
 
         Args:
-            requests: The requests; `adapter` is the name of the model or of a snapshot, and None stands for the weights of `model.path`.
+            requests: The requests; `adapter` is the name of the model or of a snapshot, or None for the weights of `model.path`.
 
         Returns:
             The reply to each request.
         """
         replies: dict[int, AdapterReply] = {}
-        # All names first: an error must not come after gradients were added. All ranks iterate in the same order.
+        # All names are looked up first, so that an unknown name is an error before any gradient changes. All ranks iterate in
+        # the same order.
         models = {name: self._model(name) for name in dict.fromkeys(request.adapter for request in requests)}
-        # Each name has an engine of its own, so only requests of one name can share passes.
+        # Each name has its own engine, so only requests with the same name can share passes.
         for name, model in models.items():
             numbers = [number for number, request in enumerate(requests) if request.adapter == name]
             computed = compute_requests(model, [requests[number] for number in numbers])
@@ -109,8 +115,7 @@ class FullTrainingWorker(Worker):
     def _model(self, name: str | None) -> FullTrainer:
         if self._trainer is not None and self._trainer.name == name:
             return self._trainer
-        # Loaded on first use: a service that is never asked about the model's own weights does not pay for another copy
-        # of them.
+        # The weights of `model.path` are loaded on first use, because many services never evaluate them.
         if name is None and None not in self._evaluated:
             self.load_snapshot(None, self.config.model.path)
         if name not in self._evaluated:
@@ -119,7 +124,7 @@ class FullTrainingWorker(Worker):
 
     @register("all", changes_weights=True)
     def optim_step(self, name: str, optim: OptimConfig) -> AdapterStep:
-        """Make an optimizer step with the gradients that have added up since the last one; see `FullTrainer.optim_step`.
+        """Run an optimizer step with the gradients accumulated since the last one; see `FullTrainer.optim_step`.
 
         Raises:
             ConfigError: There is no such model, or the optimizer is not AdamW.
@@ -129,8 +134,9 @@ class FullTrainingWorker(Worker):
 
     def _trained(self, name: str) -> FullTrainer:
         if self._trainer is None or self._trainer.name != name:
-            trained = "no model is" if self._trainer is None else f"{self._trainer.name!r} is"
-            raise ConfigError(f"there is no model {name!r} that is trained ({trained}); call create_model({name!r}) first")
+            raise ConfigError(
+                f"there is no model {name!r} in training; create or load it first (models and snapshots: {', '.join(self.model_names()) or 'none'})"
+            )
         return self._trainer
 
     @register("all")
@@ -141,50 +147,54 @@ class FullTrainingWorker(Worker):
 
     @register("all")
     def export_model(self, name: str, folder: str) -> str:
-        """Write the model in Hugging Face format, and return the folder; see `engine.export.export_hf`."""
+        """Write the model in Hugging Face format, and return its folder; see `engine.export.export_hf`."""
         return str(export_hf(self._trained(name).engine, folder))
 
     @register("all", changes_weights=True)
     def load_model(self, name: str, folder: str, *, optimizer: bool = True) -> None:
-        """Load a checkpoint, or a folder in Hugging Face format, into the model, which is created if there is none.
+        """Load a checkpoint, or a folder in Hugging Face format, into the model. If there is no model, it is created.
 
         Args:
             name: The name of the model.
-            folder: The folder.
+            folder: The folder of the checkpoint, or its URL; or a folder in Hugging Face format.
             optimizer: Whether to load the moments and the step count as well; otherwise they start from zero.
 
         Raises:
-            ConfigError: Another model is being trained, or the moments of a folder in Hugging Face format are requested.
-            CheckpointError, ModelError: The folder is damaged, or belongs to another model. There is no model of this name then.
+            ConfigError: Another model is being trained, or `optimizer` is true for a folder in Hugging Face format, which has no moments.
+            CheckpointError, ModelError: The folder is damaged, or belongs to another model. The model is dropped.
         """
         is_exported = Path(folder).is_dir() and not (Path(folder) / MANIFEST).exists()
         if is_exported and optimizer:
             raise ConfigError(
-                "the checkpoint has weights only, because it was saved for samplers; load it without the optimizer, or one of save_state"
+                f"{folder} has weights but no optimizer moments, because it was saved for sampling; load it with optimizer=False, or load a "
+                "checkpoint of save_state"
             )
-        # The name is released, so that `create_model` builds a fresh engine: moments and the step count must not remain
-        # if `optimizer` is false.
+        # The model is dropped, so that `create_model` rebuilds the engine: if `optimizer` is false, no moments and no step
+        # count may remain.
         if self._trainer is not None and self._trainer.name == name:
             self._trainer = None
         self.create_model(name)
         try:
-            # A checkpoint of the engine has a manifest; a folder in Hugging Face format does not. A URL can only be a
-            # checkpoint.
             if is_exported:
                 self.engine.load_weights(stored_weights(folder))
             else:
                 self.engine.load_checkpoint(folder, optimizer=optimizer)
         except BaseException:
-            # Weights that were loaded in part must not be trained under this name.
+            # The weights may be partly loaded, so the model must not be trained further.
             self._trainer = None
             raise
 
     @register("all")
     def load_snapshot(self, name: str | None, folder: str) -> None:
-        """Build an engine without an optimizer on the weights of a folder in Hugging Face format, which evaluates calls of this name."""
+        """Load a folder in Hugging Face format into an engine without an optimizer, which then evaluates calls with this name.
+
+        Args:
+            name: The name of the snapshot; None for the weights of `model.path`.
+            folder: The folder.
+        """
         if name in self._evaluated:
             self._evaluated.pop(name).engine.close()
-        # Without an optimizer the engine holds neither gradients nor moments.
+        # Without optimizer settings, the engine allocates neither gradients nor moments.
         config = replace(self.config, model=replace(self.config.model, path=folder), optim=None)
         self._evaluated[name] = FullTrainer(self._new_engine(config), name)
 

@@ -1,1 +1,1 @@
-"""Checks of the meaning of a training service, of any implementation: `drivetrain conformance-tinker URL`."""
+"""Conformance checks for any implementation of the training protocol: `drivetrain conformance-tinker URL`."""

@@ -1,7 +1,6 @@
-"""The checks: each takes users of a service and raises an error if it does not mean what the protocol means.
+"""The conformance checks. Each takes the sessions of two users and raises a ServiceConformanceError if the service does not conform.
 
-They know nothing of the service but its answers, and nothing of the model: what is compared are answers to each other, or to sums that follow
-from them.
+The checks work with any model: they compare results of the service with each other, or with numbers computed from other results.
 """
 
 import math
@@ -13,14 +12,14 @@ from .client import Connection, Datum, Model, expect, expect_close
 
 Check = Callable[[Connection, Connection], None]
 VOCABULARY = 64
-"""Tokens are below this number, which every model has."""
+"""Token ids are drawn below this number, so that they exist in every model."""
 
 LINEAR: dict[str, Any] = {"beta1": 0.0, "beta2": 0.0, "eps": 1e4, "learning_rate": 10.0}
-"""With a large epsilon, and without memory, a step is as long as the gradient."""
+"""Settings of Adam with which a step is proportional to the gradient: no moments, and a large epsilon."""
 
 
 def data(seed: int, count: int = 4, length: int = 10, *, sampled: bool = False) -> list[Datum]:
-    """Return datums with weights, or with log-probabilities of a sampler and advantages."""
+    """Return random datums, with weights or, if `sampled`, with the sampler's log-probabilities and advantages."""
     random = Random(seed)
     result: list[Datum] = []
     for _ in range(count):
@@ -36,22 +35,22 @@ def data(seed: int, count: int = 4, length: int = 10, *, sampled: bool = False) 
 
 
 def scaled(datums: Sequence[Datum], factor: float) -> list[Datum]:
-    """Return datums with other weights."""
+    """Return datums with their weights multiplied by a factor."""
     return [Datum(d.tokens, d.targets, {"weights": [w * factor for w in d.fields["weights"]]}) for d in datums]
 
 
 def after(model: Model, datums: Sequence[Datum]) -> list[float]:
-    """Return the log-probabilities of datums, without a change."""
+    """Return the log-probabilities of datums under a model, from a forward pass."""
     return model.run(datums, forward_only=True).all
 
 
 def moved(model: Model, datums: Sequence[Datum], before: Sequence[float]) -> float:
-    """Return by how much log-probabilities have changed at most."""
+    """Return the largest absolute change of the log-probabilities since `before`."""
     return max(abs(a - b) for a, b in zip(after(model, datums), before, strict=True))
 
 
 def sums(user: Connection, other: Connection) -> None:
-    """A loss is a sum over all tokens, with any weights; a request with all datums twice has twice the loss and the gradient."""
+    """A loss is a weighted sum over all tokens, so a request with every datum twice has twice the loss and twice the gradient."""
     model, twice = user.create(), user.create()
     datums = data(1)
     result = model.run(datums)
@@ -60,8 +59,8 @@ def sums(user: Connection, other: Connection) -> None:
     expect_close([twice.run([*datums, *datums]).loss], [2 * result.loss], "the loss of all datums twice")
     lengths = user.create(), user.create()
     small = scaled(datums, 0.1)
-    # Adam's step hardly depends on the size of a gradient, so a mean could pass for a sum. With LINEAR it is
-    # proportional, and half of the rate must make up for twice the gradient.
+    # Adam's usual step hardly depends on the norm of the gradient, so a mean could not be told from a sum. With LINEAR it is
+    # proportional to the gradient, so half of the learning rate must compensate for twice the gradient.
     for one, batch, rate in ((lengths[0], small, 10.0), (lengths[1], [*small, *small], 5.0)):
         one.run(batch)
         one.step(**{**LINEAR, "learning_rate": rate})
@@ -70,7 +69,7 @@ def sums(user: Connection, other: Connection) -> None:
 
 
 def chunks(user: Connection, other: Connection) -> None:
-    """The gradients of several requests add up: in chunks as in the whole."""
+    """The losses and gradients of several requests add up to those of one request with all their datums."""
     whole, parts = user.create(), user.create()
     datums = data(2, 6)
     expected = whole.run(datums)
@@ -82,7 +81,7 @@ def chunks(user: Connection, other: Connection) -> None:
 
 
 def order(user: Connection, other: Connection) -> None:
-    """Requests run in the order of their numbers, not in that of their arrival."""
+    """Requests run in the order of their sequence numbers, not in the order of their arrival."""
     first, second = user.create(), user.create()
     datums = data(3, 4)
     first.run(datums[:2])
@@ -96,7 +95,7 @@ def order(user: Connection, other: Connection) -> None:
         1: lambda: second.send(datums[:2], seq=1),
     }
     futures = {seq: send() for seq, send in sent.items()}
-    # Results are waited for in the order of numbers. `number` keeps the client's own count in step.
+    # `number` counts the sequence numbers that were passed explicitly above.
     for seq in (1, 2, 3, 4):
         second.connection.result(futures[seq])
         second.number()
@@ -104,27 +103,29 @@ def order(user: Connection, other: Connection) -> None:
 
 
 def repetition(user: Connection, other: Connection) -> None:
-    """A request that is sent again has one effect and one result."""
+    """A request that is sent several times has one effect and one result."""
     once, again = user.create(), user.create()
     datums = data(4)
     expected = once.run(datums)
     futures = [again.send(datums, seq=1) for _ in range(3)]
-    expect(len({f["request_id"] for f in futures}) == 1, "a request that is repeated has several results")
-    expect_close(again.passed(futures[0]).all, expected.all, "log-probabilities of a request that was repeated")
+    expect(len({f["request_id"] for f in futures}) == 1, "a repeated request has several results")
+    expect_close(again.passed(futures[0]).all, expected.all, "log-probabilities of a repeated request")
     again.number()
     for model in (once, again):
-        # A large eps makes the step proportional to the gradient, so that a gradient that was added twice shows.
+        # With a large eps the step is proportional to the gradient, so that a gradient that was added twice is detected.
         model.step(eps=1e3, learning_rate=1.0)
-    expect_close(after(again, datums), after(once, datums), "log-probabilities after a step on a request that was repeated")
+    expect_close(after(again, datums), after(once, datums), "log-probabilities after a step on a repeated request")
 
 
 def forward_only(user: Connection, other: Connection) -> None:
-    """A forward pass has the same numbers, and leaves the gradient alone."""
+    """A forward pass returns the same loss and log-probabilities, and does not change the gradient."""
     plain, with_forward = user.create(), user.create()
     datums = data(5)
     expected = plain.run(datums)
     results = with_forward.run(datums, forward_only=True)
-    expect_close([results.loss, *results.all], [expected.loss, *expected.all], "the numbers of a forward pass")
+    expect_close(
+        [results.loss, *results.all], [expected.loss, *expected.all], "the loss and log-probabilities of a forward pass"
+    )
     with_forward.run(datums)
     with_forward.run(datums, forward_only=True)
     for model in (plain, with_forward):
@@ -135,7 +136,7 @@ def forward_only(user: Connection, other: Connection) -> None:
 
 
 def adam(user: Connection, other: Connection) -> None:
-    """Each step has the learning rate, betas, epsilon, decay and clipping of its request, as AdamW has them."""
+    """Each step is AdamW with the learning rate, betas, epsilon, weight decay and clipping of its request."""
     datums, nothing = data(6), scaled(data(6), 0.0)
 
     def stepped(*steps: tuple[Sequence[Datum], dict[str, Any]]) -> list[float]:
@@ -146,45 +147,51 @@ def adam(user: Connection, other: Connection) -> None:
         return after(model, datums)
 
     still = after(user.create(), datums)
-    # Without memory and with a tiny eps, a step is the learning rate times the sign of the gradient.
+    # With betas of 0 and a tiny eps, a step is the learning rate times the sign of the gradient.
     sign = {"beta1": 0.0, "beta2": 0.0, "eps": 1e-30}
     expect_close(
         stepped((scaled(datums, 8.0), sign)),
         stepped((datums, sign)),
-        "a step without memory, which is the sign of the gradient, with 8 times the weights",
+        "log-probabilities after a step with betas of 0 and a tiny eps, with 8 times the weights",
     )
     small, large = scaled(datums, 0.1), scaled(datums, 0.8)
     expect_close(
         stepped((large, {**LINEAR, "learning_rate": 1.25})),
         stepped((small, LINEAR)),
-        "a step with a large eps, which is as long as the gradient, with 8 times the weights and an eighth of the rate",
+        "log-probabilities after a step with a large eps, with 8 times the weights and an eighth of the learning rate",
     )
-    expect(max(abs(a - b) for a, b in zip(stepped((datums, sign)), still, strict=True)) > 1e-3, "a step changes nothing")
-    # The second step has weights of 0, so its gradient is exactly 0: what it changes comes from the settings.
+    expect(
+        max(abs(a - b) for a, b in zip(stepped((datums, sign)), still, strict=True)) > 1e-3,
+        "a step changes no log-probability",
+    )
+    # The second step has weights of 0, so its gradient is exactly 0: any change comes from the settings.
     resting = stepped((datums, sign), (nothing, {**sign, "eps": 1e-8}))
-    expect_close(resting, stepped((datums, sign)), "a step with beta1 0 and no gradient, which must change nothing")
+    expect_close(resting, stepped((datums, sign)), "log-probabilities after a step with beta1=0 and no gradient")
     carried = stepped((datums, {**sign, "beta1": 0.9}), (nothing, {**sign, "eps": 1e-8, "beta1": 0.9}))
     single = stepped((datums, {**sign, "beta1": 0.9}))
     expect(
         max(abs(a - b) for a, b in zip(carried, single, strict=True)) > 1e-4,
-        "a step with beta1 0.9 and no gradient changes nothing",
+        "a step with beta1=0.9 and no gradient changes no log-probability",
     )
     decayed = stepped((datums, sign), (nothing, {**sign, "eps": 1e-8, "weight_decay": 50.0}))
-    expect(max(abs(a - b) for a, b in zip(decayed, resting, strict=True)) > 1e-4, "weight_decay changes nothing")
-    # Two gradients of the same direction that are longer than the bound are equal once they are clipped.
+    expect(max(abs(a - b) for a, b in zip(decayed, resting, strict=True)) > 1e-4, "weight_decay changes no log-probability")
+    # Two gradients with the same direction whose norms exceed the bound are equal after clipping.
     clipped = {**LINEAR, "eps": 1.0, "grad_clip_norm": 1e-2}
     expect_close(
-        stepped((large, clipped)), stepped((small, clipped)), "a step with a small grad_clip_norm, with 8 times the weights"
+        stepped((large, clipped)),
+        stepped((small, clipped)),
+        "log-probabilities after a step with a small grad_clip_norm, with 8 times the weights",
     )
 
 
 def log_prob_order(user: Connection, other: Connection) -> None:
-    """Log-probabilities come for every position of every datum, in the order of the request."""
+    """A pass returns one log-probability for each position of each datum, in the order of the request."""
     model = user.create()
     datums = [*data(7, 3, 5), *data(8, 2, 17), *data(9, 1, 1)]
     together = model.run(datums, forward_only=True)
     expect(
-        [len(p) for p in together.log_probs] == [len(d.tokens) for d in datums], "there is not one number for each position"
+        [len(p) for p in together.log_probs] == [len(d.tokens) for d in datums],
+        "a pass does not return one log-probability for each position",
     )
     for number, datum in enumerate(datums):
         alone = model.run([datum], forward_only=True)
@@ -194,9 +201,9 @@ def log_prob_order(user: Connection, other: Connection) -> None:
 
 
 def ratios(user: Connection, other: Connection) -> None:
-    """The losses of sampled tokens are their formulas: ratios are not truncated, and bounds are those of the request."""
+    """The policy losses follow their formulas: ratios are not truncated, and the clip thresholds are those of the request."""
     model = user.create()
-    # The second shift makes all ratios 400 times as large, where an implementation that truncates them differs.
+    # The second shift makes all ratios 400 times as large, which detects an implementation that truncates them.
     for shift in (0.0, 6.0):
         datums = [
             Datum(d.tokens, d.targets, {**d.fields, "logprobs": [q - shift for q in d.fields["logprobs"]]})
@@ -221,29 +228,35 @@ def ratios(user: Connection, other: Connection) -> None:
         }
         for (name, config), terms in formulas.items():
             results = model.run(datums, name, forward_only=True, **dict(config))
-            expect_close([results.loss], [math.fsum(terms)], f"the loss of {name} with {dict(config) or 'its defaults'}")
+            expect_close(
+                [results.loss], [math.fsum(terms)], f"the loss of {name} with {dict(config) or 'the default settings'}"
+            )
 
 
 def sampled(user: Connection, other: Connection) -> None:
-    """The log-probabilities of sampled tokens are those of a pass over the whole sequence, of the sampler and of the trainer."""
+    """The log-probabilities of sampled tokens equal those of a pass over the whole sequence, by the sampler and by the model."""
     model = user.create()
     datums = data(11)
     model.run(datums)
     model.step(learning_rate=5e-2)
     sampler = user.sampler(model.save("sampled", sampler=True))
     prompt = [3, 4, 5]
-    (response,), _ = sampler.sample(prompt, seed=1)
-    sequence = [*prompt, *response.tokens]
+    (completion,), _ = sampler.sample(prompt, seed=1)
+    sequence = [*prompt, *completion.tokens]
     scores = sampler.log_probs(sequence)
-    expect_close(response.log_probs, scores[len(prompt) - 1 :], "log-probabilities of sampled tokens, by compute_logprobs")
+    expect_close(
+        completion.log_probs, scores[len(prompt) - 1 :], "log-probabilities of sampled tokens, compared with compute_logprobs"
+    )
     datum = Datum(sequence[:-1], sequence[1:], {"weights": [0.0] * (len(sequence) - 1)})
     expect_close(
-        scores, model.run([datum], forward_only=True).all, "log-probabilities of compute_logprobs, by the model that was saved"
+        scores,
+        model.run([datum], forward_only=True).all,
+        "log-probabilities of compute_logprobs, compared with the saved model",
     )
 
 
 def saved(user: Connection, other: Connection) -> None:
-    """A model from a checkpoint with its optimizer continues as the first one does; without, it begins with fresh moments."""
+    """A model that is loaded with the optimizer continues like the saved one; without the optimizer, it starts with zero moments."""
     model = user.create()
     datums = data(12)
     for _ in range(3):
@@ -254,20 +267,22 @@ def saved(user: Connection, other: Connection) -> None:
     expected = after(model, datums)
     for one in (with_optimizer, without):
         expect_close(after(one, datums), expected, "log-probabilities of a model from a checkpoint")
-    # A step without a gradient moves a model by its moments alone, which shows whether they were loaded.
+    # Without a gradient, a step depends on the moments only, which shows whether they were loaded.
     nothing = scaled(datums, 0.0)
     for one in (model, with_optimizer, without):
         one.run(nothing)
         one.step()
     expect_close(
-        after(with_optimizer, datums), after(model, datums), "log-probabilities after a step of moments that were loaded"
+        after(with_optimizer, datums),
+        after(model, datums),
+        "log-probabilities after a step with loaded moments and no gradient",
     )
-    expect_close(after(without, datums), expected, "log-probabilities after a step without moments and gradient")
-    expect(moved(model, datums, expected) > 1e-4, "moments do nothing")
+    expect_close(after(without, datums), expected, "log-probabilities after a step without moments and without a gradient")
+    expect(moved(model, datums, expected) > 1e-4, "a step with moments and no gradient changes no log-probability")
 
 
 def snapshots(user: Connection, other: Connection) -> None:
-    """A sampler stays as it is while its model is trained, and several are there at the same time, beside the model alone."""
+    """Samplers keep their weights while the model is trained further. Several snapshots and the base model are sampled at the same time."""
     model = user.create()
     datums = data(13)
     sequence = [1, 2, 3, 4, 5, 6]
@@ -286,12 +301,12 @@ def snapshots(user: Connection, other: Connection) -> None:
         for b in range(a):
             expect(
                 max(abs(x - y) for x, y in zip(results[a], results[b], strict=True)) > 1e-4,
-                f"snapshots {a} and {b} are the same",
+                f"snapshots {a} and {b} have the same log-probabilities",
             )
 
 
 def tenants(user: Connection, other: Connection) -> None:
-    """What one user does changes nothing for another, who sees none of it."""
+    """Requests of one user do not change the results of another, and users cannot see each other's checkpoints."""
     datums = data(14)
     alone = user.create(seed=5)
     for _ in range(2):
@@ -306,43 +321,48 @@ def tenants(user: Connection, other: Connection) -> None:
             theirs.step(wait=False, learning_rate=0.5),
             mine.step(wait=False),
         ]
-        # Sent before any result is waited for, so that the service has requests of both users at the same time.
+        # All requests were sent before the first result is read, so that the service has requests of both users at once.
         for number, future in enumerate(pending):
             (mine if number in (0, 3) else theirs).connection.result(future)
-    expect_close(after(mine, datums), expected, "log-probabilities of a model beside that of another user")
-    expect(moved(theirs, datums, expected) > 1e-3, "the model of the other user has learned the same")
+    expect_close(
+        after(mine, datums), expected, "log-probabilities of a model that was trained at the same time as another user's"
+    )
+    expect(moved(theirs, datums, expected) > 1e-3, "the models of two users with different data are the same")
     path = mine.save("mine")
     status, _, _ = other.request("POST", "/weights_info", b'{"tinker_path": "%s"}' % path.encode())
-    expect(status in (400, 403, 404), f"another user can read about a checkpoint (status {status})")
+    expect(
+        status in (400, 403, 404),
+        f"weights_info returned status {status} for another user's checkpoint, instead of 400, 403 or 404",
+    )
 
 
 def stops(user: Connection, other: Connection) -> None:
-    """A response ends at the tokens of `stop`, which are part of it, and otherwise at max_tokens."""
+    """A completion ends with the first of the `stop` tokens, which it includes, or at max_tokens."""
     sampler = user.sampler()
     (free,), _ = sampler.sample([5, 6], seed=2, max_tokens=6)
     expect(
         len(free.tokens) == 6 and not free.stopped,
-        f"a response without stops has {len(free.tokens)} tokens of 6, stopped={free.stopped}",
+        f"a completion without stop tokens has {len(free.tokens)} tokens, stopped={free.stopped}; expected max_tokens=6 and stopped=False",
     )
     end = free.tokens[2]
     (ended,), _ = sampler.sample([5, 6], seed=2, max_tokens=6, stop=[end])
     cut = free.tokens.index(end) + 1
     expect(
         ended.tokens == free.tokens[:cut],
-        f"a response that stops at {end} is {ended.tokens}; without the stop it is {free.tokens}",
+        f"with stop=[{end}] the completion is {ended.tokens}; expected {free.tokens[:cut]}, the beginning of {free.tokens}",
     )
-    expect(ended.stopped, "a response that has stopped says that it was too long")
+    expect(ended.stopped, "a completion that ended at a stop token has the stop reason length")
 
 
 def seeds(user: Connection, other: Connection) -> None:
-    """The same seed gives the same responses, several responses differ, and so do those without a seed."""
+    """The same seed gives the same completions. The completions of one request differ, as do those of requests without a seed."""
     sampler = user.sampler()
     first, _ = sampler.sample([7, 8], samples=4, seed=3)
     again, _ = sampler.sample([7, 8], samples=4, seed=3)
-    expect([r.tokens for r in first] == [r.tokens for r in again], "the same seed gives other responses")
-    expect(len({tuple(r.tokens) for r in first}) > 1, "all responses of a request are the same")
+    expect([r.tokens for r in first] == [r.tokens for r in again], "the same seed gives different completions")
+    expect(len({tuple(r.tokens) for r in first}) > 1, "all completions of a request are the same")
     free = [tuple(sampler.sample([7, 8])[0][0].tokens) for _ in range(4)]
-    expect(len(set(free)) > 1, "requests without a seed have the same responses")
+    expect(len(set(free)) > 1, "requests without a seed have the same completions")
 
 
 CHECKS: dict[str, Check] = {
@@ -364,4 +384,4 @@ CHECKS: dict[str, Check] = {
         seeds,
     )
 }
-"""The checks by their names."""
+"""The checks by name."""

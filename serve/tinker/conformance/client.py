@@ -1,4 +1,4 @@
-"""A small client of the protocol, which shows what the client of the registry hides: numbers of requests, repetitions, orders."""
+"""A small client of the protocol that gives the checks control over what the official client hides, such as sequence numbers and retries."""
 
 import http.client
 import json
@@ -14,14 +14,14 @@ import numpy as np
 from .. import messages
 
 Send = Callable[[str, str, bytes, dict[str, str]], tuple[int, str, bytes]]
-"""Sends a request: the method, the path, the body and headers; returns the status, the type of the answer and the answer."""
+"""Sends a request with a method, a path, a body and headers; returns the status, the content type and the body of the response."""
 PREFIX = "/api/v1"
 SECONDS = 120.0
-"""For how many seconds a result may take."""
+"""Seconds after which a request or a result times out."""
 
 
 class ServiceConformanceError(AssertionError):
-    """A service does not do what the protocol means; the message says how."""
+    """A service does not conform to the protocol; the message describes the difference."""
 
 
 def expect(condition: bool, message: str) -> None:
@@ -31,19 +31,30 @@ def expect(condition: bool, message: str) -> None:
 
 
 def expect_close(got: Sequence[float], expected: Sequence[float], what: str, tolerance: float = 1e-4) -> None:
-    """Raise a ServiceConformanceError unless numbers agree, relative to those beyond 1."""
+    """Raise a ServiceConformanceError unless two sequences agree within a tolerance.
+
+    Args:
+        got: The numbers of the service.
+        expected: The expected numbers.
+        what: What the numbers are, for messages.
+        tolerance: The tolerance, absolute for expected numbers up to 1 and relative above.
+    """
     expect(len(got) == len(expected), f"{what}: {len(got)} numbers, not {len(expected)}")
     for number, (a, b) in enumerate(zip(got, expected, strict=True)):
         expect(abs(a - b) <= tolerance * max(1.0, abs(b)), f"{what}: number {number} is {a:.6g}, not {b:.6g}")
 
 
 def send_to(url: str) -> Send:
-    """Return what sends requests to a service."""
+    """Return a function that sends requests to a service.
+
+    Args:
+        url: The address of the service, without /api/v1.
+    """
     parts = urllib.parse.urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
 
     def send(method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, bytes]:
-        # A new connection each time: there is none that the service could have closed in between.
+        # Each request has a new connection, because the service may close an idle one at any time.
         connection = kind(parts.hostname or "", parts.port, timeout=SECONDS)
         try:
             connection.request(method, parts.path.rstrip("/") + path, body, headers)
@@ -60,9 +71,9 @@ class Datum:
     """A datum.
 
     Args:
-        tokens: The tokens of its input.
-        targets: The target of each.
-        fields: The other tensors, one number for each token.
+        tokens: The token ids of the input.
+        targets: The target of each token.
+        fields: The other tensors by name, each with one number per token.
     """
 
     tokens: Sequence[int]
@@ -84,17 +95,17 @@ class Passed:
 
     @property
     def all(self) -> list[float]:
-        """All log-probabilities, one datum after the other."""
+        """The concatenated log-probabilities of all datums."""
         return [p for of_datum in self.log_probs for p in of_datum]
 
 
 class Connection:
-    """A user of a service, with a session.
+    """A session of a user.
 
     Args:
-        send: Sends requests.
-        key: The user's key.
-        base: The name of the model.
+        send: Sends a request to the service.
+        key: The API key of the user.
+        base: The name of the base model.
     """
 
     def __init__(self, send: Send, key: str, base: str) -> None:
@@ -105,44 +116,58 @@ class Connection:
         )
 
     def finish(self) -> None:
-        """End the session, and free what it has."""
+        """End the session, so that the service frees its models."""
         self.request("POST", f"/sessions/{self.session}/finish", b'{"reason": {"type": "success"}}')
 
     def request(self, method: str, path: str, body: bytes = b"", kind: str = "application/json") -> tuple[int, str, bytes]:
-        """Send a request."""
+        """Send a request; return the status, the content type and the body of the response.
+
+        Args:
+            method: The HTTP method.
+            path: The path behind /api/v1.
+            body: The body.
+            kind: The content type of the body.
+        """
         return self._send(method, PREFIX + path, body, {"x-api-key": self._key, "content-type": kind, "accept": "*/*"})
 
     def post(self, path: str, body: Any) -> Any:
-        """Send a request in JSON that must be accepted; return its answer."""
+        """Send a JSON request; return the JSON response.
+
+        Raises:
+            ServiceConformanceError: The status is not 200.
+        """
         status, _, answer = self.request("POST", path, json.dumps(body).encode())
-        expect(status == 200, f"POST {path} is answered with {status}: {answer[:300]!r}")
+        expect(status == 200, f"POST {path} returned status {status} instead of 200: {answer[:300]!r}")
         return json.loads(answer)
 
     def result(self, future: Any) -> Any:
-        """Return the result of a request: a message, or a mapping.
+        """Wait for the result of a request; return a serialized protobuf message, or parsed JSON.
+
+        Args:
+            future: The response to the request, with its `request_id`.
 
         Raises:
-            ServiceConformanceError: There is none in time.
+            ServiceConformanceError: The result is not available within `SECONDS`, or a response has an unexpected status.
         """
         body = json.dumps({"request_id": future["request_id"], "allow_metadata_only": False}).encode()
         begin = time.monotonic()
         while time.monotonic() - begin < SECONDS:
             status, kind, answer = self.request("POST", "/retrieve_future", body)
-            # A service waits by itself before it answers 408, so there is no pause before the next try.
+            # The service waits before it responds with 408 (not available yet), so the client does not have to.
             if status == 408:
                 continue
-            expect(status == 200, f"retrieve_future is answered with {status}: {answer[:300]!r}")
+            expect(status == 200, f"retrieve_future returned status {status} instead of 200 or 408: {answer[:300]!r}")
             if kind.startswith("application/x-protobuf"):
                 return answer
             result = json.loads(answer)
             if result.get("type") != "try_again":
                 return result
-        raise ServiceConformanceError(f"there is no result after {SECONDS:.0f} s")
+        raise ServiceConformanceError(f"request {future['request_id']} has no result after {SECONDS:.0f} s")
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def create(self, rank: int = 8, seed: int = 1) -> "Model":
-        """Create a model."""
+        """Create a model with a new adapter."""
         body = {
             "session_id": self.session,
             "model_seq_id": self._models,
@@ -166,13 +191,13 @@ class Connection:
         return self._new(self.result(self.post("/load_weights", body)))
 
     def _new(self, created: Any) -> "Model":
-        expect("model_id" in created, f"no model was created: {created}")
+        expect("model_id" in created, f"the result of creating a model has no model_id: {created}")
         return Model(self, str(created["model_id"]))
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
     def sampler(self, path: str | None = None) -> "SamplerHandle":
-        """Create a sampler of a checkpoint, or of the model alone."""
+        """Create a sampler of a checkpoint, or of the base model if `path` is None."""
         source = {"base_model": self.base} if path is None else {"model_path": path}
         body = {
             "session_id": self.session,
@@ -185,18 +210,18 @@ class Connection:
 
 
 class Model:
-    """A model that is trained.
+    """A model in training.
 
     Args:
-        connection: Whose it is.
-        name: Its id.
+        connection: The session that it belongs to.
+        name: The id of the model.
     """
 
     def __init__(self, connection: Connection, name: str) -> None:
         self.connection, self.name, self._seq = connection, name, 0
 
     def number(self) -> int:
-        """Return the number of the next request."""
+        """Return the sequence number of the next request, and count it as used."""
         self._seq += 1
         return self._seq
 
@@ -209,7 +234,15 @@ class Model:
         forward_only: bool = False,
         **config: float,
     ) -> Any:
-        """Send a forward or backward pass; return its future."""
+        """Send a forward_backward request; return its future.
+
+        Args:
+            data: The datums.
+            loss: The name of the loss.
+            seq: The sequence number; None for the next one.
+            forward_only: Whether to compute no gradients.
+            config: The settings of the loss.
+        """
         request = messages.ForwardBackwardRequest(
             model_id=self.name, seq_id=self.number() if seq is None else seq, loss_fn=loss, forward_only=forward_only
         )
@@ -227,11 +260,11 @@ class Model:
             request.loss_fn_config_v2[name].number = value
         body = request.SerializeToString()
         status, _, answer = self.connection.request("POST", "/forward_backward", body, "application/x-protobuf")
-        expect(status == 200, f"forward_backward is answered with {status}: {answer[:300]!r}")
+        expect(status == 200, f"forward_backward returned status {status} instead of 200: {answer[:300]!r}")
         return json.loads(answer)
 
     def passed(self, future: Any) -> Passed:
-        """Return the result of a pass."""
+        """Wait for the result of a pass, and return it."""
         answer = self.connection.result(future)
         expect(isinstance(answer, bytes), f"a pass failed: {answer}")
         output = messages.ForwardBackwardOutput.FromString(answer)
@@ -239,17 +272,23 @@ class Model:
         log_probs: list[list[float]] = []
         for record in output.loss_fn_outputs:
             tensor = record.fields["logprobs"]
-            # Offsets are in bytes, of 4 for each number.
+            # Offsets are in bytes, and each number has 4 bytes.
             values, offsets = np.frombuffer(tensor.data, dtype="<f4"), np.frombuffer(tensor.offsets, dtype="<i8") // 4
             log_probs += [values[a:b].tolist() for a, b in pairwise(offsets.tolist())]
         return Passed(float(output.metrics["loss:sum"]), log_probs)
 
     def run(self, data: Sequence[Datum], loss: str = "cross_entropy", **options: Any) -> Passed:
-        """Send a pass and return its result."""
+        """Send a forward_backward request, and wait for its result."""
         return self.passed(self.send(data, loss, **options))
 
     def step(self, *, wait: bool = True, seq: int | None = None, **params: float) -> Any:
-        """Make an optimizer step; return its result, or its future."""
+        """Send an optim_step request; return its result, or its future if `wait` is false.
+
+        Args:
+            wait: Whether to wait for the result.
+            seq: The sequence number; None for the next one.
+            params: Adam's settings that differ from the defaults.
+        """
         adam = {
             "learning_rate": 1e-2,
             "beta1": 0.9,
@@ -270,7 +309,12 @@ class Model:
         return answer
 
     def save(self, name: str, *, sampler: bool = False) -> str:
-        """Save the model; return the path."""
+        """Save a checkpoint of the model; return its path.
+
+        Args:
+            name: The name of the checkpoint.
+            sampler: Whether to save it for samplers, without the moments.
+        """
         path = "/save_weights_for_sampler" if sampler else "/save_weights"
         body = {"model_id": self.name, "seq_id": self.number(), "path": name, "type": path[1:]}
         answer = self.connection.result(self.connection.post(path, body))
@@ -279,13 +323,13 @@ class Model:
 
 
 @dataclass(frozen=True)
-class SampledResponse:
-    """A response.
+class SampledCompletion:
+    """A completion.
 
     Args:
-        tokens: Its tokens.
-        log_probs: Their log-probabilities.
-        stopped: Whether it ended at what it was to stop at.
+        tokens: The token ids.
+        log_probs: The log-probability of each token.
+        stopped: Whether it ended at a stop token or text, rather than at `max_tokens`.
     """
 
     tokens: list[int]
@@ -297,8 +341,8 @@ class SamplerHandle:
     """A sampler.
 
     Args:
-        connection: Whose it is.
-        name: Its id.
+        connection: The session that it belongs to.
+        name: The id of the sampler.
     """
 
     def __init__(self, connection: Connection, name: str) -> None:
@@ -306,8 +350,18 @@ class SamplerHandle:
 
     def sample(
         self, prompt: Sequence[int], *, samples: int = 1, prompt_log_probs: bool = False, **params: Any
-    ) -> tuple[list[SampledResponse], list[float]]:
-        """Return responses and, if asked for, the log-probabilities of the prompt."""
+    ) -> tuple[list[SampledCompletion], list[float]]:
+        """Sample completions of a prompt.
+
+        Args:
+            prompt: The token ids of the prompt.
+            samples: The number of completions.
+            prompt_log_probs: Whether to compute the log-probabilities of the prompt.
+            params: The sampling parameters that differ from the defaults.
+
+        Returns:
+            The completions, and the log-probabilities of the prompt; these are empty if they were not requested.
+        """
         body = {
             "num_samples": samples,
             "prompt": {"chunks": [{"tokens": list(prompt), "type": "encoded_text"}]},
@@ -320,23 +374,23 @@ class SamplerHandle:
         self._seq += 1
         future = self.connection.post("/asample", body)
         ids = future.get("sample_sequence_ids", [])
-        expect(len(ids) == samples, f"asample gives {len(ids)} sample_sequence_ids for {samples} samples")
+        expect(len(ids) == samples, f"asample returned {len(ids)} sample_sequence_ids for num_samples={samples}")
         answer = self.connection.result(future)
-        expect(isinstance(answer, bytes), f"a sample failed: {answer}")
+        expect(isinstance(answer, bytes), f"a sample request failed: {answer}")
         response = messages.SampleResponse.FromString(answer)
-        responses = [
-            SampledResponse(
+        completions = [
+            SampledCompletion(
                 np.frombuffer(one.tokens, dtype="<i4").tolist(),
                 np.frombuffer(one.logprobs, dtype="<f4").tolist(),
                 one.stop_reason == messages.STOP,
             )
             for one in response.sequences
         ]
-        expect(len(responses) == samples, f"{len(responses)} responses instead of {samples}")
-        return responses, np.frombuffer(response.prompt_logprobs, dtype="<f4").tolist()
+        expect(len(completions) == samples, f"there are {len(completions)} completions for num_samples={samples}")
+        return completions, np.frombuffer(response.prompt_logprobs, dtype="<f4").tolist()
 
     def log_probs(self, tokens: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token but the first."""
+        """Return the log-probabilities of all tokens of a prompt except the first."""
         _, numbers = self.sample(tokens, prompt_log_probs=True, max_tokens=1)
-        expect(len(numbers) == len(tokens), f"{len(numbers)} log-probabilities of {len(tokens)} tokens")
+        expect(len(numbers) == len(tokens), f"there are {len(numbers)} log-probabilities for a prompt of {len(tokens)} tokens")
         return numbers[1:]

@@ -1,4 +1,4 @@
-"""`drivetrain conformance-tinker`: check what a training service means: sums, orders, repetitions, optimizers, samples, tenants.
+"""`drivetrain conformance-tinker`: check whether a training service computes what Tinker's protocol specifies.
 
 drivetrain conformance-tinker URL --model NAME [--api-key KEY] [--other-key KEY] [--only CHECK ...]
 """
@@ -15,9 +15,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks and return the exit code, which is 0 if all of them pass."""
     parser = argparse.ArgumentParser(prog="drivetrain conformance-tinker", description=str(__doc__).splitlines()[0])
     parser.add_argument("url", help="the address of the service, without /api/v1")
-    parser.add_argument("--model", required=True, help="the name of a model that it trains")
-    parser.add_argument("--api-key", default="tml-a-user-of-conformance", help="the key of a user")
-    parser.add_argument("--other-key", default="tml-another-user-of-conformance", help="the key of another user")
+    parser.add_argument("--model", required=True, help="the name of a model that the service trains")
+    parser.add_argument("--api-key", default="tml-a-user-of-conformance", help="the API key of a user")
+    parser.add_argument("--other-key", default="tml-another-user-of-conformance", help="the API key of another user")
     parser.add_argument("--only", nargs="+", choices=sorted(CHECKS), help="run only these checks")
     args = parser.parse_args(argv)
     failed = run(send_to(args.url), args.model, (args.api_key, args.other_key), args.only or list(CHECKS))
@@ -25,12 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(send: Send, model: str, keys: tuple[str, str], names: Sequence[str]) -> list[str]:
-    """Run checks, and print a line for each; return the names of those that failed.
+    """Run checks, and print a line for each; return the names of the failed checks.
 
     Args:
-        send: Sends requests.
+        send: Sends a request to the service.
         model: The name of the model.
-        keys: The keys of two users.
+        keys: The API keys of two users.
         names: The names of the checks.
     """
     failed: list[str] = []
@@ -38,7 +38,7 @@ def run(send: Send, model: str, keys: tuple[str, str], names: Sequence[str]) -> 
         error = ""
         users: list[Connection] = []
         try:
-            # Sessions of their own, so that one check has nothing of another.
+            # Each check has new sessions, so that checks do not affect each other.
             users = [Connection(send, key, model) for key in keys]
             CHECKS[name](*users)
         except Exception as e:  # a service may fail in any way, and the next check must still run
