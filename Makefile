@@ -21,6 +21,7 @@ endif
 
 setup: .types/drivetrain
 	@bash .ci/setup
+	@echo "the environment is in .venv; activate it with: source .venv/bin/activate"
 
 demo: $(SETUP)
 	$(PY) -m drivetrain.cli demo $(if $(NPROC),--nproc $(NPROC))

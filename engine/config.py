@@ -294,7 +294,7 @@ class ModelConfig(Settings):
         "and audio encoders",
     )
     quantization: Literal["none", "int8", "nf4"] = setting(
-        "none", "number format of the frozen base model under adapters (QLoRA)"
+        "none", "number format of the frozen base model under adapters (QLoRA); no built-in backend supports others than none"
     )
     overrides: dict[str, Any] = setting(
         factory=dict,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ..engine.errors import ConfigError, MediaError, install_command
 from .sources import MediaSource
@@ -161,6 +161,14 @@ def _damage(source: MediaSource) -> Iterator[None]:
         # MediaError has its message already. The others are not damage: too little memory, or a package that is not
         # installed.
         raise
+    except UnidentifiedImageError as e:
+        # PIL's own message has the address of a buffer.
+        formats = ", ".join(FORMATS)
+        raise MediaError(
+            f"the {source.kind} {source.name} is not an image of a known format ({formats}), or is damaged"
+        ) from e
+    except Image.DecompressionBombError as e:
+        raise MediaError(f"the {source.kind} {source.name} is too large; at most {MOST_PIXELS} pixels are decoded") from e
     except Exception as e:  # decoders raise anything on a damaged file
         raise MediaError(f"the {source.kind} {source.name} cannot be decoded: {type(e).__name__}: {e}") from e
 

@@ -28,7 +28,8 @@ def check_model_path(path: str) -> None:
         raise ModelError("model.path is not set; set it to a folder with config.json, tokenizer and safetensors files")
     if Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():
-            nested = [str(p.parent) for p in sorted(Path(path).glob("*/config.json"))]
+            # What runs have trained comes first: a folder of a demo has its untrained model too.
+            nested = [str(p.parent) for of in ("*/hf", "hf", "*") for p in sorted(Path(path).glob(f"{of}/config.json"))]
             hint = f"; did you mean {' or '.join(nested[:5])}?" if nested else "; use a folder in Hugging Face format"
             raise ModelError(f"model.path={path} has no config.json{hint}")
     elif not _is_hub_name(path):

@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,11 @@ from ...generation.images import LIMITS, PromptImages
 from ...media.decode import image_size
 from .json_requests import PromptChunk
 
+log = logging.getLogger(__name__)
+
 FORMATS = ("png", "jpeg")
+MOST_NUMBERS = 2**25
+"""The maximum count of numbers in the targets, weights and images of a request, 4 or 8 bytes each."""
 BYTES_PER_PIXEL = 24
 """The memory that a pixel takes when it has been processed: three channels of float32, twice in families that take images as videos."""
 
@@ -63,28 +68,53 @@ class ModelImages:
     def __init__(self, model: ModelConfig, config: PreTrainedConfig | None) -> None:
         self._model, self._config = model, config
         self._images: PromptImages | None = None
+        self._refusal = "the model of this service takes no images; send encoded_text alone"
         # Processors and tokenizers are not made for several threads.
         self._lock = threading.Lock()
 
+    def load(self) -> None:
+        """Load the image processor. Without a usable one, images are refused, and a warning says why."""
+        if self._config is None:
+            return
+        try:
+            images = PromptImages(self._model, self._config)
+            # Checks that the processor and the token exist.
+            _ = images.placeholder
+        except DrivetrainError as e:
+            self._refusal = (
+                "this service cannot read images, because its model has no usable image processor; send encoded_text alone"
+            )
+            log.warning("requests with images are refused: %s", e)
+        else:
+            self._images = images
+
     def read(self, data: bytes, title: str) -> tuple[list[int], Mapping[str, Tensor], int]:
         """See `ChunkImageReader.read`."""
-        if self._config is None:
-            raise BatchError(f"{title} has an image, but {self._model.path} takes none; send encoded_text alone")
+        if self._images is None:
+            raise BatchError(f"{title}: {self._refusal}")
         with self._lock:
             try:
-                if self._images is None:
-                    self._images = PromptImages(self._model, self._config)
-                placeholder = self._images.placeholder
                 tokens, fields = self._images.process(data)
             except DrivetrainError as e:
                 raise BatchError(f"{title}: {e}") from e
-        return tokens, fields, placeholder
+        return tokens, fields, self._images.placeholder
+
+
+_NO_RESIZE = "which is not supported; resize the image before it is sent"
 
 
 @dataclass
 class _ReadChunks:
-    """What has been read of some chunks."""
+    """What has been read of some chunks.
 
+    Args:
+        title: The name of the datum or prompt in messages.
+        longest: The maximum number of tokens.
+    """
+
+    title: str
+    longest: int
+    numbers: int = 0
     ids: list[np.ndarray] = field(default_factory=list)
     items: list[Mapping[str, Tensor]] = field(default_factory=list)
     collapsed: list[int] = field(default_factory=list)
@@ -96,23 +126,37 @@ class _ReadChunks:
         self.collapsed += ids.tolist()
         self.is_image.append(np.zeros(len(ids), dtype=bool))
 
-    def add_image(self, data: bytes, kind: str, expected: int | None, reader: ChunkImageReader, title: str) -> None:
+    def add_image(self, data: bytes, kind: str, expected: int | None, reader: ChunkImageReader) -> None:
+        title = f"image {len(self.items)} of {self.title}"
         if kind not in FORMATS:
-            raise BatchError(f"{title} has an image of the format {kind[:40]!r}; send {' or '.join(FORMATS)}")
+            raise BatchError(f"{title} has the format {kind[:40]!r}; send {' or '.join(FORMATS)}")
         tokens, fields, placeholder = reader.read(data, title)
         if expected is not None and expected != len(tokens):
             # The targets of the tokens behind it would be those of others.
             raise BatchError(
-                f"{title} has an image with expected_tokens={expected}, which the model's processor turns into {len(tokens)} tokens; "
-                "count them as it does, or leave expected_tokens out"
+                f"{title} has expected_tokens={expected}, but the model's processor gives {len(tokens)} tokens; send its count, or "
+                "leave expected_tokens out"
+            )
+        # Checked after each image: the others are then not decoded at all.
+        self.numbers += sum(value.numel() for value in fields.values())
+        if self.numbers > MOST_NUMBERS:
+            raise BatchError(
+                f"the images up to {title} have {self.numbers} numbers when they are processed, more than {MOST_NUMBERS}; send fewer "
+                "or smaller images"
             )
         self.ids.append(np.asarray(tokens, dtype=np.int64))
         self.items.append(fields)
         self.collapsed.append(placeholder)
         self.images.append(f"data:image/{kind};base64,{base64.b64encode(data).decode()}")
         self.is_image.append(np.ones(len(tokens), dtype=bool))
+        length = sum(len(part) for part in self.ids)
+        if length > self.longest:
+            raise BatchError(
+                f"{self.title} has at least {length} tokens with {title}; the maximum is {self.longest}; send fewer or smaller images"
+            )
 
-    def tokens(self, title: str) -> ChunkTokens:
+    def tokens(self) -> ChunkTokens:
+        title = self.title
         ids = np.concatenate(self.ids) if self.ids else np.empty(0, dtype=np.int64)
         if not len(ids):
             raise BatchError(f"{title} has no tokens")
@@ -122,18 +166,19 @@ class _ReadChunks:
         return ChunkTokens(ids=ids, items=self.items, collapsed=self.collapsed, images=self.images, is_image=is_image)
 
 
-def datum_tokens(chunks: Sequence[Any], reader: ChunkImageReader, title: str) -> ChunkTokens:
+def datum_tokens(chunks: Sequence[Any], reader: ChunkImageReader, title: str, longest: int) -> ChunkTokens:
     """Return the tokens of a datum's `model_input`.
 
     Args:
         chunks: The chunks, as protobuf messages.
         reader: What reads images.
         title: The name of the datum in messages.
+        longest: The maximum number of tokens.
 
     Raises:
-        BatchError: It has no tokens, or a chunk that cannot be used.
+        BatchError: It has no tokens, too many, or a chunk that cannot be used.
     """
-    parts = _ReadChunks()
+    parts = _ReadChunks(title, longest)
     for chunk in chunks:
         kind = chunk.WhichOneof("chunk")
         if kind == "encoded_text":
@@ -143,39 +188,41 @@ def datum_tokens(chunks: Sequence[Any], reader: ChunkImageReader, title: str) ->
         elif kind == "image":
             image = chunk.image
             if image.HasField("override_dimensions"):
-                raise BatchError(
-                    f"{title} has an image with override_dimensions, which is not supported; resize it before it is sent"
-                )
+                raise BatchError(f"{title} has an image with override_dimensions, {_NO_RESIZE}")
             expected = image.expected_tokens if image.HasField("expected_tokens") else None
-            parts.add_image(image.data, image.format, expected, reader, title)
+            parts.add_image(image.data, image.format, expected, reader)
         else:
             raise BatchError(f"{title} has a chunk of {kind or 'nothing'}; this service takes encoded_text and image")
-    return parts.tokens(title)
+    return parts.tokens()
 
 
-def prompt_tokens(chunks: Sequence[PromptChunk], reader: ChunkImageReader) -> ChunkTokens:
+def prompt_tokens(chunks: Sequence[PromptChunk], reader: ChunkImageReader, longest: int) -> ChunkTokens:
     """Return the tokens of a prompt.
 
     Args:
         chunks: The chunks.
         reader: What reads images.
+        longest: The maximum number of tokens.
 
     Raises:
-        BatchError: It has no tokens, or a chunk that cannot be used.
+        BatchError: It has no tokens, too many, or a chunk that cannot be used.
     """
-    parts, title = _ReadChunks(), "the prompt"
+    title = "the prompt"
+    parts = _ReadChunks(title, longest)
     for chunk in chunks:
         if chunk.type == "encoded_text":
             parts.add_text(np.asarray(chunk.tokens, dtype=np.int64))
         elif chunk.type == "image":
+            if chunk.override_dimensions is not None:
+                raise BatchError(f"{title} has an image with override_dimensions, {_NO_RESIZE}")
             try:
                 data = base64.b64decode(chunk.data, validate=True)
             except (binascii.Error, ValueError) as e:
                 raise BatchError(f"{title} has an image whose data are not base64: {e}") from None
-            parts.add_image(data, chunk.format, chunk.expected_tokens, reader, title)
+            parts.add_image(data, chunk.format, chunk.expected_tokens, reader)
         else:
             raise BatchError(f"{title} has a chunk of {chunk.type[:40]}; this service takes encoded_text and image")
-    return parts.tokens(title)
+    return parts.tokens()
 
 
 def processed_bytes(data: bytes) -> int:

@@ -190,6 +190,7 @@ class PromptChunk(msgspec.Struct):
     data: str = ""
     format: str = ""
     expected_tokens: int | None = None
+    override_dimensions: Any = None
 
 
 class SamplePrompt(msgspec.Struct):

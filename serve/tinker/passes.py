@@ -47,6 +47,8 @@ class Passes:
         request.shapes = [shape for piece in request.pieces for shape in _shapes(piece.batch)]
         request.counts = [piece.batch.num_sequences for piece in request.pieces]
         request.forward_only = request.pieces[0].forward_only
+        # Images were estimated by their size in pixels; some families enlarge small ones.
+        request.dense = max(request.dense, sum(_media_bytes(piece.batch) for piece in request.pieces))
 
     def dense_size(self, body: bytes) -> int:
         """Return the size in bytes of a request's tensors; 0 if its body is not valid, which is reported in its result."""
@@ -110,6 +112,10 @@ def _metrics(request: QueuedRequest) -> dict[str, float]:
             # split.
             totals[name] = totals.get(name, 0.0) + mean * count
     return {name: total / sum(request.counts) if name.endswith(":mean") else total for name, total in totals.items()}
+
+
+def _media_bytes(batch: PackedBatch) -> int:
+    return sum(media.values.nbytes for media in batch.media.values())
 
 
 def _shapes(batch: PackedBatch) -> list[tuple[int, ...]]:

@@ -21,7 +21,7 @@ from ...engine.packing.batch import PackedBatch, media_fields
 from ...losses.token_sums import FORMULAS, TokenSumLoss
 from ...losses.traced_loss import FIELD, TracedLoss
 from . import messages
-from .chunks import ChunkImageReader, datum_tokens, processed_bytes
+from .chunks import MOST_NUMBERS, ChunkImageReader, datum_tokens, processed_bytes
 from .errors import BadRequestError
 
 FIELDS = {
@@ -43,8 +43,6 @@ REFUSED = {
 
 # Limits on what a request can make the service allocate. At 8 bytes each, 2**25 numbers take 256 MiB.
 MOST_TARGETS_PER_TOKEN = 1024
-MOST_NUMBERS = 2**25
-"""The maximum number of elements in the tensors of a request, after sparse tensors are made dense and images are processed."""
 # A compressed zstd block may have only 4 bytes and decompress to 128 KiB, so 512 bytes may become about 16 MiB.
 _SLICE = 512
 
@@ -173,15 +171,7 @@ def batches_of(
     rows: list[_Row] = []
     numbers = 0
     for number, datum in enumerate(data):
-        title = f"datum {number}"
-        tokens = datum_tokens(datum.model_input, reader, title)
-        ids = tokens.ids
-        if len(ids) > longest:
-            raise BatchError(
-                f"{title} has {len(ids)} tokens, more than the maximum of {longest} (the smaller of engine.micro_batch.max_tokens and the "
-                "model's context); shorten it"
-            )
-        inputs = datum.loss_fn_inputs
+        title, inputs = f"datum {number}", datum.loss_fn_inputs
         unknown = [] if isinstance(loss, TracedLoss) else sorted(set(inputs) - set(names))
         if unknown:
             raise BatchError(
@@ -190,6 +180,14 @@ def batches_of(
         for name in names:
             if name not in inputs:
                 raise BatchError(f"{title} lacks the loss_fn_input {name!r}, which {loss.name[:100]} needs; add it")
+        # After the checks that cost nothing, because images are decoded.
+        tokens = datum_tokens(datum.model_input, reader, title, longest)
+        ids = tokens.ids
+        if len(ids) > longest:
+            raise BatchError(
+                f"{title} has {len(ids)} tokens, more than the maximum of {longest} (the smaller of engine.micro_batch.max_tokens and the "
+                "model's context); shorten it"
+            )
         targets = _shape(inputs["target_tokens"], len(ids), f"target_tokens of {title}")
         shapes = [one.shape(inputs[one.name], targets, title) for one in read]
         # Counted by shape, before any array of this datum is allocated, because small sparse tensors may have huge shapes.

@@ -12,18 +12,47 @@ from ...engine.packing.batch import PackedBatch, media_fields
 from .chunks import ChunkTokens
 from .errors import BadRequestError
 from .json_requests import SampleBody
-from .sample_answers import PromptScores, TopTokens, asked_targets
+from .sample_answers import NO_LOG_PROB, PromptScores, TopTokens, asked_targets
 from .scoring import Scoring
 from .turns import FairSemaphore
 
 MOST_TOP_K = 1024
 MOST_ALTERNATIVES = 8192
 """The maximum number of alternative tokens that a request may draw, over all positions of its prompt."""
+MOST_SAMPLES = 1024
+"""The maximum number of completions of a request."""
 MATRICES_AT_ONCE = 16
 """The number of requests whose matrices of named tokens are in memory at the same time."""
 
 DrawToken = Callable[[int, int], Awaitable[int]]
 """Returns a token sampled after so many tokens of the prompt; the second number tells draws at one position apart."""
+
+
+def check_size(request: SampleBody) -> None:
+    """Check the number of completions that a request asks for, which is known from its body alone.
+
+    Raises:
+        BadRequestError: There are too many, or alternatives are not supported for the prompt.
+    """
+    if not 0 < request.num_samples <= MOST_SAMPLES:
+        raise BadRequestError(f"num_samples={request.num_samples}; it must be from 1 to {MOST_SAMPLES}")
+    k = request.prompt_alt_tokens_k
+    if k < 0:
+        raise BadRequestError(f"prompt_alt_tokens_k={k}; it must be at least 0")
+    if k and any(chunk.type == "image" for chunk in request.prompt.chunks):
+        raise BadRequestError("prompt_alt_tokens_k is not supported for prompts with images; leave it out")
+    if (draws := request.completions - request.num_samples) > MOST_ALTERNATIVES:
+        raise BadRequestError(
+            f"prompt_alt_tokens_k={k} draws {draws} tokens in this prompt, more than {MOST_ALTERNATIVES}; lower it"
+        )
+
+
+def asks_for_scores(request: SampleBody) -> bool:
+    """Return whether log-probabilities are computed for a request, beside those of its completions."""
+    asked = (
+        request.prompt_logprobs or request.topk_prompt_logprobs or request.topk_sample_logprobs or request.prompt_alt_tokens_k
+    )
+    return bool(asked) or request.target_prompt_logprobs is not None
 
 
 class PromptScorer:
@@ -62,9 +91,10 @@ class PromptScorer:
             raise BadRequestError(
                 "target_prompt_logprobs with a prompt of one token, which nothing predicts; leave target_prompt_logprobs out"
             )
-        self._check_alternatives(request, prompt)
-        # The last token predicts nothing that is compared, so it is not computed.
-        left = self._longest + 1 - tokens
+        if request.prompt_alt_tokens_k and tokens < 2:
+            raise BadRequestError("prompt_alt_tokens_k with a prompt of one token, which has no alternatives; leave it out")
+        # The last token predicts nothing that is compared, so it is not computed, unless it is a part of an image.
+        left = self._longest + 1 - tokens - int(prompt.is_image[-1])
         limit = f"the service computes log-probabilities of at most {self._longest + 1} tokens (engine.micro_batch.max_tokens={self._longest})"
         asks = request.prompt_logprobs or request.topk_prompt_logprobs or request.prompt_alt_tokens_k
         if (asks or request.target_prompt_logprobs is not None) and left < 0:
@@ -80,20 +110,6 @@ class PromptScorer:
                 "topk_sample_logprobs out, or raise the setting of the service"
             )
         return left
-
-    def _check_alternatives(self, request: SampleBody, prompt: ChunkTokens) -> None:
-        k = request.prompt_alt_tokens_k
-        if k < 0:
-            raise BadRequestError(f"prompt_alt_tokens_k={k}; it must be at least 0")
-        if k and prompt.images:
-            raise BadRequestError("prompt_alt_tokens_k is not supported for prompts with images; leave it out")
-        if k and len(prompt.ids) < 2:
-            raise BadRequestError("prompt_alt_tokens_k with a prompt of one token, which has no alternatives; leave it out")
-        if k * (len(prompt.ids) - 1) > MOST_ALTERNATIVES:
-            raise BadRequestError(
-                f"prompt_alt_tokens_k={k} with a prompt of {len(prompt.ids)} tokens draws {k * (len(prompt.ids) - 1)} tokens, more than "
-                f"{MOST_ALTERNATIVES}; lower it"
-            )
 
     def _check_ids(self, title: str, lowest: int, highest: int) -> None:
         if not 0 <= lowest <= highest < self._vocabulary:
@@ -126,7 +142,9 @@ class PromptScorer:
                 targets = await self._log_probs_of(owner, folder, prompt, ids)
         alternatives: tuple[np.ndarray, np.ndarray] | None = None
         if k:
-            tokens = await _drawn(draw, len(prompt.ids), k)
+            # Without randomness all draws at a position are the same token.
+            count = k if request.sampling_params.temperature else 1
+            tokens = (await _drawn(draw, len(prompt.ids), count)).repeat(k // count, axis=1)
             alternatives = tokens, await self._log_probs_of(owner, folder, prompt, tokens)
         return PromptScores(
             log_probs=log_probs if request.prompt_logprobs else None,
@@ -153,6 +171,7 @@ class PromptScorer:
             log_probs[1:] = np.where(prompt.is_image[1:], math.nan, reply.log_probs.numpy()[rows]).tolist()
             if reply.top_tokens is not None and reply.top_log_probs is not None:
                 top_tokens[1:], top_log_probs[1:] = reply.top_tokens.numpy()[rows], reply.top_log_probs.numpy()[rows]
+                top_tokens[prompt.is_image], top_log_probs[prompt.is_image] = 0, NO_LOG_PROB
         log_probs[:hidden] = [math.nan] * min(hidden, tokens)
         return log_probs, TopTokens(tokens=top_tokens, log_probs=top_log_probs, empty=hidden) if k else None
 

@@ -13,7 +13,7 @@ from . import messages
 from .json_requests import TokenMatrix
 from .payloads import MOST_NUMBERS, MOST_TARGETS_PER_TOKEN, dense
 
-_NO_LOG_PROB = -99999.0
+NO_LOG_PROB = -99999.0
 """The protocol's placeholder for a missing log-probability."""
 
 
@@ -143,7 +143,7 @@ def sample_answer(completions: Sequence[SampleResult], scores: PromptScores) -> 
 def _write_top(message: Any, top: TopTokens) -> None:
     # `astype` makes copies, so the next line does not change the caller's arrays.
     tokens, log_probs = top.tokens.astype("<i4"), top.log_probs.astype("<f4")
-    tokens[: top.empty], log_probs[: top.empty] = 0, _NO_LOG_PROB
+    tokens[: top.empty], log_probs[: top.empty] = 0, NO_LOG_PROB
     message.length, message.k = tokens.shape
     message.token_ids, message.logprobs = tokens.tobytes(), log_probs.tobytes()
 

@@ -8,7 +8,7 @@ import sqlite3
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,11 +22,11 @@ from .database import Database
 from .errors import BadRequestError, reason
 from .futures import Futures, failure, new_future_id
 from .json_requests import SampleBody, parse, sampling_of
-from .prompt_scores import PromptScorer
+from .prompt_scores import PromptScorer, asks_for_scores, check_size
 from .sample_answers import SampleResult, sample_answer
 from .sampler_weights import SamplerWeights, is_cured_by_load
 from .scoring import Scoring
-from .turns import AdapterSemaphore
+from .turns import AdapterSemaphore, FairSemaphore
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ AT_ONCE = 256
 """The number of responses at a time for each worker that samples."""
 CLOSE_S = 10.0
 """For how many seconds the end of the service waits for results that are being written."""
-MOST_SAMPLES = 1024
-"""The largest number of responses to a request."""
 RETRY_S = 0.5
 """For how many seconds a response waits for workers that are being started again, or whose queues are full."""
 TRIES = 240
+PIXELS_AT_ONCE = 4
+"""The number of requests whose processed images are in memory at the same time."""
 MOST_COMPLETIONS = 1000
 CLONE = 10**9
 """How many requests the copies of a sampler in other processes have numbers for: those of copy number N begin at N times as many."""
@@ -108,6 +108,7 @@ class SamplingService:
         self._in_use: Counter[str] = Counter()
         """How many requests use each checkpoint."""
         self._reader = reader
+        self._reading, self._with_pixels = FairSemaphore(1), FairSemaphore(PIXELS_AT_ONCE)
         self._refreshes: set[asyncio.Task[None]] = set()
         # Weights are loaded by one request at a time: two could otherwise choose the same adapter to replace.
         self._lock = asyncio.Lock()
@@ -174,8 +175,7 @@ class SamplingService:
         sampler = self._database.one("SELECT owner FROM samplers WHERE id = ?", request.sampling_session_id)
         if sampler is None or sampler["owner"] != owner:
             raise BadRequestError(f"there is no sampler {request.sampling_session_id[:200]!r}", status=404)
-        if not 0 < request.num_samples <= MOST_SAMPLES:
-            raise BadRequestError(f"num_samples={request.num_samples}; it must be from 1 to {MOST_SAMPLES}")
+        check_size(request)
         if not 0 <= request.seq_id < _MOST_CLONES * CLONE:
             raise BadRequestError(f"seq_id={request.seq_id}; it must be from 0 to {_MOST_CLONES * CLONE - 1}")
         digest = hashlib.sha256(body).hexdigest()
@@ -329,11 +329,27 @@ class SamplingService:
     async def _sample(self, sampler: str, stored: bytes) -> bytes:
         seed, _, body = stored.partition(b"\n")
         request = parse(body, SampleBody)
-        # In a thread, because images are decoded and processed.
-        prompt = await asyncio.to_thread(prompt_tokens, request.prompt.chunks, self._reader)
         row = self._database.one("SELECT folder, owner, live FROM samplers WHERE id = ?", sampler)
         if row is None:
             raise BadRequestError(f"the sampler {sampler} has been deleted")
+        has_images = any(chunk.type == "image" for chunk in request.prompt.chunks)
+        async with self._with_pixels.slot(row["owner"]) if has_images and asks_for_scores(request) else nullcontext():
+            prompt = await self._read_prompt(row["owner"], request)
+            return await self._complete(row, request, prompt, int(seed))
+
+    async def _read_prompt(self, owner: str, request: SampleBody) -> ChunkTokens:
+        """Return the tokens of a prompt, and the pixels of its images if log-probabilities are computed from them."""
+        chunks = request.prompt.chunks
+        if all(chunk.type != "image" for chunk in chunks):
+            return prompt_tokens(chunks, self._reader, self._room)
+        # Images are processed one at a time, in a thread: a prompt of another user does not wait for all of these.
+        async with self._reading.slot(owner):
+            prompt = await asyncio.to_thread(prompt_tokens, chunks, self._reader, self._room)
+        # The generator reads the images itself.
+        return prompt if asks_for_scores(request) else replace(prompt, items=[])
+
+    async def _complete(self, row: sqlite3.Row, request: SampleBody, prompt: ChunkTokens, seed: int) -> bytes:
+        """Return the answer to a request, given the row of its sampler."""
         # A live sampler starts from the newest weights. They are held as in use below, so that they are not removed
         # meanwhile.
         folder = self._published(row["live"]) if row["live"] else row["folder"]
@@ -348,7 +364,7 @@ class SamplingService:
             raise BadRequestError("stop has texts, but the model has no tokenizer with which to see them; stop at token ids")
         if options.seed is None:
             # Of all responses together: each differs by its number `sample`.
-            options = replace(options, seed=int(seed))
+            options = replace(options, seed=seed)
 
         async def draw(before: int, number: int) -> int:
             # The row tells the seed of a draw from those of the completions, which have row 0.

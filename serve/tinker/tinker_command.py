@@ -258,7 +258,7 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
     # The application and the training scheduler refer to each other; the list is filled before the first request arrives.
     training = Training(settings, database, futures, group, passes, lambda *of: app[0].arguments(*of))
     try:
-        await asyncio.gather(group.start(), replicas.start())
+        await asyncio.gather(group.start(), replicas.start(), asyncio.to_thread(images.load))
         # A request may be sent to any worker, so the smallest limit applies.
         room = min([await worker.acall("largest_request") for worker in replicas.workers])
         room = min(room, context_of(config) or room)

@@ -29,12 +29,14 @@ from .scoring import ATTEMPTS, Scoring
 from .settings import TrainingServiceSettings
 from .training_group import TrainingGroup
 from .training_queue import CREATE, FORWARD_BACKWARD, ModelQueue, QueuedRequest, RoundRobin
+from .turns import FairSemaphore
 
 log = logging.getLogger(__name__)
 
 AT_ONCE = 4 * PIECE_TOKENS
 """The number of tokens that are computed before others get their turn."""
-
+PREPARED_AT_ONCE = 3
+"""The number of requests that are parsed at the same time. Each takes a thread, which other work of the service needs too."""
 RESTARTS = 8
 """How often the processes are started again in a row, before the service gives up."""
 
@@ -67,6 +69,7 @@ class Training:
         self._wake = asyncio.Event()
         self._arriving: defaultdict[str, list[QueuedRequest]] = defaultdict(list)
         """By key, the requests that are being prepared and written to the disk."""
+        self._preparing = FairSemaphore(PREPARED_AT_ONCE)
         self._lost: dict[str, int] = {}
         self._ended: list[tuple[str, str]] = []
         self._operations = ModelOperations(settings, database, group)
@@ -248,7 +251,8 @@ class Training:
             )
 
     async def _take(self, queue: ModelQueue, request: QueuedRequest, body: bytes) -> str:
-        await self._prepare(request, queue.model, body)
+        async with self._preparing.slot(queue.owner):
+            await self._prepare(request, queue.model, body)
         future = await self._accept(queue, request, body)
         self._wake.set()
         return future

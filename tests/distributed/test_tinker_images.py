@@ -152,29 +152,56 @@ def test_datums_and_prompts_with_images(model: Path) -> None:
     serve(model, test)
 
 
-def test_images_that_cannot_be_used_fail_their_own_request(model: Path) -> None:
+def test_images_that_cannot_be_used_fail_their_own_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = png(16, 16)
+    read: list[int] = []
+    process = PromptImages.process
+
+    def counted(self: PromptImages, image: str | bytes) -> Any:
+        result = process(self, image)
+        read.append(len(result[0]))
+        return result
+
+    monkeypatch.setattr(PromptImages, "process", counted)
 
     async def test(service: Service) -> None:
         session = await service.session()
         trained = await service.model(session)
         sampler = await sampler_of(service, session, 0)
         cases = [
-            ([text_chunk(1), image_chunk(b"no image")], "datum|the prompt"),
+            (
+                [text_chunk(1), image_chunk(good), image_chunk(b"no image")],
+                "image 1 of the prompt: the image (bytes) is not an image",
+            ),
             ([text_chunk(1), image_chunk(good, format="gif")], "format 'gif'; send png or jpeg"),
             ([text_chunk(1), image_chunk(good, expected_tokens=3)], "expected_tokens=3"),
             ([text_chunk(1), {**image_chunk(good), "data": "%%%"}], "not base64"),
             ([text_chunk(1), {"type": "dmel"}], "a chunk of dmel"),
             ([text_chunk(1, IMAGE), image_chunk(good)], "image tokens"),
+            (
+                [text_chunk(1), image_chunk(good, override_dimensions={"width": 3, "height": 3})],
+                "override_dimensions, which is not",
+            ),
+            ([text_chunk(1), *[image_chunk(good)] * 1000], "the maximum is 256; send fewer or smaller images"),
+            ([text_chunk(*[1] * 125), image_chunk(good)], "the prompt has 129 tokens, but the service"),
         ]
         for number, (chunks, message) in enumerate(cases):
-            answer = await answer_of(service, await service.post("/asample", body_of(sampler, number, chunks)))
+            body = body_of(sampler, number, chunks, prompt_logprobs=True)
+            answer = await answer_of(service, await service.post("/asample", body))
             assert isinstance(answer, dict), answer
-            assert any(part in answer["error"] for part in message.split("|")), answer
+            assert message in answer["error"], answer
+        # Too many alternatives are refused for good, instead of being called for again later.
+        body = body_of(sampler, 100, [1, 2, 3], prompt_alt_tokens_k=9000)
+        assert "more than 8192" in (await service.post("/asample", body, status=400))["detail"]
+        # No more images are processed than fit.
+        assert max(read) == 4
+        assert len(read) < 100
+        read.clear()
         parts = [[1, 2], b"damaged", [3]]
         damaged = {"tokens": parts, "target_tokens": [1] * 9, "weights": [1.0] * 9}
         answer = await service.result(await service.post("/forward_backward", forward_backward(trained, 1, [damaged])))
-        assert "datum 0" in answer["error"]
+        assert "image 0 of datum 0" in answer["error"]
+        assert not read
         # Those behind it are computed.
         text = {"tokens": [1, 2], "target_tokens": [2, 3], "weights": [1.0, 1.0]}
         answer = await service.result(await service.post("/forward_backward", forward_backward(trained, 2, [text])))

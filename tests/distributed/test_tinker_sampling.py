@@ -157,8 +157,11 @@ def test_alternatives_to_the_tokens_of_a_prompt(model: Path) -> None:
         assert (tokens == again).all()
         assert completions == same
         assert (tokens != other).any()
-        greedy, _, _ = await drawn(3, 1, temperature=0.0)
-        assert greedy[:, 0].tolist() == likeliest.tolist()
+        greedy, _, _ = await drawn(3, 2, temperature=0.0)
+        assert greedy.tolist() == [[token, token] for token in likeliest.tolist()]
+        for count, message in ((-1, "prompt_alt_tokens_k=-1"), (5000, "draws 20000 tokens in this prompt, more than 8192")):
+            wrong = body_of(sampler, 4, prompt, prompt_alt_tokens_k=count)
+            assert message in (await service.post("/asample", wrong, status=400))["detail"]
 
     serve(model, test)
 
@@ -296,8 +299,6 @@ def test_samples_and_what_is_refused(model: Path) -> None:
                 "at most 129 tokens (engine.micro_batch.max_tokens=128)",
             ),
             ({"topk_sample_logprobs": 1, "prompt": {"chunks": [{"tokens": [1] * 129}]}}, "with a prompt of 129 tokens"),
-            ({"prompt_alt_tokens_k": -1}, "prompt_alt_tokens_k=-1"),
-            ({"prompt_alt_tokens_k": 9000}, "draws 9000 tokens, more than 8192"),
             ({"prompt_alt_tokens_k": 1, "prompt": {"chunks": [{"tokens": [1]}]}}, "has no alternatives"),
             ({"target_prompt_logprobs": {"data": [1, 2], "shape": [2, 1]}}, "must be [1, K]"),
             ({"target_prompt_logprobs": {"data": [1], "shape": [1, 2]}}, "has 1 numbers"),
@@ -333,7 +334,7 @@ def test_samples_and_what_is_refused(model: Path) -> None:
             ({"params": {"max_tokens": 0}}, "max_tokens=0"),
             ({"params": {"stop": ["x"]}}, "no tokenizer"),
             ({"params": {"stop": ""}}, "empty text"),
-            ({"prompt": {"chunks": [{"type": "image", "format": "png"}]}}, "takes none; send encoded_text alone"),
+            ({"prompt": {"chunks": [{"type": "image", "format": "png"}]}}, "takes no images; send encoded_text alone"),
             ({"prompt": {"chunks": [{"type": "dmel"}]}}, "a chunk of dmel"),
             ({"prompt": {"chunks": []}}, "the prompt has no tokens"),
             ({"prompt": {"chunks": [{"tokens": [1] * 400}]}}, "the prompt has 400 tokens"),

@@ -48,8 +48,6 @@ def test_every_command_of_the_pages_exists() -> None:
             if words[:2] == ["pip", "install"]:
                 # Nothing is on a package index, so extras are installed from the clone.
                 named = re.fullmatch(r"-e \.\[([\w,]+)\]", " ".join(words[2:]))
-                if name == "training-service.md":
-                    named = named or re.fullmatch(r"drivetrain\[([\w,]+)\]", words[2])
                 assert named is not None, (name, words)
                 assert {*named[1].split(",")} <= extras.keys(), (name, words)
             elif words[0] == "drivetrain":

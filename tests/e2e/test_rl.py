@@ -316,6 +316,14 @@ def test_the_page_can_be_typed(tmp_path: Path) -> None:
     assert "memory of a process, as estimated:\n  all the time: device: actor parameters" in done.stderr
     assert "step 3/3  reward" in done.stdout
     assert (tmp_path / "runs" / "first" / "updated" / "config.json").is_file()
+    (program,) = (part.split("```")[0] for part in page.split("```python\n")[1:] if "__main__" in part.split("```")[0])
+    (tmp_path / "program.py").write_text(program)
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1].startswith("2 ")
 
 
 @pytest.mark.slow

@@ -69,6 +69,8 @@ def check_log_probs(policy: Path, documents: list[dict[str, Any]], temperature: 
         recorded = torch.tensor(document["log_probs"], dtype=torch.float64)
         assert torch.allclose(recorded[sampled], expected[sampled], rtol=0, atol=1e-5)
         assert not recorded[~sampled].any()
-        assert not torch.allclose(recorded[sampled], expected.roll(1)[sampled], rtol=0, atol=1e-2)
+        # A single token has no neighbor to be confused with.
+        if int(sampled.sum()) > 1:
+            assert not torch.allclose(recorded[sampled], expected[sampled].roll(1), rtol=0, atol=1e-2)
         count += int(sampled.sum())
     return count

@@ -127,6 +127,7 @@ async def running(
     app: list[TrainingApp] = []
     model = ModelConfig(path=str(folder))
     images = ModelImages(model, media_config(model, read_config(model)))
+    images.load()
     passes = Passes(database, VOCABULARY, 128, images)
     training = training_class(options, database, futures, group, passes, lambda *of: app[0].arguments(*of))
     sampling = sampling_class(

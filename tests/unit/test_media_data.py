@@ -426,7 +426,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"messages": question(image("."))}, "message 1: the image '.' is not a file"),
     ({"messages": question(image("/dev/zero"))}, "is not a file: /dev/zero"),
     ({"messages": question(image("a\0b"))}, "cannot be read (embedded null byte)"),
-    ({"messages": question(image(b"no picture"))}, "message 1: the image (bytes) cannot be decoded: UnidentifiedImageError"),
+    ({"messages": question(image(b"no picture"))}, "message 1: the image (bytes) is not an image of a known format"),
     ({"messages": question(image(png()[:120]))}, "the image (bytes) cannot be decoded"),
     ({"messages": question(image(b""))}, "the image (bytes) is empty"),
     ({"messages": question(image(data_uri(b"")))}, "the image (data URI) is empty"),

@@ -233,8 +233,8 @@ class BatchOrder:
                 changed = self.changed_sources(state) if name == "samples" else []
                 which = f" ({', '.join(changed)} changed)" if changed else ""
                 raise CheckpointError(
-                    f"it was saved with {label} = {old}, now it is {new}{which}, so the next sample is unknown; use the same data "
-                    "and settings, or start over from the exported model in another trainer.output_dir"
+                    f"it was saved with {label} = {old}, now it is {new}{which}, so the next sample is unknown; to resume, use the same "
+                    "data and settings; to train on other data, set another trainer.output_dir"
                 )
         if epochs and state.get("batch_size") != self.batch_size:
             raise CheckpointError(

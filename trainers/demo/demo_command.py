@@ -194,6 +194,7 @@ def main(argv: list[str] | None = None) -> int:
             f"{max(relative_differences[:100]):.1e} in the first 100 (rounding differences grow with every step)"
         )
     print(f"     model          {summary['export']}")
+    print(f"     next           drivetrain chat {root / 'run'}")
     print(f"     loss plot      {root / 'run' / 'loss.png'}")
     print(f"     summary        {root / 'summary.json'} ({summary['seconds']} s in total)")
     if served is not None and served < ENOUGH:

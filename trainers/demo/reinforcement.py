@@ -161,6 +161,7 @@ def run_rl_demo(
     print(f"     reward    {curve(rewards)}  {rewards[0]:.2f} at the first step, {rewards[-1]:.2f} at the last")
     print(f"     held-out accuracy {before:.3f} before, {after:.3f} after {len(rewards)} steps")
     print(f"     model     {summary['export']}")
+    print(f"     next      drivetrain chat {root / 'run'}")
     print(f"     plot      {root / 'run' / 'rewards.png'}")
     print(f"     summary   {root / 'summary.json'} ({summary['seconds']} s in total)")
     return _verdict(task, before, after, shuffled)

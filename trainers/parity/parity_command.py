@@ -346,11 +346,14 @@ def run(job: Job, json_file: str | None, timeout: int) -> int:
     """Start the workers, judge their results and print the table."""
     folder, path = Path(job.folder), job.write()
     module = ("-m", "drivetrain.trainers.parity.rows", str(path))
+    print("computing the reference with plain transformers", file=sys.stderr, flush=True)
     # References come first: rows compare their weights with the files that this process writes.
     code = subprocess.run([sys.executable, *module, "reference"], check=False).returncode
     if code:
         return code
     for nproc in sorted({row.nproc for row in job.rows}):
+        count = sum(row.nproc == nproc for row in job.rows)
+        print(f"running {count} rows with {nproc} processes each", file=sys.stderr, flush=True)
         # Results that were written before the limit still count; rows without one fail below.
         if not _run_rows(job, module, nproc, timeout):
             print(f"error: the rows with {nproc} processes took more than {timeout} s (--timeout)", file=sys.stderr)

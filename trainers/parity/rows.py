@@ -66,7 +66,8 @@ def make_models(job: Job) -> None:
             continue
         if model not in FAMILIES:
             raise ConfigError(
-                f"--model {model} is not a folder; the families of embedded tiny models are {', '.join([*FAMILIES, VISION])}"
+                f"--model {model} is not a folder; give a folder with config.json, tokenizer and safetensors files, or a family, of which a tiny "
+                f"random model is made: {', '.join([*list(FAMILIES)[:4], VISION])} and {len(FAMILIES) - 4} others (docs/families.md)"
             )
         settings = FAMILIES[model]
         layers: dict[str, Any] = {}

@@ -15,7 +15,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks and return the exit code, which is 0 if all of them pass."""
     parser = argparse.ArgumentParser(prog="drivetrain conformance-tinker", description=str(__doc__).splitlines()[0])
     parser.add_argument("url", help="the address of the service, without /api/v1")
-    parser.add_argument("--model", required=True, help="the name of a model that the service trains")
+    parser.add_argument(
+        "--model", required=True, help="the name of the model that the service trains; it must have at least 64 tokens"
+    )
     parser.add_argument("--api-key", default="tml-a-user-of-conformance", help="the API key of a user")
     parser.add_argument("--other-key", default="tml-another-user-of-conformance", help="the API key of another user")
     parser.add_argument("--only", nargs="+", choices=sorted(CHECKS), help="run only these checks")
