@@ -23,6 +23,7 @@ from drivetrain.trainers.rl.phase_commands import main as phases
 from drivetrain.trainers.rl.trainer import GRPOTrainer
 from helpers.reward_functions import fails_later, never, of_even_sums, polite, too_few
 from helpers.rl_runs import make_task, records, train, words
+from helpers.search_path import python_path
 
 
 @pytest.fixture(scope="module")
