@@ -1,4 +1,4 @@
-"""The chunks of datums and prompts: token ids, and images, which become the tokens that the model's features replace."""
+"""The chunks of datums and prompts: token ids, and images. An image becomes placeholder tokens, which the model replaces by its features."""
 
 import base64
 import binascii
@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 
 FORMATS = ("png", "jpeg")
 MOST_NUMBERS = 2**25
-"""The maximum count of numbers in the targets, weights and images of a request, 4 or 8 bytes each."""
+"""The maximum count of numbers in the targets, weights and images of a request. A number has 4 or 8 bytes."""
 BYTES_PER_PIXEL = 24
-"""The memory that a pixel takes when it has been processed: three channels of float32, twice in families that take images as videos."""
+"""The memory of a pixel of a processed image: three channels of float32, twice in families that process images as videos."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,10 +33,10 @@ class ChunkTokens:
 
     Args:
         ids: `[T]` int64, with as many tokens for each image as it has in the model's input.
-        items: The fields of each image, in order.
-        collapsed: The tokens with a single placeholder for each image.
-        images: The images as data URIs.
-        is_image: `[T]` bool, the tokens of images.
+        items: The model's input fields (such as pixels) of each image, in order.
+        collapsed: The token ids with a single placeholder for each image, as the generator expects them.
+        images: The images as data URIs, in order.
+        is_image: `[T]` bool, whether a token belongs to an image.
     """
 
     ids: np.ndarray
@@ -47,10 +47,18 @@ class ChunkTokens:
 
 
 class ChunkImageReader(Protocol):
-    """What reads the images of chunks."""
+    """A reader of the images of chunks."""
 
     def read(self, data: bytes, title: str) -> tuple[list[int], Mapping[str, Tensor], int]:
-        """Return the tokens of an image, its fields, and the placeholder that stands for it in prompts.
+        """Process an image.
+
+        Args:
+            data: The content of the image file.
+            title: The name of the image in messages.
+
+        Returns:
+            The token ids of the image, its fields in the model's input, and the token id that stands for an image in prompts of the
+            generator.
 
         Raises:
             BatchError: The image cannot be used.
@@ -58,27 +66,27 @@ class ChunkImageReader(Protocol):
 
 
 class ModelImages:
-    """The images of a model. May be used by several threads.
+    """Reads images with the processor of a model. May be used by several threads.
 
     Args:
-        model: The model settings.
-        config: The config of the whole model; None if it takes no images.
+        model: The settings of the model.
+        config: The config of the model with its vision part; None if the model takes no images.
     """
 
     def __init__(self, model: ModelConfig, config: PreTrainedConfig | None) -> None:
         self._model, self._config = model, config
         self._images: PromptImages | None = None
         self._refusal = "the model of this service takes no images; send encoded_text alone"
-        # Processors and tokenizers are not made for several threads.
+        # Processors and tokenizers must not be used by several threads at the same time.
         self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Load the image processor. Without a usable one, images are refused, and a warning says why."""
+        """Load the image processor. If the model has no usable one, a warning is logged, and images are refused."""
         if self._config is None:
             return
         try:
             images = PromptImages(self._model, self._config)
-            # Checks that the processor and the token exist.
+            # Raises an error if the processor or the image token does not exist.
             _ = images.placeholder
         except DrivetrainError as e:
             self._refusal = (
@@ -105,11 +113,13 @@ _NO_RESIZE = "which is not supported; resize the image before it is sent"
 
 @dataclass
 class _ReadChunks:
-    """What has been read of some chunks.
+    """The tokens and images of the chunks that have been read.
 
     Args:
         title: The name of the datum or prompt in messages.
         longest: The maximum number of tokens.
+        numbers: The count of numbers in the processed images.
+        ids: The token ids of each chunk; the other fields are as in `ChunkTokens`.
     """
 
     title: str
@@ -132,16 +142,16 @@ class _ReadChunks:
             raise BatchError(f"{title} has the format {kind[:40]!r}; send {' or '.join(FORMATS)}")
         tokens, fields, placeholder = reader.read(data, title)
         if expected is not None and expected != len(tokens):
-            # The targets of the tokens behind it would be those of others.
+            # The targets of all later tokens would be shifted.
             raise BatchError(
-                f"{title} has expected_tokens={expected}, but the model's processor gives {len(tokens)} tokens; send its count, or "
-                "leave expected_tokens out"
+                f"{title} has expected_tokens={expected}, but the model's processor gives {len(tokens)} tokens; send that number, "
+                "or omit expected_tokens"
             )
-        # Checked after each image: the others are then not decoded at all.
+        # Checked after each image, so that further images are not decoded.
         self.numbers += sum(value.numel() for value in fields.values())
         if self.numbers > MOST_NUMBERS:
             raise BatchError(
-                f"the images up to {title} have {self.numbers} numbers when they are processed, more than {MOST_NUMBERS}; send fewer "
+                f"the images up to {title} have {self.numbers} numbers after processing, more than the limit of {MOST_NUMBERS}; send fewer "
                 "or smaller images"
             )
         self.ids.append(np.asarray(tokens, dtype=np.int64))
@@ -159,9 +169,9 @@ class _ReadChunks:
         title = self.title
         ids = np.concatenate(self.ids) if self.ids else np.empty(0, dtype=np.int64)
         if not len(ids):
-            raise BatchError(f"{title} has no tokens")
+            raise BatchError(f"{title} has no tokens; send at least one")
         if ids.min() < 0:
-            raise BatchError(f"{title} has the token id {ids.min()}")
+            raise BatchError(f"{title} has the token id {ids.min()}; token ids must be at least 0")
         is_image = np.concatenate(self.is_image)
         return ChunkTokens(ids=ids, items=self.items, collapsed=self.collapsed, images=self.images, is_image=is_image)
 
@@ -171,19 +181,21 @@ def datum_tokens(chunks: Sequence[Any], reader: ChunkImageReader, title: str, lo
 
     Args:
         chunks: The chunks, as protobuf messages.
-        reader: What reads images.
+        reader: The reader of images.
         title: The name of the datum in messages.
-        longest: The maximum number of tokens.
+        longest: The maximum number of tokens up to an image; the total is not checked here.
 
     Raises:
-        BatchError: It has no tokens, too many, or a chunk that cannot be used.
+        BatchError: There are no tokens, or a chunk is not supported, not valid or too large.
     """
     parts = _ReadChunks(title, longest)
     for chunk in chunks:
         kind = chunk.WhichOneof("chunk")
         if kind == "encoded_text":
             if len(chunk.encoded_text.tokens) % 4:
-                raise BatchError(f"{title}: the tokens of a chunk are not int32")
+                raise BatchError(
+                    f"{title} has a chunk with {len(chunk.encoded_text.tokens)} bytes of tokens, which is not a multiple of 4; send them as int32"
+                )
             parts.add_text(np.frombuffer(chunk.encoded_text.tokens, dtype="<i4").astype(np.int64))
         elif kind == "image":
             image = chunk.image
@@ -200,12 +212,12 @@ def prompt_tokens(chunks: Sequence[PromptChunk], reader: ChunkImageReader, longe
     """Return the tokens of a prompt.
 
     Args:
-        chunks: The chunks.
-        reader: What reads images.
-        longest: The maximum number of tokens.
+        chunks: The chunks of the prompt.
+        reader: The reader of images.
+        longest: The maximum number of tokens up to an image; the total is not checked here.
 
     Raises:
-        BatchError: It has no tokens, too many, or a chunk that cannot be used.
+        BatchError: There are no tokens, or a chunk is not supported, not valid or too large.
     """
     title = "the prompt"
     parts = _ReadChunks(title, longest)
@@ -226,6 +238,10 @@ def prompt_tokens(chunks: Sequence[PromptChunk], reader: ChunkImageReader, longe
 
 
 def processed_bytes(data: bytes) -> int:
-    """Return about how many bytes an image takes when it has been processed; 0 if it cannot be read."""
+    """Return an estimate of the bytes of an image after processing; 0 if the image cannot be read.
+
+    Args:
+        data: The content of the image file.
+    """
     size = image_size(data)
     return 0 if size is None else BYTES_PER_PIXEL * min(size[0] * size[1], LIMITS.max_pixels or size[0] * size[1])

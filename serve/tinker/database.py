@@ -1,7 +1,7 @@
-"""Everything of the service that survives a restart, in SQLite: who asked for what, what was answered, and what there is.
+"""The SQLite database of the service, which survives a restart: sessions, models, requests and their results, checkpoints and samplers.
 
-All writes go through one thread, which puts those that wait into one transaction: what `write` has returned is on disk. Reads are short, and
-are made where they are needed.
+One thread makes all changes, and combines pending ones into one transaction. When the future that `write` returns is done, the change is on
+disk. Queries are short, and run in the thread of the caller.
 """
 
 import fcntl
@@ -53,30 +53,34 @@ CREATE INDEX IF NOT EXISTS completed_samples ON samples (sampler, completed);
 CREATE INDEX IF NOT EXISTS samples_of_future ON samples (future);
 """
 FORMAT = "2"
+"""The version of the tables above. A database with another version is refused."""
 _AT_ONCE = 256
+"""The maximum number of changes in one transaction."""
 PATIENCE_S = 300.0
-"""For how many seconds a change waits while another program holds the file."""
+"""The maximum time in seconds that a change waits while another program has locked the database."""
 
 
 class Database:
     """The database of a service.
 
     Args:
-        file: The file, which is created if there is none.
+        file: The file of the database. It is created if it does not exist.
 
     Raises:
-        ConfigError: The file is not a database of this version of the service, or another service has it open.
+        ConfigError: The file is not a database of this version of the service, or another service is using it.
     """
 
     def __init__(self, file: Path) -> None:
-        # A file beside the database: SQLite has locks of its own on the database, and closing another descriptor of it
-        # in this process would release them.
-        self._lock_file = open(file.with_name(f"{file.name}.lock"), "w")  # noqa: SIM115  # it lives as long as this object
+        # The lock is on a separate file, because SQLite has locks on the database file, which would be released if this process
+        # closed another descriptor of that file.
+        self._lock_file = open(file.with_name(f"{file.name}.lock"), "w")  # noqa: SIM115  # it stays open as long as the database
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             self._lock_file.close()
-            raise ConfigError(f"another service uses {file.parent}; end it first, or give another folder (--state)") from e
+            raise ConfigError(
+                f"another service uses the folder {file.parent}; stop it first, or choose another folder (--state)"
+            ) from e
         try:
             self._open(file)
         except BaseException:
@@ -89,23 +93,23 @@ class Database:
         self._thread.start()
 
     def _open(self, file: Path) -> None:
-        """Open a file, or create it.
+        """Open the file, or create it.
 
         Raises:
-            ConfigError: It is something else, which stays as it is.
+            ConfigError: The file is not a database of this version of the service. It is not changed.
         """
         try:
-            # Without `isolation_level`, Python would begin transactions by itself. The writer is opened here and used
-            # by the thread, which `check_same_thread` would refuse.
+            # `isolation_level=None`, because Python would otherwise begin transactions by itself. `check_same_thread=False`,
+            # because the connection is opened here and used by the writer thread.
             self._writer = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=1.0)
             try:
-                # Before anything is changed.
+                # Checked before anything is changed.
                 self._check_format(file)
-                # Reads proceed while the writer commits.
+                # With write-ahead logging, queries can run while the writer commits.
                 self._writer.execute("PRAGMA journal_mode=WAL")
-                # A transaction is on disk when it is over.
+                # A transaction is on disk when its COMMIT returns.
                 self._writer.execute("PRAGMA synchronous=FULL")
-                # One transaction: a service that is killed in it leaves an empty file, not a part of the tables.
+                # In one transaction, so that a service that is killed during it leaves an empty file instead of some of the tables.
                 self._writer.executescript(
                     f"BEGIN IMMEDIATE; {_SCHEMA} INSERT OR IGNORE INTO about VALUES ('format', '{FORMAT}'); COMMIT;"
                 )
@@ -123,39 +127,63 @@ class Database:
         row = None
         if "about" in tables:
             row = self._writer.execute("SELECT value FROM about WHERE name = 'format'").fetchone()
-        # An empty `about` without other tables is left by a creation that was interrupted; it is completed.
+        # An interrupted creation may leave an empty table `about` and no other tables. The creation is then completed.
         if row is None and set(tables) - {"about"}:
-            raise ConfigError(f"{file} is a database of another program; give another folder (--state)")
+            raise ConfigError(f"{file} is a database of another program; choose another folder (--state)")
         if row is not None and row[0] != FORMAT:
             raise ConfigError(
-                f"{file} has format {str(row[0])[:40]}, and this version of the service reads format {FORMAT}; give another folder (--state), "
-                "or continue with the version of the service that has written it"
+                f"{file} has format {str(row[0])[:40]}, but this version of the service reads format {FORMAT}; choose another folder (--state), "
+                "or use the version of the service that created the folder"
             )
 
     @property
     def is_alive(self) -> bool:
-        """Whether changes are made."""
+        """Whether the writer thread is running. If it is not, changes are never made."""
         return self._thread.is_alive()
 
     def read(self, sql: str, *values: Any) -> list[sqlite3.Row]:
-        """Return the rows of a query."""
-        # One connection serves all threads of the process, and a cursor must be read before the next query.
+        """Return all rows of a query.
+
+        Args:
+            sql: The query.
+            *values: Its parameters.
+        """
+        # All threads share one connection, and the rows of a query must be fetched before the next query.
         with self._lock:
             return self._reader.execute(sql, values).fetchall()
 
     def one(self, sql: str, *values: Any) -> sqlite3.Row | None:
-        """Return the first row of a query, or None."""
+        """Return the first row of a query; None if there is none.
+
+        Args:
+            sql: The query.
+            *values: Its parameters.
+        """
         rows = self.read(sql, *values)
         return rows[0] if rows else None
 
     def write(self, change: Callable[[sqlite3.Connection], R]) -> "Future[R]":
-        """Make a change, which is on disk when the future is done; an error in it undoes it alone."""
+        """Make a change in the writer thread.
+
+        Args:
+            change: A function that makes the change, given the connection. If it raises an error, only its own change is undone.
+
+        Returns:
+            A future with the result or the error of the function. When it is done, the change is on disk.
+        """
         future: Future[R] = Future()
         self._queue.put((change, future))
         return future
 
     def execute(self, *statements: tuple[str, Sequence[Any]]) -> "Future[None]":
-        """Run statements as one change."""
+        """Execute SQL statements as one change.
+
+        Args:
+            *statements: The statements, each with its parameters.
+
+        Returns:
+            A future that is done when the change is on disk.
+        """
 
         def change(connection: sqlite3.Connection) -> None:
             for sql, values in statements:
@@ -164,8 +192,8 @@ class Database:
         return self.write(change)
 
     def close(self) -> None:
-        """Write what waits, and close the file."""
-        # Behind everything that waits, so that all of it is written first.
+        """Make all pending changes, and close the database."""
+        # Queued after all pending changes, so that they are made first.
         self._queue.put(None)
         self._thread.join()
         self._reader.close()
@@ -173,31 +201,38 @@ class Database:
         self._lock_file.close()
 
     def claim(self, name: str, value: str, what: str) -> None:
-        """Note something that must stay as it is.
+        """Record a property that must be the same after a restart, such as the model of the service.
+
+        Args:
+            name: The name of the property in the database.
+            value: The value of the property.
+            what: The property in error messages.
 
         Raises:
-            ConfigError: It was something else.
+            ConfigError: The database has another value of this property.
         """
-        # The first value stays; a later one is compared with it.
+        # The first value is kept, and later ones are compared with it.
         self.execute(("INSERT OR IGNORE INTO about VALUES (?, ?)", (name, value))).result()
         row = self.one("SELECT value FROM about WHERE name = ?", name)
         assert row is not None
         if row["value"] != value:
-            raise ConfigError(f"the state is that of another {what}; give another folder (--state), or the same {what}")
+            raise ConfigError(
+                f"the state folder belongs to another {what}; choose another folder (--state), or use the same {what}"
+            )
 
     def _run(self) -> None:
         over = False
         while not over:
-            # Waits for one change, and takes what has arrived meanwhile with it: they share one fsync.
+            # Waits for one change, and takes all others that have arrived, so that they share one fsync.
             waiting = [self._queue.get()]
             while len(waiting) < _AT_ONCE and not self._queue.empty():
                 waiting.append(self._queue.get())
             over = None in waiting
-            # A change that is being made cannot be cancelled: its result has somewhere to go.
+            # From here on, the futures cannot be cancelled. Changes whose futures were cancelled before are not made.
             self._commit([one for one in waiting if one is not None and one[1].set_running_or_notify_cancel()])
 
     def _commit(self, changes: list[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]]) -> None:
-        """Make changes, also if another program holds the file for a while. Any error is passed to the caller of the change."""
+        """Make changes, waiting if another program has locked the database. Errors are set on the futures of the changes."""
         end = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -207,8 +242,8 @@ class Database:
                 with suppress(sqlite3.Error):
                     if self._writer.in_transaction:
                         self._writer.execute("ROLLBACK")
-                # Each try has waited for the lock for the connection's timeout already, so there is no pause between
-                # tries.
+                # Each attempt has already waited for the lock, for the timeout of the connection, so there is no pause between
+                # attempts.
                 is_held = isinstance(e, sqlite3.OperationalError) and ("locked" in str(e) or "busy" in str(e))
                 if is_held and time.monotonic() < end:
                     continue
@@ -220,23 +255,23 @@ class Database:
     def _try_commit(self, changes: list[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]]) -> None:
         failed: list[tuple[Future[Any], BaseException]] = []
         done: list[tuple[Future[Any], Any]] = []
-        # Takes the write lock now: a file that another program holds is noticed before any change has run.
+        # Takes the write lock at once, so that a lock of another program is noticed before any change has run.
         self._writer.execute("BEGIN IMMEDIATE")
         for change, future in changes:
             self._writer.execute("SAVEPOINT change")
             try:
                 done.append((future, change(self._writer)))
-            # A full disk or a lock concerns all changes, and SQLite may have ended the transaction: the caller rolls
-            # back all of them.
+            # A full disk or a lock affects all changes, and SQLite may have ended the transaction, so the caller rolls back
+            # all of them.
             except sqlite3.OperationalError:
                 raise
-            except BaseException as e:  # passed to the caller of the change
+            except BaseException as e:  # set on the future of the change
                 self._writer.execute("ROLLBACK TO change")
                 failed.append((future, e))
-            # Also after the rollback, which leaves the savepoint open.
+            # Also after a rollback to the savepoint, which leaves it open.
             self._writer.execute("RELEASE change")
         self._writer.execute("COMMIT")
-        # Only now, after the commit: what a future stands for must be on disk before its caller continues.
+        # After the commit, because a change must be on disk before its future is done.
         for future, error in failed:
             future.set_exception(error)
         for future, result in done:

@@ -1,4 +1,4 @@
-"""Recovery of models after a crash: the saved state is loaded, and the requests after it that were done are run again."""
+"""Recovery of models after a crash: the saved state is loaded, and the finished requests after it are computed again."""
 
 import sqlite3
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from .training_queue import CREATE, FORWARD_BACKWARD, ModelQueue
 
 
 class Replay:
-    """Brings models back to the state after their last finished request.
+    """Restores models to the state after their last finished request.
 
     Args:
         database: The database of the service.
         group: The training processes.
-        passes: Decodes forward_backward requests.
-        operations: The other operations on models.
-        arguments: Parses the body of a request, given its model and kind.
+        passes: Parses the requests for forward and backward passes.
+        operations: The other operations of models.
+        arguments: Parses any other request, given the id of the model, the operation and the body of the request.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Replay:
         self._operations, self._arguments = operations, arguments
 
     async def restore(self, queue: ModelQueue) -> list[sqlite3.Row]:
-        """Restore a model in the training processes, and reset its queue; return the requests that are still to be run, in order.
+        """Restore a model in the training processes, and reset its queue; return the requests that have not run, in order.
 
         Args:
             queue: The queue of the model. Its requests are discarded, because all of them are in the database.
@@ -80,14 +80,14 @@ class Replay:
             await self._operations.build(queue.model)
         elif kind == FORWARD_BACKWARD and body is not None:
             pieces = self._passes.pieces(queue.model, body)
-            # One piece at a time, in their order. With `engine.invariant` the gradient does not depend on what shares a
-            # pass.
+            # One piece at a time, in their order. With `engine.invariant`, the gradient does not depend on what else is
+            # computed in the same pass.
             for piece in () if pieces[0].forward_only else pieces:
                 (reply,) = await self._group.forward_backward([piece])
                 if reply.error:
                     raise BadRequestError(reply.error)
         elif kind == "optim_step":
-            # A step whose gradient was not finite is repeated too, because it dropped the gradient.
+            # A step whose gradient was not finite failed, but it is repeated too, because it dropped the gradient.
             with suppress(NonFiniteError):
                 await self._optim_step(queue.model, self._arguments(queue.model, kind, body))
             queue.steps += 1
@@ -101,7 +101,7 @@ class Replay:
         try:
             await self._group.optim_step(model, optim)
         except WorkerError as e:
-            # The error of a process arrives wrapped; its cause has the original class.
+            # An error in a training process arrives as a WorkerError, whose cause is the original error.
             if isinstance(e.__cause__, NonFiniteError):
                 raise e.__cause__ from e
             raise

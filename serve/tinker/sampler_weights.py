@@ -1,4 +1,4 @@
-"""What weights the workers that sample hold: the factors of several adapters beside one model, or all weights of one model at a time."""
+"""The weights in the sampling processes: either several adapters on the base model, or all weights of one model at a time."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,24 +11,27 @@ from ..openai.replicas import Replicas
 BASE = "the model's own weights"
 
 KEPT_VERSIONS = 64
-"""The number of versions whose names are kept. Tokens of older ones come from requests that have ended."""
+"""The number of recent versions whose names are kept. Tokens of older versions belong to requests that have ended."""
 
 
 class StaleWeightsError(WorkerError):
-    """A worker has sampled with other weights than those that were loaded last."""
+    """A sampling process has generated a token with weights other than those of the request."""
 
 
 def is_cured_by_load(error: WorkerError) -> bool:
-    """Return whether an error ends when weights are loaded again: a restarted worker has none, and a request that ends frees room."""
+    """Return whether a request that failed with this error can succeed after its weights are loaded again.
+
+    A restarted sampling process has no adapters. One with too many adapters has room again when a request ends.
+    """
     return isinstance(error, StaleWeightsError) or isinstance(error.__cause__, NoAdapterError | TooManyAdaptersError)
 
 
 class SamplerWeights(ABC):
-    """The weights in the workers that sample.
+    """The weights in the sampling processes.
 
     Args:
-        replicas: The workers.
-        at_a_time: How many of the names that `held_as` returns they hold at a time.
+        replicas: The sampling processes.
+        at_a_time: The maximum number of loaded weights in each process, counted by the names that `held_as` returns.
     """
 
     def __init__(self, replicas: Replicas, at_a_time: int) -> None:
@@ -36,58 +39,66 @@ class SamplerWeights(ABC):
 
     @abstractmethod
     def held_as(self, name: str) -> str:
-        """Return the name under which a sampler's weights take room; empty if they take none.
+        """Return the name under which weights count toward `at_a_time`; empty if they do not count.
 
         Args:
-            name: The name of the sampler's weights; empty for the model's own.
+            name: The name of the sampler's weights; empty for the base model.
         """
 
     @abstractmethod
     def adapter(self, name: str) -> str:
-        """Return the adapter that a sampler's requests select; empty for none."""
+        """Return the name of the adapter that the requests of a sampler use; empty for none.
+
+        Args:
+            name: The name of the sampler's weights; empty for the base model.
+        """
 
     @abstractmethod
     def has(self, name: str) -> bool:
-        """Return whether weights of a name were loaded, perhaps not the newest of that name."""
+        """Return whether weights of this name have been loaded, although newer ones of the same name may exist."""
 
     @abstractmethod
     def forget(self, name: str) -> None:
-        """Note that a worker may lack the weights of a name."""
+        """Record that a process may lack the weights of this name, so that the next `load` loads them again."""
 
     @abstractmethod
     async def load(self, name: str, folder: str, in_use: Callable[[str], bool]) -> None:
-        """Load weights into all workers, unless they have them.
+        """Load weights into all processes, unless they are loaded.
 
         Args:
-            name: Their name; empty for the model's own.
-            folder: Where they are; empty for the model's own.
-            in_use: Whether the weights of a name are being used, and must stay.
+            name: The name of the weights; empty for the base model.
+            folder: The folder of the weights; empty for the base model.
+            in_use: Returns whether the weights of a name are in use, so that they must not be replaced.
 
         Raises:
-            WorkerError: A worker cannot load them.
+            WorkerError: A process cannot load the weights.
         """
 
     @abstractmethod
     def check(self, name: str, version: int) -> None:
-        """Check the version of the weights that have made a token.
+        """Check that a token was generated with the right weights.
+
+        Args:
+            name: The name of the weights of the request; empty for the base model.
+            version: The version of the weights that generated the token.
 
         Raises:
-            WorkerError: They are not those of `name`.
+            StaleWeightsError: It was generated with other weights.
         """
 
 
 class AdapterSnapshots(SamplerWeights):
-    """The factors of several adapters at a time.
+    """Several adapters, which are loaded at the same time.
 
     Args:
-        replicas: The workers.
-        adapters: How many adapters they hold at a time.
+        replicas: The sampling processes.
+        adapters: The maximum number of adapters in each process.
     """
 
     def __init__(self, replicas: Replicas, adapters: int) -> None:
         super().__init__(replicas, adapters)
         self._folders: dict[str, str] = {}
-        """The checkpoint that each adapter in the workers was loaded from; empty if not all of them may have it."""
+        """The folder that each adapter was loaded from; empty if some process may lack the adapter or have other weights of it."""
 
     def held_as(self, name: str) -> str:
         """See `SamplerWeights.held_as`."""
@@ -107,38 +118,39 @@ class AdapterSnapshots(SamplerWeights):
             self._folders[name] = ""
 
     async def load(self, name: str, folder: str, in_use: Callable[[str], bool]) -> None:
-        """See `SamplerWeights.load`. Factors take the place of some that are not used."""
+        """See `SamplerWeights.load`. If there is no room, adapters that are not in use are dropped."""
         if not name or self._folders.get(name) == folder:
             return
         while name not in self._folders and len(self._folders) >= self.at_a_time:
             unused = next(other for other in self._folders if not in_use(other))
             del self._folders[unused]
-            # A worker that was started again does not have it, so errors are ignored.
+            # A restarted process does not have the adapter, so errors are ignored.
             await self._replicas.on_all(partial(_call, "drop_adapter", unused))
-        # Until all workers have it. A load that fails on one must be repeated on all.
+        # Empty until all processes have the adapter: if a load fails in one of them, it must be repeated in all.
         self._folders[name] = ""
         _raise_first(await self._replicas.on_all(partial(_call, "load_adapter", name, folder)))
         self._folders[name] = folder
 
     def check(self, name: str, version: int) -> None:
-        """Accept any version: a request names its adapter, and a worker that lacks it refuses."""
+        """Accept any version: each request names its adapter, and a process that lacks the adapter refuses the request."""
 
 
 class ModelSnapshots(SamplerWeights):
     """All weights of one model at a time.
 
-    A worker that is started again has the model's own weights, as version 0: the versions of tokens tell.
+    A restarted process has the weights of the base model, as version 0. This is detected because each token carries the version of the
+    weights that generated it.
 
     Args:
-        replicas: The workers.
-        folder: The folder of the model's own weights.
+        replicas: The sampling processes.
+        folder: The folder of the base model.
     """
 
     def __init__(self, replicas: Replicas, folder: str) -> None:
         super().__init__(replicas, 1)
         self._own = folder
         self._loaded: tuple[str, str] | None = (BASE, folder)
-        """The name and the folder of what all workers have; None if they may differ."""
+        """The name and the folder of the weights that all processes have; None if processes may have different ones."""
         self._version = 0
         self._names = {0: BASE}
         """The name of the weights of each version."""
@@ -164,13 +176,13 @@ class ModelSnapshots(SamplerWeights):
         loading = self.held_as(name), folder or self._own
         if self._loaded == loading:
             return
-        # From here on workers may differ, also if this is interrupted.
+        # From here on, processes may have different weights, also if this is interrupted.
         self._loaded = None
         self._version += 1
-        # Before the load: tokens of this version may come while other workers still load.
+        # Before the load, because tokens of this version may arrive while other processes are still loading.
         self._names[self._version] = loading[0]
         if self._version > KEPT_VERSIONS:
-            # Version 0 always stays, because restarted workers have it.
+            # Version 0 is always kept, because restarted processes have it.
             self._names.pop(self._version - KEPT_VERSIONS, None)
         version = self._version
         _raise_first(await self._replicas.on_all(partial(_call, "load_folder", loading[1], version)))
@@ -180,18 +192,19 @@ class ModelSnapshots(SamplerWeights):
         """See `SamplerWeights.check`."""
         if self._names.get(version) != self.held_as(name):
             raise StaleWeightsError(
-                f"a worker has sampled with other weights than those that were loaded: version {version} of {self._version}"
+                f"a sampling process has generated a token with version {version} of the weights, which is not that of this request; the newest version "
+                f"is {self._version}; send the request again"
             )
 
 
 async def _call(method: str, *args: Any) -> Any:
-    """Call a method of a worker, which is the last argument."""
+    """Call a method of a worker. The last of `args` is the worker, and the others are the arguments of the method."""
     *rest, worker = args
     return await worker.acall(method, *rest)
 
 
 def _raise_first(results: list[Any]) -> None:
     for result in results:
-        # Only after all workers have answered, so that none is still loading when the caller tries again.
+        # Called after all processes have replied, so that none is still loading when the caller tries again.
         if isinstance(result, BaseException):
             raise result

@@ -1,7 +1,8 @@
-"""What trains: takes requests, keeps them until their effects are saved, runs them in order, and begins anew where it was when something dies.
+"""The training scheduler: it accepts requests, stores them until their effects are saved, runs them in order, and recovers from crashes.
 
-A request is answered with a future when it is on disk. Its result is on disk before anybody sees it. Of a model there is always a saved state
-and all requests after it, so a restart computes them again; with `engine.invariant` it gets the same bits.
+A request is acknowledged, with the id of its result, after it has been written to disk, and a result is written to disk before a client sees
+it. For each model the service keeps the last saved state and all requests after it. After a restart, the state is loaded and these requests
+are computed again; with `engine.invariant`, the results are bitwise identical.
 """
 
 import asyncio
@@ -34,23 +35,24 @@ from .turns import FairSemaphore
 log = logging.getLogger(__name__)
 
 AT_ONCE = 4 * PIECE_TOKENS
-"""The number of tokens that are computed before others get their turn."""
+"""The number of tokens in one call of the training processes, after which other models and prompts get their turn."""
 PREPARED_AT_ONCE = 3
-"""The number of requests that are parsed at the same time. Each takes a thread, which other work of the service needs too."""
+"""The maximum number of requests that are parsed at the same time. Each occupies a thread, and the service needs threads for other work too."""
 RESTARTS = 8
-"""How often the processes are started again in a row, before the service gives up."""
+"""The maximum number of consecutive attempts to restart the training processes. After that, the scheduler stops."""
 
 
 class Training:
-    """The models of a service.
+    """The training scheduler: the models of a service and their requests.
 
     Args:
-        settings: The settings.
-        database: Where everything is kept.
-        futures: The results.
-        group: The processes that train.
-        passes: What forward and backward passes are asked.
-        arguments: A function of a model, a kind of request and its body that returns what is asked, and raises what is wrong with it.
+        settings: The settings of the service.
+        database: The database with the state of the service.
+        futures: The stored results of requests.
+        group: The training processes.
+        passes: Parses the requests for forward and backward passes.
+        arguments: Parses any other request. It gets the id of the model, the operation and the body of the request, and raises a
+            `DrivetrainError` if the request is not valid.
     """
 
     def __init__(
@@ -68,24 +70,26 @@ class Training:
         self._turns = RoundRobin(AT_ONCE)
         self._wake = asyncio.Event()
         self._arriving: defaultdict[str, list[QueuedRequest]] = defaultdict(list)
-        """By key, the requests that are being prepared and written to the disk."""
+        """For each key, the requests that are being parsed and written to disk."""
         self._preparing = FairSemaphore(PREPARED_AT_ONCE)
         self._lost: dict[str, int] = {}
+        """For each result id, the number of calls of the training processes that failed while its request was computed."""
         self._ended: list[tuple[str, str]] = []
+        """The models to free in the training processes, each with the folder of its saved state to remove, or an empty string."""
         self._operations = ModelOperations(settings, database, group)
         self._replay = Replay(database, group, passes, self._operations, arguments)
         self.scoring = Scoring(group, AT_ONCE, self._wake.set)
-        """What computes the log-probabilities of prompts."""
+        """The queue of prompts whose log-probabilities are requested."""
         self._task: asyncio.Task[None] | None = None
         self.published: Callable[[str], None] = lambda model: None
-        """Called with a model whose samplers have to take over new weights."""
+        """Called with the id of a model that has published new weights, so that its samplers switch to them."""
         self.failed: Exception | None = None
-        """Why nothing is trained any more; None as long as all is well."""
+        """The error that stopped the scheduler; None while it is running."""
 
-    # ---- beginning and end -------------------------------------------------------------------------------------------
+    # ---- start and stop ----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Bring all models back to where they were, and begin to work."""
+        """Restore all open models, and start to run requests."""
         for row in self._database.read("SELECT id, owner FROM models WHERE state = 'open' ORDER BY created"):
             self._queues[row["id"]] = ModelQueue(row["id"], row["owner"])
         try:
@@ -96,18 +100,22 @@ class Training:
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Stop working. What waits is on disk."""
+        """Stop running requests. The waiting ones are on disk, and run after the next start."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    # ---- taking requests ---------------------------------------------------------------------------------------------
+    # ---- accepting requests ------------------------------------------------------------------------------------------
 
     def queue_of(self, model: str, owner: str) -> ModelQueue:
         """Return the queue of a model.
 
+        Args:
+            model: The id of the model.
+            owner: The hash of the requesting key.
+
         Raises:
-            BadRequestError: There is no such model of this key, or its session is over.
+            BadRequestError: The key has no such model, or the session of the model has ended.
         """
         queue = self._queues.get(model)
         if queue is None or queue.owner != owner:
@@ -132,35 +140,43 @@ class Training:
         """Create a model; return its id and the id of the result.
 
         Args:
-            owner: Whose it is.
-            session: Its session.
-            number: Its number in the session.
-            body: The request.
-            base: The name of the model that is adapted.
-            config: The settings of the adapter; None for those of `source`, or if there is an error.
-            error: Why it cannot be created; empty if it can.
-            source: The folder of a checkpoint to begin with; empty for none.
-            path: Its path.
-            optimizer: Whether to begin with its moments too.
-            metadata: What the user has to say about it.
+            owner: The hash of the key that the model belongs to.
+            session: The session of the model.
+            number: The number of the model in its session.
+            body: The body of the request.
+            base: The name of the base model.
+            config: The settings of the model; None if they come from the checkpoint in `source`, or if there is an error.
+            error: Why the model cannot be created; empty if it can.
+            source: The folder of the checkpoint to start with; empty for none.
+            path: The path of that checkpoint in the protocol (`tinker://...`); empty for none.
+            optimizer: Whether to load the optimizer's moments from that checkpoint too.
+            metadata: The client's metadata of the model.
+
+        Raises:
+            BadRequestError: The session has ended, or its model of this number was created by a different request.
         """
         model = f"{session}:train:{number}"
         if (known := self._known(model, 0, CREATE, body)) is not None:
             return model, known
-        # A refusal is a result of the request like any other: the number is used, and a repetition gets the same
-        # answer.
-        # A copy of this request may be on its way to the disk; it has taken the place.
+        # A refusal is stored as the result of the request, so that the number is used, and a repeated request gets the same
+        # result. If the same request is being written to disk already, its model is not counted as another one.
         others = [queue for name, queue in self._queues.items() if name != model]
         mine = sum(queue.owner == owner for queue in others)
         if not error and self._group.is_full and others:
             error = (
-                "a model is being trained already; a service that trains all weights (--full) trains one at a time. Try again when its session "
-                f"has ended, which it has {self._settings.session_s:g} s after the last sign of life at the latest (--session-s)"
+                "a model is being trained already, and a service that trains all weights (--full) trains one at a time; try again when the session "
+                f"of that model has ended, at the latest {self._settings.session_s:g} s after its last heartbeat (--session-s)"
             )
         elif not error and len(others) >= self._settings.max_adapters:
-            error = f"the service trains {len(others)} adapters already, as many as it may (--max-adapters); try again when a session has ended"
+            error = (
+                f"the service already has {len(others)} adapters, and the maximum is --max-adapters={self._settings.max_adapters}; try again when a "
+                "session has ended"
+            )
         elif not error and mine >= self._settings.max_adapters_per_key:
-            error = f"this key trains {mine} adapters already, as many as it may (--max-adapters-per-key); end a session first"
+            error = (
+                f"this key already has {mine} adapters, and the maximum is --max-adapters-per-key={self._settings.max_adapters_per_key}; end a "
+                "session first"
+            )
         now, state = time.time(), "closed" if error else "open"
         settings = json.dumps(None if config is None else asdict(config))
         row = (
@@ -171,11 +187,11 @@ class Training:
         request = QueuedRequest(0, CREATE, new_future_id("create"), len(body), error=error)
         queue = self._queues.get(model) or ModelQueue(model, owner)
         more: list[Statement] = [row]
-        # A model that is refused is never built, so its request needs no replay.
+        # A refused model is never created, so its request is not computed again after a restart.
         if error:
             more.append(("UPDATE requests SET outcome = 'failed', body = NULL WHERE model = ? AND seq = 0", (model,)))
         else:
-            # Its place is taken from now on, whatever is waited for.
+            # Before the first `await` below, so that the model counts for requests that arrive in the meantime.
             self._queues[model] = queue
         try:
             future = await self._accept(queue, request, body, more, session=session)
@@ -192,17 +208,19 @@ class Training:
         return model, future
 
     async def submit(self, owner: str, model: str, seq: int, kind: str, body: bytes) -> str:
-        """Take a request; return the id of its result.
+        """Accept a request of a model; return the id of its result.
 
         Args:
-            owner: Whose it is.
-            model: The model.
-            seq: Its number among those of the model, from 1.
-            kind: What is asked.
-            body: The request. What is wrong with it is said by its result, so that the order of numbers stays whole.
+            owner: The hash of the requesting key.
+            model: The id of the model.
+            seq: The sequence number of the request in its model, from 1.
+            kind: The operation.
+            body: The body of the request. Errors in it are reported in the result, so that the sequence number is used and later requests
+                do not wait for it.
 
         Raises:
-            BadRequestError: There is no such model, or another request had this number.
+            BadRequestError: The key has no such model; the sequence number is out of range, or was used for another request; or the
+                requests of the key exceed `max_queued_mib`.
         """
         queue = self.queue_of(model, owner)
         if not 0 < seq < 2**31:
@@ -210,14 +228,15 @@ class Training:
         if (known := self._known(model, seq, kind, body)) is not None:
             return known
         request = QueuedRequest(seq, kind, new_future_id(kind), len(body))
-        # Other requests have no tensors, and an optimizer step is what makes room: it must never be refused for lack of
+        # Other requests have no tensors, and are never refused because of the limit: optimizer steps are needed to get below
         # it.
         if kind != FORWARD_BACKWARD:
             return await self._take(queue, request, body)
-        # In a thread, because parsing a large body would hold up all other clients.
+        # In a thread, because parsing a large body would block the event loop for all other clients.
         request.dense = await asyncio.to_thread(self._passes.dense_size, body)
         self._check_room(owner, request)
-        # Until the queue counts it: others of this key arrive while this one is prepared and written.
+        # Counted here until the queue counts it, because other requests of the key may arrive while this one is parsed and
+        # written to disk.
         self._arriving[owner].append(request)
         try:
             return await self._take(queue, request, body)
@@ -227,10 +246,10 @@ class Training:
                 del self._arriving[owner]
 
     def _check_room(self, owner: str, request: QueuedRequest) -> None:
-        """Check that a key may have one more request wait.
+        """Check that the requests of a key leave room for another one.
 
         Raises:
-            BadRequestError: Its requests take as much as they may.
+            BadRequestError: Together they exceed `max_queued_mib`.
         """
         queues = [other for other in self._queues.values() if other.owner == owner]
         arriving = self._arriving.get(owner, [])
@@ -238,15 +257,15 @@ class Training:
         dense = sum(other.dense for other in queues) + sum(other.dense for other in arriving)
         if queued + request.size > self._settings.max_queued_mib * 2**20:
             raise BadRequestError(
-                f"{queued} bytes of requests of this key are kept until an optimizer step after them is saved (--max-queued-mib); send "
-                "optim_step, or less at a time",
+                f"this key has {queued} bytes of requests whose effects are not saved yet, and this request adds {request.size}: more than "
+                f"--max-queued-mib={self._settings.max_queued_mib:g}; send optim_step, after which the state is saved, or send smaller requests",
                 status=429,
             )
-        # A single request may be larger than the limit if nothing else waits; otherwise it could never be sent.
+        # A single request may exceed the limit if no other one waits; otherwise it could never be sent.
         if dense and dense + request.dense > self._settings.max_queued_mib * 2**20:
             raise BadRequestError(
-                f"the requests of this key that wait take {dense} bytes as tensors, and this one takes {request.dense}: more than "
-                f"--max-queued-mib={self._settings.max_queued_mib:g}; send the requests before it, or wait for their results",
+                f"the waiting requests of this key take {dense} bytes as tensors, and this request adds {request.dense}: more than "
+                f"--max-queued-mib={self._settings.max_queued_mib:g}; if a request with a lower seq_id is missing, send it, and wait for results",
                 status=429,
             )
 
@@ -259,25 +278,33 @@ class Training:
 
     async def _prepare(self, request: QueuedRequest, model: str, body: bytes) -> None:
         if self._lost.get(request.future, 0) >= ATTEMPTS:
-            request.error = "the processes that train have died under this request; it was given up"
+            request.error = (
+                "the training processes died repeatedly while this request was computed, so it is not tried again; the cause is in the log of the "
+                "service"
+            )
             return
         try:
             if request.kind == FORWARD_BACKWARD:
                 await asyncio.to_thread(self._passes.prepare, request, model, body)
             else:
-                # Looked at when it is its turn: those before it may change what it finds.
+                # Parsed when its turn comes, because requests before it may change what it refers to.
                 request.arguments = body
         except DrivetrainError as e:
             request.error = str(e)
 
     def _known(self, model: str, seq: int, kind: str, body: bytes) -> str | None:
-        """Return the id of the result of a request that is repeated; None if it is new."""
+        """Return the id of the result if a request repeats an earlier one; None if it is new.
+
+        Raises:
+            BadRequestError: A different request had this sequence number.
+        """
         row = self._database.one("SELECT digest, future FROM requests WHERE model = ? AND seq = ?", model, seq)
         if row is None:
             return None
         if row["digest"] != _digest(kind, body):
             raise BadRequestError(
-                f"seq_id={seq} of model {model} was another request; requests of a model are numbered one after the other, and repeated as they were"
+                f"seq_id={seq} of model {model} was already used for a different request (0 is the creation of the model); use a new number for "
+                "each request, and repeat a request unchanged"
             )
         future: str = row["future"]
         return future
@@ -291,14 +318,17 @@ class Training:
         *,
         session: str = "",
     ) -> str:
-        """Put a request on disk and into the queue; return the id of its result.
+        """Write a request to disk and add it to its queue; return the id of its result.
 
         Args:
-            queue: The requests of its model.
+            queue: The queue of the model.
             request: The request.
-            body: Its body.
-            more: Further changes with it.
+            body: The body of the request.
+            more: SQL statements to execute in the same transaction.
             session: A session that must not have ended; empty for none.
+
+        Raises:
+            BadRequestError: The session has ended, or a different request had this sequence number.
         """
         digest = _digest(request.kind, body)
         row = (
@@ -310,8 +340,8 @@ class Training:
         def change(connection: sqlite3.Connection) -> None:
             if session:
                 sql = "SELECT finished FROM sessions WHERE id = ?"
-                # In the transaction of the insert: a session that ends at the same time either sees the new model, or
-                # refuses it.
+                # The check and the insert share a transaction, so that a session that ends at the same time either refuses the
+                # new model or frees it.
                 (finished,) = connection.execute(sql, (session,)).fetchone()
                 if finished:
                     raise BadRequestError(f"the session {session} has ended", status=410)
@@ -321,23 +351,23 @@ class Training:
         try:
             await asyncio.wrap_future(self._database.write(change))
         except sqlite3.IntegrityError:
-            # The same request at the same time, or one that has its number.
+            # The same request was written at the same time, or a different one with this sequence number.
             known = self._known(queue.model, request.seq, request.kind, body)
             assert known is not None
             return known
         if request.kind == CREATE and request.error:
             return request.future
         if self._queues.get(queue.model) is not queue:
-            # The model has ended meanwhile.
+            # The model has ended in the meantime.
             await self._answer_all([request], "the session has ended, or the model could not be created")
         elif request.seq >= queue.next_seq and request.seq not in queue.waiting:
-            # Else the models were brought back meanwhile, from what is on disk.
+            # Not if the model was restored from the database in the meantime: then this request is queued, or has run.
             queue.waiting[request.seq] = request
             queue.logged += request.size
         return request.future
 
     async def _answer_all(self, requests: Sequence[QueuedRequest], message: str) -> None:
-        """Answer requests that will not be done."""
+        """Store an error as the result of requests that will not run."""
         error = failure(message, category="user")
         statements = [self._futures.finished(request.future, "json", error) for request in requests]
         if statements:
@@ -345,14 +375,18 @@ class Training:
             self._futures.wake(*(request.future for request in requests))
 
     async def end(self, models: Sequence[str]) -> None:
-        """Free the adapters of models whose session is over. What waits is answered with an error."""
+        """End models, whose sessions have ended or which cannot be restored. Their waiting requests get an error as their result.
+
+        Args:
+            models: The ids of the models.
+        """
         for model in models:
             queue = self._queues.get(model)
             if queue is None:
                 continue
             row = self._database.one("SELECT saved_folder FROM models WHERE id = ?", model)
-            # From here on no request finds it, whatever this method waits for. Its place is free before another model
-            # can be created.
+            # Before the first `await`, so that new requests do not find the model. Another model may be created from now on, and
+            # `_advance` frees this one in the processes before that.
             del self._queues[model]
             self._ended.append((model, ""))
             waiting = list(queue.waiting.values())
@@ -364,28 +398,28 @@ class Training:
                     ("DELETE FROM requests WHERE model = ?", (model,)),
                 )
             )
-            # Only noted: the processes are called by `_run` alone, which may be in the middle of a call.
+            # The folder is removed later by `_run`: only it calls the processes, and it may be in the middle of a call.
             self._ended.append((model, row["saved_folder"] if row else ""))
         self._wake.set()
 
-    # ---- working -----------------------------------------------------------------------------------------------------
+    # ---- running requests --------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         try:
             while True:
-                # Clearing the flag below loses nothing: what has set it is in a queue already, and `_advance` looks at
-                # all of them.
+                # Clearing the event loses nothing: a queue is changed before the event is set, and `_advance` looks at all
+                # queues.
                 if not await self._advance():
                     await self._wake.wait()
                 self._wake.clear()
         except asyncio.CancelledError:
             raise
-        except Exception as e:  # anything may be raised: the disk is full, the processes cannot be started
-            log.exception("the training service cannot continue")
+        except Exception as e:  # for example, the disk is full or the processes cannot be started
+            log.exception("the training scheduler has stopped; restart the service")
             self.failed = e
 
     async def _advance(self) -> bool:
-        """Do what is next; return whether there was anything."""
+        """Run what is ready; return whether there was anything."""
         busy = False
         while self._ended:
             model, folder = self._ended.pop()
@@ -396,12 +430,12 @@ class Training:
             if request is not None and (request.error or not request.pieces):
                 await self._guarded([request], self._operate, queue, request)
                 busy = True
-        # Prompts have a turn between the pieces of models, so that neither keeps the other waiting for long.
+        # Prompts get their turn between pieces of models, so that neither waits long for the other.
         if self.scoring.is_waiting:
             await self._guarded([], self.scoring.compute)
             busy = True
         if chosen := self._turns.take(self._queues):
-            # A piece that processes have died under is tried alone, so that no other request fails with it.
+            # A piece whose request was in a failed call is computed alone, so that no other request fails with it.
             chosen = next(([one] for one in chosen if self._lost.get(one[1].future)), chosen)
             await self._guarded([request for _, request, _ in chosen], self._compute, chosen)
             busy = True
@@ -417,20 +451,20 @@ class Training:
             remove_folder(folder)
 
     async def _guarded(self, requests: Sequence[QueuedRequest], run: Callable[..., Awaitable[None]], *args: Any) -> None:
-        """Run something; if processes die under it, start them again and bring all models back to where they were."""
+        """Call `run`, which computes `requests`. If processes die during it, restart all processes and restore all models."""
         try:
             await run(*args)
         except WorkerLostError as e:
-            log.warning("the processes that train were lost and are started again: %s", str(e).splitlines()[0])
+            log.warning("training processes have died, and all are restarted: %s", str(e).splitlines()[0])
             for request in requests:
                 self._lost[request.future] = self._lost.get(request.future, 0) + 1
             await self._restart()
 
     async def _restart(self) -> None:
-        """Start the processes again, and bring all models back to where they were, which may take several tries.
+        """Restart the training processes and restore all models, in up to `RESTARTS` attempts.
 
         Raises:
-            WorkerLostError: The processes die each time.
+            WorkerLostError: Processes died in every attempt.
         """
         for attempt in range(RESTARTS):
             try:
@@ -441,24 +475,24 @@ class Training:
             except WorkerLostError:
                 if attempt == RESTARTS - 1:
                     raise
-            # The pause doubles, to about 3 s before the last try: what killed the processes may need time to pass.
+            # The pause doubles, to about 3 s before the last attempt, because the cause may be temporary.
             await asyncio.sleep(0.05 * 2**attempt)
 
     async def _compute(self, chosen: Sequence[tuple[ModelQueue, QueuedRequest, AdapterRequest]]) -> None:
-        """Compute pieces of requests together, and answer the requests that are then complete."""
+        """Compute pieces of requests in one call, and finish the requests that are then complete."""
         try:
             replies = await self._group.forward_backward([piece for _, _, piece in chosen])
         except WorkerLostError:
             raise
         except DrivetrainError as e:
             if len(chosen) > 1 and self._group.is_full:
-                # Full training keeps no copy of the gradients of before. They are computed again, and then one piece
-                # at a time.
+                # Full training has no copy of the gradients from before the call. They are computed again, and after that
+                # these requests are computed one piece at a time.
                 for request in {id(request): request for _, request, _ in chosen}.values():
                     self._lost[request.future] = self._lost.get(request.future, 0) + 1
                 await self._restore_or_end(chosen[0][0].model)
                 return
-            # No gradient has changed. Each request is tried alone, so that only those that cause the error fail.
+            # No gradient has changed. Each piece is computed alone, so that only the requests that cause the error fail.
             if len(chosen) > 1:
                 for one in chosen:
                     if one[1].pieces and one[1].pieces[0] is one[2]:
@@ -471,26 +505,26 @@ class Training:
             request.replies.append(reply)
             if reply.error and not request.error:
                 request.error = reply.error
-            # Several pieces of a request may be in one call; it is finished once.
+            # A call may have several pieces of a request, which is finished only once.
             if (not request.pieces or request.error) and (queue, request) not in finished:
                 finished.append((queue, request))
         for queue, request in finished:
             if request.error:
-                # A pass that fails in full training takes all gradients since the last step with it, also one that only
-                # evaluates.
+                # In full training, a failed pass destroys all gradients since the last step, even if the pass itself adds
+                # none.
                 has_begun = len(request.replies) > 1 or self._group.is_full
-                # What is left of it is not computed. It is written as failed first, so that the restore below leaves it
-                # out.
+                # The remaining pieces are not computed. The request is stored as failed first, so that the restore below
+                # leaves it out.
                 request.pieces = []
                 await self._finish(queue, request, failure(request.error, category="user"), "json", outcome="failed")
                 if has_begun:
-                    # What its first pieces have added to the gradient goes.
+                    # The gradient must not contain what its first pieces have added.
                     await self._restore_or_end(queue.model)
             else:
                 await self._finish(queue, request, self._passes.answer(request), "protobuf")
 
     async def _operate(self, queue: ModelQueue, request: QueuedRequest) -> None:
-        """Do a request that is not a forward or backward pass, or say why it cannot be done."""
+        """Execute a request other than a forward or backward pass, and store its result or its error."""
         if request.error:
             await self._finish(queue, request, failure(request.error, category="user"), "json", outcome="failed")
             return
@@ -498,35 +532,38 @@ class Training:
             if request.kind != CREATE:
                 request.arguments = self._arguments(queue.model, request.kind, request.arguments)
         except DrivetrainError as e:
-            # Nothing has been done, so there is nothing to do again after a restart.
+            # Nothing was executed, so there is nothing to repeat after a restart.
             await self._finish(queue, request, failure(reason(e), category="user"), "json", outcome="failed")
             return
         queued = sum(other.logged for other in self._queues.values() if other.owner == queue.owner)
-        # From half of the limit on, states are saved earlier, so that a client is not refused before its bodies can
-        # be dropped.
+        # Above half of the limit, states are saved earlier, so that bodies are deleted before requests of the key are
+        # refused.
         makes_room = queued > self._settings.max_queued_mib * 2**20 / 2
         try:
             answer, statements = await self._operations.run(queue, request, makes_room=makes_room)
         except WorkerLostError:
             raise
         except (DrivetrainError, OSError) as e:
-            # A step whose gradient is not finite has dropped it, which has to be done again after a restart.
+            # A step whose gradient is not finite has dropped the gradient, which must be repeated after a restart.
             is_dropped = isinstance(e, NonFiniteError) or isinstance(e.__cause__, NonFiniteError)
             category: Literal["user", "server"] = "server" if isinstance(e, OSError) else "user"
             outcome = "done" if is_dropped else "failed"
             await self._finish(queue, request, failure(reason(e), category=category), "json", outcome=outcome)
             is_partial = self._group.is_full and request.kind == "load_weights"
             if is_partial or (request.kind == "optim_step" and not is_dropped):
-                # What a step or a load has changed before it failed is not known.
+                # It is not known what the step or the load has changed before it failed.
                 await self._restore_or_end(queue.model)
             return
         try:
             await self._finish(queue, request, json_result(answer), "json", statements)
         except sqlite3.IntegrityError:
-            # A request of another kind has taken the id while this one was at work.
-            taken = failure(f"what {request.kind} was to create exists already; number each anew", category="user")
+            # Another request has taken the id while this one was executed.
+            taken = failure(
+                f"another request took the id of the sampler that {request.kind} creates; use a new sampling_session_seq_id for each",
+                category="user",
+            )
             await self._finish(queue, request, taken, "json", outcome="failed")
-        # After the transaction: until then the database names the old folders, which a restart would load.
+        # After the transaction, because until then the database refers to the old folders, which a restart would load.
         self._operations.remove_replaced()
 
     async def _finish(
@@ -539,19 +576,20 @@ class Training:
         *,
         outcome: str = "done",
     ) -> None:
+        """Store the result of a request and its effects, and advance the queue of its model."""
         done: list[Statement] = [
             ("UPDATE requests SET outcome = ? WHERE model = ? AND seq = ?", (outcome, queue.model, request.seq))
         ]
         if request.forward_only:
-            # A replay does not need it.
+            # A forward pass is not repeated after a restart, so its body is not needed.
             done.append(("UPDATE requests SET body = NULL WHERE model = ? AND seq = ?", (queue.model, request.seq)))
             queue.logged -= request.size
         if request.kind == CREATE and outcome == "failed":
             done.append(("UPDATE models SET state = 'closed' WHERE id = ?", (queue.model,)))
         finished = self._futures.finished(request.future, state, payload)
-        # The result and all its effects are one transaction. Only then is the queue advanced and the client woken.
+        # The result and its effects are one transaction. The queue advances and the client is woken only after it.
         await asyncio.wrap_future(self._database.execute(*done, finished, *more))
-        # Unless the session has ended meanwhile, which has emptied the queue.
+        # If the session has ended in the meantime, the queue is empty.
         if request.seq in queue.waiting:
             queue.done(request)
         self._lost.pop(request.future, None)
@@ -567,28 +605,28 @@ class Training:
             self._ended.append((queue.model, ""))
             self._wake.set()
 
-    # ---- saved states ------------------------------------------------------------------------------------------------
+    # ---- recovery ----------------------------------------------------------------------------------------------------
 
     async def _restore_all(self) -> None:
         for model in list(self._queues):
             await self._restore_or_end(model)
 
     async def _restore_or_end(self, model: str) -> None:
-        """Bring a model back to where it was; one that is damaged ends, and does not stop the others.
+        """Restore a model. A model that cannot be restored ends, and the others continue.
 
         Raises:
-            WorkerLostError: The processes have died.
+            WorkerLostError: A training process died.
         """
         try:
             await self._restore(model)
         except WorkerLostError:
             raise
         except (DrivetrainError, OSError) as e:
-            log.error("the model %s cannot be brought back, and ends: %s", model, reason(e))
+            log.error("the model %s cannot be restored, and ends: %s", model, reason(e))
             await self.end([model])
 
     async def _restore(self, model: str) -> None:
-        """Bring a model back to where it was: its saved state, and all requests after it that have been done."""
+        """Restore a model: load its saved state, repeat the requests after it that were done, and queue the others."""
         queue = self._queues.get(model)
         if queue is None:
             return
@@ -601,5 +639,5 @@ class Training:
 
 
 def _digest(kind: str, body: bytes) -> str:
-    # The kind belongs to the digest: a request of another kind with the same body is not a repetition.
+    # The digest includes the kind, because a request of another kind with the same body is not a repetition.
     return hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()

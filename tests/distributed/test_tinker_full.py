@@ -366,7 +366,10 @@ def test_an_id_that_is_taken_while_weights_are_saved_is_an_error_of_the_request(
 
         monkeypatch.setattr(ModelOperations, "_checked_size", taken_meanwhile)
         save = {"model_id": name, "seq_id": 1, "sampling_session_seq_id": 5}
-        assert "number each anew" in (await service.result(await service.post("/save_weights_for_sampler", save)))["error"]
+        assert (
+            "use a new sampling_session_seq_id for each"
+            in (await service.result(await service.post("/save_weights_for_sampler", save)))["error"]
+        )
         assert (await train(service, name, 2, datums(Random(6), 1)))[1] > 0
 
     serve(model, test)

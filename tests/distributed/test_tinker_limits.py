@@ -59,7 +59,7 @@ def test_models_are_counted_before_they_are_there_and_failures_do_not_count(mode
             await service.result(a) for a in await asyncio.gather(*(creating(service, session, 10 + n) for n in range(6)))
         ]
         assert sum("error" not in result for result in results) == 2
-        assert all("2 adapters already" in result["error"] for result in results if "error" in result)
+        assert all("already has 2 adapters" in result["error"] for result in results if "error" in result)
         await service.post("/optim_step", {"model_id": f"{session}:train:0", "seq_id": 1}, status=404)
 
     serve(model, test, max_adapters=2)
@@ -251,7 +251,7 @@ def test_one_service_at_a_time_and_one_model_has_a_state(tmp_path: Path) -> None
     database.close()
     again = Database(file)
     again.claim("model", "one", "model")
-    with pytest.raises(ConfigError, match="that of another model"):
+    with pytest.raises(ConfigError, match="belongs to another model"):
         again.claim("model", "two", "model")
     # Another program that holds the file for a while holds up what is written, and nothing is lost.
     other = sqlite3.connect(file, isolation_level=None)
@@ -278,9 +278,9 @@ def test_a_database_of_another_format_stays_as_it_is(tmp_path: Path) -> None:
             (
                 "CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL); CREATE TABLE samplers (id TEXT); "
                 "INSERT INTO about VALUES ('format', '1')",
-                f"has format 1, and this version of the service reads format {FORMAT}; give another folder",
+                f"has format 1, but this version of the service reads format {FORMAT}; choose another folder",
             ),
-            ("CREATE TABLE notes (text TEXT)", "of another program; give another folder"),
+            ("CREATE TABLE notes (text TEXT)", "of another program; choose another folder"),
         )
     ):
         file = tmp_path / f"{number}.sqlite"

@@ -428,7 +428,7 @@ def test_responses_are_counted_not_requests(model: Path, monkeypatch: pytest.Mon
         one = await service.post("/asample", body_of(sampler, 0, [5, 6], num_samples=8))
         answer = await service.post("/asample", body_of(sampler, 1, [5, 6], num_samples=3), status=429)
         assert answer["detail"].startswith(
-            "8 responses of this key are not there yet, and this request asks for 3, together more than 10"
+            "this key has 8 pending completions, and this request adds 3: more than the maximum of 10;"
         )
         two = await service.post("/asample", body_of(sampler, 1, [5, 6], num_samples=2))
         assert [len(tokens_of(await answer_of(service, future))) for future in (one, two)] == [8, 2]

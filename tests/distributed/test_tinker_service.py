@@ -99,7 +99,7 @@ def test_a_model_is_created_once_however_often_it_is_asked_for_at_the_same_time(
             assert (await service.result(created[0]))["type"] == "create_model"
         # A copy does not count as another model.
         assert (
-            "as many as it may"
+            "already has 6 adapters, and the maximum is --max-adapters=6;"
             in (await service.result(await service.post("/create_model", {**body, "model_seq_id": 6})))["error"]
         )
 
@@ -609,7 +609,7 @@ def test_a_request_under_which_processes_die_again_and_again_is_given_up(model: 
         poison = [{"tokens": [20], "target_tokens": [1], "weights": [1.0]}]
         futures = [await service.post("/forward_backward", forward_backward(bad, 1, poison))]
         futures.append(await service.post("/forward_backward", forward_backward(good, 1, datums(Random(9), 2))))
-        assert "died under this request" in (await service.result(futures[0]))["error"]
+        assert "died repeatedly while this request was computed" in (await service.result(futures[0]))["error"]
         assert (
             await service.result(
                 await service.post(
