@@ -132,7 +132,9 @@ def pairs_table() -> str:
         settings = ", ".join(f"`{setting}`" for setting in sorted(spec.reads))
         lines.append(f"| `{name}` | {spec.summary} | {settings} | {linked(spec.paper)} |")
     paper = linked(KTO_PAPER)
-    lines.append(f"| `kto` | of one answer: w (1 - s(± beta (r - z0))) | `desirable_weight`, `undesirable_weight` | {paper} |")
+    lines.append(
+        f"| `kto` | of one completion: w (1 - s(± beta (r - z0))) | `desirable_weight`, `undesirable_weight` | {paper} |"
+    )
     return "\n".join(lines)
 
 

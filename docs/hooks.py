@@ -43,14 +43,15 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Let long names in tables break after a dot, an underscore and the like, and not inside of a word, and no option after its dashes."""
+    """Let long names in tables break after a dot, an underscore and the like, and not inside of a word, no option after its dashes,
+    and none before a last character."""
 
     def end_of_part(text: "re.Match[str]") -> str:
         return text[1] or f"{text[2]}<wbr>"
 
     def names(code: "re.Match[str]") -> str:
         longest = max(map(len, re.sub(r"<[^>]*>", "", code[0]).split()), default=0)
-        return code[0] if longest < 19 else re.sub(r"(<[^>]*>)|(\.(?=[^\W\d])|[_=/,](?=\w))", end_of_part, code[0])
+        return code[0] if longest < 19 else re.sub(r"(<[^>]*>)|(\.(?=[^\W\d])|[_=/,](?=\w\w))", end_of_part, code[0])
 
     def cell(text: "re.Match[str]") -> str:
         return re.sub(r"<code>.*?</code>", names, text[0], flags=re.DOTALL)

@@ -105,7 +105,7 @@ def page() -> str:
     """Return the page."""
     most = SFTConfig.parse("recipe=sft").engine.micro_batch.max_tokens
     lines = [
-        "# Which recipe, layout and memory for which model",
+        "# Recipe, layout and memory by model size",
         "",
         f"The smallest number of GPUs on which a recipe fits with micro-batches of {most} tokens, and what a GPU then needs, as the engine",
         "estimates it from shapes when a run begins (`estimated memory of a rank` in its output). `drivetrain sft --dry-run ...` makes a step on your longest",

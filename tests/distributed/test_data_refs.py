@@ -624,7 +624,7 @@ def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     first, loss, numbers, folder, *receipts = done.stdout.splitlines()
     assert first.startswith("1.0/")
-    assert "('answers/0',)" in first
+    assert "('rollout/0',)" in first
     assert loss.startswith("loss ")
     assert "'policy'" in numbers
     assert folder.endswith("step-00000001")
