@@ -294,7 +294,7 @@ class StepPlanner:
         if self._topology.is_main:
             log.warning(
                 "%s is longer than the %d positions that %s supports (max_position_embeddings): %d tokens; use shorter "
-                "documents (the trainers' data.max_length), or scale the model's RoPE",
+                "documents (data.max_length of the trainers, and fewer generated tokens), or scale the model's RoPE",
                 which,
                 positions,
                 self._model.path,

@@ -71,6 +71,7 @@ class Database:
     """
 
     def __init__(self, file: Path) -> None:
+        self._folder = file.parent
         # The lock is on a separate file, because SQLite has locks on the database file, which would be released if this process
         # closed another descriptor of that file.
         self._lock_file = open(file.with_name(f"{file.name}.lock"), "w")  # noqa: SIM115  # it stays open as long as the database
@@ -217,7 +218,7 @@ class Database:
         assert row is not None
         if row["value"] != value:
             raise ConfigError(
-                f"the state folder belongs to another {what}; choose another folder (--state), or use the same {what}"
+                f"the folder {self._folder} belongs to another {what}; choose another folder (--state), or use the same {what}"
             )
 
     def _run(self) -> None:

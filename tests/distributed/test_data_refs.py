@@ -778,7 +778,7 @@ def test_a_local_call_does_not_change_the_callers_tensors() -> None:
         (lambda g, r: g.data.get(odd_batch(), ["x"]), r"PackedBatch is not a reference; put\(\) the batch first"),
         (lambda g, r: g.submit("carrier", "wait", 0.0, after=Offload(role="carrier")), "give a list of hooks"),
         (lambda g, r: g.submit("carrier", "wait", 0.0, after=["save"]), "'save' is not a valid hook here"),
-        (lambda g, r: g.submit_hooks(), "at least one hook"),
+        (lambda g, r: g.submit_hooks(), "has no hooks; pass at least one"),
         (lambda g, r: g.data.fetch(1, "carrier", start=-1), "start=-1; give a position"),
     ],
 )

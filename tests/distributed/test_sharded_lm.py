@@ -236,9 +236,9 @@ def test_another_quantization_is_refused(models: Path, quant: str) -> None:
             "image 0: https://example.org/a.png is a URL; only data URIs and bytes are accepted here",
         ),
         ("file:///etc/passwd", "only data URIs and bytes are accepted here"),
-        ("data:text/html;base64,AAAA", r"the image \(data URI\) cannot be decoded"),
+        ("data:text/html;base64,AAAA", r"the image \(data URI\) is not an image of a known format"),
         ("data:image/png;base64,!!", "image 0: the data URI of the image is not base64"),
-        ("data:image/png;base64,AAAA", r"image 0: the image \(data URI\) cannot be decoded"),
+        ("data:image/png;base64,AAAA", r"image 0: the image \(data URI\) is not an image of a known format"),
         ("", "only data URIs and bytes are accepted here"),
     ],
 )

@@ -7,7 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .checks import CHECKS
+from .checks import CHECKS, VOCABULARY
 from .client import Connection, Send, ServiceConformanceError, send_to
 
 
@@ -36,6 +36,7 @@ def run(send: Send, model: str, keys: tuple[str, str], names: Sequence[str]) -> 
         names: The names of the checks.
     """
     failed: list[str] = []
+    lacks_ids = False
     for name in names:
         error = ""
         users: list[Connection] = []
@@ -45,11 +46,14 @@ def run(send: Send, model: str, keys: tuple[str, str], names: Sequence[str]) -> 
             CHECKS[name](*users)
         except Exception as e:  # a service may fail in any way, and the next check must still run
             error = str(e) if isinstance(e, ServiceConformanceError) else f"{type(e).__name__}: {e}"
+        lacks_ids = lacks_ids or "token id" in error
         for user in users:
             user.finish()
         failed += [name] if error else []
         print(f"{'FAIL' if error else 'ok':4}  {name:14} {error}".rstrip(), flush=True)
     print(f"{len(names) - len(failed)} checks passed, {len(failed)} failed")
+    if lacks_ids:
+        print(f"the checks use token ids below {VOCABULARY}; run them with a model of at least {VOCABULARY} tokens")
     return failed
 
 
